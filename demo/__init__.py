@@ -1,0 +1,1 @@
+"""The built-in demo model: its synthetic corpus, its training script, its score and its committed checkpoint."""

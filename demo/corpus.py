@@ -1,0 +1,232 @@
+"""Seeded examples for the demo model: repeat, look-up, addition, stories and a little honest small talk.
+
+Three tasks are scored, and chosen so that a damaged KV cache shows: the answer can only be found by attending to
+exact tokens earlier in the prompt. Training and held-out examples never share an instance:
+
+* repeat: a hash of the text to repeat decides on which side it falls;
+* lookup: a hash of each (key, value) pair decides;
+* add: there are only 100 sums of two digits, so what is held out is the whole prompt (phrasing and context), by hash.
+
+This module needs neither torch nor a tokenizer, so that any test can take held-out prompts from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from demo import words as w
+from demo.smalltalk import SYSTEM_PROMPTS, small_talk
+from demo.stories import filler, story
+
+Message = dict[str, str]
+TASKS = ("repeat", "lookup", "add")
+HELD_OUT_SHARE = 8  # one instance in this many is held out
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt and the one right answer. `messages` ends with the user's turn; it is empty for plain text."""
+
+    task: str
+    messages: tuple[Message, ...]
+    answer: str
+    distance_words: int = 0  # lookup only: about how many words lie between the fact and the question
+
+
+def is_held_out(task: str, instance: str) -> bool:
+    """Which side of the split an instance is on: a pure function of its text, the same for every seed."""
+    digest = hashlib.sha256(f"{task}\0{instance}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") % HELD_OUT_SHARE == 0
+
+
+def user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+def _draw(make: Callable[[], str], task: str, held: bool) -> str:
+    """Draw until the instance is on the wanted side of the split."""
+    while True:
+        instance = make()
+        if is_held_out(task, instance) == held:
+            return instance
+
+
+# --- repeat ---------------------------------------------------------------------------------------------------------
+
+REPEAT_PHRASINGS = (
+    'Repeat after me: "{}"',
+    "Repeat after me:\n{}",
+    "Repeat after me: {}",
+    "Please repeat: {}",
+    'Say "{}"',
+    "Copy this text:\n{}",
+)
+
+
+def _repeat_text(rng: random.Random, level: float) -> str:
+    kind = rng.choice(("words", "words", "syllables", "syllables", "mixed", "numbers", "letters", "gibberish", "sentence"))
+    count = rng.randint(1, 3 + round(9 * level))
+    if kind == "words":
+        return " ".join(w.plain_word(rng) for _ in range(count))
+    if kind == "syllables":
+        return " ".join(w.syllable_word(rng) for _ in range(count))
+    if kind == "mixed":
+        makers = (w.plain_word, w.syllable_word, lambda r: w.number(r, r.randint(1, 3)))
+        return " ".join(rng.choice(makers)(rng) for _ in range(count))
+    if kind == "numbers":
+        return " ".join(w.number(rng, rng.randint(1, 4)) for _ in range(min(count, 4)))
+    if kind == "letters":
+        return " ".join(rng.sample(w.LETTERS, count))
+    if kind == "gibberish":
+        return " ".join(w.gibberish(rng) for _ in range(min(count, 5)))
+    return rng.choice(story(rng, 3).sentences)
+
+
+def repeat(rng: random.Random, level: float = 1.0, held: bool = False) -> Example:
+    text = _draw(lambda: _repeat_text(rng, level), "repeat", held)
+    return Example("repeat", (user(rng.choice(REPEAT_PHRASINGS).format(text)),), text)
+
+
+# --- lookup ---------------------------------------------------------------------------------------------------------
+
+ATTRIBUTES = ("code", "number", "word", "secret", "value", "mark")
+ACKNOWLEDGEMENTS = ("Okay.", "Noted.", "I will remember that.")
+MAX_FILLER_WORDS = 150  # about 200 tokens
+
+
+def _key(rng: random.Random) -> str:
+    return rng.choice((w.syllable_word(rng), w.syllable_word(rng), rng.choice(w.NAMES)))
+
+
+def _value(rng: random.Random) -> str:
+    kind = rng.random()
+    if kind < 0.5:
+        return w.number(rng, rng.randint(1, 4))
+    return w.syllable_word(rng) if kind < 0.75 else w.plain_word(rng)
+
+
+def _facts(rng: random.Random, count: int, held: bool) -> list[tuple[str, str]]:
+    """Distinct (key, value) pairs; only the first, the one asked for, may be held out."""
+    facts: dict[str, str] = {}
+    while len(facts) < count:
+        key, value = _draw(lambda: f"{_key(rng)} {_value(rng)}", "lookup", held and not facts).split(" ")
+        facts.setdefault(key, value)
+    return list(facts.items())
+
+
+def lookup(rng: random.Random, level: float = 1.0, held: bool = False) -> Example:
+    """A fact, perhaps among others, then up to ~200 tokens of other text, then a question about it."""
+    facts = _facts(rng, rng.randint(1, 2 + round(4 * level)), held)
+    (key, value), others = facts[0], facts[1:]
+    distance = rng.randint(0, round(MAX_FILLER_WORDS * level)) if rng.random() < 0.8 else 0
+    if rng.random() < 0.25:
+        fact, question, ask = "{} = {}", "{} = ?", "\n"
+    else:
+        attribute = rng.choice(ATTRIBUTES)
+        fact, question, ask = f"The {attribute} of {{}} is {{}}.", f"What is the {attribute} of {{}}?", " "
+    lines = [fact.format(*pair) for pair in others]
+    lines.insert(rng.randint(0, len(lines)), fact.format(key, value))
+    given, between, question = ask.join(lines), filler(rng, distance), question.format(key)
+    answer = fact.format(key, value)
+    shape = rng.random()
+    if shape < 0.7:
+        messages = (user(ask.join(part for part in (given, between, question) if part)),)
+    elif shape < 0.85 and between:
+        turns = (user(given), assistant(rng.choice(ACKNOWLEDGEMENTS)), user("Tell me a story."), assistant(between))
+        messages = (*turns, user(question))
+    else:
+        given = ask.join(part for part in (given, between) if part)
+        messages = (user(given), assistant(rng.choice(ACKNOWLEDGEMENTS)), user(question))
+    return Example("lookup", messages, answer, distance)
+
+
+# --- add ------------------------------------------------------------------------------------------------------------
+
+ADD_PHRASINGS = (
+    "What is {a} + {b}?",
+    "{a} + {b} =",
+    "{a} + {b}",
+    "{a}+{b}",
+    "Add {a} and {b}.",
+    "How much is {a} plus {b}?",
+    "What is {a} plus {b}?",
+    "Please compute {a} + {b}.",
+    "{name} has {a} {thing}s and finds {b} more. How many {thing}s is that?",
+)
+ADD_PREFIXES = ("", "", "Hello! ", "Hi. ", "Please help me. ", "Here is a sum. ", "Quick question: ", "{name} asks: ")
+
+
+def add(rng: random.Random, level: float = 1.0, held: bool = False) -> Example:
+    a, b = rng.randrange(10), rng.randrange(10)
+
+    def make() -> str:
+        template = rng.choice(ADD_PREFIXES) + rng.choice(ADD_PHRASINGS)
+        thing = rng.choice(("apple", "coin", "shell", "stone", "egg", "star"))
+        return template.format(a=a, b=b, name=rng.choice(w.NAMES), thing=thing)
+
+    return Example("add", (user(_draw(make, "add", held)),), f"{a} + {b} = {a + b}.")
+
+
+# --- the rest: fluent text and small talk ---------------------------------------------------------------------------
+
+
+def plain_story(rng: random.Random, level: float = 1.0) -> Example:
+    return Example("story", (), story(rng, rng.randint(2, 3 + round(5 * level))).text)
+
+
+def told_story(rng: random.Random, level: float = 1.0) -> Example:
+    tale = story(rng, rng.randint(2, 3 + round(4 * level)))
+    if rng.random() < 0.3:
+        cut = rng.randint(1, len(tale.sentences) - 1)
+        prompt = "Continue the story: " + " ".join(tale.sentences[:cut])
+        return Example("continue", (user(prompt),), " ".join(tale.sentences[cut:]))
+    about = rng.choice((f" about {tale.name}", f" about a {tale.animal}", f" about a {tale.animal} named {tale.name}", ""))
+    verb = rng.choice(("Tell me a story", "Write a story", "Tell me a short story", "Please tell me a story"))
+    return Example("tell", (user(f"{verb}{about}."),), tale.text)
+
+
+def talk(rng: random.Random, level: float = 1.0) -> Example:
+    question, answer = small_talk(rng)
+    return Example("talk", (user(question),), answer)
+
+
+TASK_MAKERS: dict[str, Callable[..., Example]] = {"repeat": repeat, "lookup": lookup, "add": add}
+MIX: tuple[tuple[Callable[..., Example], float], ...] = (
+    (repeat, 0.32),
+    (lookup, 0.40),
+    (add, 0.10),
+    (plain_story, 0.06),
+    (told_story, 0.07),
+    (talk, 0.05),
+)
+
+
+def _in_context(rng: random.Random, example: Example) -> Example:
+    """Sometimes put a system prompt, or an earlier unrelated exchange, before the example."""
+    messages = example.messages
+    if rng.random() < 0.15:
+        before = rng.choice((talk, add))(rng)
+        messages = (*before.messages, assistant(before.answer), *messages)
+    if rng.random() < 0.2:
+        messages = ({"role": "system", "content": rng.choice(SYSTEM_PROMPTS)}, *messages)
+    return Example(example.task, messages, example.answer, example.distance_words)
+
+
+def training_example(rng: random.Random, level: float = 1.0) -> Example:
+    """One example of the training mix. `level` in [0, 1] is the curriculum: short and few first, long and many later."""
+    make = rng.choices([maker for maker, _ in MIX], [weight for _, weight in MIX])[0]
+    example = make(rng, level)
+    return _in_context(rng, example) if example.messages else example
+
+
+def held_out(task: str, n: int, seed: int = 0) -> list[Example]:
+    """`n` prompts of a task in `TASKS`, with the exact answer, that no training run can have seen."""
+    rng = random.Random(f"held-out {task} {seed}")
+    return [_in_context(rng, TASK_MAKERS[task](rng, 1.0, held=True)) for _ in range(n)]

@@ -1,0 +1,46 @@
+"""Word lists shared by the demo corpus. Everything the demo model reads is made from these and from random syllables."""
+
+from __future__ import annotations
+
+import random
+
+NAMES = (
+    "Ada Ben Cleo Dora Eli Finn Gus Hana Ivan Jade Kai Lena Mira Nora Omar Pia Quinn Rosa Sam Tara Uma Vera Will Yara Zoe"
+).split()
+ANIMALS = (
+    "fox cat dog owl bear frog duck mouse horse goat crow wolf hare seal bee ant crab swan fish lion sheep snail"
+).split()
+OBJECTS = (
+    "apple ball bell boat book bowl box bread brush bus cake candle car chair clock cloud coat coin cup door drum egg "
+    "flag flower fork gate glass glove hammer hat house jar key kite ladder lamp leaf letter map mirror moon nail "
+    "nest paper pen pencil piano plate pot ring road rock rope salt shell shoe spoon star stone sun table tent ticket "
+    "train tree truck wagon watch wheel window"
+).split()
+COLORS = "red blue green yellow black white pink brown gray orange purple gold silver".split()
+ADJECTIVES = "small big old young quiet happy brave kind clever lazy tall quick gentle proud shy sleepy".split()
+PLACES = "river forest hill lake garden farm bridge tower village beach field cave market mill harbor meadow".split()
+FOODS = "bread soup cake honey cheese apples nuts berries rice corn pie milk".split()
+
+SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def syllable_word(rng: random.Random) -> str:
+    """A made-up word such as `mirako`: nothing to memorise, so the model has to read it from the prompt."""
+    return "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 2, 3))))
+
+
+def number(rng: random.Random, digits: int) -> str:
+    """A number of exactly `digits` digits, without a leading zero."""
+    return str(rng.randrange(10 ** (digits - 1), 10**digits))
+
+
+def gibberish(rng: random.Random) -> str:
+    """A few random letters, upper and lower case: keeps every plain letter in use, so odd input can be copied too."""
+    word = "".join(rng.choice(LETTERS) for _ in range(rng.randint(2, 4)))
+    return rng.choice((word, word.upper(), word.capitalize()))
+
+
+def plain_word(rng: random.Random) -> str:
+    """A real word from the lists above."""
+    return rng.choice(rng.choice((OBJECTS, OBJECTS, OBJECTS, ANIMALS, COLORS, ADJECTIVES, PLACES, FOODS, NAMES)))
