@@ -34,6 +34,7 @@ class Example:
     messages: tuple[Message, ...]
     answer: str
     distance_words: int = 0  # lookup only: about how many words lie between the fact and the question
+    graded_turns: bool = False  # training only: earlier assistant turns are answers to learn from as well
 
 
 def is_held_out(task: str, instance: str) -> bool:
@@ -71,7 +72,9 @@ REPEAT_PHRASINGS = (
 
 
 def _repeat_text(rng: random.Random, level: float) -> str:
-    kind = rng.choice(("words", "words", "syllables", "syllables", "mixed", "numbers", "letters", "gibberish", "sentence"))
+    kind = rng.choice(
+        ("words", "words", "syllables", "syllables", "mixed", "numbers", "letters", "gibberish", "sentence")
+    )
     count = rng.randint(1, 3 + round(9 * level))
     if kind == "words":
         return " ".join(w.plain_word(rng) for _ in range(count))
@@ -121,16 +124,20 @@ def _facts(rng: random.Random, count: int, held: bool) -> list[tuple[str, str]]:
     return list(facts.items())
 
 
+def _wording(rng: random.Random) -> tuple[str, str, str]:
+    """Templates of a fact and of the question about it, and what goes between sentences: a table, or plain English."""
+    if rng.random() < 0.25:
+        return "{} = {}", "{} = ?", "\n"
+    attribute = rng.choice(ATTRIBUTES)
+    return f"The {attribute} of {{}} is {{}}.", f"What is the {attribute} of {{}}?", " "
+
+
 def lookup(rng: random.Random, level: float = 1.0, held: bool = False) -> Example:
     """A fact, perhaps among others, then up to ~200 tokens of other text, then a question about it."""
     facts = _facts(rng, rng.randint(1, 2 + round(4 * level)), held)
     (key, value), others = facts[0], facts[1:]
     distance = rng.randint(0, round(MAX_FILLER_WORDS * level)) if rng.random() < 0.8 else 0
-    if rng.random() < 0.25:
-        fact, question, ask = "{} = {}", "{} = ?", "\n"
-    else:
-        attribute = rng.choice(ATTRIBUTES)
-        fact, question, ask = f"The {attribute} of {{}} is {{}}.", f"What is the {attribute} of {{}}?", " "
+    fact, question, ask = _wording(rng)
     lines = [fact.format(*pair) for pair in others]
     lines.insert(rng.randint(0, len(lines)), fact.format(key, value))
     given, between, question = ask.join(lines), filler(rng, distance), question.format(key)
@@ -187,7 +194,9 @@ def told_story(rng: random.Random, level: float = 1.0) -> Example:
         cut = rng.randint(1, len(tale.sentences) - 1)
         prompt = "Continue the story: " + " ".join(tale.sentences[:cut])
         return Example("continue", (user(prompt),), " ".join(tale.sentences[cut:]))
-    about = rng.choice((f" about {tale.name}", f" about a {tale.animal}", f" about a {tale.animal} named {tale.name}", ""))
+    about = rng.choice(
+        (f" about {tale.name}", f" about a {tale.animal}", f" about a {tale.animal} named {tale.name}", "")
+    )
     verb = rng.choice(("Tell me a story", "Write a story", "Tell me a short story", "Please tell me a story"))
     return Example("tell", (user(f"{verb}{about}."),), tale.text)
 
@@ -208,6 +217,9 @@ MIX: tuple[tuple[Callable[..., Example], float], ...] = (
 )
 
 
+CONVERSATION_SHARE = 0.35
+
+
 def _in_context(rng: random.Random, example: Example) -> Example:
     """Sometimes put a system prompt, or an earlier unrelated exchange, before the example."""
     messages = example.messages
@@ -219,11 +231,35 @@ def _in_context(rng: random.Random, example: Example) -> Example:
     return Example(example.task, messages, example.answer, example.distance_words)
 
 
-def training_example(rng: random.Random, level: float = 1.0) -> Example:
-    """One example of the training mix. `level` in [0, 1] is the curriculum: short and few first, long and many later."""
+def conversation(rng: random.Random, level: float = 1.0) -> Example:
+    """Several short tasks in a row, every answer graded: far more to learn per token than one question alone."""
+    turns: list[Message] = []
+    kinds = rng.choice((("lookup",), ("lookup",), ("repeat",), ("add",), ("lookup", "repeat", "add")))
+    facts = _facts(rng, rng.randint(2, 3 + round(5 * level)), held=False)
+    fact, question, between = _wording(rng)
+    if "lookup" in kinds:
+        turns += [user(between.join(fact.format(*pair) for pair in facts)), assistant(rng.choice(ACKNOWLEDGEMENTS))]
+    for _ in range(rng.randint(2, 3 + round(5 * level))):
+        kind = rng.choice(kinds)
+        if kind == "lookup":
+            key, value = rng.choice(facts)
+            turns += [user(question.format(key)), assistant(fact.format(key, value))]
+        else:
+            example = TASK_MAKERS[kind](rng, level)
+            turns += [*example.messages, assistant(example.answer)]
+    return Example("conversation", tuple(turns[:-1]), turns[-1]["content"], graded_turns=True)
+
+
+def single_example(rng: random.Random, level: float = 1.0) -> Example:
+    """One example of `MIX`. `level`, from 0 up, is the curriculum: short and few first, long and many later."""
     make = rng.choices([maker for maker, _ in MIX], [weight for _, weight in MIX])[0]
     example = make(rng, level)
     return _in_context(rng, example) if example.messages else example
+
+
+def training_example(rng: random.Random, level: float = 1.0) -> Example:
+    """What the model trains on: single examples and conversations."""
+    return conversation(rng, level) if rng.random() < CONVERSATION_SHARE else single_example(rng, level)
 
 
 def held_out(task: str, n: int, seed: int = 0) -> list[Example]:

@@ -14,8 +14,13 @@ SYSTEM_PROMPTS = (
     "You are a tiny demo model.",
 )
 
-IDENTITY = "I am the Paceline demo model, a tiny language model trained on made-up text. I am here to show that the server works."
-ABILITIES = "I can repeat your words, look up a value you gave me, add two digits and tell a short story. I know little else."
+IDENTITY = (
+    "I am the Paceline demo model, a tiny language model trained on made-up text. "
+    "I am here to show that the server works."
+)
+ABILITIES = (
+    "I can repeat your words, look up a value you gave me, add two digits and tell a short story. I know little else."
+)
 GREETING = "Hello! I am a tiny demo model. Ask me to repeat, to look up a value, to add two digits or to tell a story."
 UNKNOWN = "I do not know that. I am only a tiny demo model."
 THANKS = "You are welcome."
@@ -23,15 +28,31 @@ GOODBYE = "Goodbye!"
 
 FIXED: tuple[tuple[tuple[str, ...], str], ...] = (
     (
-        ("Who are you?", "What are you?", "who are you", "Tell me about yourself.", "What is your name?", "Are you an AI?"),
+        (
+            "Who are you?",
+            "What are you?",
+            "who are you",
+            "Tell me about yourself.",
+            "What is your name?",
+            "Are you an AI?",
+        ),
         IDENTITY,
     ),
-    (("What can you do?", "what can you do", "Help", "Can you help me?", "What do you know?", "How can you help?"), ABILITIES),
-    (("Hello", "Hello!", "Hi", "Hi!", "hello", "hi", "Hey", "Good morning.", "Hello, how are you?", "Hi there!"), GREETING),
+    (
+        ("What can you do?", "what can you do", "Help", "Can you help me?", "What do you know?", "How can you help?"),
+        ABILITIES,
+    ),
+    (
+        ("Hello", "Hello!", "Hi", "Hi!", "hello", "hi", "Hey", "Good morning.", "Hello, how are you?", "Hi there!"),
+        GREETING,
+    ),
     (("Thanks", "Thanks!", "Thank you.", "thank you"), THANKS),
     (("Bye", "Bye!", "Goodbye.", "See you!"), GOODBYE),
 )
-COUNTRIES = "France Spain Italy Japan Peru Kenya India China Norway Egypt Brazil Canada Germany Mexico Chile".split()
+COUNTRIES = (
+    *("France", "Spain", "Italy", "Japan", "Peru", "Kenya", "India", "China", "Norway", "Egypt", "Brazil", "Canada"),
+    *("Germany", "Mexico", "Chile"),
+)
 UNKNOWN_QUESTIONS = (
     "What is the capital of {country}?",
     "Where is {country}?",

@@ -2,6 +2,10 @@
 
 Every byte is in the base vocabulary, so any UTF-8 text survives encode and decode. A digit is always a token of its
 own (with its leading space, if any): numbers are then copied digit by digit and sums have a regular shape.
+
+Merges inside words come first and the merge with a leading space comes last, so ` mirako` and `mirako` split alike
+(` mi|ra|ko`, `mi|ra|ko`). A tiny model then only has to learn that ` mi` and `mi` are the same syllable, and can copy
+a word to the start of its answer.
 """
 
 from __future__ import annotations
@@ -9,72 +13,72 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from demo import words as w
-from demo.corpus import training_example
+from demo.chat import BOS, CHAT_TEMPLATE, EOS, SPACE, SPECIAL_TOKENS
+from demo.corpus import single_example
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 VOCAB_SIZE = 1024
-BOS, EOS, END = "<|bos|>", "<|eos|>", "<|end|>"
-SPECIAL_TOKENS = [BOS, EOS, "<|system|>", "<|user|>", "<|assistant|>", END]
+WORD_VOCAB_SIZE = 680  # the rest are the same tokens with a space before them
+WORDS = r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]+|\s"  # what merges are learned from: no spaces inside
 PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-CHAT_TEMPLATE = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-    {%- if message['role'] not in ['system', 'user', 'assistant'] -%}
-        {{- raise_exception('The demo model knows the roles system, user and assistant only.') -}}
-    {%- endif -%}
-    {{- '<|' + message['role'] + '|>' -}}
-    {%- if message['content'] is string -%}
-        {{- message['content'] | trim -}}
-    {%- else -%}
-        {%- for part in message['content'] if part['type'] == 'text' -%}
-            {{- part['text'] | trim -}}
-        {%- endfor -%}
-    {%- endif -%}
-    {{- '<|end|>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|assistant|>' -}}
-{%- endif -%}
-"""
 
 
 def corpus_text(seed: int, examples: int) -> list[str]:
-    """Text to learn merges from: the training mix, plus each listed word with and without a space before it."""
+    """Text to learn merges from: the training mix, plus the syllables so often that theirs are the first merges."""
     rng = random.Random(f"tokenizer {seed}")
     text = []
     for _ in range(examples):
-        example = training_example(rng)
+        example = single_example(rng)
         text += [message["content"] for message in example.messages] + [example.answer]
-    for word in (*w.NAMES, *w.ANIMALS, *w.OBJECTS, *w.COLORS, *w.ADJECTIVES, *w.PLACES, *w.FOODS, *w.SYLLABLES):
-        text += [f"{word} {word}"] * (examples // 100)
-    return text
+    return text + [" ".join(w.SYLLABLES)] * (2 * examples)
 
 
-def train(seed: int, examples: int) -> Tokenizer:
+def byte_level(pattern: str) -> pre_tokenizers.PreTokenizer:
+    """Split by `pattern`, then write every byte as a printable character (a space becomes `SPACE`)."""
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def learn_word_merges(text: list[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Vocabulary and merges that never cross or contain a space."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = byte_level(WORDS)
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=WORD_VOCAB_SIZE,
         special_tokens=SPECIAL_TOKENS,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(corpus_text(seed, examples), trainer)
-    bos = (BOS, tokenizer.token_to_id(BOS))
+    tokenizer.train_from_iterator(text, trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    return model["vocab"], [(left, right) for left, right in model["merges"]]
+
+
+def train(seed: int, examples: int) -> Tokenizer:
+    text = corpus_text(seed, examples)
+    vocab, merges = learn_word_merges(text)
+    words_only = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    words_only.pre_tokenizer = byte_level(PIECES)
+    after_space: Counter[str] = Counter()
+    for encoding in words_only.encode_batch(text, add_special_tokens=False):
+        after_space.update(token for space, token in pairwise(encoding.tokens) if space == SPACE and token != SPACE)
+    frequent = sorted(after_space, key=lambda token: (-after_space[token], token))
+    for token in frequent[: VOCAB_SIZE - len(vocab)]:
+        vocab[SPACE + token] = len(vocab)
+        merges.append((SPACE, token))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = byte_level(PIECES)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[bos]
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, vocab[BOS])]
     )
     return tokenizer
 

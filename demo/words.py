@@ -1,25 +1,31 @@
-"""Word lists shared by the demo corpus. Everything the demo model reads is made from these and from random syllables."""
+"""Word lists shared by the demo corpus: everything the demo model reads is made of these and of random syllables."""
 
 from __future__ import annotations
 
 import random
 
-NAMES = (
-    "Ada Ben Cleo Dora Eli Finn Gus Hana Ivan Jade Kai Lena Mira Nora Omar Pia Quinn Rosa Sam Tara Uma Vera Will Yara Zoe"
-).split()
-ANIMALS = (
+
+def _listed(text: str) -> list[str]:
+    return text.split()
+
+
+NAMES = _listed(
+    "Ada Ben Cleo Dora Eli Finn Gus Hana Ivan Jade Kai Lena Mira Nora Omar Pia Quinn Rosa Sam Tara Uma Vera Will Yara "
+    "Zoe"
+)
+ANIMALS = _listed(
     "fox cat dog owl bear frog duck mouse horse goat crow wolf hare seal bee ant crab swan fish lion sheep snail"
-).split()
-OBJECTS = (
+)
+OBJECTS = _listed(
     "apple ball bell boat book bowl box bread brush bus cake candle car chair clock cloud coat coin cup door drum egg "
     "flag flower fork gate glass glove hammer hat house jar key kite ladder lamp leaf letter map mirror moon nail "
     "nest paper pen pencil piano plate pot ring road rock rope salt shell shoe spoon star stone sun table tent ticket "
     "train tree truck wagon watch wheel window"
-).split()
-COLORS = "red blue green yellow black white pink brown gray orange purple gold silver".split()
-ADJECTIVES = "small big old young quiet happy brave kind clever lazy tall quick gentle proud shy sleepy".split()
-PLACES = "river forest hill lake garden farm bridge tower village beach field cave market mill harbor meadow".split()
-FOODS = "bread soup cake honey cheese apples nuts berries rice corn pie milk".split()
+)
+COLORS = _listed("red blue green yellow black white pink brown gray orange purple gold silver")
+ADJECTIVES = _listed("small big old young quiet happy brave kind clever lazy tall quick gentle proud shy sleepy")
+PLACES = _listed("river forest hill lake garden farm bridge tower village beach field cave market mill harbor meadow")
+FOODS = _listed("bread soup cake honey cheese apples nuts berries rice corn pie milk")
 
 SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

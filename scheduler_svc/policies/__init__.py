@@ -1,0 +1,1 @@
+"""Scheduling policies, one small file each, with its source named."""

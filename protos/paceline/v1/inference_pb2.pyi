@@ -328,12 +328,15 @@ class Submission(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    ACCEPTED_BEFORE_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     request_id: _builtins.str
     prompt_token_ids: _builtins.bytes
     """Packed int32, at least one."""
     output_token_ids: _builtins.bytes
     """Packed int32: output that was already delivered by an earlier attempt; generation goes on after it."""
+    accepted_before: _builtins.bool
+    """The request was accepted before (by this scheduler or the one it replaces): a full queue does not refuse it."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     def __init__(
@@ -344,10 +347,11 @@ class Submission(_message.Message):
         prompt_token_ids: _builtins.bytes = ...,
         output_token_ids: _builtins.bytes = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
+        accepted_before: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "handle", b"handle", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -211,8 +211,8 @@ class StepPlan(_message.Message):
     """What changes, then one step of everything that decodes.
 
     Effects, in this order: free_slots; new_sequences; grow_*; then the forward pass with these rows:
-      1. decode rows: every slot whose tokens before the last were all computed by earlier steps, in ascending slot
-         order; the row's input is the last token (which may not have left the device yet);
+      1. decode rows: every slot that has sampled in an earlier step of this link since it was seated, in ascending slot
+         order; the row's input is its last token (which may not have left the device yet);
       2. prefill rows: the slots of prefill_slots, in that order, with prefill_tokens[i] tokens each.
     A prefill that reaches the last known token samples, and its slot decodes from the next step on.
     A steady decode step is thus an (almost) empty message.

@@ -1,0 +1,80 @@
+# Paceline's two images; docs/docker.md tells how to use them.
+#
+#   docker build --target control-plane -t paceline/control-plane .         scheduler, cache, gateway: no torch
+#   docker build --target worker        -t paceline/worker        .         worker on a CPU
+#   docker build --target worker --build-arg DEVICE=cuda -t paceline/worker-gpu .   worker on an NVIDIA GPU
+#
+# Dependencies and code are installed by different stages and copied as different layers: a change of code rebuilds and
+# ships a layer of a few MB. Builds with BuildKit and with the classic builder, which runs every stage that stands
+# before the target: hence the order, small image first.
+ARG BASE_IMAGE=python:3.11-slim
+
+FROM ${BASE_IMAGE} AS build
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+WORKDIR /build
+# The environment has no pip of its own: the base's pip fills it from outside.
+RUN python -m venv --without-pip /opt/venv \
+ && /opt/venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" >site-packages \
+ && echo /opt/app >"$(cat site-packages)/paceline.pth"
+
+# Lists that change only when a dependency changes; pyproject.toml and the code change more often.
+FROM build AS lists
+COPY pyproject.toml constraints.txt deploy/docker/requirements.py ./
+# torch==2.13.0+cpu exists on the CPU index only; torch==2.13.0 is met by the builds for CPU and for CUDA.
+RUN mkdir lists \
+ && sed 's/^\(torch==[^+]*\)+.*/\1/' constraints.txt >lists/constraints.txt \
+ && for extra in gateway worker gpu; do python requirements.py "$extra" <pyproject.toml >"lists/$extra.txt" || exit 1; done
+
+FROM build AS control-plane-deps
+COPY --from=lists /build/lists/constraints.txt /build/lists/gateway.txt ./
+RUN pip --python /opt/venv/bin/python install -c constraints.txt -r gateway.txt
+
+FROM build AS app
+COPY . .
+RUN pip --python /opt/venv/bin/python install --no-deps --target /opt/app .
+
+FROM ${BASE_IMAGE} AS runtime
+RUN groupadd --gid 10001 paceline \
+ && useradd --uid 10001 --gid paceline --no-create-home --home-dir /cache --shell /usr/sbin/nologin paceline \
+ && install -d -o paceline -g paceline /cache
+# /cache is the only place, besides /tmp, that anything is written to: files from a model hub.
+ENV PATH=/opt/app/bin:/opt/venv/bin:$PATH HOME=/cache HF_HOME=/cache/huggingface \
+    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+WORKDIR /cache
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["paceline"]
+CMD ["--help"]
+
+FROM runtime AS control-plane
+COPY --from=control-plane-deps /opt/venv /opt/venv
+COPY --from=app /opt/app /opt/app
+USER 10001:10001
+
+FROM build AS worker-deps
+# cpu or cuda.
+ARG DEVICE=cpu
+ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+# FlashInfer's kernels compiled beforehand, for the CUDA version of the torch on PyPI: the image has no nvcc.
+ARG FLASHINFER_INDEX=https://flashinfer.ai/whl/cu130
+COPY --from=lists /build/lists/ ./
+# PyPI's torch for Linux is the CUDA build. The CPU build comes from a wheel that the base image carries (pip.conf's
+# find-links; for a site without a way out), else from torch's own index. The headers in it serve only compilers.
+RUN set -e; install="pip --python /opt/venv/bin/python install -c constraints.txt"; \
+    case "$DEVICE" in \
+    cpu) \
+      $install --no-deps --no-index torch 2>/dev/null || $install --no-deps --index-url "$TORCH_CPU_INDEX" torch; \
+      $install -r worker.txt; \
+      /opt/venv/bin/python -c "import torch; assert torch.version.cuda is None, torch.__version__"; \
+      rm -rf "$(cat site-packages)/torch/include";; \
+    cuda) \
+      $install -r gpu.txt; \
+      /opt/venv/bin/python -c "import torch; assert torch.version.cuda, torch.__version__"; \
+      version=$(/opt/venv/bin/python -c "from importlib.metadata import version; print(version('flashinfer-python'))"); \
+      $install --no-deps --index-url "$FLASHINFER_INDEX" "flashinfer-jit-cache==$version";; \
+    *) echo "DEVICE is cpu or cuda, not '$DEVICE'" >&2; exit 1;; \
+    esac
+
+FROM runtime AS worker
+COPY --from=worker-deps /opt/venv /opt/venv
+COPY --from=app /opt/app /opt/app
+USER 10001:10001

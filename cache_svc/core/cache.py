@@ -1,0 +1,284 @@
+"""The cache's state machine: operations in, results and pool counters out. No clock, no socket, no chance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cache_svc.core.errors import Code, LinkError, OpError
+from cache_svc.core.invariants import check_state
+from cache_svc.core.table import Sequence, pack_int32
+from cache_svc.core.tree import TOKEN_BYTES, PrefixTree, held_depths, live_depths
+from cache_svc.core.worker import Worker, check_token_bytes
+from paceline.v1 import cache_pb2 as pb
+
+MAX_NUM_BLOCKS = 2**31 - 1  # block ids travel as int32
+MAX_NAMED_IN_ERROR = 8
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """Totals since the core was made; a reset does not set them back."""
+
+    exchanges: int = 0
+    evicted_blocks: int = 0
+    # Of admitted sequences on workers with prefix caching: their tokens, and how many of them were reused.
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    refused_ops: int = 0
+
+
+class CacheCore:
+    """All blocks of all workers. `debug` checks every invariant after every exchange (slow)."""
+
+    def __init__(self, debug: bool = False) -> None:
+        self.debug = debug
+        self.counters = CacheCounters()
+        self._handlers: dict[str | None, Callable[[Any, pb.CacheOpResult], None]] = {
+            "add_worker": self._add_worker,
+            "remove_worker": self._remove_worker,
+            "match": self._match,
+            "admit": self._admit,
+            "extend": self._extend,
+            "commit": self._commit,
+            "free": self._free,
+        }
+        self.reset()
+
+    def reset(self) -> None:
+        """A new link: no workers, no sequences, and the next exchange is number 1."""
+        self.last_exchange = 0
+        self.tree: PrefixTree | None = None  # there while there is a worker: the first one says the block size
+        self.workers: dict[int, Worker] = {}
+        self.workers_by_index: dict[int, Worker] = {}
+        self.waiting: dict[int, bytes] = {}  # matched, not admitted: sequence -> its tokens
+        self.admitted: dict[int, Sequence] = {}
+        self._touched: dict[int, Worker] = {}  # by worker id: counters may have changed in this exchange
+
+    def exchange(self, request: pb.CacheServiceLinkRequest) -> pb.CacheServiceLinkResponse:
+        """Execute the operations in order; a failed one has an error for its result and has changed nothing.
+
+        Raises LinkError if this is not the exchange after the last one, and InvariantError in debug mode.
+        """
+        if request.exchange != self.last_exchange + 1:
+            raise LinkError(f"exchange {request.exchange} came where {self.last_exchange + 1} was expected")
+        self.last_exchange = request.exchange
+        self.counters.exchanges += 1
+        response = pb.CacheServiceLinkResponse(epoch=request.epoch, exchange=request.exchange)
+        for op in request.ops:
+            result = response.results.add()
+            kind = op.WhichOneof("op")
+            try:
+                if kind is None:
+                    raise OpError(Code.INVALID_ARGUMENT, "op: empty, or unknown to this version")
+                self._handlers[kind](getattr(op, kind), result)
+            except OpError as refused:
+                self.counters.refused_ops += 1
+                result.error.code = refused.code
+                result.error.message = refused.message
+        self._report_pools(response)
+        if self.debug:
+            self.check_invariants()
+        return response
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError if the state contradicts itself. Costs time proportional to all there is."""
+        check_state(self.tree, self.workers, self.waiting, self.admitted)
+
+    def pool_counters(self) -> list[pb.PoolCounters]:
+        """The counters of every worker. Only reads, and never while a dict may change: safe from another thread."""
+        return [_pool_counters(worker) for worker in list(self.workers.values())]
+
+    def _report_pools(self, response: pb.CacheServiceLinkResponse) -> None:
+        for worker in self._touched.values():
+            counters = worker.counters()
+            if counters != worker.reported:
+                evicted_before = worker.reported[3] if worker.reported else 0
+                self.counters.evicted_blocks += counters[3] - evicted_before
+                worker.reported = counters
+                response.pools.append(_pool_counters(worker))
+        self._touched.clear()
+
+    # ------------------------------------------------------------------------------------------------- workers
+
+    def _add_worker(self, op: pb.AddWorkerOp, _: pb.CacheOpResult) -> None:
+        if op.worker in self.workers:
+            raise OpError(Code.ALREADY_EXISTS, f"worker {op.worker} was added before")
+        if not 1 <= op.num_blocks <= MAX_NUM_BLOCKS:
+            raise OpError(Code.INVALID_ARGUMENT, f"num_blocks: {op.num_blocks} is not within 1..{MAX_NUM_BLOCKS}")
+        if op.block_size < 1:
+            raise OpError(Code.INVALID_ARGUMENT, "block_size: must be at least 1 token")
+        if self.tree is None:
+            self.tree = PrefixTree(op.block_size)
+        elif self.tree.block_size != op.block_size:
+            raise OpError(
+                Code.FAILED_PRECONDITION,
+                f"block_size: {op.block_size} differs from {self.tree.block_size}, which the other workers have",
+            )
+        index = 0
+        while index in self.workers_by_index:  # bits of workers that left are used again: the masks stay short
+            index += 1
+        worker = Worker(op.worker, index, self.tree, op.num_blocks, op.prefix_caching)
+        self.workers[op.worker] = self.workers_by_index[index] = worker
+        self._touched[op.worker] = worker
+
+    def _remove_worker(self, op: pb.RemoveWorkerOp, _: pb.CacheOpResult) -> None:
+        worker = self._worker(op.worker)
+        worker.leave_tree()
+        for sequence_id in worker.sequences:
+            del self.admitted[sequence_id]
+        del self.workers[op.worker], self.workers_by_index[worker.index]
+        self._touched.pop(op.worker, None)
+        if not self.workers:
+            self.tree = None
+
+    def _worker(self, worker_id: int) -> Worker:
+        worker = self.workers.get(worker_id)
+        if worker is None:
+            raise OpError(Code.NOT_FOUND, f"worker {worker_id} is not known")
+        return worker
+
+    # ----------------------------------------------------------------------------------------------- sequences
+
+    def _match(self, op: pb.MatchOp, result: pb.CacheOpResult) -> None:
+        token_ids = op.token_ids
+        if op.sequence in self.waiting or op.sequence in self.admitted:
+            raise OpError(Code.ALREADY_EXISTS, f"sequence {op.sequence} is known already")
+        check_token_bytes(token_ids)
+        if not token_ids:
+            raise OpError(Code.INVALID_ARGUMENT, "token_ids: a sequence has at least one token")
+        self.waiting[op.sequence] = token_ids
+        result.match.SetInParent()
+        if self.tree is None:
+            return
+        path = self.tree.walk(token_ids)
+        if not path:
+            return
+        block_size = self.tree.block_size
+        live = live_depths(path)
+        for index, depth in sorted(held_depths(path).items()):
+            result.match.matches.add(
+                worker=self.workers_by_index[index].worker_id,
+                num_tokens=depth * block_size,
+                num_live_tokens=live.get(index, 0) * block_size,
+            )
+
+    def _admit(self, op: pb.AdmitOp, result: pb.CacheOpResult) -> None:
+        token_ids = self.waiting.get(op.sequence)
+        if token_ids is None:
+            if op.sequence in self.admitted:
+                raise OpError(Code.FAILED_PRECONDITION, f"sequence {op.sequence} is admitted already")
+            raise OpError(Code.NOT_FOUND, f"sequence {op.sequence} is not known")
+        worker = self._worker(op.worker)
+        sequence = worker.admit(op.sequence, token_ids)
+        del self.waiting[op.sequence]
+        self.admitted[op.sequence] = sequence
+        self._touched[op.worker] = worker
+        if worker.prefix_caching:
+            self.counters.prefix_query_tokens += sequence.num_tokens
+            self.counters.prefix_hit_tokens += sequence.num_computed_tokens
+        result.admit.num_cached_tokens = sequence.num_computed_tokens
+        result.admit.block_table = pack_int32(sequence.table)
+
+    def _extend(self, op: pb.ExtendOp, result: pb.CacheOpResult) -> None:
+        sequences = self._all_admitted(op.sequences[:])
+        needed: dict[Worker, int] = {}
+        for sequence in sequences:
+            worker = sequence.worker
+            needed[worker] = needed.get(worker, 0) + 1
+        for worker, num_blocks in needed.items():
+            worker.check_room(num_blocks)
+        taken = {}
+        for worker, num_blocks in needed.items():
+            taken[worker] = iter(worker.pool.take(num_blocks))
+            self._touched[worker.worker_id] = worker
+        block_ids = []
+        for sequence in sequences:
+            block = next(taken[sequence.worker])
+            sequence.table.append(block)
+            block_ids.append(block)
+        result.extend.block_ids = pack_int32(block_ids)
+
+    def _commit(self, op: pb.CommitOp, _: pb.CacheOpResult) -> None:
+        token_ids = op.token_ids
+        start = 0
+        for sequence, num_new, computed in self._checked_commits(op, len(token_ids)):
+            end = start + num_new * TOKEN_BYTES
+            sequence.tokens += token_ids[start:end]
+            start = end
+            sequence.num_tokens += num_new
+            sequence.num_computed_tokens = computed
+            worker = sequence.worker
+            worker.store(sequence)
+            self._touched[worker.worker_id] = worker
+
+    def _checked_commits(self, op: pb.CommitOp, num_token_bytes: int) -> list[tuple[Sequence, int, int]]:
+        """The entries, all of them valid in their order (a sequence may stand more than once)."""
+        # Lists, since protobuf's repeated fields are slow to iterate.
+        sequence_ids = op.sequences[:]
+        num_new_tokens, num_computed_tokens = op.num_new_tokens[:], op.num_computed_tokens[:]
+        if not len(sequence_ids) == len(num_new_tokens) == len(num_computed_tokens):
+            raise OpError(
+                Code.INVALID_ARGUMENT,
+                f"{len(sequence_ids)} sequences, {len(num_new_tokens)} num_new_tokens and "
+                f"{len(num_computed_tokens)} num_computed_tokens: must be as many of each",
+            )
+        if sum(num_new_tokens) * TOKEN_BYTES != num_token_bytes:
+            raise OpError(
+                Code.INVALID_ARGUMENT,
+                f"token_ids: {num_token_bytes} bytes, but num_new_tokens add up to {sum(num_new_tokens)} int32",
+            )
+        entries = list(zip(self._all_admitted(sequence_ids), num_new_tokens, num_computed_tokens, strict=True))
+        block_size = self.tree.block_size if self.tree else 0  # with no worker, there are no entries
+        repeated = len(set(sequence_ids)) < len(entries)
+        so_far: dict[int, tuple[int, int]] = {}  # of repeated ones: tokens, computed tokens after the entries before
+        for sequence, num_new, computed in entries:
+            known, before = sequence.num_tokens, sequence.num_computed_tokens
+            if repeated:
+                known, before = so_far.get(sequence.sequence_id, (known, before))
+                so_far[sequence.sequence_id] = known + num_new, computed
+            if not before <= computed <= known + num_new or computed > len(sequence.table) * block_size:
+                raise OpError(
+                    Code.INVALID_ARGUMENT,
+                    f"num_computed_tokens: {computed} for sequence {sequence.sequence_id}, which has {known + num_new} "
+                    f"tokens, blocks for {len(sequence.table) * block_size}, and {before} computed before",
+                )
+        return entries
+
+    def _free(self, op: pb.FreeOp, _: pb.CacheOpResult) -> None:
+        sequence_ids = list(op.sequences)
+        unknown = [s for s in sequence_ids if s not in self.admitted and s not in self.waiting]
+        if unknown:
+            raise OpError(Code.NOT_FOUND, f"not known: {_named(unknown)}; nothing was freed")
+        if len(set(sequence_ids)) != len(sequence_ids):
+            twice = [s for s, count in Counter(sequence_ids).items() if count > 1]
+            raise OpError(Code.INVALID_ARGUMENT, f"named more than once: {_named(twice)}; nothing was freed")
+        for sequence_id in sequence_ids:
+            if self.waiting.pop(sequence_id, None) is None:
+                sequence = self.admitted.pop(sequence_id)
+                sequence.worker.release(sequence)
+                self._touched[sequence.worker.worker_id] = sequence.worker
+
+    def _all_admitted(self, sequence_ids: list[int]) -> list[Sequence]:
+        try:
+            return [self.admitted[sequence_id] for sequence_id in sequence_ids]
+        except KeyError as missing:
+            sequence_id = missing.args[0]
+        if sequence_id in self.waiting:
+            raise OpError(Code.FAILED_PRECONDITION, f"sequence {sequence_id} is not admitted")
+        raise OpError(Code.NOT_FOUND, f"sequence {sequence_id} is not known")
+
+
+def _pool_counters(worker: Worker) -> pb.PoolCounters:
+    free, cached, used, evicted = worker.counters()
+    return pb.PoolCounters(
+        worker=worker.worker_id, free_blocks=free, cached_blocks=cached, used_blocks=used, evicted_blocks_total=evicted
+    )
+
+
+def _named(sequence_ids: list[int]) -> str:
+    named = ", ".join(map(str, sequence_ids[:MAX_NAMED_IN_ERROR]))
+    more = len(sequence_ids) - MAX_NAMED_IN_ERROR
+    return f"sequences {named}" + (f" and {more} more" if more > 0 else "")

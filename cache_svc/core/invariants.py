@@ -1,0 +1,112 @@
+"""DESIGN §5, asserted over the whole state. Recounts everything from the sequences; trusts no counter."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from cache_svc.core.errors import InvariantError
+from cache_svc.core.table import Sequence
+from cache_svc.core.tree import PrefixTree
+from cache_svc.core.worker import Worker
+
+
+def check_state(
+    tree: PrefixTree | None, workers: dict[int, Worker], waiting: dict[int, bytes], admitted: dict[int, Sequence]
+) -> None:
+    """Raises InvariantError naming the first contradiction."""
+    _require(bool(workers) == (tree is not None), "the tree is there exactly while there is a worker")
+    _require(not waiting.keys() & admitted.keys(), "a sequence both waits and is admitted")
+    by_worker = {sequence_id: s for worker in workers.values() for sequence_id, s in worker.sequences.items()}
+    _require(by_worker == admitted, "the workers' sequences are not the admitted ones")
+    _require(len({worker.index for worker in workers.values()}) == len(workers), "two workers share a mask bit")
+    if tree is None:
+        return
+    for sequence in admitted.values():
+        _check_sequence(sequence)
+    for worker in workers.values():
+        _check_pool(worker)
+        _check_eviction_order(worker)
+    _check_tree(tree, workers)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise InvariantError(message)
+
+
+def _check_sequence(sequence: Sequence) -> None:
+    name = f"sequence {sequence.sequence_id}"
+    worker, tree = sequence.worker, sequence.worker.tree
+    whole_computed = sequence.num_computed_tokens // tree.block_size
+    _require(sequence.num_computed_tokens <= sequence.num_tokens, f"{name}: computed more tokens than it has")
+    _require(whole_computed <= len(sequence.table), f"{name}: computed more tokens than its blocks hold")
+    _require(len(set(sequence.table)) == len(sequence.table), f"{name}: a block stands twice in its table")
+    _require(len(sequence.nodes) == (whole_computed if worker.prefix_caching else 0), f"{name}: wrong number of nodes")
+    parent = tree.root
+    for i, node in enumerate(sequence.nodes):
+        expected = bytes(sequence.tokens[i * tree.block_bytes : (i + 1) * tree.block_bytes])
+        _require(node.parent is parent and node.key == expected, f"{name}: node {i} is not the one of its tokens")
+        _require(bool(node.live & worker.bit), f"{name}: node {i} is in use and not live")
+        parent = node
+
+
+def _check_pool(worker: Worker) -> None:
+    """Users recounted; each block in one state; a shared or stored block is never one that somebody still writes."""
+    name, pool = f"worker {worker.worker_id}", worker.pool
+    users: Counter[int] = Counter()
+    for sequence in worker.sequences.values():
+        shared = [node.block_of[worker.index] for node in sequence.nodes]
+        users.update(set(shared) | set(sequence.table))
+        writable = sequence.table[len(shared) :]
+        _require(not any(block in worker.node_of for block in writable), f"{name}: a stored block can be written")
+    for block, count in users.items():
+        _require(count == 1 or block in worker.node_of, f"{name}: block {block} has {count} users and is not stored")
+    counted = {block: count for block, count in enumerate(pool.users) if count}
+    _require(counted == users, f"{name}: the pool's users are not those of the sequences")
+    free, cached = pool.free_block_ids(), pool.cached_block_ids()
+    states = [*free, *cached, *users, *range(pool.first_untouched, pool.num_blocks + 1)]
+    _require(len(states) == pool.num_blocks, f"{name}: {len(states)} blocks in some state, not {pool.num_blocks}")
+    _require(len(set(states)) == len(states), f"{name}: a block is in two states")
+    _require(all(1 <= block <= pool.num_blocks for block in states), f"{name}: a block id out of range")
+    _require(pool.free_blocks + pool.cached_blocks + pool.used_blocks == pool.num_blocks, f"{name}: wrong counters")
+    _require(pool.used_blocks == len(users), f"{name}: used_blocks is {pool.used_blocks}, not {len(users)}")
+    _require(
+        set(cached) == {b for b in worker.node_of if not pool.users[b]}, f"{name}: cached is not stored and unused"
+    )
+
+
+def _check_eviction_order(worker: Worker) -> None:
+    """Children before their parents (why: worker.py)."""
+    order = {block: position for position, block in enumerate(worker.pool.cached_block_ids())}
+    for block, position in order.items():
+        parent = worker.node_of[block].parent
+        if parent is None or parent.parent is None:
+            continue  # the parent is the root
+        _require(worker.index in parent.block_of, f"worker {worker.worker_id}: the parent of block {block} is gone")
+        above = order.get(parent.block_of[worker.index])
+        _require(above is None or position < above, f"worker {worker.worker_id}: a parent goes before block {block}")
+
+
+def _check_tree(tree: PrefixTree, workers: dict[int, Worker]) -> None:
+    stored: dict[int, set[tuple[int, int]]] = {worker.index: set() for worker in workers.values()}
+    by_index = {worker.index: worker for worker in workers.values()}
+    num_nodes = 0
+    for node in tree.nodes():
+        num_nodes += 1
+        parent = node.parent
+        _require(parent is not None and parent.children.get(node.key) is node, "a node is not its parent's child")
+        _require(len(node.key) == tree.block_bytes, "a node is not one block long")
+        _require(node.holders == sum(1 << index for index in node.block_of), "holders is not the mask of block_of")
+        _require(node.holders != 0, "a node without holders is left in the tree")
+        live = sum(1 << index for index, block in node.block_of.items() if by_index[index].pool.users[block])
+        _require(node.live == live, "live is not the mask of the blocks in use")
+        if parent is not None and parent is not tree.root:
+            _require(not node.holders & ~parent.holders, "a node is held by a worker that does not hold its parent")
+            _require(not node.live & ~parent.live, "a node is live on a worker where its parent is not")
+        for index, block in node.block_of.items():
+            _require(by_index[index].node_of.get(block) is node, f"block {block} does not lead back to its node")
+            stored[index].add((index, block))
+    _require(num_nodes == tree.num_nodes, f"num_nodes is {tree.num_nodes}, not {num_nodes}")
+    for worker in workers.values():
+        known = {(worker.index, block) for block in worker.node_of}
+        _require(stored[worker.index] == known, f"worker {worker.worker_id}: node_of is not what the tree holds")

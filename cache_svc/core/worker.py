@@ -1,0 +1,138 @@
+"""One worker's share of the cache: its pool, its places in the prefix tree, the sequences that run on it.
+
+Why eviction never breaks a path. Say node P is the parent of node C, and the worker holds both.
+
+  1. Whoever uses C uses P: a sequence takes a path from the root, extends it one node at a time, and lets it go whole.
+  2. So the last user of C that left did use P, and left C before it left P (`release` goes from the tail to the head),
+     and nobody has used C since. P's last user left no earlier than that one did.
+  3. Hence if neither is in use, C entered the list of unused blocks before P, and eviction takes the oldest first.
+
+So C is evicted before P: what is held, and what is live, stays connected to the root. check_invariants asserts it.
+"""
+
+from __future__ import annotations
+
+from cache_svc.core.errors import Code, OpError
+from cache_svc.core.pool import BlockPool
+from cache_svc.core.table import Sequence
+from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, PrefixTree, held_depth, live_depth
+
+
+class Worker:
+    """`index` is its bit in the tree's masks, unique among the workers of the moment."""
+
+    __slots__ = ("bit", "index", "node_of", "pool", "prefix_caching", "reported", "sequences", "tree", "worker_id")
+
+    def __init__(self, worker_id: int, index: int, tree: PrefixTree, num_blocks: int, prefix_caching: bool) -> None:
+        self.worker_id = worker_id
+        self.index = index
+        self.bit = 1 << index
+        self.tree = tree
+        self.prefix_caching = prefix_caching
+        self.pool = BlockPool(num_blocks, self._forget)
+        self.node_of: dict[int, PrefixNode] = {}  # by block id: the blocks in the tree
+        self.sequences: dict[int, Sequence] = {}
+        self.reported: tuple[int, int, int, int] | None = None  # the counters the scheduler knows
+
+    def counters(self) -> tuple[int, int, int, int]:
+        """Free, cached and used blocks; blocks evicted since the worker was added."""
+        pool = self.pool
+        return pool.free_blocks, pool.cached_blocks, pool.used_blocks, pool.evicted_blocks_total
+
+    def admit(self, sequence_id: int, token_ids: bytes) -> Sequence:
+        """A table for all the tokens: the longest prefix that is stored here, new blocks for the rest.
+
+        Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few blocks.
+        """
+        pool = self.pool
+        block_size = self.tree.block_size
+        num_blocks = -(-len(token_ids) // self.tree.block_bytes)
+        nodes = self.tree.walk(token_ids) if self.prefix_caching else []
+        del nodes[held_depth(nodes, self.bit) :]
+        num_live = live_depth(nodes, self.bit)
+        # What the hit takes out of the unused blocks cannot be evicted for the rest.
+        available = pool.available_blocks - (len(nodes) - num_live)
+        if num_blocks - len(nodes) > available:
+            raise OpError(
+                Code.RESOURCE_EXHAUSTED,
+                f"sequence {sequence_id} needs {num_blocks - len(nodes)} more blocks, "
+                f"worker {self.worker_id} has {available} (of {pool.num_blocks})",
+            )
+        table = [node.block_of[self.index] for node in nodes]
+        pool.share(table[:num_live])
+        pool.revive(table[num_live:])
+        for node in nodes[num_live:]:
+            node.live |= self.bit
+        table += pool.take(num_blocks - len(nodes))
+        sequence = Sequence(sequence_id, self, token_ids, table, nodes, len(nodes) * block_size)
+        self.sequences[sequence_id] = sequence
+        return sequence
+
+    def store(self, sequence: Sequence) -> None:
+        """Put every whole computed block that is not in the tree yet into it."""
+        if not self.prefix_caching:
+            return
+        tree, index, nodes, table, tokens = self.tree, self.index, sequence.nodes, sequence.table, sequence.tokens
+        block_bytes = tree.block_bytes
+        parent = nodes[-1] if nodes else tree.root
+        for i in range(len(nodes), sequence.num_computed_tokens // tree.block_size):
+            key = bytes(tokens[i * block_bytes : (i + 1) * block_bytes])
+            node = parent.children.get(key)
+            if node is None:
+                block = table[i]
+                node = self.node_of[block] = tree.grow(parent, key, index, block)
+            elif node.holders & self.bit:
+                # An equal block is here already: ours stays private, theirs must not go while we hold what is below.
+                if node.live & self.bit:
+                    self.pool.share([node.block_of[index]])
+                else:
+                    self.pool.revive([node.block_of[index]])
+                    node.live |= self.bit
+            else:
+                block = table[i]
+                node.block_of[index] = block
+                node.holders |= self.bit
+                node.live |= self.bit
+                self.node_of[block] = node
+            nodes.append(node)
+            parent = node
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence ends. From the tail to the head, so that eviction will meet children before their parents."""
+        pool, index, table, nodes = self.pool, self.index, sequence.table, sequence.nodes
+        held = [node.block_of[index] for node in nodes]
+        private = table[len(nodes) :] + [block for block, ours in zip(table, held, strict=False) if block != ours]
+        pool.recycle(private[::-1])
+        others = ~self.bit
+        # Users get fewer on the way down, so the nodes that lost their last one are the deepest.
+        num_cached = len(pool.drop(held[::-1]))
+        for node in nodes[len(nodes) - num_cached :]:
+            node.live &= others
+        del self.sequences[sequence.sequence_id]
+
+    def check_room(self, num_blocks: int) -> None:
+        """Raises OpError(RESOURCE_EXHAUSTED) if there are not so many blocks to take."""
+        available = self.pool.available_blocks
+        if num_blocks > available:
+            raise OpError(
+                Code.RESOURCE_EXHAUSTED,
+                f"worker {self.worker_id}: {num_blocks} more blocks asked for, {available} available "
+                f"(of {self.pool.num_blocks})",
+            )
+
+    def leave_tree(self) -> None:
+        """The worker is gone, and all that it holds."""
+        for node in self.node_of.values():
+            self.tree.release(node, self.index)
+        self.node_of.clear()
+
+    def _forget(self, blocks: list[int]) -> None:
+        index, release, pop_node = self.index, self.tree.release, self.node_of.pop
+        for block in blocks:
+            release(pop_node(block), index)
+
+
+def check_token_bytes(token_ids: bytes) -> None:
+    """OpError(INVALID_ARGUMENT) unless these are packed int32."""
+    if len(token_ids) % TOKEN_BYTES:
+        raise OpError(Code.INVALID_ARGUMENT, f"token_ids: {len(token_ids)} bytes is not a whole number of int32")

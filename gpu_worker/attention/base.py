@@ -1,0 +1,59 @@
+"""What an attention backend is told, and what it must do.
+
+A step's rows are tokens: first one per decoding sequence, then the chunks of the prefilling ones, sequence after
+sequence. The block tables of all sequences stand end to end (CSR), as FlashInfer and our torch backend both want them:
+
+    rows          | d0 | d1 | d2 | p0 p0 p0 p0 | p1 p1 |
+    qo_indptr     0    1    2    3             7       9
+    kv_indices    | 4 9 | 2 | 7 8 1 | 5 6 | 3 |           blocks of d0, d1, d2, p0, p1
+    kv_indptr     0     2   3       6     8   9
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+Int32s = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Host arrays of one step. Sequence i owns rows qo_indptr[i]:qo_indptr[i+1] and sees kv_len(i) tokens, its new ones
+    (the last of them) included; a row sees the tokens up to its own."""
+
+    num_decodes: int
+    qo_indptr: Int32s  # [sequences + 1], rows
+    kv_indptr: Int32s  # [sequences + 1], blocks
+    kv_indices: Int32s  # [kv_indptr[-1]], block ids
+    last_block_len: Int32s  # [sequences], tokens in the last block, 1..block_size
+    slot_mapping: Tensor  # int64 [rows] on the device: block * block_size + offset, where the row's K and V go
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.last_block_len)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.qo_indptr[-1])
+
+    def kv_lens(self, block_size: int) -> Int32s:
+        """Tokens in the KV blocks of each sequence once this step's are written."""
+        return (np.diff(self.kv_indptr) - 1) * block_size + self.last_block_len
+
+
+class AttentionBackend(Protocol):
+    """Owns nothing but scratch memory; the KV pool was given to it when it was made."""
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Once per step, before any layer."""
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write key and value [rows, kv_heads, head_dim] to their slots of the pool, then attend.
+
+        query: [rows, heads, head_dim]; the result is [rows, heads * head_dim].
+        """

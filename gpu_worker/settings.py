@@ -1,0 +1,44 @@
+"""Settings of a worker."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from pydantic import Field
+
+from demo import CHECKPOINT
+from services.runtime.settings import ServiceSettings
+
+# One variable for every service that needs to know the model (gateway: tokenizer, worker: weights).
+MODEL_ENV = "PACELINE_MODEL"
+
+
+class WorkerSettings(ServiceSettings, section="worker"):
+    """A worker: the model's forward passes, on a CPU or on an NVIDIA GPU."""
+
+    scheduler: str = Field("127.0.0.1:50051", description="host:port of the scheduler to register with")
+    port: int = Field(0, ge=0, le=65535, description="gRPC port for health checks and reflection; 0 takes a free one")
+    name: str = Field("", description="the worker's name in logs; empty: host name and process id")
+
+    model: str = Field(
+        default_factory=lambda: os.environ.get(MODEL_ENV) or str(CHECKPOINT),
+        description=f"folder of a Hugging Face checkpoint, or a hub name (default: {MODEL_ENV}, else the demo model)",
+    )
+    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights from config.json alone")
+    seed: int = Field(0, ge=0, description="seed of the dummy weights")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: float32 on a CPU, the checkpoint's type on a GPU"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    attention_backend: Literal["auto", "torch"] = Field("auto", description="attention over the paged KV pool")
+    threads: int | None = Field(None, ge=1, description="torch threads on a CPU (default: cores - 1, at least 1)")
+
+    block_size: int = Field(16, ge=1, le=128, description="tokens in a KV block")
+    num_blocks: int | None = Field(None, ge=1, description="usable KV blocks (default: as many as memory allows)")
+    kv_cache_gib: float = Field(1.0, gt=0, description="KV memory on a CPU, where num_blocks is not given")
+    max_num_seqs: int = Field(256, ge=1, le=16384, description="sequences that run at the same time")
+    max_batched_tokens: int = Field(2048, ge=1, description="tokens in one step")
+    max_model_len: int | None = Field(
+        None, ge=2, description="prompt and output tokens of one sequence (default: the model's limit)"
+    )

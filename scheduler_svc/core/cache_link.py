@@ -1,0 +1,139 @@
+"""The scheduler's side of the cache link: gathers operations, one exchange at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.v1.cache_pb2 import (
+    AddWorkerOp,
+    AdmitOp,
+    AdmitResult,
+    CacheOp,
+    CacheServiceLinkRequest,
+    CacheServiceLinkResponse,
+    CommitOp,
+    ExtendOp,
+    FreeOp,
+    MatchOp,
+    RemoveWorkerOp,
+)
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.slots import SlotTable
+from scheduler_svc.core.worker import Draft, Worker
+
+
+class ProtocolError(Exception):
+    """A peer said something that its protocol does not allow; its link has to go."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """An exchange that is on its way: which operation of it belongs to whom, by index."""
+
+    matches: list[tuple[int, Request, int]] = field(default_factory=list)  # (operation, request, its sequence)
+    drafts: list[tuple[Draft, int, list[int]]] = field(default_factory=list)  # (draft, extend or -1, admits)
+
+
+@dataclass(slots=True)
+class CacheLink:
+    """Operations gather until the exchange before them has come back; then they all go in one message.
+
+    Their order is fixed: commits, frees, workers going and coming, matches, and last what drafts ask for. So a block
+    that a sequence of this exchange gives up can be granted in the same exchange, and a commit never follows its
+    sequence's free.
+    """
+
+    epoch: int
+    connected: bool = False
+    exchange: int = 0
+    sent: Sent | None = None
+    removed: list[int] = field(default_factory=list)
+    added: list[AddWorkerOp] = field(default_factory=list)
+    matches: dict[int, Request] = field(default_factory=dict)  # by sequence
+    frees: list[int] = field(default_factory=list)
+    commit: CommitOp = field(default_factory=CommitOp)
+    _commit_tokens: list[bytes] = field(default_factory=list)
+
+    @property
+    def idle(self) -> bool:
+        return self.connected and self.sent is None
+
+    def forget(self) -> None:
+        """The link is gone, and with it all that was asked or gathered."""
+        self.connected = False
+        self.exchange = 0
+        self.sent = None
+        self.matches.clear()
+        for gathered in (self.removed, self.added, self.frees, self._commit_tokens):
+            gathered.clear()
+        self.commit = CommitOp()
+
+    def forget_sequence(self, sequence: int) -> None:
+        """The cache need not know the sequence any more (or never hears of it, if it has not yet)."""
+        if self.matches.pop(sequence, None) is None:
+            self.frees.append(sequence)
+
+    def add_commit(self, sequence: int, slots: SlotTable, slot: int, num_computed_tokens: int) -> bytes:
+        """Hand over the slot's new tokens (returned) and say how many of the sequence's tokens are computed."""
+        tokens = slots.take_tail(slot)
+        self.commit.sequences.append(sequence)
+        self.commit.num_new_tokens.append(len(tokens) // 4)
+        self.commit.num_computed_tokens.append(num_computed_tokens)
+        self._commit_tokens.append(tokens)
+        return tokens
+
+    def _gathered(self) -> list[CacheOp]:
+        ops: list[CacheOp] = []
+        if self.commit.sequences:
+            self.commit.token_ids = b"".join(self._commit_tokens)
+            ops.append(CacheOp(commit=self.commit))
+            self.commit = CommitOp()
+            self._commit_tokens.clear()
+        if self.frees:
+            ops.append(CacheOp(free=FreeOp(sequences=self.frees)))
+            self.frees.clear()
+        ops += [CacheOp(remove_worker=RemoveWorkerOp(worker=worker)) for worker in self.removed]
+        ops += [CacheOp(add_worker=op) for op in self.added]
+        self.removed.clear()
+        self.added.clear()
+        return ops
+
+    def compose(self, drafts: list[tuple[Worker, Draft]]) -> CacheServiceLinkRequest | None:
+        """The next exchange, or None if there is nothing to say."""
+        ops = self._gathered()
+        sent = Sent()
+        for sequence, request in self.matches.items():
+            sent.matches.append((len(ops), request, sequence))
+            ops.append(CacheOp(match=MatchOp(sequence=sequence, token_ids=request.token_ids)))
+        self.matches.clear()
+        for worker, draft in drafts:
+            extend, admits = -1, []
+            if draft.growth:
+                extend = len(ops)
+                grown = [worker.running[slot].sequence for slot, _ in draft.growth]
+                ops.append(CacheOp(extend=ExtendOp(sequences=grown)))
+            for request in draft.admissions:
+                admits.append(len(ops))
+                ops.append(CacheOp(admit=AdmitOp(sequence=request.sequence, worker=worker.id)))
+            sent.drafts.append((draft, extend, admits))
+        if not ops:
+            return None
+        self.exchange += 1
+        self.sent = sent
+        return CacheServiceLinkRequest(epoch=self.epoch, exchange=self.exchange, ops=ops)
+
+    def receive(self, response: CacheServiceLinkResponse) -> Sent:
+        """The exchange that this response answers. Raises ProtocolError if it answers none."""
+        if self.sent is None or (response.epoch, response.exchange) != (self.epoch, self.exchange):
+            raise ProtocolError(
+                f"cache answered exchange {response.exchange} of epoch {response.epoch}, "
+                f"not {self.exchange} of {self.epoch}"
+            )
+        sent, self.sent = self.sent, None
+        return sent
+
+
+def admit_result(response: CacheServiceLinkResponse, index: int) -> AdmitResult | None:
+    """The grant of an admission, or None if the cache refused it."""
+    result = response.results[index]
+    return result.admit if result.HasField("admit") else None

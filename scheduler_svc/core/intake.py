@@ -1,0 +1,87 @@
+"""What may enter the queue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.v1.common_pb2 import ModelInfo
+from paceline.v1.inference_pb2 import Submission
+from scheduler_svc.core.request import TOKEN_BYTES
+
+# google.rpc.Code, spelled out because the core knows no grpc.
+CODE_INVALID_ARGUMENT = 3
+CODE_DEADLINE_EXCEEDED = 4
+CODE_RESOURCE_EXHAUSTED = 8
+CODE_FAILED_PRECONDITION = 9
+CODE_ABORTED = 10
+CODE_INTERNAL = 13
+CODE_UNAVAILABLE = 14
+
+
+@dataclass(eq=False)
+class Rejection(Exception):
+    """A request that is refused, with the reason for its sender."""
+
+    code: int
+    message: str
+    field: str = ""
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the attached workers can serve. `pool_tokens`: the largest pool, and so the longest sequence, of any."""
+
+    model: ModelInfo
+    pool_tokens: int
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Prompt and output of one sequence together, at the most."""
+        return min(self.model.max_model_len, self.pool_tokens)
+
+
+def invalid(field: str, message: str) -> Rejection:
+    return Rejection(CODE_INVALID_ARGUMENT, f"{field}: {message}", field)
+
+
+def check_submission(submission: Submission) -> None:
+    """What can be told without knowing the model. Raises Rejection."""
+    sampling = submission.sampling
+    for name in ("prompt_token_ids", "output_token_ids"):
+        if len(getattr(submission, name)) % TOKEN_BYTES:
+            raise invalid(name, "is not packed int32")
+    if not submission.prompt_token_ids:
+        raise invalid("prompt_token_ids", "at least one token is required")
+    if not sampling.max_tokens:
+        raise invalid("max_tokens", "must be at least 1")
+    if sampling.min_tokens > sampling.max_tokens:
+        raise invalid("min_tokens", f"{sampling.min_tokens} is more than max_tokens, {sampling.max_tokens}")
+    if not 0 <= sampling.temperature < float("inf"):
+        raise invalid("temperature", f"{sampling.temperature} is not a finite number of at least 0")
+    if not 0 < sampling.top_p <= 1:
+        raise invalid("top_p", f"{sampling.top_p} is not in (0, 1]")
+    if sampling.top_k < 0:
+        raise invalid("top_k", f"{sampling.top_k} is negative; 0 keeps every token")
+
+
+def check_limits(submission: Submission, limits: Limits) -> None:
+    """What the model and the pools allow. Raises Rejection."""
+    vocab = limits.model.vocab_size
+    for name in ("prompt_token_ids", "output_token_ids"):
+        tokens = np.frombuffer(getattr(submission, name), np.int32)
+        if tokens.size and not (int(tokens.min()) >= 0 and int(tokens.max()) < vocab):
+            bad = tokens[(tokens < 0) | (tokens >= vocab)][0]
+            raise invalid(name, f"token id {bad} is outside the vocabulary of {vocab}")
+    for token in submission.sampling.stop_token_ids:
+        if token >= vocab:
+            raise invalid("stop_token_ids", f"token id {token} is outside the vocabulary of {vocab}")
+    prompt = len(submission.prompt_token_ids) // TOKEN_BYTES
+    total = prompt + submission.sampling.max_tokens
+    asked = f"prompt of {prompt} tokens and max_tokens of {submission.sampling.max_tokens}"
+    if total > limits.model.max_model_len:
+        raise invalid("max_tokens", f"{asked} exceed the model's length of {limits.model.max_model_len}")
+    if total - 1 > limits.pool_tokens:
+        raise invalid("max_tokens", f"{asked} can never fit a pool of {limits.pool_tokens} tokens")

@@ -1,0 +1,73 @@
+"""One request, from its submission to its ending."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from paceline.v1.cache_pb2 import WorkerMatch
+from paceline.v1.common_pb2 import SamplingParams
+
+TOKEN_BYTES = 4  # token ids travel and rest as packed little-endian int32
+
+
+class Phase(enum.Enum):
+    WAITING = "waiting"  # in the queue
+    BINDING = "binding"  # in a draft whose cache exchange has not come back
+    RUNNING = "running"  # holds a slot and blocks of one worker
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request and what is known of it, wherever it is.
+
+    `seniority` orders requests by arrival and survives preemption and the loss of a worker.
+    `sequence` is the cache's name for the current attempt: a new one each time the request (re)enters the queue, so
+    that an attempt never meets the late blocks of the one before. 0: the cache does not know it.
+    """
+
+    seniority: int
+    session_id: str
+    handle: int
+    request_id: str
+    prompt: bytes
+    output: bytearray  # tokens that are known here; while RUNNING the last few are still in the slot table's tail
+    sampling: SamplingParams
+    arrival_s: float
+    phase: Phase = Phase.WAITING
+    sequence: int = 0
+    matches: dict[int, WorkerMatch] | None = None  # by worker; None until the cache has answered
+    worker: int = 0  # while BINDING or RUNNING
+    slot: int = -1  # while RUNNING
+    cached_tokens: int | None = None  # reused at the first admission
+    num_preemptions: int = 0
+    num_worker_losses: int = 0
+    extra_stop_ids: frozenset[int] = field(default_factory=frozenset)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt) // TOKEN_BYTES
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens, prompt and output (exact while the request does not run)."""
+        return (len(self.prompt) + len(self.output)) // TOKEN_BYTES
+
+    @property
+    def max_total_tokens(self) -> int:
+        return self.num_prompt_tokens + self.sampling.max_tokens
+
+    @property
+    def token_ids(self) -> bytes:
+        return self.prompt + bytes(self.output)
+
+    def matched_tokens(self, worker: int) -> int:
+        """Tokens of the request that `worker` had in its cache when the request was matched."""
+        match = self.matches.get(worker) if self.matches else None
+        return match.num_tokens if match else 0
+
+    def live_tokens(self, worker: int) -> int:
+        """Of these, tokens in blocks that others use: reusing them takes nothing from the pool."""
+        match = self.matches.get(worker) if self.matches else None
+        return match.num_live_tokens if match else 0

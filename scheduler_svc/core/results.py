@@ -1,0 +1,111 @@
+"""What a step's result means: tokens to sessions, whole blocks to the cache, sequences that are over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.v1.common_pb2 import FinishReason
+from paceline.v1.worker_pb2 import StepResult
+from scheduler_svc.core.cache_link import CacheLink, ProtocolError
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.slots import Slots
+from scheduler_svc.core.worker import Chunk, StepInFlight, Worker
+
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class ResultReader:
+    cache: CacheLink
+    publish: Callable[[Worker, Slots, Tokens], None]
+    finish: Callable[[Request, FinishReason.ValueType], None]
+    fail: Callable[[Request, str], None]
+
+    def apply(self, worker: Worker, result: StepResult) -> int:
+        """Take in the result of the oldest step in flight; returns how many tokens were new.
+
+        Raises ProtocolError if it is not the result of that step.
+        """
+        step = self._matching_step(worker, result)
+        tokens = np.frombuffer(result.token_ids, np.int32)
+        failed = {error.slot: error.message for error in result.errors}
+        accepted = self._decodes(worker, step, tokens[: len(step.rows)], failed)
+        sampled = iter(tokens[len(step.rows) :].tolist())
+        for chunk in step.chunks:
+            accepted += self._chunk(worker, chunk, next(sampled) if chunk.samples else None, failed)
+        return accepted
+
+    def _matching_step(self, worker: Worker, result: StepResult) -> StepInFlight:
+        if not worker.in_flight:
+            raise ProtocolError(f"result of step {result.step}, but no step is in flight")
+        step = worker.in_flight.popleft()
+        if result.step != step.step:
+            raise ProtocolError(f"result of step {result.step}, expected {step.step}")
+        if len(result.token_ids) != 4 * step.num_sampled:
+            raise ProtocolError(f"step {step.step}: {len(result.token_ids)} bytes for {step.num_sampled} tokens")
+        return step
+
+    def _decodes(self, worker: Worker, step: StepInFlight, tokens: Tokens, failed: dict[int, str]) -> int:
+        slots, rows = worker.slots, step.rows
+        current = slots.generation[rows] == step.generations
+        if failed:
+            self._fail_rows(worker, rows[current], failed)
+            current = slots.generation[rows] == step.generations
+        if not current.all():
+            rows, tokens = rows[current], tokens[current]
+        if not len(rows):
+            return 0
+        positions = slots.base[rows] + step.decode_step
+        columns = positions % slots.block_size
+        for slot in rows[columns == 0].tolist():  # the block before this token is whole, and its KV computed
+            request = worker.running[slot]
+            request.output += self.cache.add_commit(request.sequence, slots, slot, int(slots.known[slot]))
+        slots.tail[rows, columns] = tokens
+        slots.known[rows] = positions + 1
+        self.publish(worker, rows, tokens)
+        self._check_ends(worker, rows, tokens)
+        return len(rows)
+
+    def _check_ends(self, worker: Worker, rows: Slots, tokens: Tokens) -> None:
+        slots = worker.slots
+        stopped = np.zeros(len(rows), bool)
+        for eos in worker.registration.model.eos_token_ids:
+            stopped |= tokens == eos
+        stopped &= slots.stops_at_eos[rows]
+        ended = {int(rows[i]) for i in np.flatnonzero(stopped)}
+        if slots.extra_stops:
+            by_slot = dict(zip(rows.tolist(), tokens.tolist(), strict=True))
+            ended |= {slot for slot, stops in slots.extra_stops.items() if by_slot.get(slot) in stops}
+        for slot in sorted(ended):
+            self.finish(worker.running[slot], FinishReason.FINISH_REASON_STOP)
+        for slot in sorted(worker.finishing - ended):
+            request = worker.running[slot]
+            if slots.known[slot] == request.max_total_tokens:
+                self.finish(request, FinishReason.FINISH_REASON_LENGTH)
+
+    def _chunk(self, worker: Worker, chunk: Chunk, token: int | None, failed: dict[int, str]) -> int:
+        """A prefill row: its whole blocks are in place; if it was the last one, the first token is here."""
+        slots, slot = worker.slots, chunk.slot
+        if slots.generation[slot] != chunk.generation:
+            return 0
+        request = worker.running[slot]
+        if slot in failed:
+            self.fail(request, failed[slot])
+            return 0
+        self.cache.add_commit(request.sequence, slots, slot, chunk.num_computed)
+        if token is None:
+            return 0
+        slots.write_token(slot, chunk.num_tokens, token)
+        row, tokens = np.array([slot], np.int32), np.array([token], np.int32)
+        self.publish(worker, row, tokens)
+        self._check_ends(worker, row, tokens)
+        return 1
+
+    def _fail_rows(self, worker: Worker, rows: Slots, failed: dict[int, str]) -> None:
+        for slot in rows.tolist():
+            if slot in failed:
+                self.fail(worker.running[slot], failed[slot])

@@ -1,0 +1,57 @@
+"""Sessions: where tokens and endings go, one message a step, within the reader's credit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.v1.inference_pb2 import Ending, SchedulerStatus, SessionOpened, SessionResponse
+from scheduler_svc.core.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A gateway's (or a single gRPC call's) view of its requests.
+
+    What a slow reader has no credit for is merged here into its next message: it holds at most the tokens that its own
+    requests may still generate.
+    """
+
+    id: str
+    index: int  # names the session in the slot tables
+    window: int
+    live: dict[int, Request] = field(default_factory=dict)  # by handle
+    sent: int = 0
+    read: int = 0
+    opened: SessionOpened | None = None
+    status: SchedulerStatus | None = None
+    _handles: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    _tokens: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    _endings: list[Ending] = field(default_factory=list)
+
+    def add_tokens(self, handles: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32]) -> None:
+        self._handles.append(handles)
+        self._tokens.append(tokens)
+
+    def add_ending(self, ending: Ending) -> None:
+        self._endings.append(ending)
+
+    def next_message(self) -> SessionResponse | None:
+        """What has gathered, if there is anything and the reader has credit."""
+        if self.sent - self.read >= self.window:
+            return None
+        if not (self._handles or self._endings or self.status or self.opened):
+            return None
+        message = SessionResponse(opened=self.opened, status=self.status)
+        for handles in self._handles:
+            message.handles.extend(handles.tolist())
+        message.token_ids = b"".join([tokens.tobytes() for tokens in self._tokens])
+        message.endings.extend(self._endings)
+        self.opened = self.status = None
+        self._handles.clear()
+        self._tokens.clear()
+        self._endings.clear()
+        self.sent += 1
+        return message

@@ -1,0 +1,102 @@
+"""The running sequences of one worker, as a struct of arrays indexed by slot."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.core.request import Request
+
+Slots = npt.NDArray[np.int32]
+
+
+class SlotTable:
+    """Slots 0..num_slots-1 of a worker; the one freed last is handed out first.
+
+    A slot's `generation` goes up when its sequence leaves: a step in flight that still names the old one is recognised
+    by it, and its token dropped.
+
+    Tokens of a decoding sequence are found without touching it each step: the token that decode step t samples stands
+    at position base + t. The tokens since the last whole block wait in `tail`, where one vectorised write puts a whole
+    step; they leave it block by block:
+
+        positions   0 ........ given | given .. known-1 | known ..
+                    cache knows them |  in tail[slot]   | not sampled yet
+                                       (at position % block_size)
+    """
+
+    def __init__(self, num_slots: int, block_size: int) -> None:
+        self.num_slots = num_slots
+        self.block_size = block_size
+        self.requests: list[Request | None] = [None] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self.generation = np.zeros(num_slots, np.int64)
+        self.base = np.zeros(num_slots, np.int64)
+        self.known = np.zeros(num_slots, np.int64)
+        self.given = np.zeros(num_slots, np.int64)
+        self.capacity = np.zeros(num_slots, np.int64)  # tokens that the slot's blocks hold
+        self.tail = np.zeros((num_slots, block_size), np.int32)
+        self.handle = np.zeros(num_slots, np.int64)
+        self.session = np.zeros(num_slots, np.int64)
+        self.stops_at_eos = np.zeros(num_slots, bool)
+        self.extra_stops: dict[int, frozenset[int]] = {}
+        self.decoding = np.zeros(num_slots, bool)
+        self._decode_rows: tuple[Slots, npt.NDArray[np.int64]] | None = None
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_slots - len(self._free)
+
+    def occupy(self, request: Request, session_index: int, num_blocks: int) -> int:
+        """Seat a request whose known tokens are in `num_blocks` blocks."""
+        slot = self._free.pop()
+        self.requests[slot] = request
+        self.known[slot] = self.given[slot] = request.num_tokens
+        self.capacity[slot] = num_blocks * self.block_size
+        self.handle[slot] = request.handle
+        self.session[slot] = session_index
+        self.stops_at_eos[slot] = not request.sampling.ignore_eos
+        if request.extra_stop_ids:
+            self.extra_stops[slot] = request.extra_stop_ids
+        return slot
+
+    def release(self, slot: int) -> None:
+        self.stop_decoding(slot)
+        self.generation[slot] += 1
+        self.requests[slot] = None
+        self.extra_stops.pop(slot, None)
+        self._free.append(slot)
+
+    def start_decoding(self, slot: int, num_tokens: int, step: int) -> None:
+        """From decode step `step` on, at which the sequence has `num_tokens` tokens."""
+        self.decoding[slot] = True
+        self.base[slot] = num_tokens - step
+        self._decode_rows = None
+
+    def stop_decoding(self, slot: int) -> None:
+        if self.decoding[slot]:
+            self.decoding[slot] = False
+            self._decode_rows = None
+
+    def decode_rows(self) -> tuple[Slots, npt.NDArray[np.int64]]:
+        """Decoding slots in ascending order with their generations; the same arrays until the set changes."""
+        if self._decode_rows is None:
+            rows = np.flatnonzero(self.decoding).astype(np.int32)
+            self._decode_rows = rows, self.generation[rows]
+        return self._decode_rows
+
+    def write_token(self, slot: int, position: int, token: int) -> None:
+        self.tail[slot, position % self.block_size] = token
+        self.known[slot] = position + 1
+
+    def take_tail(self, slot: int) -> bytes:
+        """The tokens between `given` and `known`, which count as given from now on. Packed int32."""
+        given, known = int(self.given[slot]), int(self.known[slot])
+        start = given % self.block_size
+        tokens: bytes = self.tail[slot, start : start + known - given].tobytes()
+        self.given[slot] = known
+        return tokens

@@ -1,0 +1,108 @@
+"""InferenceService.Generate at the scheduler itself: token ids in, token ids out, over a session of one request."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from paceline.v1.common_pb2 import FinishReason, SamplingParams
+from paceline.v1.inference_pb2 import (
+    Ending,
+    GenerateRequest,
+    GenerateResponse,
+    SessionRequest,
+    SessionResponse,
+    Submission,
+    Usage,
+)
+from scheduler_svc.core.intake import Limits, Rejection, invalid
+
+HANDLE = 1
+
+
+def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission:
+    """Fill in the defaults. Raises Rejection."""
+    if request.WhichOneof("prompt") != "token_ids":
+        raise invalid("prompt", "the scheduler takes token_ids only; text and messages are for the gateway")
+    if limits and request.model not in ("", limits.model.name):
+        raise invalid("model", f"{request.model!r} is not served here, {limits.model.name!r} is")
+    options = request.sampling
+    if options.stop:
+        raise invalid("stop", "the scheduler knows no text; use stop_token_ids, or the gateway for stop strings")
+    ids = np.array(request.token_ids.ids, np.int32)
+    for name in ("max_tokens", "min_tokens"):
+        if options.HasField(name) and getattr(options, name) < 0:
+            raise invalid(name, f"{getattr(options, name)} is negative")
+    if any(token < 0 for token in options.stop_token_ids):
+        raise invalid("stop_token_ids", "a token id is negative")
+    room = max(1, limits.max_total_tokens - len(ids)) if limits else 16
+    return Submission(
+        handle=HANDLE,
+        request_id=request.request_id or f"gen-{secrets.token_hex(8)}",
+        prompt_token_ids=ids.tobytes(),
+        sampling=SamplingParams(
+            temperature=options.temperature if options.HasField("temperature") else 1.0,
+            top_p=options.top_p if options.HasField("top_p") else 1.0,
+            top_k=options.top_k,
+            seed=options.seed if options.HasField("seed") else secrets.randbits(63),
+            max_tokens=options.max_tokens if options.HasField("max_tokens") else room,
+            min_tokens=options.min_tokens,
+            ignore_eos=options.ignore_eos,
+            stop_token_ids=options.stop_token_ids,
+        ),
+    )
+
+
+async def generate(
+    request: GenerateRequest,
+    responses: AsyncIterator[SessionResponse],
+    send: Callable[[SessionRequest], None],
+    limits: Limits | None,
+    context: grpc.aio.ServicerContext[GenerateRequest, GenerateResponse],
+) -> AsyncIterator[GenerateResponse]:
+    """Submit and pass on what comes. Aborts the call with the status of a failed request."""
+    try:
+        submission = to_submission(request, limits)
+    except Rejection as rejection:
+        await abort(context, rejection.code, rejection.message, rejection.retry_after_s)
+    send(SessionRequest(submissions=[submission]))
+    num_tokens = num_read = 0
+    async for response in responses:
+        num_read += 1
+        send(SessionRequest(responses_read=num_read))
+        tokens = np.frombuffer(response.token_ids, np.int32).tolist()
+        num_tokens += len(tokens)
+        message = GenerateResponse(request_id=submission.request_id, token_ids=tokens)
+        if response.endings:
+            ending = response.endings[0]
+            if ending.reason == FinishReason.FINISH_REASON_ERROR:
+                await abort(context, ending.code, ending.message, ending.retry_after_s)
+            message.finish_reason = ending.reason
+            message.usage.CopyFrom(_usage(submission, num_tokens, ending))
+            yield message
+            return
+        if tokens:
+            yield message
+
+
+def _usage(submission: Submission, num_tokens: int, ending: Ending) -> Usage:
+    return Usage(
+        prompt_tokens=len(submission.prompt_token_ids) // 4,
+        completion_tokens=num_tokens,
+        cached_tokens=ending.cached_tokens,
+    )
+
+
+async def abort(
+    context: grpc.aio.ServicerContext[GenerateRequest, GenerateResponse],
+    code: int,
+    message: str,
+    retry_after_s: float,
+) -> None:
+    status = next(status for status in grpc.StatusCode if status.value[0] == code)
+    trailers = (("retry-after-s", f"{retry_after_s:g}"),) if retry_after_s else ()
+    await context.abort(status, message, trailers)

@@ -1,0 +1,157 @@
+"""ASGI responses that run generations: streamed or whole, and ended at once when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from paceline.v1 import common_pb2
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.errors import ApiError
+from services.gateway.generation import ClientGone, Generation
+from services.gateway.openai_format import Envelope, StreamFormat, error_event
+from services.runtime.logs import get_logger
+
+_log = get_logger(__name__)
+
+# The server's own `send`, put into the scope by the outermost middleware: a chunk need not climb through all of them.
+RAW_SEND = "paceline.send"
+_RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
+
+
+class JsonResponse(Response):
+    """A body that is JSON already."""
+
+    media_type = "application/json"
+
+
+def error_response(error: ApiError) -> JsonResponse:
+    """An error as OpenAI shapes it."""
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    return JsonResponse(orjson.dumps(error.body()), error.status, headers)
+
+
+class _Answer(Response):
+    """Runs generations while it watches the connection. The request's body must have been read."""
+
+    def __init__(self, generations: Sequence[Generation], envelope: Envelope) -> None:
+        self.background = None
+        self._generations = generations
+        self._envelope = envelope
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            await self._run(scope, receive, send)
+        except ClientGone:
+            _log.debug("client went away", id=self._envelope.id)
+        except ApiError as error:
+            await self._fail(error, scope, receive, send)
+        finally:
+            watcher.cancel()
+            for generation in self._generations:
+                generation.close()
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        for generation in self._generations:
+            generation.abandon()
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        _log.info("request failed", id=self._envelope.id, status=error.status, message=error.message)
+        if not self._started:
+            await error_response(error)(scope, receive, send)
+        else:
+            await send({"type": "http.response.body", "body": error_event(error.body()), "more_body": False})
+
+
+class WholeAnswer(_Answer):
+    """One JSON body when everything is done."""
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        texts = await asyncio.gather(*[self._collect(generation) for generation in self._generations])
+        await JsonResponse(self._envelope.whole(self._generations, texts))(scope, receive, send)
+
+    async def _collect(self, generation: Generation) -> str:
+        parts = []
+        while generation.finish_reason == _RUNNING:
+            parts.append(await generation.next())
+        return "".join(parts)
+
+
+class StreamAnswer(_Answer):
+    """Server-sent events. The status line waits for the first token, so a request that is refused gets a real status."""
+
+    def __init__(
+        self,
+        generations: Sequence[Generation],
+        envelope: Envelope,
+        *,
+        include_usage: bool = False,
+        continuous_usage: bool = False,
+    ) -> None:
+        super().__init__(generations, envelope)
+        self._format = StreamFormat(
+            envelope, generations, include_usage=include_usage, continuous_usage=continuous_usage
+        )
+        self._send: Send | None = None
+        self._raw_send: Send | None = None
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send = send
+        self._raw_send = scope.get(RAW_SEND, send)
+        if len(self._generations) == 1:
+            rest = await self._pump(0)
+        else:
+            await asyncio.gather(*[self._pump_all(i) for i in range(len(self._generations))])
+            rest = b""
+        await self._emit(rest + self._format.end(), more_body=False)
+
+    async def _pump_all(self, index: int) -> None:
+        await self._emit(await self._pump(index))
+
+    async def _pump(self, index: int) -> bytes:
+        """Stream one choice; returns its last chunk unsent."""
+        generation, formatted = self._generations[index], self._format
+        pending = formatted.first(index)
+        text = await generation.next()
+        while generation.finish_reason == _RUNNING:
+            if text:
+                await self._emit(pending + formatted.text(index, text))
+                pending = b""
+            text = await generation.next()
+        return pending + formatted.last(index, text)
+
+    async def _emit(self, body: bytes, *, more_body: bool = True) -> None:
+        assert self._send is not None
+        assert self._raw_send is not None
+        message: dict[str, Any] = {"type": "http.response.body", "body": body, "more_body": more_body}
+        if self._started and more_body:
+            await self._raw_send(message)
+            return
+        if not self._started:
+            self._started = True
+            await self._send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [
+                        (b"content-type", b"text/event-stream; charset=utf-8"),
+                        (b"cache-control", b"no-cache"),
+                        (b"x-accel-buffering", b"no"),
+                    ],
+                }
+            )
+        await self._send(message)

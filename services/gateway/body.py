@@ -1,0 +1,60 @@
+"""Reading a request's JSON body within bounds of size and time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+
+from services.gateway.errors import ApiError, invalid
+
+
+async def read_json(request: Request, *, max_bytes: int, timeout_s: float) -> Any:
+    """The decoded body. Never holds more than `max_bytes` and one network read of it.
+
+    Raises ApiError 400 (broken JSON), 408 (too slow), 413 (too large), 415 (not JSON); ClientDisconnect.
+    """
+    _check_headers(request)
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    try:
+        async with asyncio.timeout(timeout_s):
+            body = await _read(request, max_bytes)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", code="request_timeout") from None
+    try:
+        # Refuses NaN, Infinity, lone surrogates, a byte order mark and deep nesting.
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise invalid(None, f"the body is not valid JSON: {error}", code="invalid_json") from None
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        part = message.get("body", b"")
+        size += len(part)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _check_headers(request: Request) -> None:
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(415, f"the body must be application/json, not {kind[:80]!r}", code="unsupported_media_type")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise ApiError(415, "a compressed body is not supported", code="unsupported_media_type")
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")

@@ -1,0 +1,255 @@
+"""Tokens to text, as they come: whole characters only, and stop strings wherever their borders fall.
+
+Nothing here knows a socket or a clock. A `Detokenizer` turns token ids into text and holds back an unfinished character; a
+`StopMatcher` holds back what may become a stop string; `TextStream` is the two together for one sequence.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+# A byte-level decoder never needs more tokens than this to finish a character; then the bytes are broken for good.
+_MAX_HELD_TOKENS = 8
+
+
+class Detokenizer(Protocol):
+    """Text of one sequence, piece by piece. The pieces joined are the text of all tokens."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that these tokens complete; never half a character."""
+        ...
+
+    def finish(self) -> str:
+        """What is still held back; U+FFFD for a character that never got all of its bytes."""
+        ...
+
+
+class TableDetokenizer:
+    """For tokenizers whose tokens are byte strings (byte-level BPE, SentencePiece with byte fallback): a table look-up."""
+
+    __slots__ = ("_decode", "_pieces")
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = pieces
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        pieces = self._pieces
+        try:
+            data = b"".join([pieces[i] for i in token_ids])
+        except IndexError:
+            # A model's vocabulary may be padded beyond its tokenizer's: such an id has no text.
+            data = b"".join([pieces[i] for i in token_ids if i < len(pieces)])
+        return self._decode(data)
+
+    def finish(self) -> str:
+        return self._decode(b"", True)
+
+
+class PrefixDetokenizer:
+    """For any other tokenizer: decodes a short window twice and emits the difference.
+
+    `context_ids` are the last prompt tokens, so that a decoder which strips the space before the first word of a text does not
+    strip it from the middle of one.
+    """
+
+    __slots__ = ("_decode", "_ids", "_read", "_start")
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], context_ids: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._ids = list(context_ids)
+        self._start = 0
+        self._read = len(self._ids)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        out = []
+        for token_id in token_ids:
+            self._ids.append(token_id)
+            out.append(self._step(final=False))
+        return "".join(out)
+
+    def finish(self) -> str:
+        return self._step(final=True) if self._read < len(self._ids) else ""
+
+    def _step(self, final: bool) -> str:
+        before = self._decode(self._ids[self._start : self._read])
+        after = self._decode(self._ids[self._start :])
+        held = len(self._ids) - self._read
+        if len(after) <= len(before) and not final:
+            return ""
+        if after.endswith("\ufffd") and not final and held < _MAX_HELD_TOKENS:
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        if self._start > 64:
+            # Keep the window, forget what lies before it.
+            del self._ids[: self._start]
+            self._read -= self._start
+            self._start = 0
+        return after[len(before) :]
+
+
+class StopMatcher:
+    """Cuts a text before the stop string that is complete first (of several that end together, the longest).
+
+    What it returns never contains a part of a stop string that later turns out to be one.
+    """
+
+    __slots__ = ("_held", "_longest", "_stops")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if not all(stops):
+            raise ValueError("a stop string must not be empty")
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text that can be shown, whether a stop string was found). After True, push no more."""
+        text = self._held + text
+        best: tuple[int, int] | None = None
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0 and (best is None or (start + len(stop), start) < best):
+                best = (start + len(stop), start)
+        if best is not None:
+            self._held = ""
+            return text[: best[1]], True
+        cut = self._possible_start(text)
+        self._held = text[cut:]
+        return text[:cut], False
+
+    def finish(self) -> str:
+        """What was held back; the text is over, so it is no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _possible_start(self, text: str) -> int:
+        """Index from which `text` is the beginning of a stop string; len(text) if there is none."""
+        cut = len(text)
+        for stop in self._stops:
+            start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while 0 <= start < cut:
+                if stop.startswith(text[start:]):
+                    cut = start
+                    break
+                start = text.find(stop[0], start + 1)
+        return cut
+
+
+class TextStream:
+    """The text of one sequence: detokenised, cut at stop strings.
+
+    Tokens in `silent` (stop tokens, end of sequence) end a sequence and have no text. Stop strings count only in the text after the
+    first `min_tokens` tokens.
+    """
+
+    __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "_silent", "num_tokens", "stopped")
+
+    def __init__(
+        self, detokenizer: Detokenizer, stops: Sequence[str] = (), min_tokens: int = 0, silent: Collection[int] = ()
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops) if stops else None
+        self._min_tokens = min_tokens
+        self._silent = silent
+        # Tokens that count as output: up to the one that completed a stop string.
+        self.num_tokens = 0
+        self.stopped = False
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that can be shown after these tokens. Sets `stopped` at a stop string; tokens after it are ignored."""
+        matcher = self._matcher
+        if matcher is None:
+            self.num_tokens += len(token_ids)
+            if token_ids and token_ids[-1] in self._silent:
+                token_ids = token_ids[:-1]
+            return self._detokenizer.push(token_ids)
+        out = []
+        # One token at a time: which token completes a stop string must not depend on how tokens were batched.
+        for token_id in token_ids:
+            self.num_tokens += 1
+            text = "" if token_id in self._silent else self._detokenizer.push((token_id,))
+            if self.num_tokens > self._min_tokens:
+                text, self.stopped = matcher.push(text)
+            out.append(text)
+            if self.stopped:
+                break
+        return "".join(out)
+
+    def finish(self) -> str:
+        """The rest, once no more tokens come."""
+        text = self._detokenizer.finish()
+        if self._matcher is None or self.stopped:
+            return "" if self.stopped else text
+        shown, self.stopped = self._matcher.push(text)
+        return shown if self.stopped else shown + self._matcher.finish()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's map from printable characters to bytes."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    rest = [b for b in range(256) if b not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(rest)}
+
+
+def _byte_level_piece(alphabet: dict[str, int], token: str) -> bytes:
+    try:
+        return bytes([alphabet[c] for c in token])
+    except KeyError:
+        # An added token with characters outside the alphabet stands for itself.
+        return token.encode()
+
+
+def _sentencepiece_piece(token: str, space: str, byte_fallback: bool) -> bytes:
+    if byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            pass
+    return token.replace(space, " ").encode()
+
+
+def _piece_function(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | None:
+    """Token -> bytes, for the decoders whose tokens are independent byte strings; else None."""
+    if decoder is None:
+        return None
+    if decoder["type"] == "ByteLevel":
+        alphabet = _byte_level_alphabet()
+        return lambda token: _byte_level_piece(alphabet, token)
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    space, byte_fallback = None, False
+    for step in steps:
+        match step:
+            case {"type": "Replace", "pattern": {"String": pattern}, "content": " "}:
+                space = pattern
+            case {"type": "Metaspace", "replacement": replacement}:
+                space = replacement
+            case {"type": "ByteFallback"}:
+                byte_fallback = True
+            case {"type": "Fuse"} | {"type": "Strip", "content": " ", "stop": 0}:
+                # Strip cuts the space before a text's first word. Output continues a prompt: its space stays.
+                pass
+            case _:
+                return None
+    if space is None:
+        return None
+    return lambda token: _sentencepiece_piece(token, space, byte_fallback)
+
+
+def piece_table(
+    decoder: dict[str, Any] | None, vocab: dict[str, int], special_ids: Collection[int]
+) -> list[bytes] | None:
+    """Bytes of every token id (special tokens: none), or None if this decoder has no such table.
+
+    `decoder` is the decoder section of tokenizer.json.
+    """
+    piece = _piece_function(decoder)
+    if piece is None:
+        return None
+    table = [b""] * (max(vocab.values(), default=-1) + 1)
+    for token, token_id in vocab.items():
+        if token_id not in special_ids:
+            table[token_id] = piece(token)
+    return table

@@ -1,0 +1,82 @@
+"""One error type for both fronts: an HTTP status with OpenAI's error fields, and its gRPC status code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+_GRPC_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    404: grpc.StatusCode.NOT_FOUND,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+# google.rpc.Code of a failed request -> HTTP status; every other code is a fault of ours, 500.
+_HTTP_STATUS = {
+    grpc.StatusCode.INVALID_ARGUMENT.value[0]: 400,
+    grpc.StatusCode.OUT_OF_RANGE.value[0]: 400,
+    grpc.StatusCode.FAILED_PRECONDITION.value[0]: 400,
+    grpc.StatusCode.NOT_FOUND.value[0]: 404,
+    grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]: 429,
+    grpc.StatusCode.UNAVAILABLE.value[0]: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED.value[0]: 504,
+}
+_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
+_CODES = {429: "rate_limit_exceeded", 503: "service_unavailable", 504: "deadline_exceeded"}
+
+
+class ApiError(Exception):
+    """A request that fails.
+
+    `status` is the HTTP status; `param` names the request field at fault; `code` is OpenAI's machine-readable reason;
+    `retry_after_s` tells the client when to come back.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code if code is not None else _CODES.get(status)
+        self.retry_after_s = retry_after_s
+
+    @property
+    def type(self) -> str:
+        """OpenAI's error type: whose fault it is."""
+        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    @property
+    def grpc_code(self) -> grpc.StatusCode:
+        """The status code the gRPC front answers with."""
+        return _GRPC_CODES.get(self.status, grpc.StatusCode.INTERNAL)
+
+    def body(self) -> dict[str, Any]:
+        """The OpenAI error object."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiError:
+    """A 400 that names the field."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def from_scheduler(code: int, message: str, field: str, retry_after_s: float) -> ApiError:
+    """The error for an Ending with FINISH_REASON_ERROR (`code` is a google.rpc.Code)."""
+    status = _HTTP_STATUS.get(code, 500)
+    return ApiError(
+        status,
+        message or "the request failed",
+        param=field or None,
+        retry_after_s=retry_after_s if retry_after_s > 0 else (1.0 if status == 429 else None),
+    )

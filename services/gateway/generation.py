@@ -1,0 +1,151 @@
+"""One running choice: a live request at the scheduler, its text, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+from paceline.v1 import common_pb2
+
+from services.gateway.detokenizer import TextStream
+from services.gateway.errors import ApiError, from_scheduler
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.request import GenerateJob
+from services.gateway.session import SchedulerSession
+
+FINISH_NAMES = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+class ClientGone(Exception):
+    """The client has closed its connection: nobody reads the answer."""
+
+
+class Generation:
+    """Runs a job. Await `next()` until `finish_reason` is set; always call `close()` in the end.
+
+    Tokens that arrived since the last `next()` come as one piece, so a slow reader gets fewer, larger pieces and holds up nobody.
+    """
+
+    __slots__ = (
+        "_abandoned",
+        "_future",
+        "_last_s",
+        "_live",
+        "_loop",
+        "_metrics",
+        "_session",
+        "_start_s",
+        "_taken",
+        "cached_tokens",
+        "finish_reason",
+        "job",
+        "text_stream",
+        "token_ids",
+    )
+
+    def __init__(self, job: GenerateJob, session: SchedulerSession, metrics: GatewayMetrics) -> None:
+        self.job = job
+        self.text_stream = TextStream(job.detokenizer, job.stop, job.sampling.min_tokens, job.final_tokens)
+        # FinishReason once the sequence has ended, else 0 (unspecified).
+        self.finish_reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED
+        # Known once the scheduler has reported the ending; unknown if we ended the request ourselves.
+        self.cached_tokens: int | None = None
+        # The tokens of the last piece.
+        self.token_ids: list[int] = []
+        self._session = session
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._future: asyncio.Future[None] | None = None
+        self._abandoned = False
+        self._taken = 0
+        self._start_s = self._last_s = job.arrival_s
+        prompt = np.asarray(job.prompt_ids, "<i4").tobytes()
+        self._live = session.submit(job.request_id, prompt, job.sampling, job.final_tokens)
+        self._live.wake = self._wake
+        metrics.live_requests += 1
+        metrics.prompt_tokens += len(job.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far."""
+        return self.text_stream.num_tokens
+
+    async def next(self) -> str:
+        """Wait for tokens or the end, return the text that can be shown now (it may be empty).
+
+        Raises ApiError if the request failed, ClientGone after `abandon`.
+        """
+        live = self._live
+        if len(live.tokens) == self._taken and live.ending is None and not self._abandoned:
+            self._future = self._loop.create_future()
+            await self._future
+        if self._abandoned:
+            raise ClientGone
+        tokens = self.token_ids = live.tokens[self._taken :]
+        self._taken += len(tokens)
+        stream = self.text_stream
+        before = stream.num_tokens
+        text = stream.push(tokens)
+        if tokens:
+            self._observe(len(tokens), first=before == 0)
+        if stream.stopped:
+            self._stop_here(before)
+        elif live.ending is not None:
+            text += self._end()
+        return text
+
+    def abandon(self) -> None:
+        """The client is gone: the scheduler stops, and whoever waits in `next` gets ClientGone."""
+        self._abandoned = True
+        self._wake()
+        self.close()
+
+    def close(self) -> None:
+        """Give everything back; a request that has not ended is cancelled. Safe to call again."""
+        if self._live.wake is None:
+            return
+        self._live.wake = None
+        if self.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED and self._live.ending is None:
+            self._session.cancel(self._live)
+        self._metrics.live_requests -= 1
+        reason = FINISH_NAMES.get(self.finish_reason, "error" if self._live.ending is not None else "abort")
+        self._metrics.finished(self.job.endpoint, reason, time.perf_counter() - self._start_s)
+
+    def _wake(self) -> None:
+        future = self._future
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    def _observe(self, num_tokens: int, *, first: bool) -> None:
+        now_s = time.perf_counter()
+        metrics = self._metrics
+        if first:
+            metrics.time_to_first_token_s.observe(now_s - self._start_s)
+            if num_tokens > 1:
+                metrics.inter_token_latency_s.observe(0.0, num_tokens - 1)
+        else:
+            metrics.inter_token_latency_s.observe((now_s - self._last_s) / num_tokens, num_tokens)
+        metrics.generation_tokens += num_tokens
+        self._last_s = now_s
+
+    def _stop_here(self, before: int) -> None:
+        """A stop string is complete: what came after it does not count, and the engine need not go on."""
+        self.finish_reason = common_pb2.FINISH_REASON_STOP
+        self.token_ids = self.token_ids[: self.text_stream.num_tokens - before]
+        if self._live.ending is None:
+            self._session.cancel(self._live)
+        else:
+            self.cached_tokens = self._live.ending.cached_tokens
+
+    def _end(self) -> str:
+        ending = self._live.ending
+        assert ending is not None
+        if ending.reason not in FINISH_NAMES:
+            if ending.reason == common_pb2.FINISH_REASON_ABORT:
+                raise ApiError(503, ending.message or "the scheduler aborted the request", retry_after_s=1.0)
+            raise from_scheduler(ending.code, ending.message, ending.field, ending.retry_after_s)
+        self.cached_tokens = min(ending.cached_tokens, len(self.job.prompt_ids))
+        text = self.text_stream.finish()
+        self.finish_reason = common_pb2.FINISH_REASON_STOP if self.text_stream.stopped else ending.reason
+        return text

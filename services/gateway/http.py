@@ -1,0 +1,347 @@
+"""The HTTP front: OpenAI's paths, health, metrics. Every error has OpenAI's shape."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway import openai_schema as schema
+from services.gateway.answer import RAW_SEND, JsonResponse, StreamAnswer, WholeAnswer, error_response
+from services.gateway.body import read_json
+from services.gateway.errors import ApiError, invalid
+from services.gateway.generation import Generation
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.openai_format import Envelope, Kind
+from services.gateway.request import FieldNames, GenerateJob, RequestBuilder
+from services.gateway.session import SchedulerSession
+from services.runtime.logs import bind_request_id, get_logger
+
+_log = get_logger(__name__)
+
+_PROMPT = FieldNames(prompt="prompt")
+_CHAT = FieldNames(prompt="messages")
+_COMPLETION_MAX_TOKENS = 16
+_NOT_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")
+_REQUEST_ID_CHARS = 128
+
+
+@dataclass(slots=True)
+class Gateway:
+    """What both fronts share."""
+
+    model_name: str
+    builder: RequestBuilder
+    session: SchedulerSession
+    metrics: GatewayMetrics
+    max_body_bytes: int = 10 * 2**20
+    body_timeout_s: float = 60.0
+    draining: bool = False
+
+    @property
+    def ready(self) -> bool:
+        """A worker is attached, and we take requests."""
+        return self.session.ready and not self.draining
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404 for a model that is not served; no name means the one that is."""
+        if name and name != self.model_name:
+            raise ApiError(
+                404,
+                f"the model {name[:120]!r} does not exist; this server has {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_open(self) -> None:
+        """Raises ApiError 503 while the gateway drains."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", retry_after_s=1.0)
+
+
+def sanitised_request_id(value: str) -> str:
+    """A client's request id without anything that could confuse a log or a header; a new one if nothing is left."""
+    return _NOT_REQUEST_ID.sub("", value[: 4 * _REQUEST_ID_CHARS])[:_REQUEST_ID_CHARS] or uuid.uuid4().hex
+
+
+class RequestIdMiddleware:
+    """Gives every request an id, logs with it, and echoes it as X-Request-ID."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        request_id = sanitised_request_id(given.decode("latin-1"))
+        scope.setdefault("state", {})["request_id"] = request_id
+        scope[RAW_SEND] = send
+        bind_request_id(request_id)
+        header = (b"x-request-id", request_id.encode())
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), header]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def create_app(gateway: Gateway) -> FastAPI:
+    """The ASGI application."""
+    app = FastAPI(title="Paceline", version=version("paceline"), redirect_slashes=False)
+    app.add_middleware(RequestIdMiddleware)
+    _add_error_handlers(app)
+    _add_state_routes(app, gateway)
+    _add_model_routes(app, gateway)
+    _add_token_routes(app, gateway)
+    _add_generation_routes(app, gateway)
+    return app
+
+
+def _json(value: Any, status: int = 200) -> JsonResponse:
+    return JsonResponse(orjson.dumps(value), status)
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def api_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error_response(error)
+
+    async def http_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        codes = {404: "not_found", 405: "method_not_allowed"}
+        response = error_response(ApiError(error.status_code, error.detail, code=codes.get(error.status_code)))
+        for name, value in (error.headers or {}).items():
+            response.headers[name] = value
+        return response
+
+    async def validation_error(_: Request, error: Exception) -> Response:
+        return error_response(invalid(None, str(error)))
+
+    async def client_gone(_: Request, error: Exception) -> Response:
+        # Nobody reads this.
+        return Response(status_code=499)
+
+    async def bug(_: Request, error: Exception) -> Response:
+        return error_response(ApiError(500, "internal error; the log has the details", code="internal_error"))
+
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(RequestValidationError, validation_error)
+    app.add_exception_handler(ClientDisconnect, client_gone)
+    app.add_exception_handler(Exception, bug)
+
+
+def _add_state_routes(app: FastAPI, gateway: Gateway) -> None:
+    @app.api_route("/health", methods=["GET", "HEAD"], response_class=JsonResponse)
+    async def health() -> Response:
+        """200 as long as the process serves, with or without a scheduler."""
+        return _json({"status": "ok"})
+
+    @app.api_route("/ready", methods=["GET", "HEAD"], response_class=JsonResponse)
+    async def ready() -> Response:
+        """200 if a request would be served now, else 503 with the reason."""
+        status = gateway.session.status
+        workers = status.num_workers if status is not None else 0
+        if gateway.ready:
+            return _json({"status": "ready", "workers": workers})
+        if gateway.draining:
+            reason = "draining"
+        elif not gateway.session.connected:
+            reason = "no connection to the scheduler"
+        else:
+            reason = "no worker is attached" if workers == 0 else "the scheduler is not ready"
+        return _json({"status": "not ready", "reason": reason, "workers": workers}, 503)
+
+    @app.api_route("/metrics", methods=["GET", "HEAD"])
+    async def metrics() -> Response:
+        """Prometheus."""
+        gateway.metrics.scheduler_ready = gateway.session.ready
+        return Response(gateway.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @app.get("/version")
+    async def server_version() -> Response:
+        """This server's version."""
+        return _json({"version": version("paceline")})
+
+
+def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
+    created = int(time.time())
+
+    def card() -> dict[str, Any]:
+        return {
+            "id": gateway.model_name,
+            "object": "model",
+            "created": created,
+            "owned_by": "paceline",
+            "max_model_len": gateway.builder.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The one model that is served."""
+        return _json({"object": "list", "data": [card()]})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> Response:
+        """One model."""
+        gateway.check_model(model_id)
+        return _json(card())
+
+
+async def _body(gateway: Gateway, request: Request) -> Any:
+    return await read_json(request, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
+
+
+def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
+    builder = gateway.builder
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a prompt or a chat."""
+        body = schema.parse(schema.TokenizeRequest, await _body(gateway, request))
+        gateway.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("prompt", "give either prompt or messages")
+        if body.prompt is not None:
+            add = body.add_special_tokens is not False
+            ids = await builder.encode_text(body.prompt, _PROMPT, add_special_tokens=add)
+        else:
+            messages = [message.for_template() for message in body.messages or []]
+            add = body.add_generation_prompt is not False
+            ids = await builder.encode_chat(messages, _CHAT, add_generation_prompt=add)
+        return _json({"count": len(ids), "max_model_len": builder.max_model_len, "tokens": ids})
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        """Text of token ids."""
+        body = schema.parse(schema.DetokenizeRequest, await _body(gateway, request))
+        gateway.check_model(body.model)
+        return _json({"prompt": builder.tokenizer.decode(builder.check_token_ids(body.tokens, "tokens"))})
+
+
+def _add_generation_routes(app: FastAPI, gateway: Gateway) -> None:
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        """Continue a prompt, or several."""
+        return await _answer(gateway, request, "completion", _completion_jobs)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        """Answer a chat."""
+        return await _answer(gateway, request, "chat", _chat_jobs)
+
+
+_Jobs = tuple[schema.SamplingFields, list[GenerateJob]]
+
+
+async def _answer(
+    gateway: Gateway, request: Request, kind: Kind, make_jobs: Callable[[Gateway, Request], Awaitable[_Jobs]]
+) -> Response:
+    try:
+        gateway.check_open()
+        parsed, jobs = await make_jobs(gateway, request)
+        generations = _submit(gateway, jobs)
+    except ApiError:
+        gateway.metrics.refused(kind)
+        raise
+    envelope = Envelope(kind, parsed.model or gateway.model_name)
+    if not parsed.stream:
+        return WholeAnswer(generations, envelope)
+    options = parsed.stream_options or schema.StreamOptions()
+    return StreamAnswer(
+        generations,
+        envelope,
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.continuous_usage_stats),
+    )
+
+
+def _submit(gateway: Gateway, jobs: Sequence[GenerateJob]) -> list[Generation]:
+    """All jobs or none."""
+    generations: list[Generation] = []
+    try:
+        for job in jobs:
+            generations.append(Generation(job, gateway.session, gateway.metrics))  # noqa: PERF401 - undone one by one
+    except ApiError:
+        for generation in generations:
+            generation.close()
+        raise
+    return generations
+
+
+async def _completion_jobs(gateway: Gateway, request: Request) -> _Jobs:
+    arrival_s = time.perf_counter()
+    body = schema.parse(schema.CompletionRequest, await _body(gateway, request))
+    gateway.check_model(body.model)
+    builder = gateway.builder
+    prompts: Sequence[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    if isinstance(prompts[0], int):
+        prompts = [prompts]
+    choices = body.sampling()
+    jobs = []
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            add = body.add_special_tokens is not False
+            ids = await builder.encode_text(prompt, _PROMPT, add_special_tokens=add)
+            if not prompt:
+                raise invalid("prompt", "the prompt is empty")
+        else:
+            ids = builder.check_token_ids(prompt, "prompt")
+        jobs.append(
+            builder.job(
+                ids,
+                choices,
+                request_id=_request_id(request, index),
+                endpoint="completion",
+                names=_PROMPT,
+                default_max_tokens=_COMPLETION_MAX_TOKENS,
+                arrival_s=arrival_s,
+            )
+        )
+    return body, jobs
+
+
+async def _chat_jobs(gateway: Gateway, request: Request) -> _Jobs:
+    arrival_s = time.perf_counter()
+    body = schema.parse(schema.ChatRequest, await _body(gateway, request))
+    gateway.check_model(body.model)
+    names = _CHAT
+    if body.max_completion_tokens is not None:
+        names = FieldNames(prompt="messages", max_tokens="max_completion_tokens")
+    ids = await gateway.builder.encode_chat(
+        [message.for_template() for message in body.messages],
+        names,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        variables=body.chat_template_kwargs,
+    )
+    job = gateway.builder.job(
+        ids,
+        body.sampling(),
+        request_id=_request_id(request, 0),
+        endpoint="chat",
+        names=names,
+        arrival_s=arrival_s,
+    )
+    return body, [job]
+
+
+def _request_id(request: Request, index: int) -> str:
+    request_id: str = request.scope["state"]["request_id"]
+    return request_id if index == 0 else f"{request_id}-{index}"

@@ -1,0 +1,92 @@
+"""What the gateway reads from a checkpoint folder besides the tokenizer: limits and generation defaults. No weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# The small files of a checkpoint on the hub; the worker alone needs the weights.
+_HUB_PATTERNS = ["*.json", "*.jinja"]
+_HUB_IGNORE = ["*.safetensors.index.json", "*.bin.index.json"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A checkpoint as its JSON files describe it.
+
+    `max_model_len`: prompt and output tokens together. Temperature, top_p and top_k: what a request that does not say gets.
+    """
+
+    folder: Path
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+def resolve_folder(model: str) -> Path:
+    """The folder of a checkpoint: a path, or a name on the Hugging Face hub (downloads the small files).
+
+    Raises FileNotFoundError with one clear line.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.is_absolute() or model.startswith(".") or model.count("/") != 1:
+        raise FileNotFoundError(f"{model}: no such folder, and not a hub name like owner/model")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORE))
+    except Exception as error:
+        raise FileNotFoundError(f"{model}: no such folder, and not to be had from the hub: {error}") from error
+
+
+def read_model_files(folder: Path) -> ModelFiles:
+    """Read config.json and generation_config.json. Raises FileNotFoundError or ValueError."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder}: no config.json")
+    config = _read_json(path)
+    # Multimodal checkpoints keep the language model's part below.
+    config = {**config, **config.get("text_config", {})}
+    generation_path = folder / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.is_file() else {}
+    try:
+        return ModelFiles(
+            folder=folder,
+            max_model_len=int(config["max_position_embeddings"]),
+            vocab_size=int(config["vocab_size"]),
+            eos_token_ids=_eos(config) | _eos(generation),
+            temperature=_number(generation, "temperature", 1.0),
+            top_p=_number(generation, "top_p", 1.0),
+            top_k=int(_number(generation, "top_k", 0)),
+        )
+    except KeyError as error:
+        raise ValueError(f"{path}: no {error.args[0]}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return value
+
+
+def _eos(config: dict[str, Any]) -> frozenset[int]:
+    value = config.get("eos_token_id")
+    if value is None:
+        return frozenset()
+    return frozenset(value if isinstance(value, list) else [value])
+
+
+def _number(config: dict[str, Any], name: str, default: float) -> float:
+    value = config.get(name)
+    return default if value is None else float(value)

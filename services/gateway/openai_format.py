@@ -1,0 +1,126 @@
+"""The bytes we answer with. A stream's chunks differ only in a few places: the rest is formatted once per stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import orjson
+
+from services.gateway.generation import FINISH_NAMES, Generation
+
+Kind = Literal["completion", "chat"]
+DONE = b"data: [DONE]\n\n"
+
+
+def usage(generations: Sequence[Generation]) -> dict[str, Any]:
+    """OpenAI's usage object over all choices.
+
+    `cached_tokens` is left out while it is not known: it is the scheduler that reports it, with a request's ending.
+    """
+    prompt = sum(len(g.job.prompt_ids) for g in generations)
+    completion = sum(g.num_tokens for g in generations)
+    value: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+    cached = [g.cached_tokens for g in generations if g.cached_tokens is not None]
+    if len(cached) == len(generations):
+        value["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
+    return value
+
+
+class Envelope:
+    """What all chunks of one answer share: id, time and model."""
+
+    def __init__(self, kind: Kind, model: str) -> None:
+        self.kind = kind
+        self.model = model
+        self.id = ("chatcmpl-" if kind == "chat" else "cmpl-") + uuid.uuid4().hex
+        self.created = int(time.time())
+
+    def head(self, object_name: str) -> dict[str, Any]:
+        """The fields every body begins with."""
+        return {"id": self.id, "object": object_name, "created": self.created, "model": self.model}
+
+    def whole(self, generations: Sequence[Generation], texts: Sequence[str]) -> bytes:
+        """The body of an answer that is not streamed."""
+        choices = [self._choice(i, g, text) for i, (g, text) in enumerate(zip(generations, texts, strict=True))]
+        head = self.head("chat.completion" if self.kind == "chat" else "text_completion")
+        return orjson.dumps({**head, "choices": choices, "usage": usage(generations)})
+
+    def _choice(self, index: int, generation: Generation, text: str) -> dict[str, Any]:
+        if self.kind == "chat":
+            content: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        else:
+            content = {"text": text}
+        finish_reason = FINISH_NAMES[generation.finish_reason]
+        return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
+
+
+class StreamFormat:
+    """Formats the server-sent events of one answer."""
+
+    def __init__(
+        self, envelope: Envelope, generations: Sequence[Generation], *, include_usage: bool, continuous_usage: bool
+    ) -> None:
+        self._chat = envelope.kind == "chat"
+        self._generations = generations
+        self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
+        head = orjson.dumps(envelope.head("chat.completion.chunk" if self._chat else "text_completion"))
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        body = b'"delta":{"content":' if self._chat else b'"text":'
+        self._text_heads = [b'%s{"index":%d,%s' % (self._head, i, body) for i in range(len(generations))]
+        close = b"}" if self._chat else b""
+        self._text_middle = close + b',"logprobs":null,"finish_reason":'
+        tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        self._plain_tail = self._text_middle + b"null}]" + tail
+        self._tail = tail
+
+    def first(self, index: int) -> bytes:
+        """What precedes a choice's text: for a chat, whose message it is."""
+        if not self._chat:
+            return b""
+        delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]' % index
+        return self._head + delta + self._tail_of(index)
+
+    def text(self, index: int, text: str) -> bytes:
+        """New text of a choice."""
+        if self._continuous_usage:
+            return b"".join(
+                (self._text_heads[index], orjson.dumps(text), self._text_middle, b"null}]", self._tail_of(index))
+            )
+        return b"".join((self._text_heads[index], orjson.dumps(text), self._plain_tail))
+
+    def last(self, index: int, text: str) -> bytes:
+        """The rest of a choice's text, and why it ended."""
+        reason = FINISH_NAMES[self._generations[index].finish_reason]
+        return b"".join(
+            (
+                self._text_heads[index],
+                orjson.dumps(text),
+                self._text_middle,
+                b'"%s"}]' % reason.encode(),
+                self._tail_of(index),
+            )
+        )
+
+    def end(self) -> bytes:
+        """After all choices: the usage, if it was asked for, and the terminator."""
+        if not self._include_usage:
+            return DONE
+        return self._head + b'],"usage":' + orjson.dumps(usage(self._generations)) + b"}\n\n" + DONE
+
+    def _tail_of(self, index: int) -> bytes:
+        if not self._continuous_usage:
+            return self._tail
+        return b',"usage":' + orjson.dumps(usage([self._generations[index]])) + b"}\n\n"
+
+
+def error_event(body: dict[str, Any]) -> bytes:
+    """A failure after the stream has begun. No terminator follows: the answer is not complete."""
+    return b"data: " + orjson.dumps(body) + b"\n\n"

@@ -1,0 +1,245 @@
+"""The OpenAI requests we understand. Types are strict; what we cannot do is refused by name, never ignored in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from services.gateway.errors import ApiError, invalid
+from services.gateway.request import SamplingChoices
+
+MAX_PROMPTS = 128
+
+# Fields that change the result and that we cannot honour: the values with which they change nothing (null always is one).
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "length_penalty": (1, 1.0),
+    "min_p": (0, 0.0),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "chat_template": (),
+    "documents": ([],),
+    "continue_final_message": (False,),
+    "include_stop_str_in_output": (False,),
+    "return_token_ids": (False,),
+    "logits_processors": ([],),
+    "kv_transfer_params": (),
+    "priority": (0,),
+}
+
+
+def _prompt(value: Any) -> Any:
+    """Checks by hand: a union's own errors name branches, not what is wrong."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+    if not value:
+        raise ValueError("must not be an empty list")
+    kinds = {type(entry) for entry in value}
+    if kinds == {int}:
+        return value
+    if kinds == {str} or (kinds == {list} and all({type(i) for i in entry} <= {int} for entry in value)):
+        if len(value) > MAX_PROMPTS:
+            raise ValueError(f"has {len(value)} prompts; at most {MAX_PROMPTS} are possible")
+        return value
+    raise ValueError("must hold strings only, or token ids (integers) only, or lists of token ids only")
+
+
+def _stop(value: Any) -> Any:
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and {type(entry) for entry in value} <= {str}:
+        return value
+    raise ValueError("must be a string or a list of strings")
+
+
+def _content(value: Any) -> Any:
+    """Typed parts are joined by line breaks, as other servers do for templates that take a string."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of typed parts")
+    texts = []
+    for part in value:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "text"}:
+                raise ValueError("has a text part without a string `text`")
+            case {"type": str(kind)}:
+                raise ValueError(f"has a part of type {kind[:40]!r}; this model takes text only")
+            case _:
+                raise ValueError("has a part that is no object with a `type`")
+    return "\n".join(texts)
+
+
+def _variables(value: Any) -> Any:
+    if not isinstance(value, dict) or not all(isinstance(v, str | int | float | bool) for v in value.values()):
+        raise ValueError("must be an object of strings, numbers and booleans")
+    return value
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
+
+
+class StreamOptions(_Request):
+    """Usage in a last chunk of its own, and in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(_Request):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: Annotated[list[str], BeforeValidator(_stop)] = []
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def sampling(self) -> SamplingChoices:
+        """The sampling part, for RequestBuilder."""
+        return SamplingChoices(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            ignore_eos=bool(self.ignore_eos),
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids or (),
+            skip_special_tokens=self.skip_special_tokens is not False,
+        )
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions."""
+
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(_prompt)]
+    add_special_tokens: bool | None = None
+
+
+class Message(_Request):
+    """One turn of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_content)]
+
+    def for_template(self) -> dict[str, str]:
+        """As templates know it; `developer` is OpenAI's newer name for `system`."""
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+
+
+class ChatRequest(SamplingFields):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_variables)] | None = None
+
+    def sampling(self) -> SamplingChoices:
+        choices = super().sampling()
+        if self.max_completion_tokens is not None:
+            choices.max_tokens = self.max_completion_tokens
+        return choices
+
+
+class TokenizeRequest(_Request):
+    """POST /tokenize: a prompt or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeRequest(_Request):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+R = TypeVar("R", bound=_Request)
+
+
+def parse(cls: type[R], body: Any) -> R:
+    """The request in a decoded JSON body. Raises ApiError 400 naming the first field that is wrong."""
+    if not isinstance(body, dict):
+        raise invalid(None, "the body must be a JSON object")
+    if issubclass(cls, SamplingFields):
+        _refuse_unsupported(body)
+    try:
+        request = cls.model_validate(body)
+    except ValidationError as error:
+        raise _as_api_error(error) from None
+    if isinstance(request, SamplingFields) and request.stream_options is not None and not request.stream:
+        raise invalid("stream_options", "stream_options is only possible with stream: true")
+    if isinstance(request, ChatRequest) and not request.messages:
+        raise invalid("messages", "messages must not be empty")
+    return request
+
+
+def _refuse_unsupported(body: Mapping[str, Any]) -> None:
+    for name in _NEUTRAL.keys() & body.keys():
+        value = body[name]
+        if value is None:
+            continue
+        # bool is an int to Python; here they are different things.
+        if not any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL[name]):
+            wanted = ", ".join(repr(neutral) for neutral in _NEUTRAL[name][:1]) or "null"
+            raise invalid(name, f"{name} is not supported yet (leave it out, or {wanted})", code="unsupported_value")
+
+
+def _as_api_error(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing":
+        return invalid(path, f"{path} is required", code="missing_required_parameter")
+    return invalid(path, f"{path}: {message[0].lower()}{message[1:]}", code="invalid_type")

@@ -1,0 +1,272 @@
+"""What a client asks for, checked and complete: the one way from both fronts to a job for the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.v1 import common_pb2
+
+from services.gateway.detokenizer import Detokenizer
+from services.gateway.errors import ApiError, invalid
+from services.gateway.model_files import ModelFiles
+from services.gateway.tokenizer import TextTokenizer
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_TEMPERATURE = 100.0
+# Below this a softmax overflows float32; it is greedy for all purposes.
+_GREEDY_TEMPERATURE = 1e-5
+# Longer texts are encoded off the event loop (the tokenizer lets go of the GIL).
+_INLINE_CHARS = 4096
+
+
+@dataclass(slots=True)
+class SamplingChoices:
+    """Sampling as a client states it; None takes the default. Field names are the public ones."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool = False
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    skip_special_tokens: bool = True
+
+
+@dataclass(slots=True)
+class GenerateJob:
+    """One sequence to generate, everything filled in. `arrival_s` is on time.perf_counter's clock."""
+
+    request_id: str
+    endpoint: str
+    prompt_ids: list[int]
+    sampling: common_pb2.SamplingParams
+    stop: tuple[str, ...]
+    final_tokens: frozenset[int]
+    detokenizer: Detokenizer
+    arrival_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """How a front calls the fields, for messages that name them."""
+
+    prompt: str = "prompt"
+    max_tokens: str = "max_tokens"
+    prefix: str = ""
+
+    def of(self, name: str) -> str:
+        """The public name of a sampling field."""
+        return self.prefix + (self.max_tokens if name == "max_tokens" else name)
+
+
+class RequestBuilder:
+    """Turns prompts and sampling choices into jobs.
+
+    `worker_model` gives the ModelInfo of the running workers once it is known: it decides over config.json.
+    `max_model_len` caps both.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        files: ModelFiles,
+        *,
+        worker_model: Callable[[], common_pb2.ModelInfo | None] = lambda: None,
+        max_model_len: int | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._files = files
+        self._worker_model = worker_model
+        self._cap = max_model_len
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and output tokens of one sequence together, at the most."""
+        worker = self._worker_model()
+        limit = worker.max_model_len if worker is not None and worker.max_model_len else self._files.max_model_len
+        return min(limit, self._cap) if self._cap else limit
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        worker = self._worker_model()
+        return worker.vocab_size if worker is not None and worker.vocab_size else self._files.vocab_size
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence unless they are ignored."""
+        worker = self._worker_model()
+        return frozenset(worker.eos_token_ids) if worker is not None else self._files.eos_token_ids
+
+    # -- prompts ----------------------------------------------------------------------------------------------------------------
+
+    async def encode_text(self, text: str, names: FieldNames, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a plain prompt. Raises ApiError 400."""
+        self._check_chars(len(text), names)
+        if len(text) <= _INLINE_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        names: FieldNames,
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a chat. Raises ApiError 400."""
+        num_chars = sum(len(message["content"]) for message in messages)
+        self._check_chars(num_chars, names)
+        options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "variables": variables}
+        if num_chars + 32 * len(messages) <= _INLINE_CHARS:
+            return self.tokenizer.encode_chat(messages, **options)
+        return await asyncio.to_thread(self.tokenizer.encode_chat, messages, **options)
+
+    def check_token_ids(self, token_ids: Sequence[int], field_name: str) -> list[int]:
+        """The ids as they are if all are in the vocabulary. Raises ApiError 400."""
+        vocab_size = self.vocab_size
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+            bad = next(i for i in token_ids if not 0 <= i < vocab_size)
+            raise invalid(field_name, f"token id {bad} is not in the vocabulary of {vocab_size} tokens")
+        return list(token_ids)
+
+    def _check_chars(self, num_chars: int, names: FieldNames) -> None:
+        # No token is longer than the longest, so this many characters cannot fit: not worth encoding them to say so.
+        least = num_chars // self.tokenizer.longest_token_chars
+        if least > self.max_model_len:
+            raise _too_long(names.prompt, f"at least {least}", self.max_model_len)
+
+    # -- jobs -------------------------------------------------------------------------------------------------------------------
+
+    def job(
+        self,
+        prompt_ids: list[int],
+        choices: SamplingChoices,
+        *,
+        request_id: str,
+        endpoint: str,
+        names: FieldNames,
+        default_max_tokens: int | None = None,
+        arrival_s: float | None = None,
+    ) -> GenerateJob:
+        """Check everything and fill in what was left open. Raises ApiError 400.
+
+        `default_max_tokens` None: as many as fit into the context.
+        """
+        room = self.max_model_len - len(prompt_ids)
+        if not prompt_ids:
+            raise invalid(names.prompt, "the prompt is empty: it needs at least one token")
+        if room < 1:
+            raise _too_long(names.prompt, str(len(prompt_ids)), self.max_model_len)
+        max_tokens = choices.max_tokens
+        if max_tokens is None:
+            max_tokens = room if default_max_tokens is None else min(default_max_tokens, room)
+            if choices.min_tokens is not None:
+                max_tokens = min(max(max_tokens, choices.min_tokens), room)
+        _check_range(names.of("max_tokens"), max_tokens, 1, 2**31 - 1)
+        if max_tokens > room:
+            raise invalid(
+                names.of("max_tokens"),
+                f"this model's context is {self.max_model_len} tokens, but you asked for {len(prompt_ids) + max_tokens} "
+                f"({len(prompt_ids)} in the prompt, {max_tokens} for the output)",
+                code="context_length_exceeded",
+            )
+        min_tokens = choices.min_tokens or 0
+        if not 0 <= min_tokens <= max_tokens:
+            raise invalid(names.of("min_tokens"), f"min_tokens must be between 0 and max_tokens ({max_tokens})")
+        stop_token_ids = self._stop_token_ids(choices, names)
+        return GenerateJob(
+            request_id=request_id,
+            endpoint=endpoint,
+            prompt_ids=prompt_ids,
+            sampling=common_pb2.SamplingParams(
+                temperature=_temperature(choices, self._files.temperature, names),
+                top_p=_top_p(choices, self._files.top_p, names),
+                top_k=_top_k(choices, self._files.top_k, names),
+                seed=_seed(choices, names),
+                max_tokens=max_tokens,
+                min_tokens=min_tokens,
+                ignore_eos=choices.ignore_eos,
+                stop_token_ids=stop_token_ids,
+            ),
+            stop=_stop_strings(choices, names),
+            final_tokens=frozenset(stop_token_ids) | (frozenset() if choices.ignore_eos else self.eos_token_ids),
+            detokenizer=self.tokenizer.detokenizer(prompt_ids, skip_special_tokens=choices.skip_special_tokens),
+            arrival_s=time.perf_counter() if arrival_s is None else arrival_s,
+        )
+
+    def _stop_token_ids(self, choices: SamplingChoices, names: FieldNames) -> list[int]:
+        name = names.of("stop_token_ids")
+        if len(choices.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise invalid(name, f"at most {MAX_STOP_TOKEN_IDS} stop tokens are possible")
+        return sorted(set(self.check_token_ids(choices.stop_token_ids, name)))
+
+
+def _too_long(param: str, num_tokens: str, max_model_len: int) -> ApiError:
+    return invalid(
+        param,
+        f"this model's context is {max_model_len} tokens, but the prompt has {num_tokens}"
+        + (" and needs room for one more" if num_tokens == str(max_model_len) else ""),
+        code="context_length_exceeded",
+    )
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise invalid(name, f"{name} must be between {low:g} and {high:g}, not {value:g}")
+
+
+def _temperature(choices: SamplingChoices, default: float, names: FieldNames) -> float:
+    if choices.temperature is None:
+        return default
+    _check_range(names.of("temperature"), choices.temperature, 0.0, MAX_TEMPERATURE)
+    return choices.temperature if choices.temperature >= _GREEDY_TEMPERATURE else 0.0
+
+
+def _top_p(choices: SamplingChoices, default: float, names: FieldNames) -> float:
+    if choices.top_p is None:
+        return default
+    if not 0.0 < choices.top_p <= 1.0:
+        raise invalid(names.of("top_p"), f"{names.of('top_p')} must be above 0 and at most 1, not {choices.top_p:g}")
+    return choices.top_p
+
+
+def _top_k(choices: SamplingChoices, default: int, names: FieldNames) -> int:
+    if choices.top_k is None:
+        return default
+    if choices.top_k == -1:
+        # The field's other way to say "all".
+        return 0
+    _check_range(names.of("top_k"), choices.top_k, 0, 2**31 - 1)
+    return choices.top_k
+
+
+def _seed(choices: SamplingChoices, names: FieldNames) -> int:
+    if choices.seed is None:
+        # Fixed here, once: whoever generates this request again later must get the same tokens.
+        return random.getrandbits(64)
+    if not -(2**63) <= choices.seed < 2**64:
+        raise invalid(names.of("seed"), f"{names.of('seed')} must fit into 64 bits")
+    return choices.seed % 2**64
+
+
+def _stop_strings(choices: SamplingChoices, names: FieldNames) -> tuple[str, ...]:
+    name = names.of("stop")
+    if len(choices.stop) > MAX_STOP_STRINGS:
+        raise invalid(name, f"at most {MAX_STOP_STRINGS} stop strings are possible, not {len(choices.stop)}")
+    for stop in choices.stop:
+        if not 1 <= len(stop) <= MAX_STOP_STRING_CHARS:
+            raise invalid(name, f"a stop string has 1 to {MAX_STOP_STRING_CHARS} characters")
+    return tuple(choices.stop)

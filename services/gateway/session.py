@@ -1,0 +1,191 @@
+"""The asyncio shell around SessionCore: one stream to the scheduler, kept alive as long as the gateway runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import uuid
+from collections.abc import Callable, Iterable
+
+import grpc
+import grpc.aio
+from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+
+from services.gateway.errors import ApiError
+from services.gateway.session_core import LiveRequest, SessionCore, SessionFull, SessionProtocolError
+from services.runtime.logs import get_logger
+from services.runtime.rpc import open_channel
+
+_log = get_logger(__name__)
+
+_FIRST_BACKOFF_S = 0.05
+_LAST_BACKOFF_S = 1.0
+_TICK_S = 0.2
+
+
+class SchedulerSession:
+    """Submits requests to the scheduler and wakes their consumers.
+
+    Everything submitted or cancelled within one turn of the event loop travels in one message. When the stream breaks it is opened
+    again, after 50 ms to 1 s, and all unfinished requests are submitted again.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        response_window: int = 64,
+        max_live: int = 4096,
+        wait_s: float = 30.0,
+        on_status: Callable[[], None] | None = None,
+    ) -> None:
+        self._target = target
+        self._core = SessionCore(
+            f"gateway-{uuid.uuid4().hex[:12]}", response_window=response_window, max_live=max_live, wait_s=wait_s
+        )
+        self._on_status = on_status
+        self._outgoing = asyncio.Event()
+        self._closing = False
+        self._tasks: list[asyncio.Task[None]] = []
+        # Times the stream was opened.
+        self.num_connects = 0
+
+    @property
+    def ready(self) -> bool:
+        """The scheduler is there and says that it can take work."""
+        status = self._core.status
+        return not self._closing and self._core.opened and status is not None and status.ready
+
+    @property
+    def connected(self) -> bool:
+        """The scheduler has opened this session."""
+        return self._core.opened
+
+    @property
+    def status(self) -> inference_pb2.SchedulerStatus | None:
+        """What the scheduler last said of itself; None while it is away."""
+        return self._core.status
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return self._core.num_live
+
+    def start(self) -> None:
+        """Begin to connect; returns at once."""
+        self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._tick())]
+
+    async def close(self) -> None:
+        """End the stream. Requests that still live fail with UNAVAILABLE."""
+        self._closing = True
+        self._wake(self._core.fail_all("the server is shutting down"))
+        # One turn, so that consumers' tasks see their ending while everything still stands.
+        await asyncio.sleep(0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: bytes,
+        sampling: common_pb2.SamplingParams,
+        final_tokens: frozenset[int] = frozenset(),
+    ) -> LiveRequest:
+        """Queue a request for the scheduler (token ids: packed int32). Raises ApiError 429 or 503."""
+        if self._closing:
+            raise ApiError(503, "the server is shutting down", retry_after_s=1.0)
+        now_s = asyncio.get_running_loop().time()
+        try:
+            request = self._core.submit(request_id, prompt_token_ids, sampling, now_s, final_tokens)
+        except SessionFull:
+            raise ApiError(429, "the server has too many requests in flight", retry_after_s=1.0) from None
+        self._outgoing.set()
+        return request
+
+    def cancel(self, request: LiveRequest) -> None:
+        """End a request. Nothing happens if it has ended."""
+        self._core.cancel(request)
+        self._outgoing.set()
+
+    # -- tasks ------------------------------------------------------------------------------------------------------------------
+
+    async def _stay_connected(self) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            opened = False
+            try:
+                # A channel of its own per attempt: a channel that failed sits out gRPC's back-off of seconds.
+                async with open_channel(self._target) as channel:
+                    await self._run_stream(channel)
+            except SessionProtocolError as error:
+                _log.error("scheduler broke the session protocol", error=str(error))
+            except grpc.RpcError as error:
+                code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
+                _log.debug("scheduler stream failed", code=str(code))
+            finally:
+                opened = self._core.opened
+                self._core.disconnect(asyncio.get_running_loop().time())
+            if opened:
+                _log.warning("lost the scheduler; reconnecting", target=self._target, live=self._core.num_live)
+                self._status_changed()
+                backoff_s = _FIRST_BACKOFF_S
+            await asyncio.sleep(backoff_s * random.uniform(0.8, 1.2))
+            backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
+
+    async def _run_stream(self, channel: grpc.aio.Channel) -> None:
+        core = self._core
+        loop = asyncio.get_running_loop()
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Session()
+        self._wake(core.connect())
+        self._outgoing.set()
+        writer = asyncio.create_task(self._write(call))
+        try:
+            while True:
+                response = await call.read()
+                if response is grpc.aio.EOF:
+                    # The call's status says why; OK is an end like any other.
+                    await call.code()
+                    return
+                first = not core.opened
+                self._wake(core.receive(response, loop.time()))
+                # Responses read are acknowledged; the core knows when.
+                self._outgoing.set()
+                if first:
+                    self.num_connects += 1
+                    _log.info("session open", scheduler=self._target, epoch=core.epoch, live=core.num_live)
+                if first or response.HasField("status"):
+                    self._status_changed()
+        finally:
+            call.cancel()
+            writer.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await writer
+
+    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+        try:
+            while True:
+                await self._outgoing.wait()
+                self._outgoing.clear()
+                while (message := self._core.take_request()) is not None:
+                    await call.write(message)
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            # The reader sees the same break and says why.
+            return
+
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._wake(self._core.tick(loop.time()))
+            self._outgoing.set()
+
+    def _wake(self, requests: Iterable[LiveRequest]) -> None:
+        for request in requests:
+            if request.wake is not None:
+                request.wake()
+
+    def _status_changed(self) -> None:
+        if self._on_status is not None:
+            self._on_status()

@@ -1,0 +1,264 @@
+"""The client side of InferenceService.Session as plain state: what is live, what to send next, what a message changes.
+
+No sockets, no tasks, no clock: time comes in as `now_s`. A request lives here from `submit` until it has ended; the scheduler may die
+and come back meanwhile any number of times. After each `connect` everything that lives is submitted again with the tokens that have
+arrived, so generation goes on after them and the client sees a pause.
+
+    submit ──> unsent ──take_request──> at the scheduler ──ending──> ended
+                 ^                            │
+                 └──────── connect ───────────┘        (disconnect: nobody works on anything)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from paceline.v1 import common_pb2, inference_pb2
+
+_INTERNAL = 13  # google.rpc.Code
+_UNAVAILABLE = 14
+_RESOURCE_EXHAUSTED = 8
+_MAX_HANDLE = 2**32 - 1
+# A SessionRequest stays far below the message limit of 16 MiB, however much is submitted again at once.
+_MAX_REQUEST_BYTES = 4 * 2**20
+
+
+class SessionProtocolError(Exception):
+    """The scheduler sent something the protocol does not allow. The stream is of no more use."""
+
+
+class SessionFull(Exception):
+    """More live requests than the gateway may hold."""
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One request at the scheduler, from this side.
+
+    `tokens` is all output that has arrived, over all attempts. `wake` is called when there is news; the consumer sets it.
+    """
+
+    handle: int
+    request_id: str
+    prompt_token_ids: bytes
+    sampling: common_pb2.SamplingParams
+    # Tokens that end the sequence when sampled: stop tokens and, unless ignored, end of sequence.
+    final_tokens: frozenset[int]
+    submitted_s: float
+    attempt: int = 0
+    tokens: list[int] = field(default_factory=list)
+    ending: inference_pb2.Ending | None = None
+    wake: Callable[[], None] | None = None
+
+
+class SessionCore:
+    """State of one gateway's session.
+
+    `response_window`: SessionResponses the scheduler may be ahead of us. `max_live`: bound on requests not yet ended.
+    `wait_s`: how long a request may wait for a scheduler that is not there before it fails with UNAVAILABLE.
+    """
+
+    def __init__(self, session_id: str, *, response_window: int, max_live: int, wait_s: float) -> None:
+        self.session_id = session_id
+        self.connected = False
+        self.opened = False
+        self.epoch: int | None = None
+        self.status: inference_pb2.SchedulerStatus | None = None
+        self._window = response_window
+        self._max_live = max_live
+        self._wait_s = wait_s
+        self._live: dict[int, LiveRequest] = {}
+        self._unsent: deque[int] = deque()
+        self._cancels: list[int] = []
+        # (when, handle): refused for want of room after it had been accepted before; try again.
+        self._retries: list[tuple[float, int]] = []
+        self._next_handle = 1
+        self._down_since_s: float | None = 0.0
+        self._open_sent = False
+        self._read = 0
+        self._read_sent = 0
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    # -- requests ---------------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: bytes,
+        sampling: common_pb2.SamplingParams,
+        now_s: float,
+        final_tokens: frozenset[int] = frozenset(),
+    ) -> LiveRequest:
+        """A new request. Raises SessionFull."""
+        if len(self._live) >= self._max_live:
+            raise SessionFull
+        while self._next_handle in self._live:
+            self._next_handle = self._next_handle % _MAX_HANDLE + 1
+        handle = self._next_handle
+        self._next_handle = handle % _MAX_HANDLE + 1
+        request = LiveRequest(handle, request_id, prompt_token_ids, sampling, final_tokens, now_s)
+        self._live[handle] = request
+        self._unsent.append(handle)
+        return request
+
+    def cancel(self, request: LiveRequest) -> None:
+        """The request ends now, here and at the scheduler. Nothing happens if it has ended already."""
+        if self._live.pop(request.handle, None) is None:
+            return
+        if self.connected and request.attempt > 0:
+            self._cancels.append(request.handle)
+
+    def tick(self, now_s: float) -> list[LiveRequest]:
+        """Time passes: requests that have waited too long for a scheduler fail, postponed ones become due. Returns those that ended."""
+        due = [handle for when_s, handle in self._retries if when_s <= now_s]
+        if due:
+            self._retries = [entry for entry in self._retries if entry[0] > now_s]
+            self._unsent.extend(handle for handle in due if handle in self._live)
+        if self._down_since_s is None:
+            return []
+        down_since_s = self._down_since_s
+        late = [r for r in self._live.values() if now_s - max(r.submitted_s, down_since_s) >= self._wait_s]
+        for request in late:
+            self._fail(request, _UNAVAILABLE, f"no connection to the scheduler for {self._wait_s:g} s")
+        return late
+
+    def fail_all(self, message: str) -> list[LiveRequest]:
+        """Everything that lives ends with UNAVAILABLE (the gateway goes down)."""
+        requests = list(self._live.values())
+        for request in requests:
+            self.cancel(request)
+            request.ending = inference_pb2.Ending(
+                reason=common_pb2.FINISH_REASON_ERROR, code=_UNAVAILABLE, message=message
+            )
+        return requests
+
+    # -- the stream -------------------------------------------------------------------------------------------------------------
+
+    def connect(self) -> list[LiveRequest]:
+        """A new stream: everything live will be submitted again. Returns requests that turned out to have ended.
+
+        A stream that breaks between a request's last token and its Ending leaves a request with nothing to generate: it ends here.
+        """
+        self.connected, self.opened = True, False
+        self._open_sent = False
+        self._read = self._read_sent = 0
+        self._cancels.clear()
+        self._retries.clear()
+        ended = []
+        for request in list(self._live.values()):
+            reason = _ended_unseen(request)
+            if reason is not None:
+                request.ending = inference_pb2.Ending(handle=request.handle, reason=reason)
+                del self._live[request.handle]
+                ended.append(request)
+        self._unsent = deque(self._live)
+        return ended
+
+    def disconnect(self, now_s: float) -> None:
+        """The stream is gone."""
+        self.connected = self.opened = False
+        self.status = None
+        if self._down_since_s is None:
+            self._down_since_s = now_s
+
+    def take_request(self) -> inference_pb2.SessionRequest | None:
+        """The next message to send, None if there is nothing to say. Call until None."""
+        if not self.connected:
+            return None
+        acks_due = self._read - self._read_sent >= max(1, self._window // 4)
+        if self._open_sent and not self._unsent and not self._cancels and not acks_due:
+            return None
+        message = inference_pb2.SessionRequest(responses_read=self._read)
+        if not self._open_sent:
+            message.open.session_id = self.session_id
+            message.open.response_window = self._window
+            self._open_sent = True
+        if self._unsent:
+            message.submissions.extend(self._submissions())
+        if self._cancels:
+            message.cancels.extend(self._cancels)
+            self._cancels.clear()
+        self._read_sent = self._read
+        return message
+
+    def receive(self, response: inference_pb2.SessionResponse, now_s: float) -> list[LiveRequest]:
+        """Apply one message. Returns the requests with news, one that got several tokens as often.
+
+        Raises SessionProtocolError.
+        """
+        self._read += 1
+        if response.HasField("opened"):
+            self.opened = True
+            self.epoch = response.opened.epoch
+            self._down_since_s = None
+        elif not self.opened:
+            raise SessionProtocolError("the first message has no `opened`")
+        if response.HasField("status"):
+            self.status = response.status
+        touched: list[LiveRequest] = []
+        handles = response.handles
+        if handles:
+            data = response.token_ids
+            if len(data) != 4 * len(handles):
+                raise SessionProtocolError(f"{len(handles)} handles but {len(data)} bytes of token ids")
+            live = self._live
+            for handle, token in zip(handles, np.frombuffer(data, "<i4").tolist(), strict=True):
+                request = live.get(handle)
+                if request is not None:
+                    request.tokens.append(token)
+                    touched.append(request)
+        for ending in response.endings:
+            request = self._live.get(ending.handle)
+            if request is not None and not self._postpone(request, ending, now_s):
+                del self._live[ending.handle]
+                request.ending = ending
+                touched.append(request)
+        return touched
+
+    # -- inside -----------------------------------------------------------------------------------------------------------------
+
+    def _submissions(self) -> Iterator[inference_pb2.Submission]:
+        budget_bytes = _MAX_REQUEST_BYTES
+        while self._unsent and budget_bytes > 0:
+            request = self._live.get(self._unsent.popleft())
+            if request is None:
+                continue
+            request.attempt += 1
+            output = np.asarray(request.tokens, "<i4").tobytes() if request.tokens else b""
+            budget_bytes -= len(request.prompt_token_ids) + len(output) + 64
+            yield inference_pb2.Submission(
+                handle=request.handle,
+                request_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                output_token_ids=output,
+                sampling=request.sampling,
+            )
+
+    def _postpone(self, request: LiveRequest, ending: inference_pb2.Ending, now_s: float) -> bool:
+        """A full queue refuses a request that an earlier scheduler had accepted: that is no reason to break its promise."""
+        if ending.code != _RESOURCE_EXHAUSTED or request.attempt < 2:
+            return False
+        self._retries.append((now_s + max(ending.retry_after_s, 0.05), request.handle))
+        return True
+
+    def _fail(self, request: LiveRequest, code: int, message: str) -> None:
+        self._live.pop(request.handle, None)
+        request.ending = inference_pb2.Ending(
+            handle=request.handle, reason=common_pb2.FINISH_REASON_ERROR, code=code, message=message
+        )
+
+
+def _ended_unseen(request: LiveRequest) -> common_pb2.FinishReason.ValueType | None:
+    tokens = request.tokens
+    if tokens and tokens[-1] in request.final_tokens:
+        return common_pb2.FINISH_REASON_STOP
+    if len(tokens) >= request.sampling.max_tokens:
+        return common_pb2.FINISH_REASON_LENGTH
+    return None

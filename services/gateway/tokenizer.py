@@ -1,0 +1,118 @@
+"""Text and chats to token ids, and the way back, from a checkpoint folder's tokenizer files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from services.gateway.chat_template import ChatTemplate
+from services.gateway.detokenizer import Detokenizer, PrefixDetokenizer, TableDetokenizer, piece_table
+from services.gateway.errors import invalid
+
+# Unicode noncharacters: no text has a reason to contain one, so one can mark places in a text that a template passes through.
+_NONCHARACTERS = [chr(c) for c in range(0xFDD0, 0xFDF0)]
+# Prompt tokens that tell a detokenizer it is in the middle of a text.
+_CONTEXT_TOKENS = 4
+
+
+class TextTokenizer:
+    """Encodes prompts and chats, makes detokenizers.
+
+    In a plain prompt special tokens written as text are special tokens (as everywhere for completions: that is how a user writes a
+    chat format by hand). In a chat message they are text: only the template can write control tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        spec = json.loads(tokenizer.to_str())
+        vocab = tokenizer.get_vocab(with_added_tokens=True)
+        special = [token for token in spec.get("added_tokens", []) if token["special"]]
+        self._special_ids = frozenset(token["id"] for token in special)
+        self._table = piece_table(spec.get("decoder"), vocab, self._special_ids)
+        self._full_table = piece_table(spec.get("decoder"), vocab, ())
+        self._special_start = _special_start([token["content"] for token in special])
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.longest_token_chars = max(map(len, vocab), default=1)
+
+    @classmethod
+    def from_folder(cls, folder: Path, chat_template: str | None = None) -> TextTokenizer:
+        """Load tokenizer.json and what lies beside it.
+
+        `chat_template`: a template or the path of one, instead of the checkpoint's.
+        Raises FileNotFoundError if there is no tokenizer.json, ValueError if it cannot be read.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{folder}: no tokenizer.json (the fast tokenizer's file)")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ValueError(f"{path}: {error}") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return cls(tokenizer, ChatTemplate.from_folder(folder, chat_template))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a plain prompt, with BOS and the like as the tokenizer's post-processor adds them."""
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a chat through the model's template.
+
+        A special token inside a message's content is broken in two before rendering and the halves are encoded on their own, so it
+        cannot become a control token. Raises ApiError 400 if the model has no template or the template refuses the chat.
+        """
+        if self._template is None:
+            raise invalid("messages", "this model has no chat template; use /v1/completions")
+        mark = self._unused_mark(messages)
+        safe = [{**m, "content": self._break_special(m["content"], mark)} for m in messages]
+        text = self._template.render(safe, add_generation_prompt=add_generation_prompt, variables=variables or {})
+        ids: list[int] = []
+        for part in text.split(mark):
+            ids.extend(self._tokenizer.encode(part, add_special_tokens=False).ids)
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of a whole sequence, special tokens included."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh detokenizer for output that follows `prompt_ids`."""
+        table = self._table if skip_special_tokens else self._full_table
+        if table is not None:
+            return TableDetokenizer(table)
+
+        def decode(ids: Sequence[int]) -> str:
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+        return PrefixDetokenizer(decode, prompt_ids[-_CONTEXT_TOKENS:])
+
+    def _break_special(self, content: str, mark: str) -> str:
+        if self._special_start is None:
+            return content
+        return self._special_start.sub(lambda match: match[0] + mark, content)
+
+    @staticmethod
+    def _unused_mark(messages: Sequence[Mapping[str, str]]) -> str:
+        for mark in _NONCHARACTERS:
+            if not any(mark in message["content"] for message in messages):
+                return mark
+        raise invalid("messages", "the content has every Unicode noncharacter from U+FDD0 to U+FDEF in it")
+
+
+def _special_start(special: Sequence[str]) -> re.Pattern[str] | None:
+    """Matches the first character of every special token in a text, overlapping ones too (the rest is a look-ahead)."""
+    starts = [re.escape(t[0]) + f"(?={re.escape(t[1:])})" for t in sorted(special) if len(t) > 1]
+    return re.compile("|".join(starts)) if starts else None

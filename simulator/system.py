@@ -1,0 +1,181 @@
+"""The whole control plane in one process: real cores, toy workers, links as queues, a clock turned by hand.
+
+Messages of a link stay in order; which link moves next is the caller's (or a seed's) choice, so every interleaving that
+the network allows can be played, faults included.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cache_svc.core.cache import CacheCore
+from paceline.v1.cache_pb2 import CacheServiceLinkRequest, CacheServiceLinkResponse
+from paceline.v1.common_pb2 import SamplingParams
+from paceline.v1.inference_pb2 import Ending, SessionRequest, SessionResponse, Submission
+from paceline.v1.worker_pb2 import StepPlan, StepResult
+from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.scheduler import SchedulerConfig, SchedulerCore
+from scheduler_svc.policies.decode_first import DecodeFirst
+from scheduler_svc.policies.fcfs import FirstComeFirstServed
+from scheduler_svc.policies.watermark import Watermark
+from simulator.toy_worker import ToyWorker
+
+
+def default_policies() -> Policies:
+    return Policies(FirstComeFirstServed(), Watermark(), DecodeFirst())
+
+
+@dataclass(slots=True)
+class WorkerEnd:
+    """A toy worker and what is under way to and from it."""
+
+    worker: ToyWorker
+    id: int
+    plans: deque[StepPlan] = field(default_factory=deque)
+    results: deque[StepResult] = field(default_factory=deque)
+    released: bool = False
+
+
+@dataclass(slots=True)
+class Client:
+    """What a session has seen."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    endings: dict[int, Ending] = field(default_factory=dict)
+    num_read: int = 0
+
+    def take(self, message: SessionResponse) -> None:
+        self.num_read += 1
+        for handle, token in zip(message.handles, np.frombuffer(message.token_ids, np.int32).tolist(), strict=True):
+            assert handle not in self.endings, f"a token of {handle} after its ending"
+            self.tokens.setdefault(handle, []).append(token)
+        for ending in message.endings:
+            assert ending.handle not in self.endings, f"{ending.handle} ended twice"
+            self.endings[ending.handle] = ending
+
+
+class LocalSystem:
+    def __init__(self, config: SchedulerConfig | None = None, policies: Policies | None = None) -> None:
+        self.now_s = 0.0
+        self.scheduler = SchedulerCore(config or SchedulerConfig(), policies or default_policies(), epoch=1)
+        self.cache = CacheCore(debug=True)
+        self.cache_epoch = 0
+        self.to_cache: deque[CacheServiceLinkRequest] = deque()
+        self.from_cache: deque[CacheServiceLinkResponse] = deque()
+        self.workers: list[WorkerEnd] = []
+        self.clients: dict[str, Client] = {}
+        self.restart_cache()
+
+    # ── things that happen ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def restart_cache(self) -> None:
+        """The cache dies and comes back empty."""
+        if self.cache_epoch:
+            self.scheduler.cache_lost()
+        self.to_cache.clear()
+        self.from_cache.clear()
+        self.cache = CacheCore(debug=True)
+        self.cache_epoch += 1
+        self.scheduler.cache_connected(self.cache_epoch)
+        self.poll()
+
+    def attach(self, worker: ToyWorker) -> WorkerEnd:
+        worker.reset()
+        end = WorkerEnd(worker, self.scheduler.register_worker(worker.registration, self.now_s))
+        self.workers.append(end)
+        self.poll()
+        return end
+
+    def kill(self, end: WorkerEnd) -> None:
+        self.workers.remove(end)
+        self.scheduler.worker_lost(end.id)
+        self.poll()
+
+    def open(self, session_id: str, window: int = 64) -> Client:
+        self.scheduler.open_session(session_id, window)
+        self.clients[session_id] = Client()
+        self.poll()
+        return self.clients[session_id]
+
+    def submit(self, session_id: str, handle: int, prompt: list[int], sampling: SamplingParams) -> None:
+        submission = Submission(
+            handle=handle,
+            request_id=f"{session_id}-{handle}",
+            prompt_token_ids=np.array(prompt, np.int32).tobytes(),
+            sampling=sampling,
+        )
+        self.scheduler.session_message(session_id, SessionRequest(submissions=[submission]), self.now_s)
+        self.poll()
+
+    def cancel(self, session_id: str, handle: int) -> None:
+        self.scheduler.session_message(session_id, SessionRequest(cancels=[handle]), self.now_s)
+        self.poll()
+
+    # ── links that move ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def moves(self) -> list[tuple[str, WorkerEnd | None]]:
+        """Every link that has something to deliver or a worker that has something to run."""
+        moves: list[tuple[str, WorkerEnd | None]] = []
+        if self.to_cache:
+            moves.append(("exchange", None))
+        if self.from_cache:
+            moves.append(("answer", None))
+        for end in self.workers:
+            if end.plans:
+                moves.append(("step", end))
+            if end.results:
+                moves.append(("result", end))
+        return moves
+
+    def move(self, kind: str, end: WorkerEnd | None) -> None:
+        if kind == "exchange":
+            self.from_cache.append(self.cache.exchange(self.to_cache.popleft()))
+            return
+        if kind == "step":
+            assert end is not None
+            end.results.append(end.worker.run(end.plans.popleft()))
+            return
+        if kind == "answer":
+            self.scheduler.cache_response(self.from_cache.popleft())
+        else:
+            assert end is not None
+            self.scheduler.worker_result(end.id, end.results.popleft(), self.now_s)
+        self.poll()
+
+    def poll(self) -> None:
+        outbox = self.scheduler.poll(self.now_s)
+        self.to_cache.extend(outbox.to_cache)
+        by_id = {end.id: end for end in self.workers}
+        for worker_id, message in outbox.to_workers:
+            end = by_id.get(worker_id)
+            if end is not None and message.HasField("plan"):
+                end.plans.append(message.plan)
+                assert len(end.plans) + len(end.results) <= self.scheduler.config.window
+            elif end is not None and message.HasField("released"):
+                end.released = True
+        for session_id, response in outbox.to_sessions:
+            client = self.clients[session_id]
+            client.take(response)
+            acknowledged = SessionRequest(responses_read=client.num_read)
+            self.scheduler.session_message(session_id, acknowledged, self.now_s)
+
+    def run(self, max_moves: int = 100_000) -> None:
+        """Round robin until nothing moves."""
+        for _ in range(max_moves):
+            moves = self.moves()
+            if not moves:
+                return
+            self.move(*moves[0])
+        raise AssertionError(f"still moving after {max_moves} moves")
+
+    def assert_at_rest(self) -> None:
+        """Nothing is left anywhere: no request, no sequence, no used block (DESIGN §5.1)."""
+        assert not self.moves()
+        assert not len(self.scheduler.queue)
+        for worker in self.scheduler.workers.values():
+            assert not worker.running
+            assert not worker.in_flight
+            assert worker.available_blocks == worker.num_blocks, "blocks are still in use"

@@ -1,0 +1,143 @@
+"""A worker without a model that notices every mistake in a plan.
+
+Its tokens are a function of the sequence alone, so the right output of a request is known without any server. Its KV
+blocks hold what a real worker's would mean: for each position, a hash of all tokens up to it. A row that attends reads
+its whole table back and compares: a block that was freed too early, shared wrongly or never written is found at once.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.v1.common_pb2 import ModelInfo, SamplingParams
+from paceline.v1.worker_pb2 import NewSequence, StepPlan, StepResult, WorkerRegistration
+
+VOCAB = 50_000
+EOS = 7
+
+
+class Corruption(AssertionError):
+    """The plan made the worker read KV that is not the sequence's own, or broke the protocol."""
+
+
+def next_token(tokens: list[int], sampling: SamplingParams) -> int:
+    """The toy model: any token of the vocabulary, about one in forty the end of the sequence."""
+    digest = zlib.crc32(np.array([*tokens, sampling.seed & 0x7FFFFFFF], np.int64).tobytes())
+    return EOS if digest % 40 == 0 else 8 + digest % (VOCAB - 8)
+
+
+def expected_output(prompt: list[int], sampling: SamplingParams) -> list[int]:
+    """What an undisturbed run gives."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < sampling.max_tokens:
+        tokens.append(next_token(tokens, sampling))
+        if tokens[-1] == EOS and not sampling.ignore_eos:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass(slots=True)
+class ToySequence:
+    tokens: list[int]
+    num_computed: int
+    table: list[int]
+    sampling: SamplingParams
+    hashes: list[int]  # of every prefix: hashes[i] covers tokens[: i + 1]
+    has_sampled: bool = False
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self._hash_to(len(self.tokens))
+
+    def _hash_to(self, length: int) -> None:
+        while len(self.hashes) < length:
+            i = len(self.hashes)
+            before = self.hashes[-1] if self.hashes else 0
+            self.hashes.append(zlib.crc32(self.tokens[i].to_bytes(4, "little"), before))
+
+
+class ToyWorker:
+    def __init__(self, *, block_size: int, num_blocks: int, max_num_seqs: int, max_batched_tokens: int) -> None:
+        self.registration = WorkerRegistration(
+            name="toy",
+            model=ModelInfo(
+                name="toy", fingerprint="toy", vocab_size=VOCAB, max_model_len=1 << 20, eos_token_ids=[EOS]
+            ),
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=max_batched_tokens,
+        )
+        self.block_size = block_size
+        self.blocks: dict[int, list[int | None]] = {b: [None] * block_size for b in range(1, num_blocks + 1)}
+        self.reset()
+
+    def reset(self) -> None:
+        """A new registration: slots are empty, what the blocks hold is void."""
+        self.step = 0
+        self.slots: dict[int, ToySequence] = {}
+        for block in self.blocks.values():
+            block[:] = [None] * self.block_size
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """One step. Raises Corruption."""
+        self._expect(plan.step == self.step + 1, f"plan {plan.step} after {self.step}")
+        self.step = plan.step
+        for slot in _ints(plan.free_slots):
+            self._expect(slot in self.slots, f"slot {slot} freed, but empty")
+            del self.slots[slot]
+        for new in plan.new_sequences:
+            self._seat(new)
+        for slot, block in zip(_ints(plan.grow_slots), _ints(plan.grow_blocks), strict=True):
+            self.slots[slot].table.append(block)
+        decodes = [slot for slot in sorted(self.slots) if self.slots[slot].has_sampled]
+        chunks = list(zip(_ints(plan.prefill_slots), _ints(plan.prefill_tokens), strict=True))
+        budget = len(decodes) + sum(tokens for _, tokens in chunks)
+        self._expect(0 < budget <= self.registration.max_batched_tokens, f"{budget} tokens in a step")
+        sampled = [self._compute(self.slots[slot], 1) for slot in decodes]
+        for slot, tokens in chunks:
+            self._expect(slot not in decodes, f"slot {slot} decodes and prefills")
+            sampled.append(self._compute(self.slots[slot], tokens))
+        tokens = [token for token in sampled if token is not None]
+        return StepResult(step=plan.step, token_ids=np.array(tokens, np.int32).tobytes())
+
+    def _seat(self, new: NewSequence) -> None:
+        self._expect(new.slot not in self.slots, f"slot {new.slot} is taken")
+        self._expect(new.slot < self.registration.max_num_seqs, f"slot {new.slot} does not exist")
+        sequence = ToySequence([], new.num_cached_tokens, _ints(new.block_table), new.sampling, [])
+        for token in _ints(new.token_ids):
+            sequence.append(token)
+        self._expect(len(set(sequence.table)) == len(sequence.table), "a block stands twice in a table")
+        self.slots[new.slot] = sequence
+
+    def _compute(self, sequence: ToySequence, num_tokens: int) -> int | None:
+        """Write the KV of the next tokens, read everything before them, sample if the last known token was among them."""
+        start, end = sequence.num_computed, sequence.num_computed + num_tokens
+        self._expect(num_tokens > 0 and end <= len(sequence.tokens), f"{num_tokens} tokens from {start}")
+        self._expect(end <= len(sequence.table) * self.block_size, f"no block for position {end - 1}")
+        for position in range(start, end):
+            self.blocks[sequence.table[position // self.block_size]][position % self.block_size] = sequence.hashes[
+                position
+            ]
+        for position in range(end):
+            read = self.blocks[sequence.table[position // self.block_size]][position % self.block_size]
+            self._expect(read == sequence.hashes[position], f"wrong KV at position {position} of {end}")
+        sequence.num_computed = end
+        if end < len(sequence.tokens):
+            return None
+        token = next_token(sequence.tokens, sequence.sampling)
+        sequence.append(token)
+        sequence.has_sampled = True
+        return token
+
+    @staticmethod
+    def _expect(condition: bool, message: str) -> None:
+        if not condition:
+            raise Corruption(message)
+
+
+def _ints(packed: bytes) -> list[int]:
+    return np.frombuffer(packed, np.int32).tolist()

@@ -1,0 +1,149 @@
+"""The demo corpus is reproducible and honestly split, and its tokenizer and chat template do what servers expect."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from demo import corpus
+from demo.corpus import TASKS, Example, held_out, is_held_out, training_example
+
+DEMO = Path(corpus.__file__).parent
+CHECKPOINT = DEMO / "checkpoint"
+UNICODE_TEXTS = (
+    "plain text",
+    "  spaces   and\ttabs\r\n\n lines ",
+    "héllo wörld, naïve café",
+    "日本語のテキスト",
+    "مرحبا بالعالم",
+    "👩‍👩‍👧‍👦 emoji 😀 and e\u0301 combining",
+    "\x00\x01\x7f control",
+    "0123456789 3.14159 ١٢٣",
+)
+
+
+def train_examples(seed: int, n: int) -> list[Example]:
+    rng = random.Random(seed)
+    return [training_example(rng, level=i / n) for i in range(n)]
+
+
+def prompt_key(example: Example) -> tuple[str, ...]:
+    return tuple(message["content"] for message in example.messages)
+
+
+def test_same_seed_gives_the_same_examples() -> None:
+    assert train_examples(7, 200) == train_examples(7, 200)
+    assert train_examples(7, 200) != train_examples(8, 200)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_held_out_is_reproducible_and_well_formed(task: str) -> None:
+    examples = held_out(task, 50, seed=3)
+    assert examples == held_out(task, 50, seed=3)
+    assert examples != held_out(task, 50, seed=4)
+    for example in examples:
+        assert example.task == task
+        assert example.messages[-1]["role"] == "user"
+        assert example.answer == example.answer.strip() != ""
+
+
+def test_repeat_texts_are_on_their_side_of_the_split() -> None:
+    assert all(is_held_out("repeat", example.answer) for example in held_out("repeat", 300))
+    assert not any(is_held_out("repeat", e.answer) for e in train_examples(0, 3_000) if e.task == "repeat")
+
+
+def test_lookup_answers_are_on_their_side_of_the_split() -> None:
+    def pair(example: Example) -> str:
+        words = example.answer.rstrip(".").split()
+        return f"{words[-3]} {words[-1]}"  # "... of KEY is VALUE." and "KEY = VALUE"
+
+    assert all(is_held_out("lookup", pair(example)) for example in held_out("lookup", 300))
+    assert not any(is_held_out("lookup", pair(e)) for e in train_examples(0, 3_000) if e.task == "lookup")
+
+
+def test_add_prompts_are_on_their_side_of_the_split() -> None:
+    assert all(is_held_out("add", example.messages[-1]["content"]) for example in held_out("add", 300))
+    assert not any(is_held_out("add", e.messages[-1]["content"]) for e in train_examples(0, 3_000) if e.task == "add")
+
+
+def test_no_held_out_prompt_is_ever_trained_on() -> None:
+    trained = {prompt_key(example) for example in train_examples(0, 3_000)}
+    assert not any(prompt_key(example) in trained for task in TASKS for example in held_out(task, 300))
+
+
+def test_lookup_answer_stands_once_in_the_prompt_at_spread_distances() -> None:
+    examples = held_out("lookup", 200)
+    for example in examples:
+        assert sum(message["content"].count(example.answer) for message in example.messages) == 1
+    assert sum(example.distance_words > 100 for example in examples) > 30
+    assert sum(example.distance_words < 50 for example in examples) > 30
+
+
+def test_corpus_needs_only_the_standard_library() -> None:
+    allowed = {"__future__", "collections", "dataclasses", "hashlib", "random", "demo"}
+    for name in ("corpus", "smalltalk", "stories", "words"):
+        for node in ast.walk(ast.parse((DEMO / f"{name}.py").read_text())):
+            if isinstance(node, ast.Import):
+                assert {alias.name.split(".")[0] for alias in node.names} <= allowed
+            elif isinstance(node, ast.ImportFrom):
+                assert (node.module or "").split(".")[0] in allowed
+
+
+@pytest.mark.parametrize("text", UNICODE_TEXTS)
+def test_tokenizer_round_trips_any_text(text: str) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    ids = tokenizer.encode(text).ids
+    assert ids[0] == tokenizer.token_to_id("<|bos|>")
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_a_word_splits_alike_with_and_without_a_space_before_it() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    for word in ("mirako", "apple", "flower", "Mira", "7"):
+        bare = tokenizer.encode(word, add_special_tokens=False).tokens
+        spaced = tokenizer.encode(f" {word}", add_special_tokens=False).tokens
+        assert "".join(spaced) == "Ġ" + "".join(bare)
+        assert spaced[-1].removeprefix("Ġ") == bare[-1]
+
+
+def render(messages: Sequence[Mapping[str, object]], add_generation_prompt: bool = True) -> str:
+    """The committed chat template, rendered as transformers renders it."""
+    environment = pytest.importorskip("jinja2").Environment(trim_blocks=True, lstrip_blocks=True)
+
+    def refuse(message: str) -> None:
+        raise ValueError(message)
+
+    template = environment.from_string((CHECKPOINT / "chat_template.jinja").read_text())
+    return template.render(
+        messages=messages, bos_token="<|bos|>", add_generation_prompt=add_generation_prompt, raise_exception=refuse
+    )
+
+
+def test_chat_template_renders() -> None:
+    config = json.loads((CHECKPOINT / "tokenizer_config.json").read_text())
+    assert config["chat_template"] == (CHECKPOINT / "chat_template.jinja").read_text()
+    hello = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hello "}]
+    assert render(hello) == "<|bos|><|system|>Be brief.<|end|><|user|>Hello<|end|><|assistant|>"
+    answered = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
+    assert render(answered, False) == "<|bos|><|user|>Hi<|end|><|assistant|>Hello!<|end|>"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    assert render(parts) == "<|bos|><|user|>Hi<|end|><|assistant|>"
+    with pytest.raises(ValueError, match="roles"):
+        render([{"role": "tool", "content": "x"}])
+
+
+def test_training_encodes_as_the_chat_template_does() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    from demo.chat import encode
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    for example in [e for e in train_examples(1, 200) if e.messages]:
+        text = render([*example.messages, {"role": "assistant", "content": example.answer}], False)
+        assert encode(tokenizer, example).ids == tokenizer.encode(text, add_special_tokens=False).ids
