@@ -25,7 +25,7 @@ class SchedulerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         core = self._server.core
-        counters, workers = core.counters, core.workers.values()
+        counters, workers = core.counters, list(core.workers.values())
         yield gauge("num_workers", "Workers attached", len(workers))
         yield gauge("num_requests_waiting", "Requests in the queue", len(core.queue))
         yield gauge("num_tokens_waiting", "Known tokens of the requests in the queue", core.queue.num_tokens)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Generic, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Generic, TypeVar
 
 import grpc
 import grpc.aio
@@ -49,9 +49,9 @@ class Outgoing(Generic[M]):
     def put(self, message: M) -> None:
         self._queue.put_nowait(message)
 
-    def close(self, code: grpc.StatusCode = grpc.StatusCode.OK, reason: str = "") -> None:
-        """End the stream after what is in the queue."""
-        self.error = (code, reason)
+    def close(self, error: tuple[grpc.StatusCode, str] | None = None) -> None:
+        """End the stream after what is in the queue; with an error, if one is given."""
+        self.error = self.error or error
         self._queue.put_nowait(None)
 
     async def __aiter__(self) -> AsyncIterator[M]:
@@ -92,7 +92,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
             for worker, reason in outbox.lost_workers:
                 log.warning("worker lost", worker=worker, reason=reason)
                 if (worker_link := self._workers.get(worker)) is not None:
-                    worker_link.close(grpc.StatusCode.DEADLINE_EXCEEDED, reason)
+                    worker_link.close((grpc.StatusCode.DEADLINE_EXCEEDED, reason))
 
     async def tick(self) -> None:
         while True:
@@ -105,7 +105,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         self,
         request_iterator: AsyncIterator[SessionRequest],
         context: grpc.aio.ServicerContext[SessionRequest, SessionResponse],
-    ) -> None:
+    ) -> AsyncIterator[SessionResponse]:
         first = await anext(aiter(request_iterator), None)
         if first is None or not first.HasField("open") or not first.open.session_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "open: the first message must open the session")
@@ -116,7 +116,6 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
             self.event(self.core.session_message, session_id, first, time.monotonic())
             async for message in request_iterator:
                 self.event(self.core.session_message, session_id, message, time.monotonic())
-            outgoing.close()
 
         self._sessions.setdefault(session_id, outgoing)
         try:
@@ -127,7 +126,8 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
             await context.abort(STATUS_BY_CODE[rejection.code], rejection.message)
         log.info("session opened", session=session_id)
         try:
-            await pump(context, outgoing, read)
+            async for message in stream(context, outgoing, read):
+                yield message
         finally:
             del self._sessions[session_id]
             self.event(self.core.close_session, session_id)
@@ -159,7 +159,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         self,
         request_iterator: AsyncIterator[WorkerServiceLinkRequest],
         context: grpc.aio.ServicerContext[WorkerServiceLinkRequest, WorkerServiceLinkResponse],
-    ) -> None:
+    ) -> AsyncIterator[WorkerServiceLinkResponse]:
         first = await anext(aiter(request_iterator), None)
         if first is None or not first.HasField("registration"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "registration: must be the first message of the link")
@@ -180,12 +180,12 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                 try:
                     self.event(self._worker_message, worker, message)
                 except ProtocolError as error:
-                    outgoing.close(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+                    outgoing.close((grpc.StatusCode.FAILED_PRECONDITION, str(error)))
                     return
-            outgoing.close()
 
         try:
-            await pump(context, outgoing, read)
+            async for message in stream(context, outgoing, read):
+                yield message
         finally:
             del self._workers[worker]
             self.event(self.core.worker_lost, worker)
@@ -234,26 +234,27 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
             self.event(self.core.cache_lost)
 
 
-async def pump(
-    context: grpc.aio.ServicerContext[object, M], outgoing: Outgoing[M], read: Callable[[], Awaitable[None]]
-) -> None:
-    """Write what goes out while `read` takes what comes in; ends when either does. Aborts with the error if there is one."""
+async def stream(
+    context: grpc.aio.ServicerContext[Any, Any], outgoing: Outgoing[M], read: Callable[[], Coroutine[Any, Any, None]]
+) -> AsyncIterator[M]:
+    """What goes out, while `read` takes what comes in. Ends when `read` does or `outgoing` is closed, with its error."""
 
-    async def write() -> None:
-        async for message in outgoing:
-            await context.write(message)
+    async def read_then_close() -> None:
+        try:
+            await read()
+        finally:
+            outgoing.close()
 
-    tasks = {asyncio.ensure_future(read()), asyncio.create_task(write())}
+    reader = asyncio.create_task(read_then_close())
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        async for message in outgoing:
+            yield message
+        if outgoing.error:
+            await context.abort(*outgoing.error)
+        await reader
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    if outgoing.error and outgoing.error[0] is not grpc.StatusCode.OK:
-        await context.abort(*outgoing.error)
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
 
 
 async def serve(

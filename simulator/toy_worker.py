@@ -98,9 +98,9 @@ class ToyWorker:
         budget = len(decodes) + sum(tokens for _, tokens in chunks)
         self._expect(0 < budget <= self.registration.max_batched_tokens, f"{budget} tokens in a step")
         sampled = [self._compute(self.slots[slot], 1) for slot in decodes]
-        for slot, tokens in chunks:
+        for slot, num_tokens in chunks:
             self._expect(slot not in decodes, f"slot {slot} decodes and prefills")
-            sampled.append(self._compute(self.slots[slot], tokens))
+            sampled.append(self._compute(self.slots[slot], num_tokens))
         tokens = [token for token in sampled if token is not None]
         return StepResult(step=plan.step, token_ids=np.array(tokens, np.int32).tobytes())
 
@@ -114,7 +114,7 @@ class ToyWorker:
         self.slots[new.slot] = sequence
 
     def _compute(self, sequence: ToySequence, num_tokens: int) -> int | None:
-        """Write the KV of the next tokens, read everything before them, sample if the last known token was among them."""
+        """Write the KV of the next tokens, read all up to them, sample if the last known token was among them."""
         start, end = sequence.num_computed, sequence.num_computed + num_tokens
         self._expect(num_tokens > 0 and end <= len(sequence.tokens), f"{num_tokens} tokens from {start}")
         self._expect(end <= len(sequence.table) * self.block_size, f"no block for position {end - 1}")
@@ -140,4 +140,5 @@ class ToyWorker:
 
 
 def _ints(packed: bytes) -> list[int]:
-    return np.frombuffer(packed, np.int32).tolist()
+    numbers: list[int] = np.frombuffer(packed, np.int32).tolist()
+    return numbers

@@ -88,18 +88,25 @@ class CacheCore:
         check_state(self.tree, self.workers, self.waiting, self.admitted)
 
     def pool_counters(self) -> list[pb.PoolCounters]:
-        """The counters of every worker. Only reads, and never while a dict may change: safe from another thread."""
-        return [_pool_counters(worker) for worker in list(self.workers.values())]
+        """The counters of every worker as of the last exchange. May be called from another thread at any time."""
+        return [
+            _pool_counters(worker.worker_id, worker.reported)
+            for worker in list(self.workers.values())
+            if worker.reported is not None
+        ]
 
     def _report_pools(self, response: pb.CacheServiceLinkResponse) -> None:
         for worker in self._touched.values():
             counters = worker.counters()
             if counters != worker.reported:
-                evicted_before = worker.reported[3] if worker.reported else 0
-                self.counters.evicted_blocks += counters[3] - evicted_before
+                self._count_evictions(worker)
                 worker.reported = counters
-                response.pools.append(_pool_counters(worker))
+                response.pools.append(_pool_counters(worker.worker_id, counters))
         self._touched.clear()
+
+    def _count_evictions(self, worker: Worker) -> None:
+        counted_before = worker.reported[3] if worker.reported else 0
+        self.counters.evicted_blocks += worker.pool.evicted_blocks_total - counted_before
 
     # ------------------------------------------------------------------------------------------------- workers
 
@@ -126,6 +133,7 @@ class CacheCore:
 
     def _remove_worker(self, op: pb.RemoveWorkerOp, _: pb.CacheOpResult) -> None:
         worker = self._worker(op.worker)
+        self._count_evictions(worker)
         worker.leave_tree()
         for sequence_id in worker.sequences:
             del self.admitted[sequence_id]
@@ -211,7 +219,8 @@ class CacheCore:
             sequence.num_tokens += num_new
             sequence.num_computed_tokens = computed
             worker = sequence.worker
-            worker.store(sequence)
+            if computed // worker.tree.block_size > len(sequence.nodes):
+                worker.store(sequence)
             self._touched[worker.worker_id] = worker
 
     def _checked_commits(self, op: pb.CommitOp, num_token_bytes: int) -> list[tuple[Sequence, int, int]]:
@@ -271,10 +280,10 @@ class CacheCore:
         raise OpError(Code.NOT_FOUND, f"sequence {sequence_id} is not known")
 
 
-def _pool_counters(worker: Worker) -> pb.PoolCounters:
-    free, cached, used, evicted = worker.counters()
+def _pool_counters(worker_id: int, counters: tuple[int, int, int, int]) -> pb.PoolCounters:
+    free, cached, used, evicted = counters
     return pb.PoolCounters(
-        worker=worker.worker_id, free_blocks=free, cached_blocks=cached, used_blocks=used, evicted_blocks_total=evicted
+        worker=worker_id, free_blocks=free, cached_blocks=cached, used_blocks=used, evicted_blocks_total=evicted
     )
 
 

@@ -101,7 +101,7 @@ class Worker:
         """The sequence ends. From the tail to the head, so that eviction will meet children before their parents."""
         pool, index, table, nodes = self.pool, self.index, sequence.table, sequence.nodes
         held = [node.block_of[index] for node in nodes]
-        private = table[len(nodes) :] + [block for block, ours in zip(table, held, strict=False) if block != ours]
+        private = [block for block, ours in zip(table, held, strict=False) if block != ours] + table[len(nodes) :]
         pool.recycle(private[::-1])
         others = ~self.bit
         # Users get fewer on the way down, so the nodes that lost their last one are the deepest.

@@ -38,13 +38,13 @@ def angle_table(rope: RopeConfig, head_dim: int, max_positions: int, device: tor
 
 def rotate(heads: Tensor, turns: Tensor) -> Tensor:
     """heads [rows, heads, head_dim] with pairs side by side, turns complex64 [rows, 1, head_dim / 2]."""
-    pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(heads.float().view(*heads.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turns).flatten(-2).to(heads.dtype)
 
 
 def interleave_heads(weight: Tensor, head_dim: int) -> Tensor:
     """Rows [heads * head_dim, ...] (or one head's [head_dim]) from half-and-half order to side by side."""
-    halves = weight.unflatten(0, (-1, 2, head_dim // 2))
+    halves = weight.view(-1, 2, head_dim // 2, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
@@ -74,7 +74,7 @@ def _yarn(rope: RopeConfig, head_dim: int, plain: Tensor) -> Tensor:
     if low == high:
         high += 0.001
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    return plain / rope.factor * ramp + plain * (1 - ramp)
+    return torch.lerp(plain, plain / rope.factor, ramp)
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:

@@ -41,9 +41,16 @@ class Planner:
         return Draft(worker.id, growth, admissions)
 
     def _make_room(self, worker: Worker, shortfall_blocks: int) -> None:
-        """Preempt until the shortfall is covered, as far as can be told: a victim's shared blocks may stay in use."""
+        """Preempt until the shortfall is covered, as far as can be told: a victim's shared blocks may stay in use.
+
+        A sequence that runs alone and still has no room holds blocks twice: its own, and the equal ones that others had
+        stored before. It gives way to itself: when it comes back it shares them, and then it fits.
+        """
         running = [request for slot, request in worker.running.items() if slot not in worker.finishing]
-        for victim in self.policies.capacity.victims(running):
+        victims = list(self.policies.capacity.victims(running))
+        if not victims and not worker.in_flight:
+            victims = running
+        for victim in victims:
             shortfall_blocks -= int(worker.slots.capacity[victim.slot]) // worker.block_size
             self.preempt(victim)
             if shortfall_blocks <= 0:
@@ -55,9 +62,9 @@ class Planner:
         ends the search: nobody overtakes it for the resources it waits for."""
         admissions: list[Request] = []
         worker.binding_tokens = 0
-        if worker.just_preempted or worker.draining:
-            worker.just_preempted = False
-            return admissions
+        just_preempted, worker.just_preempted = worker.just_preempted, False
+        if worker.draining or (just_preempted and worker.running):
+            return admissions  # what was preempted must not come straight back for the blocks it gave up
         decodes = int(worker.slots.decoding.sum())
         budget = self.policies.batch.prefill_budget(worker.registration.max_batched_tokens, decodes)
         budget -= sum(prefill.remaining_tokens for prefill in worker.prefills.values())

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import orjson
-from paceline.v1 import common_pb2
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from paceline.v1 import common_pb2
 from services.gateway.errors import ApiError
 from services.gateway.generation import ClientGone, Generation
 from services.gateway.openai_format import Envelope, StreamFormat, error_event
@@ -92,7 +92,8 @@ class WholeAnswer(_Answer):
 
 
 class StreamAnswer(_Answer):
-    """Server-sent events. The status line waits for the first token, so a request that is refused gets a real status."""
+    """Server-sent events. The status line waits for the first token, so a request that is refused gets a real
+    status."""
 
     def __init__(
         self,

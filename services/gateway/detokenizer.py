@@ -1,7 +1,8 @@
 """Tokens to text, as they come: whole characters only, and stop strings wherever their borders fall.
 
-Nothing here knows a socket or a clock. A `Detokenizer` turns token ids into text and holds back an unfinished character; a
-`StopMatcher` holds back what may become a stop string; `TextStream` is the two together for one sequence.
+Nothing here knows a socket or a clock. A `Detokenizer` turns token ids into text and holds back an unfinished
+character; a `StopMatcher` holds back what may become a stop string; `TextStream` is the two together for one
+sequence.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Detokenizer(Protocol):
 
 
 class TableDetokenizer:
-    """For tokenizers whose tokens are byte strings (byte-level BPE, SentencePiece with byte fallback): a table look-up."""
+    """For tokenizers whose tokens are byte strings (byte-level BPE, SentencePiece with byte fallback): a table
+    look-up."""
 
     __slots__ = ("_decode", "_pieces")
 
@@ -51,8 +53,8 @@ class TableDetokenizer:
 class PrefixDetokenizer:
     """For any other tokenizer: decodes a short window twice and emits the difference.
 
-    `context_ids` are the last prompt tokens, so that a decoder which strips the space before the first word of a text does not
-    strip it from the middle of one.
+    `context_ids` are the last prompt tokens, so that a decoder which strips the space before the first word of a text
+    does not strip it from the middle of one.
     """
 
     __slots__ = ("_decode", "_ids", "_read", "_start")
@@ -141,8 +143,8 @@ class StopMatcher:
 class TextStream:
     """The text of one sequence: detokenised, cut at stop strings.
 
-    Tokens in `silent` (stop tokens, end of sequence) end a sequence and have no text. Stop strings count only in the text after the
-    first `min_tokens` tokens.
+    Tokens in `silent` (stop tokens, end of sequence) end a sequence and have no text. Stop strings count only in the
+    text after the first `min_tokens` tokens.
     """
 
     __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "_silent", "num_tokens", "stopped")

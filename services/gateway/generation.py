@@ -6,14 +6,16 @@ import asyncio
 import time
 
 import numpy as np
-from paceline.v1 import common_pb2
 
+from paceline.v1 import common_pb2
 from services.gateway.detokenizer import TextStream
 from services.gateway.errors import ApiError, from_scheduler
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request import GenerateJob
 from services.gateway.session import SchedulerSession
 
+# How long an answer that a stop string ended waits for the scheduler's account of it.
+_ENDING_WAIT_S = 0.25
 FINISH_NAMES = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 
 
@@ -24,7 +26,8 @@ class ClientGone(Exception):
 class Generation:
     """Runs a job. Await `next()` until `finish_reason` is set; always call `close()` in the end.
 
-    Tokens that arrived since the last `next()` come as one piece, so a slow reader gets fewer, larger pieces and holds up nobody.
+    Tokens that arrived since the last `next()` come as one piece, so a slow reader gets fewer, larger pieces and
+    holds up nobody.
     """
 
     __slots__ = (
@@ -90,7 +93,7 @@ class Generation:
         if tokens:
             self._observe(len(tokens), first=before == 0)
         if stream.stopped:
-            self._stop_here(before)
+            await self._stop_here(before)
         elif live.ending is not None:
             text += self._end()
         return text
@@ -106,10 +109,9 @@ class Generation:
         if self._live.wake is None:
             return
         self._live.wake = None
-        if self.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED and self._live.ending is None:
-            self._session.cancel(self._live)
+        self._session.cancel(self._live)
         self._metrics.live_requests -= 1
-        reason = FINISH_NAMES.get(self.finish_reason, "error" if self._live.ending is not None else "abort")
+        reason = FINISH_NAMES.get(self.finish_reason, "abort" if self._live.cancelled else "error")
         self._metrics.finished(self.job.endpoint, reason, time.perf_counter() - self._start_s)
 
     def _wake(self) -> None:
@@ -129,14 +131,18 @@ class Generation:
         metrics.generation_tokens += num_tokens
         self._last_s = now_s
 
-    def _stop_here(self, before: int) -> None:
+    async def _stop_here(self, before: int) -> None:
         """A stop string is complete: what came after it does not count, and the engine need not go on."""
-        self.finish_reason = common_pb2.FINISH_REASON_STOP
+        live = self._live
         self.token_ids = self.token_ids[: self.text_stream.num_tokens - before]
-        if self._live.ending is None:
-            self._session.cancel(self._live)
-        else:
-            self.cached_tokens = self._live.ending.cached_tokens
+        self._session.cancel(live)
+        if live.ending is None:
+            # The scheduler answers at once with what only it knows: how much of the prompt was cached.
+            self._future = self._loop.create_future()
+            await asyncio.wait([self._future], timeout=_ENDING_WAIT_S)
+        if live.ending is not None:
+            self.cached_tokens = min(live.ending.cached_tokens, len(self.job.prompt_ids))
+        self.finish_reason = common_pb2.FINISH_REASON_STOP
 
     def _end(self) -> str:
         ending = self._live.ending

@@ -6,7 +6,6 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -24,10 +23,9 @@ from services.gateway.answer import RAW_SEND, JsonResponse, StreamAnswer, WholeA
 from services.gateway.body import read_json
 from services.gateway.errors import ApiError, invalid
 from services.gateway.generation import Generation
-from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai_format import Envelope, Kind
-from services.gateway.request import FieldNames, GenerateJob, RequestBuilder
-from services.gateway.session import SchedulerSession
+from services.gateway.request import FieldNames, GenerateJob
+from services.gateway.state import Gateway
 from services.runtime.logs import bind_request_id, get_logger
 
 _log = get_logger(__name__)
@@ -37,39 +35,6 @@ _CHAT = FieldNames(prompt="messages")
 _COMPLETION_MAX_TOKENS = 16
 _NOT_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")
 _REQUEST_ID_CHARS = 128
-
-
-@dataclass(slots=True)
-class Gateway:
-    """What both fronts share."""
-
-    model_name: str
-    builder: RequestBuilder
-    session: SchedulerSession
-    metrics: GatewayMetrics
-    max_body_bytes: int = 10 * 2**20
-    body_timeout_s: float = 60.0
-    draining: bool = False
-
-    @property
-    def ready(self) -> bool:
-        """A worker is attached, and we take requests."""
-        return self.session.ready and not self.draining
-
-    def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 for a model that is not served; no name means the one that is."""
-        if name and name != self.model_name:
-            raise ApiError(
-                404,
-                f"the model {name[:120]!r} does not exist; this server has {self.model_name!r}",
-                param="model",
-                code="model_not_found",
-            )
-
-    def check_open(self) -> None:
-        """Raises ApiError 503 while the gateway drains."""
-        if self.draining:
-            raise ApiError(503, "the server is shutting down", retry_after_s=1.0)
 
 
 def sanitised_request_id(value: str) -> str:

@@ -1,6 +1,7 @@
 """The gateway's Prometheus series.
 
-Counting happens on the token path, so a sample is a list increment; prometheus_client's objects are made at scrape time only.
+Counting happens on the token path, so a sample is a list increment; prometheus_client's objects are made at scrape
+time only.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -52,12 +53,9 @@ class GatewayMetrics(Collector):
         self.time_to_first_token_s = FastHistogram()
         self.inter_token_latency_s = FastHistogram()
         self.e2e_latency_s = FastHistogram()
+        # Its own: a process may run several gateways (tests do).
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        # They register themselves.
-        ProcessCollector(registry=self.registry)
-        PlatformCollector(registry=self.registry)
-        GCCollector(registry=self.registry)
 
     def finished(self, endpoint: str, reason: str, latency_s: float) -> None:
         """A choice ended: stop, length, abort (client gone) or error."""
@@ -92,5 +90,5 @@ class GatewayMetrics(Collector):
         yield self.e2e_latency_s.family(prefix + "e2e_request_latency_seconds", "From a request's arrival to its end.")
 
     def exposition(self) -> bytes:
-        """The text format of all series."""
-        return bytes(generate_latest(self.registry))
+        """The text format of these series and of the process's (gRPC, memory, CPU)."""
+        return bytes(generate_latest(REGISTRY)) + bytes(generate_latest(self.registry))

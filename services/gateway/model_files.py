@@ -16,7 +16,8 @@ _HUB_IGNORE = ["*.safetensors.index.json", "*.bin.index.json"]
 class ModelFiles:
     """A checkpoint as its JSON files describe it.
 
-    `max_model_len`: prompt and output tokens together. Temperature, top_p and top_k: what a request that does not say gets.
+    `max_model_len`: prompt and output tokens together. Temperature, top_p and top_k: what a request that does not say
+    gets.
     """
 
     folder: Path

@@ -1,4 +1,5 @@
-"""The OpenAI requests we understand. Types are strict; what we cannot do is refused by name, never ignored in silence."""
+"""The OpenAI requests we understand. Types are strict; what we cannot do is refused by name, never ignored in
+silence."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from services.gateway.request import SamplingChoices
 
 MAX_PROMPTS = 128
 
-# Fields that change the result and that we cannot honour: the values with which they change nothing (null always is one).
+# Fields that change the result and that we cannot honour: the values with which they change nothing (null always is
+# one).
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),

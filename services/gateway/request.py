@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.v1 import common_pb2
-
 from services.gateway.detokenizer import Detokenizer
 from services.gateway.errors import ApiError, invalid
 from services.gateway.model_files import ModelFiles
@@ -109,7 +108,7 @@ class RequestBuilder:
         worker = self._worker_model()
         return frozenset(worker.eos_token_ids) if worker is not None else self._files.eos_token_ids
 
-    # -- prompts ----------------------------------------------------------------------------------------------------------------
+    # -- prompts -----------------------------------------------------------------------------------
 
     async def encode_text(self, text: str, names: FieldNames, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a plain prompt. Raises ApiError 400."""
@@ -148,7 +147,7 @@ class RequestBuilder:
         if least > self.max_model_len:
             raise _too_long(names.prompt, f"at least {least}", self.max_model_len)
 
-    # -- jobs -------------------------------------------------------------------------------------------------------------------
+    # -- jobs --------------------------------------------------------------------------------------
 
     def job(
         self,
@@ -179,8 +178,8 @@ class RequestBuilder:
         if max_tokens > room:
             raise invalid(
                 names.of("max_tokens"),
-                f"this model's context is {self.max_model_len} tokens, but you asked for {len(prompt_ids) + max_tokens} "
-                f"({len(prompt_ids)} in the prompt, {max_tokens} for the output)",
+                f"this model's context is {self.max_model_len} tokens, but you asked for "
+                f"{len(prompt_ids) + max_tokens} ({len(prompt_ids)} in the prompt, {max_tokens} for the output)",
                 code="context_length_exceeded",
             )
         min_tokens = choices.min_tokens or 0

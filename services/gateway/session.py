@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import grpc
 import grpc.aio
-from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
+from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.errors import ApiError
 from services.gateway.session_core import LiveRequest, SessionCore, SessionFull, SessionProtocolError
 from services.runtime.logs import get_logger
@@ -27,8 +26,8 @@ _TICK_S = 0.2
 class SchedulerSession:
     """Submits requests to the scheduler and wakes their consumers.
 
-    Everything submitted or cancelled within one turn of the event loop travels in one message. When the stream breaks it is opened
-    again, after 50 ms to 1 s, and all unfinished requests are submitted again.
+    Everything submitted or cancelled within one turn of the event loop travels in one message. When the stream breaks
+    it is opened again, after 50 ms to 1 s, and all unfinished requests are submitted again.
     """
 
     def __init__(
@@ -38,13 +37,13 @@ class SchedulerSession:
         response_window: int = 64,
         max_live: int = 4096,
         wait_s: float = 30.0,
-        on_status: Callable[[], None] | None = None,
     ) -> None:
         self._target = target
         self._core = SessionCore(
             f"gateway-{uuid.uuid4().hex[:12]}", response_window=response_window, max_live=max_live, wait_s=wait_s
         )
-        self._on_status = on_status
+        # Called when `status`, `ready` or `connected` may have changed.
+        self.on_status: Callable[[], None] | None = None
         self._outgoing = asyncio.Event()
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -109,7 +108,7 @@ class SchedulerSession:
         self._core.cancel(request)
         self._outgoing.set()
 
-    # -- tasks ------------------------------------------------------------------------------------------------------------------
+    # -- tasks -------------------------------------------------------------------------------------
 
     async def _stay_connected(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
@@ -136,21 +135,14 @@ class SchedulerSession:
 
     async def _run_stream(self, channel: grpc.aio.Channel) -> None:
         core = self._core
-        loop = asyncio.get_running_loop()
-        call = inference_pb2_grpc.InferenceServiceStub(channel).Session()
         self._wake(core.connect())
         self._outgoing.set()
-        writer = asyncio.create_task(self._write(call))
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Session(self._requests())
         try:
-            while True:
-                response = await call.read()
-                if response is grpc.aio.EOF:
-                    # The call's status says why; OK is an end like any other.
-                    await call.code()
-                    return
+            async for response in call:
                 first = not core.opened
-                self._wake(core.receive(response, loop.time()))
-                # Responses read are acknowledged; the core knows when.
+                self._wake(core.receive(response))
+                # What is due (submissions after the opening, acknowledgements), the core knows.
                 self._outgoing.set()
                 if first:
                     self.num_connects += 1
@@ -159,20 +151,13 @@ class SchedulerSession:
                     self._status_changed()
         finally:
             call.cancel()
-            writer.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await writer
 
-    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
-        try:
-            while True:
-                await self._outgoing.wait()
-                self._outgoing.clear()
-                while (message := self._core.take_request()) is not None:
-                    await call.write(message)
-        except (grpc.RpcError, asyncio.InvalidStateError):
-            # The reader sees the same break and says why.
-            return
+    async def _requests(self) -> AsyncIterator[inference_pb2.SessionRequest]:
+        while True:
+            await self._outgoing.wait()
+            self._outgoing.clear()
+            while (message := self._core.take_request()) is not None:
+                yield message
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -187,5 +172,5 @@ class SchedulerSession:
                 request.wake()
 
     def _status_changed(self) -> None:
-        if self._on_status is not None:
-            self._on_status()
+        if self.on_status is not None:
+            self.on_status()

@@ -1,8 +1,8 @@
 """The client side of InferenceService.Session as plain state: what is live, what to send next, what a message changes.
 
-No sockets, no tasks, no clock: time comes in as `now_s`. A request lives here from `submit` until it has ended; the scheduler may die
-and come back meanwhile any number of times. After each `connect` everything that lives is submitted again with the tokens that have
-arrived, so generation goes on after them and the client sees a pause.
+No sockets, no tasks, no clock: time comes in as `now_s`. A request lives here from `submit` until it has ended; the
+scheduler may die and come back meanwhile any number of times. After each `connect` everything that lives is submitted
+again with the tokens that have arrived, so generation goes on after them and the client sees a pause.
 
     submit ──> unsent ──take_request──> at the scheduler ──ending──> ended
                  ^                            │
@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from paceline.v1 import common_pb2, inference_pb2
 
-_INTERNAL = 13  # google.rpc.Code
-_UNAVAILABLE = 14
-_RESOURCE_EXHAUSTED = 8
+_UNAVAILABLE = 14  # google.rpc.Code
 _MAX_HANDLE = 2**32 - 1
 # A SessionRequest stays far below the message limit of 16 MiB, however much is submitted again at once.
 _MAX_REQUEST_BYTES = 4 * 2**20
+_ABORTED = inference_pb2.Ending(reason=common_pb2.FINISH_REASON_ABORT)
 
 
 class SessionProtocolError(Exception):
@@ -38,7 +38,8 @@ class SessionFull(Exception):
 class LiveRequest:
     """One request at the scheduler, from this side.
 
-    `tokens` is all output that has arrived, over all attempts. `wake` is called when there is news; the consumer sets it.
+    `tokens` is all output that has arrived, over all attempts. `wake` is called when there is news; the consumer sets
+    it.
     """
 
     handle: int
@@ -48,7 +49,10 @@ class LiveRequest:
     # Tokens that end the sequence when sampled: stop tokens and, unless ignored, end of sequence.
     final_tokens: frozenset[int]
     submitted_s: float
+    # How often it was submitted, and whether on the stream of now.
     attempt: int = 0
+    sent: bool = False
+    cancelled: bool = False
     tokens: list[int] = field(default_factory=list)
     ending: inference_pb2.Ending | None = None
     wake: Callable[[], None] | None = None
@@ -73,10 +77,9 @@ class SessionCore:
         self._live: dict[int, LiveRequest] = {}
         self._unsent: deque[int] = deque()
         self._cancels: list[int] = []
-        # (when, handle): refused for want of room after it had been accepted before; try again.
-        self._retries: list[tuple[float, int]] = []
         self._next_handle = 1
         self._down_since_s: float | None = 0.0
+        self._num_streams = 0
         self._open_sent = False
         self._read = 0
         self._read_sent = 0
@@ -86,7 +89,7 @@ class SessionCore:
         """Requests that have not ended."""
         return len(self._live)
 
-    # -- requests ---------------------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -109,54 +112,58 @@ class SessionCore:
         return request
 
     def cancel(self, request: LiveRequest) -> None:
-        """The request ends now, here and at the scheduler. Nothing happens if it has ended already."""
-        if self._live.pop(request.handle, None) is None:
+        """The request ends now: no more tokens arrive. Nothing happens if it has ended already.
+
+        If the scheduler knows of it, its Ending still comes (with the count of cached tokens); else the request has
+        ended on return.
+        """
+        if request.ending is not None or request.cancelled:
             return
-        if self.connected and request.attempt > 0:
+        request.cancelled = True
+        if self.connected and request.sent:
             self._cancels.append(request.handle)
+        else:
+            self._end(request, _ABORTED)
 
     def tick(self, now_s: float) -> list[LiveRequest]:
-        """Time passes: requests that have waited too long for a scheduler fail, postponed ones become due. Returns those that ended."""
-        due = [handle for when_s, handle in self._retries if when_s <= now_s]
-        if due:
-            self._retries = [entry for entry in self._retries if entry[0] > now_s]
-            self._unsent.extend(handle for handle in due if handle in self._live)
+        """Time passes: requests that have waited too long for a scheduler fail. Returns them."""
         if self._down_since_s is None:
             return []
         down_since_s = self._down_since_s
         late = [r for r in self._live.values() if now_s - max(r.submitted_s, down_since_s) >= self._wait_s]
         for request in late:
-            self._fail(request, _UNAVAILABLE, f"no connection to the scheduler for {self._wait_s:g} s")
+            self._end(request, _unavailable(f"no connection to the scheduler for {self._wait_s:g} s"))
         return late
 
     def fail_all(self, message: str) -> list[LiveRequest]:
         """Everything that lives ends with UNAVAILABLE (the gateway goes down)."""
         requests = list(self._live.values())
         for request in requests:
-            self.cancel(request)
-            request.ending = inference_pb2.Ending(
-                reason=common_pb2.FINISH_REASON_ERROR, code=_UNAVAILABLE, message=message
-            )
+            if self.connected and request.sent:
+                self._cancels.append(request.handle)
+            self._end(request, _unavailable(message))
         return requests
 
-    # -- the stream -------------------------------------------------------------------------------------------------------------
+    # -- the stream --------------------------------------------------------------------------------
 
     def connect(self) -> list[LiveRequest]:
         """A new stream: everything live will be submitted again. Returns requests that turned out to have ended.
 
-        A stream that breaks between a request's last token and its Ending leaves a request with nothing to generate: it ends here.
+        A stream that breaks between a request's last token and its Ending leaves a request with nothing to generate:
+        it ends here.
         """
         self.connected, self.opened = True, False
+        # A name of its own: the scheduler may not have seen yet that the last stream is gone.
+        self._num_streams += 1
         self._open_sent = False
         self._read = self._read_sent = 0
         self._cancels.clear()
-        self._retries.clear()
         ended = []
         for request in list(self._live.values()):
-            reason = _ended_unseen(request)
-            if reason is not None:
-                request.ending = inference_pb2.Ending(handle=request.handle, reason=reason)
-                del self._live[request.handle]
+            request.sent = False
+            ending = _ended_unseen(request)
+            if ending is not None:
+                self._end(request, ending)
                 ended.append(request)
         self._unsent = deque(self._live)
         return ended
@@ -172,15 +179,17 @@ class SessionCore:
         """The next message to send, None if there is nothing to say. Call until None."""
         if not self.connected:
             return None
+        # Nothing is submitted before the scheduler has opened the session: what it then has seen, it has accepted.
+        submit = self.opened and bool(self._unsent)
         acks_due = self._read - self._read_sent >= max(1, self._window // 4)
-        if self._open_sent and not self._unsent and not self._cancels and not acks_due:
+        if self._open_sent and not submit and not self._cancels and not acks_due:
             return None
         message = inference_pb2.SessionRequest(responses_read=self._read)
         if not self._open_sent:
-            message.open.session_id = self.session_id
+            message.open.session_id = f"{self.session_id}-{self._num_streams}"
             message.open.response_window = self._window
             self._open_sent = True
-        if self._unsent:
+        if submit:
             message.submissions.extend(self._submissions())
         if self._cancels:
             message.cancels.extend(self._cancels)
@@ -188,7 +197,7 @@ class SessionCore:
         self._read_sent = self._read
         return message
 
-    def receive(self, response: inference_pb2.SessionResponse, now_s: float) -> list[LiveRequest]:
+    def receive(self, response: inference_pb2.SessionResponse) -> list[LiveRequest]:
         """Apply one message. Returns the requests with news, one that got several tokens as often.
 
         Raises SessionProtocolError.
@@ -211,18 +220,17 @@ class SessionCore:
             live = self._live
             for handle, token in zip(handles, np.frombuffer(data, "<i4").tolist(), strict=True):
                 request = live.get(handle)
-                if request is not None:
+                if request is not None and not request.cancelled:
                     request.tokens.append(token)
                     touched.append(request)
         for ending in response.endings:
             request = self._live.get(ending.handle)
-            if request is not None and not self._postpone(request, ending, now_s):
-                del self._live[ending.handle]
-                request.ending = ending
+            if request is not None:
+                self._end(request, ending)
                 touched.append(request)
         return touched
 
-    # -- inside -----------------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _submissions(self) -> Iterator[inference_pb2.Submission]:
         budget_bytes = _MAX_REQUEST_BYTES
@@ -231,6 +239,7 @@ class SessionCore:
             if request is None:
                 continue
             request.attempt += 1
+            request.sent = True
             output = np.asarray(request.tokens, "<i4").tobytes() if request.tokens else b""
             budget_bytes -= len(request.prompt_token_ids) + len(output) + 64
             yield inference_pb2.Submission(
@@ -239,26 +248,25 @@ class SessionCore:
                 prompt_token_ids=request.prompt_token_ids,
                 output_token_ids=output,
                 sampling=request.sampling,
+                accepted_before=request.attempt > 1,
             )
 
-    def _postpone(self, request: LiveRequest, ending: inference_pb2.Ending, now_s: float) -> bool:
-        """A full queue refuses a request that an earlier scheduler had accepted: that is no reason to break its promise."""
-        if ending.code != _RESOURCE_EXHAUSTED or request.attempt < 2:
-            return False
-        self._retries.append((now_s + max(ending.retry_after_s, 0.05), request.handle))
-        return True
-
-    def _fail(self, request: LiveRequest, code: int, message: str) -> None:
-        self._live.pop(request.handle, None)
-        request.ending = inference_pb2.Ending(
-            handle=request.handle, reason=common_pb2.FINISH_REASON_ERROR, code=code, message=message
-        )
+    def _end(self, request: LiveRequest, ending: inference_pb2.Ending) -> None:
+        request.ending = ending
+        del self._live[request.handle]
 
 
-def _ended_unseen(request: LiveRequest) -> common_pb2.FinishReason.ValueType | None:
+def _ended_unseen(request: LiveRequest) -> inference_pb2.Ending | None:
+    """The ending of a request that has nothing left to generate."""
     tokens = request.tokens
+    if request.cancelled:
+        return _ABORTED
     if tokens and tokens[-1] in request.final_tokens:
-        return common_pb2.FINISH_REASON_STOP
+        return inference_pb2.Ending(reason=common_pb2.FINISH_REASON_STOP)
     if len(tokens) >= request.sampling.max_tokens:
-        return common_pb2.FINISH_REASON_LENGTH
+        return inference_pb2.Ending(reason=common_pb2.FINISH_REASON_LENGTH)
     return None
+
+
+def _unavailable(message: str) -> inference_pb2.Ending:
+    return inference_pb2.Ending(reason=common_pb2.FINISH_REASON_ERROR, code=_UNAVAILABLE, message=message)

@@ -14,7 +14,8 @@ from services.gateway.chat_template import ChatTemplate
 from services.gateway.detokenizer import Detokenizer, PrefixDetokenizer, TableDetokenizer, piece_table
 from services.gateway.errors import invalid
 
-# Unicode noncharacters: no text has a reason to contain one, so one can mark places in a text that a template passes through.
+# Unicode noncharacters: no text has a reason to contain one, so one can mark places in a text that a template passes
+# through.
 _NONCHARACTERS = [chr(c) for c in range(0xFDD0, 0xFDF0)]
 # Prompt tokens that tell a detokenizer it is in the middle of a text.
 _CONTEXT_TOKENS = 4
@@ -23,8 +24,8 @@ _CONTEXT_TOKENS = 4
 class TextTokenizer:
     """Encodes prompts and chats, makes detokenizers.
 
-    In a plain prompt special tokens written as text are special tokens (as everywhere for completions: that is how a user writes a
-    chat format by hand). In a chat message they are text: only the template can write control tokens.
+    In a plain prompt special tokens written as text are special tokens (as everywhere for completions: that is how a
+    user writes a chat format by hand). In a chat message they are text: only the template can write control tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
@@ -71,8 +72,9 @@ class TextTokenizer:
     ) -> list[int]:
         """Token ids of a chat through the model's template.
 
-        A special token inside a message's content is broken in two before rendering and the halves are encoded on their own, so it
-        cannot become a control token. Raises ApiError 400 if the model has no template or the template refuses the chat.
+        A special token inside a message's content is broken in two before rendering and the halves are encoded on
+        their own, so it cannot become a control token. Raises ApiError 400 if the model has no template or the
+        template refuses the chat.
         """
         if self._template is None:
             raise invalid("messages", "this model has no chat template; use /v1/completions")

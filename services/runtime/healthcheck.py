@@ -21,13 +21,12 @@ def check(target: str, service: str = "", timeout_s: float = 3.0) -> str | None:
     with grpc.insecure_channel(target, options=options) as channel:
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=timeout_s, wait_for_ready=True
+                health_pb2.HealthCheckRequest(service=service), timeout=timeout_s
             )
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"
-    if reply.status == health_pb2.HealthCheckResponse.SERVING:
-        return None
-    return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+    status: str = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+    return None if status == "SERVING" else status
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -202,7 +202,9 @@ def _explain(cls: type[ServiceSettings], error: ValidationError, flags: Mapping[
         elif problem["type"] == "missing":
             parts.append(f"--{_kebab(name)} (or {_env_name(cls, name)}) is required")
         else:
-            parts.append(f"{_origin(cls, name, flags)}: {message} (got {problem['input']!r}){_kubernetes_hint(problem)}")
+            parts.append(
+                f"{_origin(cls, name, flags)}: {message} (got {problem['input']!r}){_kubernetes_hint(problem)}"
+            )
     return "; ".join(parts)
 
 
@@ -223,7 +225,9 @@ def _origin(cls: type[ServiceSettings], name: str, flags: Mapping[str, Any]) -> 
 def _kubernetes_hint(problem: Mapping[str, Any]) -> str:
     # Kubernetes sets NAME_PORT=tcp://... for every Service it knows; one called paceline-scheduler hits our variable.
     if str(problem["input"]).startswith("tcp://"):
-        return "; Kubernetes sets such variables for a Service of this name unless the pod has enableServiceLinks: false"
+        return (
+            "; Kubernetes sets such variables for a Service of this name unless the pod has enableServiceLinks: false"
+        )
     return ""
 
 

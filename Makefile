@@ -1,0 +1,64 @@
+# Two commands: `make up` serves a model, `make test` proves that it works. Both set up what they need.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+MODEL ?=
+PORT ?=
+WORKERS ?=
+ARGS ?=
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: up setup test lint fmt proto bench compose-test clean help
+
+help:
+	@echo 'make up [MODEL=path PORT=n WORKERS=n ARGS=...] | test | lint | fmt | proto | bench | compose-test | clean'
+
+up: $(VENV)/serve.stamp
+	@exec $(BIN)/paceline up $(if $(MODEL),--model $(MODEL)) $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
+
+setup: $(VENV)/dev.stamp
+
+$(BIN)/python:
+	@echo 'setup: creating $(VENV) with $(PYTHON)'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'setup: Python 3.11 or newer is needed; on Debian or Ubuntu: apt-get install python3 python3-venv' >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo 'setup: no venv module; on Debian or Ubuntu: apt-get install python3-venv' >&2; exit 1; }
+
+# What serving needs. The stamps make the second `make up` take seconds.
+$(VENV)/serve.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'setup: installing Paceline and what it serves with (some minutes the first time)'
+	@$(PIP) install -q -c constraints.txt -e '.[gateway,worker]'
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml constraints.txt | $(VENV)/serve.stamp
+	@echo 'setup: installing the tools for tests and checks'
+	@$(PIP) install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	scripts/proto.sh --check
+	scripts/buf.sh
+
+fmt: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: setup
+	scripts/proto.sh
+
+bench: setup
+	$(BIN)/python -m bench.run $(ARGS)
+
+compose-test:
+	bash tests/compose/run.sh
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,47 @@
+"""The cache's Prometheus series.
+
+Everything but the duration is read from the core when it is scraped, so an exchange pays for one observation only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cache_svc.core.cache import CacheCore
+
+EXCHANGE_DURATION = Histogram(
+    "paceline_cache_exchange_duration_seconds",
+    "Time the core takes for one exchange of operations, without the link.",
+    buckets=(10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 100e-3, 1.0),
+)
+
+
+class CacheCollector(Collector):
+    """Reads the core from the thread that answers /metrics: single integers, and pool counters of whole exchanges."""
+
+    def __init__(self, core: CacheCore) -> None:
+        self._core = core
+
+    def collect(self) -> Iterator[Metric]:
+        blocks = GaugeMetricFamily(
+            "paceline_cache_blocks", "KV blocks by state: free, cached (reusable), used.", labels=["worker", "state"]
+        )
+        for pool in self._core.pool_counters():
+            worker = str(pool.worker)
+            blocks.add_metric([worker, "free"], pool.free_blocks)
+            blocks.add_metric([worker, "cached"], pool.cached_blocks)
+            blocks.add_metric([worker, "used"], pool.used_blocks)
+        yield blocks
+        counters = self._core.counters
+        for name, text, value in (
+            ("exchanges", "Exchanges of operations with the scheduler.", counters.exchanges),
+            ("refused_ops", "Operations that were answered with an error.", counters.refused_ops),
+            ("evicted_blocks", "Cached blocks that were taken for something else.", counters.evicted_blocks),
+            ("prefix_query_tokens", "Tokens of admitted sequences.", counters.prefix_query_tokens),
+            ("prefix_hit_tokens", "Tokens of admitted sequences whose KV was reused.", counters.prefix_hit_tokens),
+        ):
+            yield CounterMetricFamily(f"paceline_cache_{name}", text, value=value)

@@ -1,0 +1,135 @@
+"""The cache's gRPC shell: moves exchanges between the link and the core, one scheduler at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+from prometheus_client import REGISTRY
+from services.runtime.logs import get_logger
+from services.runtime.metrics import start_metrics_server
+from services.runtime.rpc import GrpcServer
+from services.runtime.service import Addresses
+
+from cache_svc.core.cache import CacheCore
+from cache_svc.core.errors import LinkError
+from cache_svc.metrics import EXCHANGE_DURATION, CacheCollector
+from cache_svc.settings import CacheSettings
+from paceline.v1 import cache_pb2 as pb
+from paceline.v1 import cache_pb2_grpc
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
+
+log = get_logger("cache_svc.server")
+
+
+class _Link:
+    """One scheduler's stream, and the task that serves it."""
+
+    def __init__(self, task: asyncio.Task[Any], peer: str) -> None:
+        self._task = task
+        self.peer = peer
+        self.superseded = False
+
+    def supersede(self) -> None:
+        """Stop serving it. Its task executes no further exchange and ends its stream with ABORTED."""
+        self.superseded = True
+        self._task.cancel()
+
+
+class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
+    """CacheService over one core. The core belongs to the youngest link and is empty when there is none."""
+
+    def __init__(self, core: CacheCore) -> None:
+        self._core = core
+        self._current: _Link | None = None
+
+    # The generated type knows generators only. In a coroutine that writes, every wait is where superseding can end it.
+    async def Link(  # type: ignore[override]
+        self,
+        request_iterator: AsyncIterator[pb.CacheServiceLinkRequest],
+        context: grpc.aio.ServicerContext[pb.CacheServiceLinkRequest, pb.CacheServiceLinkResponse],
+    ) -> None:
+        """See cache.proto. Ends with ABORTED when a newer link begins, with FAILED_PRECONDITION when an exchange is
+        out of order, with INTERNAL when the core contradicts itself.
+        """
+        task = asyncio.current_task()
+        assert task is not None  # a handler runs in a task
+        link = _Link(task, context.peer())
+        if self._current is not None:
+            log.warning("link superseded", peer=self._current.peer, by=link.peer)
+            self._current.supersede()
+        self._current = link
+        self._core.reset()
+        log.info("link opened", peer=link.peer)
+        try:
+            await self._serve(request_iterator, context)
+        except asyncio.CancelledError:
+            if not link.superseded:
+                raise
+            task.uncancel()
+            await context.abort(grpc.StatusCode.ABORTED, "a newer link to the cache has begun")
+        finally:
+            if self._current is link:
+                self._current = None
+                self._core.reset()
+            log.info("link closed", peer=link.peer)
+
+    async def _serve(
+        self,
+        requests: AsyncIterator[pb.CacheServiceLinkRequest],
+        context: grpc.aio.ServicerContext[pb.CacheServiceLinkRequest, pb.CacheServiceLinkResponse],
+    ) -> None:
+        async for request in requests:
+            started_s = time.perf_counter()
+            try:
+                response = self._core.exchange(request)
+            except LinkError as error:
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            except Exception:
+                # The state is lost with the link; the scheduler connects again and adds everything anew.
+                log.exception("exchange failed", epoch=request.epoch, exchange=request.exchange)
+                await context.abort(grpc.StatusCode.INTERNAL, f"exchange {request.exchange} failed inside the cache")
+            EXCHANGE_DURATION.observe(time.perf_counter() - started_s)
+            await context.write(response)
+
+    async def WatchEvents(
+        self,
+        request: pb.WatchEventsRequest,
+        context: grpc.aio.ServicerContext[pb.WatchEventsRequest, pb.WatchEventsResponse],
+    ) -> AsyncIterator[pb.WatchEventsResponse]:
+        """Not offered by this version: UNIMPLEMENTED."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this cache does not publish events")
+        yield pb.WatchEventsResponse()  # never reached; makes this a generator, which gRPC asks for
+
+
+async def serve(
+    settings: CacheSettings, stop: asyncio.Event, *, on_ready: Callable[[Addresses], None] | None = None
+) -> None:
+    """Serve until `stop` is set, then give the link `drain_s` seconds to end. Raises OSError if a port is taken."""
+    core = CacheCore(debug=settings.debug)
+    collector = CacheCollector(core)
+    REGISTRY.register(collector)
+    metrics = None
+    server = GrpcServer(settings.host, settings.port)
+    servicer = CacheServicer(core)
+    server.add(SERVICE_NAME, lambda target: cache_pb2_grpc.add_CacheServiceServicer_to_server(servicer, target))
+    try:
+        metrics = start_metrics_server(settings.host, settings.metrics_port)
+        port = await server.start()
+        server.set_serving(True)
+        addresses = Addresses(grpc=f"{settings.host}:{port}", http=None, metrics=f"{settings.host}:{metrics.port}")
+        log.info("cache listens", grpc=addresses.grpc, metrics=addresses.metrics, debug=settings.debug)
+        if on_ready is not None:
+            on_ready(addresses)
+        await stop.wait()
+        server.set_serving(False)
+        log.info("draining", drain_s=settings.drain_s)
+    finally:
+        await server.stop(settings.drain_s)
+        if metrics is not None:
+            metrics.close()
+        REGISTRY.unregister(collector)

@@ -1,0 +1,15 @@
+"""What the cache service can be told."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from services.runtime.settings import ServiceSettings
+
+
+class CacheSettings(ServiceSettings, section="cache"):
+    """The cache: block tables, reference counts and the prefix tree of every worker."""
+
+    port: int = Field(50052, ge=0, le=65535, description="gRPC port; 0 takes a free one")
+    metrics_port: int = Field(9102, ge=0, le=65535, description="port of Prometheus /metrics; 0 takes a free one")
+    debug: bool = Field(False, description="check every invariant after every exchange (slow)")

@@ -1,0 +1,215 @@
+"""Attention over the paged pool with plain torch, made for CPUs.
+
+Sequences with one row (decodes) go in groups of similar length: their blocks are gathered into scratch memory that
+stays in the CPU's cache, and one SDPA call serves the group. Sequences with more rows (prefill chunks) go one by one,
+in tiles of rows so that a mask stays small.
+
+Measured choices (anchors/flashinfer.md §3, and here): fresh gather memory costs page faults, so scratch is reused; SDPA
+with one query row and enable_gqa is an order of magnitude slower than with a KV head's query heads folded into rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpu_worker.attention.base import AttentionMetadata
+from gpu_worker.kv.pool import DUMMY_BLOCK, KvPool
+
+# K and V that a decode group gathers: more falls out of a core's second level cache.
+GROUP_BYTES = 2 << 20
+# What one more group costs (three calls), as bytes gathered in the same time: padding beyond it starts a new group.
+GROUP_OVERHEAD_BYTES = 256 << 10
+# Elements of a prefill mask (rows x keys).
+TILE_ELEMENTS = 2 << 20
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    rows: Tensor | None  # int64 [group]; None: all rows of the step, in order
+    block_ids: Tensor  # int64 [group * width]
+    mask: Tensor  # [group, 1, 1, width * block_size], added to the scores
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows of one chunk and the keys (counted from the first gathered one) that they may see."""
+
+    rows: slice
+    keys: slice
+    mask: Tensor | None  # None: the rows and keys of one sequence from its start, causal
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    rows: slice
+    block_ids: Tensor | None  # None: the keys are the chunk's own, no gather
+    tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPlan:
+    groups: tuple[DecodeGroup, ...]
+    chunks: tuple[Chunk, ...]
+
+
+class TorchAttention:
+    """AttentionBackend. `windows`: per layer, tokens that a token sees (itself included); 0 is all."""
+
+    def __init__(self, pool: KvPool, windows: tuple[int, ...]) -> None:
+        _, self._block_size, self._num_kv_heads, self._head_dim = pool.keys[0].shape
+        self._windows = windows
+        self._dtype, self._device = pool.keys[0].dtype, pool.keys[0].device
+        block_elements = self._block_size * self._num_kv_heads * self._head_dim
+        self._bytes_per_block = 2 * block_elements * self._dtype.itemsize
+        self._block_elements = block_elements
+        # The same memory seen twice: as blocks to gather, as token slots to write.
+        self._blocks = [(k.view(-1, block_elements), v.view(-1, block_elements)) for k, v in _layers(pool)]
+        self._slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in _layers(pool)]
+        self._scratch = torch.empty(2, 0, dtype=self._dtype, device=self._device)
+        self._slot_mapping = torch.empty(0, dtype=torch.int64)
+        self._plans: dict[int, WindowPlan] = {}
+
+    # ── once per step ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        self._slot_mapping = metadata.slot_mapping
+        self._plans = {window: self._plan_window(metadata, window) for window in set(self._windows)}
+
+    def _plan_window(self, metadata: AttentionMetadata, window: int) -> WindowPlan:
+        row_counts = np.diff(metadata.qo_indptr)
+        groups = tuple(self._decode_groups(metadata, np.flatnonzero(row_counts == 1), window))
+        chunks = tuple(self._chunk(metadata, int(i), window) for i in np.flatnonzero(row_counts > 1))
+        return WindowPlan(groups, chunks)
+
+    def _decode_groups(self, metadata: AttentionMetadata, sequences: Int64s, window: int) -> Iterator[DecodeGroup]:
+        kv_lens = metadata.kv_lens(self._block_size)[sequences].astype(np.int64)
+        first_blocks = np.maximum(kv_lens - window, 0) // self._block_size if window else np.zeros_like(kv_lens)
+        widths = -(-kv_lens // self._block_size) - first_blocks
+        order = np.argsort(-widths, kind="stable")
+        whole_step = len(sequences) == metadata.num_rows
+        for members in self._split(order, widths[order]):
+            if whole_step and len(members) == len(sequences):
+                members, rows = np.arange(len(sequences)), None
+            else:
+                rows = self._indexes(metadata.qo_indptr[sequences[members]])
+            width = int(widths[members].max())
+            first = first_blocks[members]
+            column = np.arange(width)
+            starts = metadata.kv_indptr[sequences[members]] + first
+            where = np.minimum(starts[:, None] + column, len(metadata.kv_indices) - 1)
+            ids = np.where(column < widths[members, None], metadata.kv_indices[where], DUMMY_BLOCK)
+            position = first[:, None] * self._block_size + np.arange(width * self._block_size)
+            last = kv_lens[members, None]
+            hidden = position >= last
+            if window:
+                hidden |= position < last - window
+            yield DecodeGroup(rows, self._indexes(ids.ravel()), self._mask(hidden)[:, None, None])
+
+    def _split(self, order: Int64s, widths: Int64s) -> Iterator[Int64s]:
+        """Cut sequences, widest first, into groups: each fits GROUP_BYTES and pads less than a further group costs."""
+        start = 0
+        while start < len(order):
+            widest = int(widths[start])
+            most = max(1, GROUP_BYTES // (widest * self._bytes_per_block))
+            rest = len(order) - start - np.arange(len(order) - start)
+            saved = (widest - widths[start:]) * rest * self._bytes_per_block
+            worth = np.flatnonzero(saved > GROUP_OVERHEAD_BYTES)
+            size = min(most, int(worth[0]) if len(worth) else len(order) - start)
+            yield order[start : start + size]
+            start += size
+
+    def _chunk(self, metadata: AttentionMetadata, i: int, window: int) -> Chunk:
+        start, stop = int(metadata.qo_indptr[i]), int(metadata.qo_indptr[i + 1])
+        count = stop - start
+        kv_len = int(metadata.kv_lens(self._block_size)[i])
+        prefix = kv_len - count
+        if prefix == 0 and (not window or kv_len <= window):
+            return Chunk(slice(start, stop), None, (Tile(slice(0, count), slice(0, count), None),))
+        first_block = max(0, prefix - window + 1) // self._block_size if window else 0
+        blocks = metadata.kv_indices[metadata.kv_indptr[i] + first_block : metadata.kv_indptr[i + 1]]
+        tiles = tuple(self._tiles(count, prefix, window, first_block * self._block_size))
+        return Chunk(slice(start, stop), self._indexes(blocks), tiles)
+
+    def _tiles(self, count: int, prefix: int, window: int, first_key: int) -> Iterator[Tile]:
+        size = max(1, TILE_ELEMENTS // (prefix + count - first_key))
+        for top in range(0, count, size):
+            bottom = min(top + size, count)
+            low = max(first_key, prefix + top - window + 1) if window else first_key
+            high = prefix + bottom
+            row = prefix + np.arange(top, bottom)[:, None]
+            key = np.arange(low, high)
+            hidden = key > row
+            if window:
+                hidden |= key <= row - window
+            yield Tile(slice(top, bottom), slice(low - first_key, high - first_key), self._mask(hidden))
+
+    def _mask(self, hidden: npt.NDArray[np.bool_]) -> Tensor:
+        mask = torch.zeros(hidden.shape, dtype=self._dtype)
+        return mask.masked_fill_(torch.from_numpy(hidden), -torch.inf).to(self._device)
+
+    def _indexes(self, array: npt.NDArray[np.integer]) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(self._device)
+
+    # ── once per layer ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        for slots, rows in zip(self._slots[layer], (key, value), strict=True):
+            slots.index_copy_(0, self._slot_mapping, rows)
+        plan = self._plans[self._windows[layer]]
+        if len(plan.groups) == 1 and plan.groups[0].rows is None:
+            return self._decode(layer, plan.groups[0], query)
+        out = torch.empty(query.shape[0], query.shape[1] * query.shape[2], dtype=query.dtype, device=query.device)
+        for group in plan.groups:
+            assert group.rows is not None, "a group of all rows is the only one"
+            out.index_copy_(0, group.rows, self._decode(layer, group, query.index_select(0, group.rows)))
+        for chunk in plan.chunks:
+            self._prefill(layer, chunk, query, key, value, out)
+        return out
+
+    def _decode(self, layer: int, group: DecodeGroup, query: Tensor) -> Tensor:
+        count, num_heads, head_dim = query.shape
+        keys, values = self._gather(layer, group.block_ids, count)
+        folded = query.view(count, self._num_kv_heads, num_heads // self._num_kv_heads, head_dim)
+        return F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask).reshape(count, -1)
+
+    def _prefill(self, layer: int, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+        if chunk.block_ids is None:
+            keys, values = (x[chunk.rows].transpose(0, 1).unsqueeze(0) for x in (key, value))
+        else:
+            keys, values = self._gather(layer, chunk.block_ids, 1)
+        query, out = query[chunk.rows], out[chunk.rows]
+        for tile in chunk.tiles:
+            seen = F.scaled_dot_product_attention(
+                query[tile.rows].transpose(0, 1).unsqueeze(0),
+                keys[:, :, tile.keys],
+                values[:, :, tile.keys],
+                attn_mask=tile.mask,
+                is_causal=tile.mask is None,
+                enable_gqa=True,
+            )
+            out[tile.rows].view(-1, *query.shape[1:]).copy_(seen[0].transpose(0, 1))
+
+    def _gather(self, layer: int, block_ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """K and V [count, kv_heads, tokens, head_dim] in scratch memory, good until the next gather."""
+        elements = len(block_ids) * self._block_elements
+        if self._scratch.shape[1] < elements:
+            self._scratch = torch.empty(2, elements, dtype=self._dtype, device=self._device)
+        gathered = []
+        for blocks, scratch in zip(self._blocks[layer], self._scratch, strict=True):
+            target = scratch[:elements]
+            torch.index_select(blocks, 0, block_ids, out=target.view(len(block_ids), -1))
+            gathered.append(target.view(count, -1, self._num_kv_heads, self._head_dim).transpose(1, 2))
+        return gathered[0], gathered[1]
+
+
+def _layers(pool: KvPool) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(pool.keys, pool.values, strict=True)

@@ -1,0 +1,221 @@
+"""Weights from a Hugging Face checkpoint, or random ones from its config alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gpu_worker.errors import ModelError
+from gpu_worker.models.config import DecoderConfig, read_config
+from gpu_worker.models.weights import DecoderWeights, assemble, expected_tensors
+
+# (bytes read so far, bytes in all)
+Progress = Callable[[int, int], None]
+
+LOADABLE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SERVED_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOADABLE_DTYPES.values()}
+DUMMY_STD = 0.02
+# Content that the fingerprint looks at in each file: this many pieces, evenly spread.
+SAMPLE_PIECES, SAMPLE_BYTES = 64, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    name: str
+    config: DecoderConfig
+    weights: DecoderWeights
+    dtype: torch.dtype
+    # Equal for two workers that serve the same model.
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return LOADABLE_DTYPES[self.dtype].itemsize * torch.Size(self.shape).numel()
+
+
+def resolve_checkpoint(model: str, *, weights: bool = True) -> Path:
+    """The folder of a local checkpoint, or of a hub snapshot (downloaded if need be). ModelError if there is none."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ModelError(f"there is no folder {folder}")
+    from huggingface_hub import snapshot_download  # only here: it takes a second to import
+
+    patterns = ["*.json", "*.safetensors"] if weights else ["*.json"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises a dozen unrelated types
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"{model} is neither a folder nor a model that the hub gives us: {reason}") from error
+
+
+def load_model(
+    model: str,
+    *,
+    load_format: str = "auto",
+    dtype: str = "auto",
+    device: torch.device,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """ModelError, in one line, for a checkpoint that cannot be served."""
+    folder = resolve_checkpoint(model, weights=load_format != "dummy")
+    config = read_config(folder)
+    served = _served_dtype(dtype, config, device)
+    expected = expected_tensors(config)
+    if load_format == "dummy":
+        entries: dict[str, _Entry] = {}
+        weights = assemble(config, _dummy_source(expected, served, device, seed))
+        identity: list[object] = ["dummy", seed, str(served)]
+    else:
+        entries = _index(folder)
+        _check(entries, expected, config)
+        weights = _read(entries, expected, config, served, device, progress)
+        identity = [[name, entry.shape, entry.dtype] for name, entry in sorted(entries.items())]
+    fingerprint = _fingerprint(config, identity, sorted({entry.file for entry in entries.values()}))
+    return LoadedModel(_display_name(model, folder), config, weights, served, fingerprint)
+
+
+def _display_name(model: str, folder: Path) -> str:
+    """A folder's own name is what tells models apart; a hub name is one already."""
+    if not Path(model).expanduser().is_dir():
+        return model
+    folder = folder.resolve()
+    return folder.parent.name if folder.name == "checkpoint" else folder.name
+
+
+def _served_dtype(dtype: str, config: DecoderConfig, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        dtype = "float32" if device.type == "cpu" else config.dtype
+    if dtype not in SERVED_DTYPES:
+        raise ModelError(f"checkpoint dtype {dtype} is not supported; supported: {', '.join(SERVED_DTYPES)}")
+    return SERVED_DTYPES[dtype]
+
+
+# ── random weights ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _dummy_source(
+    expected: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device, seed: int
+) -> Callable[[str], Tensor]:
+    def tensor(name: str) -> Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(expected[name], dtype=dtype, device=device)
+        # Each tensor has a stream of its own: the order of asking does not matter.
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
+        return torch.randn(expected[name], generator=generator, device=device).mul_(DUMMY_STD).to(dtype)
+
+    return tensor
+
+
+# ── safetensors ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _index(folder: Path) -> dict[str, _Entry]:
+    """Every tensor of the checkpoint, without reading any."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            files = {folder / str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"{index} is not an index of safetensors files") from error
+    else:
+        files = {folder / "model.safetensors"}
+    missing = sorted(file.name for file in files if not file.exists())
+    if missing:
+        others = " (it has pytorch_model.bin, which is not read)" if list(folder.glob("pytorch_model*.bin")) else ""
+        raise ModelError(f"{folder} lacks {_some(missing)}{others}")
+    entries = {}
+    for file in sorted(files):
+        with _open(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a dict
+                piece = tensors.get_slice(name)
+                entries[name] = _Entry(file, tuple(piece.get_shape()), piece.get_dtype())
+    return entries
+
+
+def _check(entries: dict[str, _Entry], expected: dict[str, tuple[int, ...]], config: DecoderConfig) -> None:
+    missing = sorted(expected.keys() - entries.keys())
+    if missing:
+        raise ModelError(f"checkpoint lacks {_some(missing)}")
+    unexpected = sorted(name for name in entries.keys() - expected.keys() if not _ignorable(name, config))
+    if unexpected:
+        raise ModelError(f"checkpoint has tensors that {config.architecture} does not know: {_some(unexpected)}")
+    for name, shape in expected.items():
+        entry = entries[name]
+        if entry.shape != shape:
+            raise ModelError(f"tensor {name} has shape {list(entry.shape)}, config.json asks for {list(shape)}")
+        if entry.dtype not in LOADABLE_DTYPES:
+            raise ModelError(f"tensor {name} is {entry.dtype}; supported: {', '.join(LOADABLE_DTYPES)}")
+
+
+def _ignorable(name: str, config: DecoderConfig) -> bool:
+    # A tied head that was saved all the same, and buffers that old versions of transformers saved.
+    return (config.tie_embeddings and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
+
+
+def _read(
+    entries: dict[str, _Entry],
+    expected: dict[str, tuple[int, ...]],
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None,
+) -> DecoderWeights:
+    total = sum(entries[name].num_bytes for name in expected)
+    done = 0
+    handles = {file: _open(file) for file in {entry.file for entry in entries.values()}}
+
+    def tensor(name: str) -> Tensor:
+        nonlocal done
+        entry = entries[name]
+        # A copy: what safetensors gives may be a window into the mapped file.
+        loaded: Tensor = handles[entry.file].get_tensor(name).to(device=device, dtype=dtype, copy=True)
+        done += entry.num_bytes
+        if progress is not None:
+            progress(done, total)
+        return loaded
+
+    return assemble(config, tensor)
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} cannot be read as safetensors: {error}") from error
+
+
+def _fingerprint(config: DecoderConfig, identity: list[object], files: Iterable[Path]) -> str:
+    digest = hashlib.sha256(f"{config}\n{json.dumps(identity)}\n".encode())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as data:
+            for piece in range(SAMPLE_PIECES):
+                data.seek(piece * max(size - SAMPLE_BYTES, 0) // (SAMPLE_PIECES - 1))
+                digest.update(data.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _some(names: list[str]) -> str:
+    """The first few names, and how many there are beyond."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,103 @@
+"""The tensors of a decoder: what a checkpoint must hold, and how we hold it.
+
+Matrices are stored [in, out] (`rows @ matrix` is the faster way round for few rows), q, k and v as one, gate and up as
+one, the q and k heads with their rotary pairs side by side (models/rope.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu_worker.models.config import DecoderConfig
+from gpu_worker.models.rope import interleave_heads
+
+# Gives a checkpoint's tensor by name.
+Source = Callable[[str], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    embedding: Tensor  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    head: Tensor  # [hidden, vocab]
+
+
+def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that the checkpoint must hold."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (q_size, hidden),
+        "self_attn.k_proj.weight": (kv_size, hidden),
+        "self_attn.v_proj.weight": (kv_size, hidden),
+        "self_attn.o_proj.weight": (hidden, q_size),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if config.qkv_bias:
+        layer |= {f"self_attn.{x}_proj.bias": (size,) for x, size in (("q", q_size), ("k", kv_size), ("v", kv_size))}
+    if config.output_bias:
+        layer["self_attn.o_proj.bias"] = (hidden,)
+    if config.qk_norm:
+        layer |= {f"self_attn.{x}_norm.weight": (config.head_dim,) for x in ("q", "k")}
+    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for i in range(config.num_layers):
+        tensors |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    tensors["model.norm.weight"] = (hidden,)
+    if not config.tie_embeddings:
+        tensors["lm_head.weight"] = (config.vocab_size, hidden)
+    return tensors
+
+
+def assemble(config: DecoderConfig, source: Source) -> DecoderWeights:
+    """`source` gives each tensor of expected_tensors() in the type and on the device to serve with."""
+    embedding = source("model.embed_tokens.weight")
+    layers = tuple(_layer(config, i, source) for i in range(config.num_layers))
+    head = embedding if config.tie_embeddings else source("lm_head.weight")
+    return DecoderWeights(embedding, layers, source("model.norm.weight"), head.t())
+
+
+def _layer(config: DecoderConfig, index: int, source: Source) -> LayerWeights:
+    def get(name: str) -> Tensor:
+        return source(f"model.layers.{index}.{name}")
+
+    def heads(name: str) -> Tensor:
+        return interleave_heads(get(f"self_attn.{name}"), config.head_dim)
+
+    def qkv(kind: str) -> Tensor:
+        return torch.cat([heads(f"q_proj.{kind}"), heads(f"k_proj.{kind}"), get(f"self_attn.v_proj.{kind}")])
+
+    return LayerWeights(
+        input_norm=get("input_layernorm.weight"),
+        qkv=qkv("weight").t().contiguous(),
+        qkv_bias=qkv("bias") if config.qkv_bias else None,
+        query_norm=heads("q_norm.weight") if config.qk_norm else None,
+        key_norm=heads("k_norm.weight") if config.qk_norm else None,
+        output=get("self_attn.o_proj.weight").t().contiguous(),
+        output_bias=get("self_attn.o_proj.bias") if config.output_bias else None,
+        mlp_norm=get("post_attention_layernorm.weight"),
+        gate_up=torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")]).t().contiguous(),
+        down=get("mlp.down_proj.weight").t().contiguous(),
+    )

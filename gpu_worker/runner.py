@@ -1,0 +1,129 @@
+"""Runs step plans, strictly in order. `ModelRunner.step` is the worker's table of contents."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_worker.attention.base import AttentionBackend, AttentionMetadata
+from gpu_worker.models.decoder import Decoder
+from gpu_worker.sampling.sampler import sample
+from gpu_worker.slots import SlotLimits, SlotTable, StepRows
+from paceline.v1.worker_pb2 import RowError, StepPlan, StepResult
+
+NO_NUMBER = "the model gave no number (NaN or infinity in the logits)"
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    tokens: Tensor  # int64 [rows]
+    positions: Tensor  # int64 [rows]
+    sampling_rows: Tensor | None  # int64, None: all rows
+    attention: AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """What the last step did, for metrics."""
+
+    decode_tokens: int = 0
+    prefill_tokens: int = 0
+
+
+class ModelRunner:
+    def __init__(self, decoder: Decoder, attention: AttentionBackend, limits: SlotLimits, device: torch.device) -> None:
+        self._decoder = decoder
+        self._attention = attention
+        self._slots = SlotTable(limits)
+        self._device = device
+        # By slot: the token sampled last. It feeds the slot's next step from here, whatever the link does meanwhile.
+        self._last_tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
+        self.last_counts = StepCounts()
+
+    @property
+    def limits(self) -> SlotLimits:
+        return self._slots.limits
+
+    def reset(self) -> None:
+        """The link is gone: forget every sequence. The pool stays, its contents mean nothing any more."""
+        self._slots.reset()
+
+    def request_ids(self) -> list[str]:
+        """Of the sequences that hold a slot."""
+        return list(self._slots.request_ids.values())
+
+    def blocks_in_use(self) -> int:
+        """Entries of the block tables; a block that two sequences share counts twice."""
+        return int(self._slots.num_blocks[self._slots.occupied].sum())
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan) -> StepResult:
+        """ProtocolViolation if the plan breaks the contract; after that, or any other exception, reset()."""
+        started_us = _now_us()
+        rows = self._slots.apply(plan)
+        sampled, errors = self._forward(rows) if rows.num_rows else (b"", [])
+        self._slots.commit(rows)
+        self.last_counts = StepCounts(rows.num_decodes, rows.num_rows - rows.num_decodes)
+        return StepResult(
+            step=plan.step, token_ids=sampled, errors=errors, started_us=started_us, finished_us=_now_us()
+        )
+
+    def _forward(self, rows: StepRows) -> tuple[bytes, list[RowError]]:
+        """The sampled tokens, packed, and the rows that failed."""
+        step = self._stage(rows)
+        self._attention.plan(step.attention)
+        logits = self._decoder.forward(step.tokens, step.positions, step.sampling_rows)
+        if not rows.samples.any():
+            return b"", []
+        result = sample(logits, self._slots.sampling_rows(rows))
+        slots = rows.slots[rows.samples]
+        self._last_tokens.index_copy_(0, self._to_device(slots), result.tokens)
+        tokens, failed = result.tokens.cpu().numpy().astype("<i4"), result.failed.cpu().numpy()
+        tokens[failed] = -1
+        return tokens.tobytes(), [RowError(slot=slot, message=NO_NUMBER) for slot in slots[failed].tolist()]
+
+    def _stage(self, rows: StepRows) -> StepInput:
+        """What the forward pass reads, from the slots' state. All of it vectorised: no Python per decoding row."""
+        table, block_size = self._slots, self._slots.limits.block_size
+        tokens = self._last_tokens.index_select(0, self._to_device(rows.slots[: rows.num_decodes]))
+        if len(rows.slots) > rows.num_decodes:
+            tokens = torch.cat((tokens, self._to_device(table.prefill_tokens(rows))))
+        qo_indptr = _indptr(rows.counts)
+        owners = np.repeat(np.arange(len(rows.slots)), rows.counts)
+        positions = rows.starts[owners] + np.arange(len(owners)) - qo_indptr[owners]
+        block_ids = table.block_table[rows.slots[owners], positions // block_size]
+        kv_lens = rows.starts + rows.counts
+        widths = -(-kv_lens // block_size)
+        longest = np.arange(widths.max())
+        indices = table.block_table[rows.slots, : len(longest)][longest < widths[:, None]]
+        all_sample = rows.num_rows == len(rows.slots) and bool(rows.samples.all())
+        return StepInput(
+            tokens,
+            self._to_device(positions),
+            None if all_sample else self._to_device(qo_indptr[1:][rows.samples] - 1),
+            AttentionMetadata(
+                num_decodes=rows.num_decodes,
+                qo_indptr=qo_indptr,
+                kv_indptr=_indptr(widths),
+                kv_indices=indices,
+                last_block_len=kv_lens - (widths - 1) * block_size,
+                slot_mapping=self._to_device(block_ids.astype(np.int64) * block_size + positions % block_size),
+            ),
+        )
+
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64, copy=False)).to(self._device)
+
+
+def _indptr(counts: np.ndarray) -> np.ndarray:
+    indptr = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    return indptr
+
+
+def _now_us() -> int:
+    return time.monotonic_ns() // 1000

@@ -1,0 +1,73 @@
+"""From logits to tokens. Costs nothing that no row of the batch asks for: an all-greedy batch is one max."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gpu_worker.sampling.filters import apply_temperature, draw, mask_top_k, mask_top_p
+from gpu_worker.sampling.uniform import uniforms
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Parameters of the rows that sample; host arrays [rows]."""
+
+    temperature: npt.NDArray[np.float32]  # 0 is greedy
+    top_p: npt.NDArray[np.float32]  # 1 keeps all
+    top_k: npt.NDArray[np.int64]  # 0 keeps all
+    seed: npt.NDArray[np.uint64]
+    position: npt.NDArray[np.int64]  # index in its sequence of the token to be sampled
+    # Entries of the logits that must not be sampled (min_tokens): row and token.
+    banned_rows: npt.NDArray[np.int64]
+    banned_tokens: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    tokens: Tensor  # int64 [rows] on the device; 0 where the row failed
+    failed: Tensor  # bool [rows] on the device: no number came out of the model
+
+
+def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
+    """logits [rows, vocab], any float type. A row's token depends on its own logits and parameters alone."""
+    logits = logits.float()
+    if len(rows.banned_rows):
+        banned = torch.from_numpy(rows.banned_rows), torch.from_numpy(rows.banned_tokens)
+        logits.index_put_(tuple(index.to(logits.device) for index in banned), logits.new_tensor(-torch.inf))
+    best, tokens = logits.max(dim=-1)  # a NaN anywhere in a row is its maximum
+    failed = ~best.isfinite()
+    if rows.temperature.any():
+        random = np.flatnonzero(rows.temperature)
+        where = torch.from_numpy(random).to(logits.device)
+        # A failed row must not spoil the sums; its token is replaced below.
+        chosen = logits if len(random) == len(logits) else logits.index_select(0, where)
+        tokens.index_copy_(0, where, _sample_random(chosen.nan_to_num(), rows, random))
+    return Sampled(tokens.masked_fill_(failed, 0), failed)
+
+
+def _sample_random(logits: Tensor, rows: SamplingRows, which: npt.NDArray[np.int64]) -> Tensor:
+    device, vocab = logits.device, logits.shape[-1]
+    logits = apply_temperature(logits, torch.from_numpy(rows.temperature[which]).to(device))
+    top_k, top_p = rows.top_k[which], rows.top_p[which]
+    limited = np.flatnonzero((top_k > 0) & (top_k < vocab))
+    if len(limited):
+        k = torch.from_numpy(top_k[limited]).to(device)
+        logits = _on_rows(logits, limited, lambda part: mask_top_k(part, k))
+    limited = np.flatnonzero(top_p < 1)
+    if len(limited):
+        p = torch.from_numpy(top_p[limited]).to(device)
+        logits = _on_rows(logits, limited, lambda part: mask_top_p(part, p))
+    return draw(logits, torch.from_numpy(uniforms(rows.seed[which], rows.position[which])).to(device))
+
+
+def _on_rows(logits: Tensor, rows: npt.NDArray[np.int64], mask: Callable[[Tensor], Tensor]) -> Tensor:
+    if len(rows) == len(logits):
+        return mask(logits)
+    where = torch.from_numpy(rows).to(logits.device)
+    return logits.index_copy(0, where, mask(logits.index_select(0, where)))

@@ -1,0 +1,273 @@
+"""The sequences of a link, slot by slot, patched by the deltas of step plans.
+
+Struct of arrays: a steady decode step touches each array once, whatever the number of sequences. The token ids of a
+slot are kept only until they are computed; the token sampled last stays on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_worker.errors import ProtocolViolation
+from gpu_worker.sampling.sampler import SamplingRows
+from paceline.v1.worker_pb2 import NewSequence, StepPlan
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLimits:
+    """What the worker registered with, and what its model allows."""
+
+    max_num_seqs: int
+    max_batched_tokens: int
+    max_model_len: int  # tokens
+    block_size: int  # tokens
+    num_blocks: int  # usable; ids are 1..num_blocks
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Who runs in a step. Sequences: decodes in slot order, then prefills in plan order."""
+
+    slots: Int32s  # [sequences]
+    num_decodes: int
+    starts: Int32s  # [sequences] position of the first row
+    counts: Int32s  # [sequences] rows
+    samples: Bools  # [sequences] whether its last row samples
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.counts.sum())
+
+
+@dataclass(slots=True)
+class SlotTable:
+    limits: SlotLimits
+    occupied: Bools = field(init=False)
+    decoding: Bools = field(init=False)  # all but the last token computed, and that one was sampled here
+    num_tokens: Int32s = field(init=False)  # known, the sampled ones included
+    num_computed: Int32s = field(init=False)  # whose KV is in the blocks
+    num_prompt: Int32s = field(init=False)
+    num_blocks: Int32s = field(init=False)
+    block_table: Int32s = field(init=False)  # [slots, blocks]
+    temperature: npt.NDArray[np.float32] = field(init=False)
+    top_p: npt.NDArray[np.float32] = field(init=False)
+    top_k: Int64s = field(init=False)
+    seed: npt.NDArray[np.uint64] = field(init=False)
+    min_tokens: Int64s = field(init=False)
+    banned: dict[int, Int64s] = field(init=False)  # by slot: what min_tokens keeps from being sampled
+    tokens: dict[int, Int32s] = field(init=False)  # by slot, of those that prefill: all known tokens
+    request_ids: dict[int, str] = field(init=False)
+    _last_step: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """A new link: nothing runs."""
+        slots = self.limits.max_num_seqs
+        longest_blocks = -(-self.limits.max_model_len // self.limits.block_size)
+        self.occupied, self.decoding = np.zeros(slots, np.bool_), np.zeros(slots, np.bool_)
+        self.num_tokens, self.num_computed = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
+        self.num_prompt, self.num_blocks = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
+        self.block_table = np.zeros((slots, min(longest_blocks, self.limits.num_blocks)), np.int32)
+        self.temperature, self.top_p = np.zeros(slots, np.float32), np.ones(slots, np.float32)
+        self.top_k, self.min_tokens = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
+        self.seed = np.zeros(slots, np.uint64)
+        self.banned, self.tokens, self.request_ids = {}, {}, {}
+        self._last_step = 0
+
+    # ── patching ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def apply(self, plan: StepPlan) -> StepRows:
+        """The plan's effects, in the order worker.proto gives, and the rows of its forward pass.
+
+        ProtocolViolation if the plan asks for what cannot be; the table is then good for nothing but reset().
+        """
+        if plan.step != self._last_step + 1:
+            raise ProtocolViolation(f"step {plan.step} follows step {self._last_step}")
+        self._last_step = plan.step
+        if plan.free_slots:
+            self._free(unpack(plan.free_slots, "free_slots"))
+        for sequence in plan.new_sequences:
+            self._seat(sequence)
+        if plan.grow_slots or plan.grow_blocks:
+            self._grow(unpack(plan.grow_slots, "grow_slots"), unpack(plan.grow_blocks, "grow_blocks"))
+        return self._rows(
+            np.flatnonzero(self.decoding).astype(np.int32),
+            unpack(plan.prefill_slots, "prefill_slots"),
+            unpack(plan.prefill_tokens, "prefill_tokens"),
+        )
+
+    def _free(self, slots: Int32s) -> None:
+        self._check_occupied(slots, "free_slots")
+        if len(np.unique(slots)) != len(slots):
+            raise ProtocolViolation("free_slots names a slot twice")
+        self.occupied[slots] = self.decoding[slots] = False
+        for slot in slots.tolist():
+            self.request_ids.pop(slot, None)
+            self.tokens.pop(slot, None)
+            self.banned.pop(slot, None)
+
+    def _seat(self, sequence: NewSequence) -> None:
+        slot, limits = sequence.slot, self.limits
+        if slot >= limits.max_num_seqs:
+            raise ProtocolViolation(f"new sequence in slot {slot} of {limits.max_num_seqs}")
+        if self.occupied[slot]:
+            raise ProtocolViolation(f"new sequence in slot {slot}, which is taken by {self.request_ids.get(slot)!r}")
+        tokens = unpack(sequence.token_ids, "token_ids")
+        blocks = unpack(sequence.block_table, "block_table")
+        self._check_sequence(sequence, tokens, blocks)
+        self.occupied[slot] = True
+        self.num_tokens[slot] = len(tokens)
+        self.num_computed[slot] = sequence.num_cached_tokens
+        self.num_prompt[slot] = sequence.num_prompt_tokens
+        self.num_blocks[slot] = len(blocks)
+        self.block_table[slot, : len(blocks)] = blocks
+        self.tokens[slot] = tokens
+        self.request_ids[slot] = sequence.request_id
+        sampling = sequence.sampling
+        self.temperature[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
+        self.top_k[slot], self.seed[slot] = max(sampling.top_k, 0), sampling.seed
+        self.min_tokens[slot] = sampling.min_tokens
+        if sampling.min_tokens:
+            ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(limits.eos_token_ids))
+            self.banned[slot] = np.array(sorted(token for token in ends if token < limits.vocab_size), np.int64)
+
+    def _check_sequence(self, sequence: NewSequence, tokens: Int32s, blocks: Int32s) -> None:
+        limits, slot = self.limits, sequence.slot
+        count = len(tokens)
+        if not 0 < sequence.num_prompt_tokens <= count or count > limits.max_model_len:
+            raise ProtocolViolation(
+                f"slot {slot}: {count} tokens (prompt: {sequence.num_prompt_tokens}), limit {limits.max_model_len}"
+            )
+        if tokens.min() < 0 or tokens.max() >= limits.vocab_size:
+            raise ProtocolViolation(f"slot {slot}: a token id outside the vocabulary of {limits.vocab_size}")
+        if sequence.num_cached_tokens >= count or sequence.num_cached_tokens > len(blocks) * limits.block_size:
+            raise ProtocolViolation(
+                f"slot {slot}: {sequence.num_cached_tokens} cached tokens of {count} in {len(blocks)} blocks"
+            )
+        if len(blocks) > self.block_table.shape[1]:
+            raise ProtocolViolation(f"slot {slot}: {len(blocks)} blocks are more than a sequence can have")
+        if not 0 <= sequence.sampling.temperature < np.inf:
+            raise ProtocolViolation(f"slot {slot}: temperature {sequence.sampling.temperature}")
+        self._check_blocks(blocks)
+
+    def _grow(self, slots: Int32s, blocks: Int32s) -> None:
+        if len(slots) != len(blocks):
+            raise ProtocolViolation(f"{len(slots)} grow_slots and {len(blocks)} grow_blocks")
+        self._check_occupied(slots, "grow_slots")
+        self._check_blocks(blocks)
+        # A slot may stand more than once: its k-th entry goes k places further.
+        order = np.argsort(slots, kind="stable")
+        ordered = slots[order]
+        fresh = np.flatnonzero(np.diff(ordered, prepend=-1))
+        nth = np.arange(len(ordered)) - np.repeat(fresh, np.diff(fresh, append=len(ordered)))
+        places = self.num_blocks[ordered] + nth
+        if places.max() >= self.block_table.shape[1]:
+            raise ProtocolViolation(f"slot {ordered[places.argmax()]}: its block table grows past the longest sequence")
+        self.block_table[ordered, places] = blocks[order]
+        np.add.at(self.num_blocks, slots, 1)
+
+    # ── rows ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _rows(self, decodes: Int32s, prefills: Int32s, prefill_tokens: Int32s) -> StepRows:
+        if len(prefills) != len(prefill_tokens):
+            raise ProtocolViolation(f"{len(prefills)} prefill_slots and {len(prefill_tokens)} prefill_tokens")
+        if len(prefills):
+            self._check_prefills(prefills, prefill_tokens)
+        slots = np.concatenate((decodes, prefills))
+        counts = np.concatenate((np.ones(len(decodes), np.int32), prefill_tokens))
+        starts = self.num_computed[slots]
+        ends = starts + counts
+        if counts.sum() > self.limits.max_batched_tokens:
+            raise ProtocolViolation(f"{counts.sum()} rows in a step of at most {self.limits.max_batched_tokens}")
+        short = ends > self.num_blocks[slots] * self.limits.block_size
+        if short.any():
+            i = int(short.argmax())
+            raise ProtocolViolation(
+                f"slot {slots[i]}: {self.num_blocks[slots[i]]} blocks are too few for {ends[i]} tokens"
+            )
+        too_long = ends > self.limits.max_model_len
+        if too_long.any():
+            raise ProtocolViolation(f"slot {slots[too_long.argmax()]}: longer than {self.limits.max_model_len} tokens")
+        return StepRows(slots, len(decodes), starts, counts, ends == self.num_tokens[slots])
+
+    def _check_prefills(self, slots: Int32s, counts: Int32s) -> None:
+        self._check_occupied(slots, "prefill_slots")
+        if len(np.unique(slots)) != len(slots) or self.decoding[slots].any():
+            raise ProtocolViolation("prefill_slots names a slot twice, or one that decodes")
+        if (counts < 1).any() or (counts > self.num_tokens[slots] - self.num_computed[slots]).any():
+            raise ProtocolViolation("prefill_tokens does not fit what is left to compute")
+
+    def prefill_tokens(self, rows: StepRows) -> Int64s:
+        """The token ids of the prefill rows, end to end."""
+        n = rows.num_decodes
+        chunks = [
+            self.tokens[slot][start : start + count]
+            for slot, start, count in zip(
+                rows.slots[n:].tolist(), rows.starts[n:].tolist(), rows.counts[n:].tolist(), strict=True
+            )
+        ]
+        return np.concatenate(chunks).astype(np.int64)
+
+    def commit(self, rows: StepRows) -> None:
+        """The step has run: its rows are computed, and what sampled has one token more."""
+        slots = rows.slots
+        self.num_computed[slots] += rows.counts
+        sampled = slots[rows.samples]
+        self.num_tokens[sampled] += 1
+        for slot in slots[rows.num_decodes :][rows.samples[rows.num_decodes :]].tolist():
+            self.decoding[slot] = True
+            del self.tokens[slot]
+
+    def sampling_rows(self, rows: StepRows) -> SamplingRows:
+        """Parameters of the rows that sample, in row order. To be asked before commit()."""
+        slots = rows.slots[rows.samples]
+        positions = self.num_tokens[slots].astype(np.int64)
+        banned_rows, banned_tokens = self._banned(slots, positions)
+        return SamplingRows(
+            temperature=self.temperature[slots],
+            top_p=self.top_p[slots],
+            top_k=self.top_k[slots],
+            seed=self.seed[slots],
+            position=positions,
+            banned_rows=banned_rows,
+            banned_tokens=banned_tokens,
+        )
+
+    def _banned(self, slots: Int32s, positions: Int64s) -> tuple[Int64s, Int64s]:
+        empty = np.zeros(0, np.int64)
+        if not self.banned:
+            return empty, empty
+        which = np.flatnonzero(positions - self.num_prompt[slots] < self.min_tokens[slots])
+        tokens = [self.banned[int(slots[i])] for i in which]
+        if not tokens:
+            return empty, empty
+        return np.repeat(which, [len(t) for t in tokens]), np.concatenate(tokens)
+
+    # ── checks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _check_occupied(self, slots: Int32s, what: str) -> None:
+        known = (slots >= 0) & (slots < self.limits.max_num_seqs)
+        if not known.all() or not self.occupied[slots].all():
+            raise ProtocolViolation(f"{what} names a slot that holds no sequence: {slots.tolist()}")
+
+    def _check_blocks(self, blocks: Int32s) -> None:
+        if len(blocks) and (blocks.min() < 1 or blocks.max() > self.limits.num_blocks):
+            raise ProtocolViolation(f"a block id outside 1..{self.limits.num_blocks}: {blocks.tolist()}")
+
+
+def unpack(packed: bytes, what: str) -> Int32s:
+    """Packed little-endian int32."""
+    if len(packed) % 4:
+        raise ProtocolViolation(f"{what}: {len(packed)} bytes are not packed int32")
+    return np.frombuffer(packed, "<i4")

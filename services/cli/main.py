@@ -1,0 +1,103 @@
+"""`paceline`: one command for everything. Each service is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+
+from services.runtime.logs import configure_logging
+from services.runtime.service import run_service
+from services.runtime.settings import load_settings
+
+# name: (module with the settings class, class, module with serve)
+SERVICES = {
+    "cache": ("cache_svc.settings", "CacheSettings", "cache_svc.server"),
+    "scheduler": ("scheduler_svc.settings", "SchedulerSettings", "scheduler_svc.server"),
+    "worker": ("gpu_worker.settings", "WorkerSettings", "gpu_worker.server"),
+    "gateway": ("services.gateway.settings", "GatewaySettings", "services.gateway.server"),
+}
+
+USAGE = """\
+usage: paceline COMMAND [flags]
+
+  up                 start all services on this machine and serve a model
+  worker             start one more worker: paceline worker --scheduler HOST:PORT
+  serve SERVICE      start one service: cache, scheduler, worker or gateway
+  bench              measure the whole path on this machine
+  version            print the version
+
+`paceline COMMAND --help` shows the flags. Every flag is also an environment variable (PACELINE_UP_PORT,
+PACELINE_WORKER_MODEL, ...) and a key of the YAML file that --config or PACELINE_CONFIG names.
+"""
+
+
+def serve(service: str, argv: list[str], prog: str) -> int:
+    """Run one service until it is told to stop."""
+    from services.cli.parent import end_with_parent
+
+    end_with_parent()
+    settings_module, settings_class, server_module = SERVICES[service]
+    settings = load_settings(getattr(importlib.import_module(settings_module), settings_class), argv, prog=prog)
+    configure_logging(service, settings.log_level, settings.log_format)
+    module = importlib.import_module(server_module)
+    try:
+        return run_service(lambda stop: module.serve(settings, stop))
+    except OSError as error:
+        return fail(f"{prog}: {error}")
+    except RuntimeError as error:  # grpc's word for a port that is taken
+        if "bind" not in str(error).lower():
+            raise
+        return fail(f"{prog}: cannot listen: {error}")
+
+
+def fail(message: str, code: int = 1) -> int:
+    print(message, file=sys.stderr)
+    return code
+
+
+def up(argv: list[str]) -> int:
+    from services.cli.up import main as up_main
+
+    return up_main(argv)
+
+
+def serve_command(argv: list[str]) -> int:
+    if argv and argv[0] in SERVICES:
+        return serve(argv[0], argv[1:], f"paceline serve {argv[0]}")
+    wanted = f"there is no service {argv[0]!r}" if argv and not argv[0].startswith("-") else "name a service"
+    return fail(f"paceline serve: {wanted}: {', '.join(SERVICES)}", 2)
+
+
+def bench(argv: list[str]) -> int:
+    try:
+        module = importlib.import_module("bench.run")
+    except ModuleNotFoundError as error:
+        return fail(f"paceline bench: runs from a checkout, after `make setup` ({error})")
+    result: int = module.main(argv)
+    return result
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "up": up,
+        "serve": serve_command,
+        "worker": lambda rest: serve("worker", rest, "paceline worker"),
+        "bench": bench,
+    }
+    command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    if command in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0
+    if command in ("version", "--version"):
+        print(f"paceline {version('paceline')}")
+        return 0
+    if command not in commands:
+        return fail(f"paceline: there is no command {command!r} (see paceline --help)", 2)
+    return commands[command](rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+"""A service that `paceline up` started ends when `up` does, even if that was killed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PARENT_ENV = "PACELINE_PARENT_PID"
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Ask the kernel for SIGTERM when the parent dies. Does nothing for a service that was started by hand."""
+    parent = os.environ.get(PARENT_ENV)
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):  # it died before we asked
+        sys.exit(0)

@@ -1,0 +1,281 @@
+"""`paceline up`: the four services as processes of this machine, watched until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import Field
+from rich.console import Console
+from rich.markup import escape
+
+from services.cli.parent import PARENT_ENV
+from services.cli.restarts import Restarts
+from services.runtime.service import run_service
+from services.runtime.settings import LogLevel, ServiceSettings, load_settings
+
+COLOURS = {"cache": "cyan", "scheduler": "magenta", "worker": "green", "gateway": "blue"}
+
+
+class UpSettings(ServiceSettings, section="up"):
+    """Start cache, scheduler, workers and gateway on this machine."""
+
+    log_level: LogLevel = Field("warning", description="least severe level that the services log")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port of the gateway; 0 takes a free one")
+    grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port of the gateway")
+    scheduler_port: int = Field(50051, ge=0, le=65535, description="gRPC port that workers dial")
+    cache_port: int = Field(50052, ge=0, le=65535, description="gRPC port of the cache")
+    model: str = Field("", description="checkpoint folder or hub name; empty: the built-in demo model")
+    served_model_name: str = Field("", description="the name that clients use; empty: the folder's")
+    workers: int = Field(1, ge=0, description="workers to start")
+    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights from config.json alone")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="type of weights and KV")
+    block_size: int = Field(16, ge=1, le=128, description="tokens in a KV block")
+    num_blocks: int = Field(0, ge=0, description="KV blocks of each worker; 0: as memory allows")
+    max_model_len: int = Field(0, ge=0, description="longest sequence; 0: the model's")
+    window: int = Field(2, ge=1, le=8, description="steps in flight per worker")
+    threads: int = Field(0, ge=0, description="torch threads of each worker; 0: cores - 1, at least 1")
+
+
+@dataclass(slots=True)
+class Child:
+    name: str  # "worker-1"
+    service: str
+    flags: list[str]
+    restarts: Restarts = field(default_factory=lambda: Restarts(time.monotonic()))
+    process: asyncio.subprocess.Process | None = None
+    last_lines: list[str] = field(default_factory=list)
+
+
+class CannotServe(Exception):
+    """The services cannot be started; the message says why."""
+
+
+def pick_port(host: str, port: int, explicit: bool, flag: str) -> int:
+    """`port` if it is free; else another one, unless it was asked for. Raises CannotServe."""
+    for candidate in (port, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, candidate))
+            except OSError as error:
+                if explicit or candidate == 0:
+                    raise CannotServe(f"--{flag}: {host}:{port} cannot be used: {error.strerror}") from error
+                continue
+            return int(probe.getsockname()[1])
+    raise AssertionError("unreachable")
+
+
+class Stack:
+    """The children, and what the user sees of them."""
+
+    def __init__(self, settings: UpSettings, console: Console) -> None:
+        self.settings = settings
+        self.console = console
+        self.children: list[Child] = []
+        self.stopping = False
+        self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._tasks: list[asyncio.Task[None]] = []
+        given = settings.model_fields_set
+
+        def port(name: str) -> int:
+            return pick_port(settings.host, getattr(settings, name), name in given, name.replace("_", "-"))
+
+        self.http = f"{settings.host}:{port('port')}"
+        self.grpc_port, self.cache_port, self.scheduler_port = (
+            port("grpc_port"),
+            port("cache_port"),
+            port("scheduler_port"),
+        )
+
+    def plan(self) -> list[Child]:
+        """The services in the order in which they start."""
+        s, host = self.settings, self.settings.host
+        common = ["--log-level", s.log_level, "--host", host, "--drain-s", str(s.drain_s)]
+        common += ["--log-format", "human" if self.console.is_terminal else s.log_format]
+        scheduler = f"{host}:{self.scheduler_port}"
+        model = ["--model", s.model] if s.model else []
+        length = ["--max-model-len", str(s.max_model_len)] if s.max_model_len else []
+        worker = [*common, *model, *length, "--scheduler", scheduler, "--metrics-port", "0"]
+        worker += ["--load-format", s.load_format, "--dtype", s.dtype, "--block-size", str(s.block_size)]
+        worker += ["--num-blocks", str(s.num_blocks)] if s.num_blocks else []
+        worker += ["--threads", str(s.threads)] if s.threads else []
+        gateway = [*common, *model, *length, "--scheduler", scheduler]
+        gateway += ["--port", self.http.rsplit(":", 1)[1], "--grpc-port", str(self.grpc_port)]
+        gateway += ["--served-model-name", s.served_model_name] if s.served_model_name else []
+        metrics = ["--metrics-port", "0"]
+        cache = [*common, "--port", str(self.cache_port), *metrics]
+        scheduler_flags = [*common, "--port", str(self.scheduler_port), *metrics]
+        scheduler_flags += ["--cache", f"{host}:{self.cache_port}", "--window", str(s.window)]
+        return [
+            Child("cache", "cache", cache),
+            Child("scheduler", "scheduler", scheduler_flags),
+            *[Child(f"worker-{i + 1}", "worker", worker) for i in range(s.workers)],
+            Child("gateway", "gateway", gateway),
+        ]
+
+    def say(self, child: Child, line: str) -> None:
+        self.console.print(f"[{COLOURS[child.service]}]{child.name:>10}[/] {line}", highlight=False)
+
+    async def start(self) -> None:
+        for child in self.plan():
+            self.children.append(child)
+            await self._spawn(child)
+            self._tasks.append(asyncio.create_task(self._watch(child)))
+
+    async def _spawn(self, child: Child) -> None:
+        child.restarts.started_s = time.monotonic()
+        child.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "services.cli", "serve", child.service, *child.flags),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, PARENT_ENV: str(os.getpid())},
+            start_new_session=True,  # Ctrl-C is for `up`, which stops the services in order
+        )
+
+    async def _watch(self, child: Child) -> None:
+        """Show what the child says; start it again when it ends, as long as that makes sense."""
+        while True:
+            assert child.process is not None
+            assert child.process.stdout is not None
+            async for raw in child.process.stdout:
+                line = raw.decode(errors="replace").rstrip()
+                child.last_lines = [*child.last_lines[-9:], line]
+                self.say(child, escape(line))
+            status = await child.process.wait()
+            if self.stopping:
+                return
+            wait_s = child.restarts.after_exit(status, time.monotonic())
+            if wait_s is None:
+                if not self.failure.done():
+                    self.failure.set_result(f"{child.name} ended with status {status}")
+                return
+            self.say(child, f"[yellow]ended with status {status}; starts again in {wait_s:.1f} s[/]")
+            await asyncio.sleep(wait_s)
+            if self.stopping:
+                return
+            await self._spawn(child)
+
+    async def wait_ready(self) -> str:
+        """Until the gateway can serve; returns the model's name. Says what turns ready meanwhile."""
+        ports = {"cache": self.cache_port, "scheduler": self.scheduler_port, "gateway": int(self.http.split(":")[1])}
+        pending = {child.name: ports[child.name] for child in self.children if child.name in ports}
+        by_name = {child.name: child for child in self.children}
+        while True:
+            for name, port in list(pending.items()):
+                if await _listens(self.settings.host, port):
+                    del pending[name]
+                    self.say(by_name[name], f"[green]ready[/] on {self.settings.host}:{port}")
+            if not pending and (self.settings.workers == 0 or await asyncio.to_thread(self._ready)):
+                for child in self.children:
+                    child.restarts.was_ready = True
+                    if child.service == "worker":
+                        self.say(child, "[green]ready[/]")
+                return await asyncio.to_thread(self._model_name)
+            await asyncio.sleep(0.1)
+
+    def _ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{self.http}/ready", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _model_name(self) -> str:
+        with urllib.request.urlopen(f"http://{self.http}/v1/models", timeout=5) as answer:
+            return str(json.load(answer)["data"][0]["id"])
+
+    def show(self, model: str) -> None:
+        url = f"http://{self.http}"
+        body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is 3 + 4?"}]})
+        self.console.print(f"\n[bold green]Paceline serves {escape(model)}[/] at [bold]{url}/v1[/]", highlight=False)
+        self.console.print(f"  gRPC at {self.settings.host}:{self.grpc_port}. Try:\n", highlight=False)
+        example = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'"
+        self.console.print(f"  {escape(example)}\n", highlight=False, soft_wrap=True)
+        more = f"paceline worker --scheduler {self.settings.host}:{self.scheduler_port}"
+        self.console.print(f"  One more worker: [bold]{more}[/]. Ctrl-C drains and stops.\n", highlight=False)
+
+    async def stop(self) -> None:
+        """Gateway first, so that what runs can end; then workers, scheduler, cache."""
+        self.stopping = True
+        for services in (["gateway"], ["worker"], ["scheduler"], ["cache"]):
+            going = [child for child in self.children if child.service in services]
+            await asyncio.gather(*(self._end(child) for child in going))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _end(self, child: Child) -> None:
+        process = child.process
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), self.settings.drain_s + 5)
+        except TimeoutError:
+            self.say(child, "[red]did not stop; killed[/]")
+            process.kill()
+            await process.wait()
+
+
+async def _listens(host: str, port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+async def _first(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def run(settings: UpSettings, stop: asyncio.Event, console: Console) -> str | None:
+    """Serve until `stop`; returns why it could not, if so."""
+    try:
+        stack = Stack(settings, console)
+    except CannotServe as error:
+        return str(error)
+    stopped = asyncio.create_task(stop.wait())
+    failed = stack.failure
+    try:
+        with console.status("starting", spinner="dots"):
+            await stack.start()
+            ready = asyncio.create_task(stack.wait_ready())
+            await _first(ready, stopped, failed)
+        if ready.done():
+            stack.show(ready.result())
+            await _first(stopped, failed)
+        else:
+            ready.cancel()
+    finally:
+        console.print("stopping: running requests get to end" if not failed.done() else "stopping")
+        await stack.stop()
+        stopped.cancel()
+    return failed.result() if failed.done() else None
+
+
+def main(argv: list[str]) -> int:
+    settings = load_settings(UpSettings, argv, prog="paceline up")
+    console = Console(stderr=False)
+    problem: list[str] = []
+
+    async def body(stop: asyncio.Event) -> None:
+        if (reason := await run(settings, stop, console)) is not None:
+            problem.append(reason)
+
+    run_service(body)
+    for reason in problem:
+        print(f"paceline up: {reason}", file=sys.stderr)
+    return 1 if problem else 0

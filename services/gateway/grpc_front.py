@@ -1,0 +1,127 @@
+"""The gRPC front: InferenceService.Generate for text, chats and token ids."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from services.gateway.errors import ApiError, invalid
+from services.gateway.generation import Generation
+from services.gateway.http import sanitised_request_id
+from services.gateway.request import FieldNames, GenerateJob, SamplingChoices
+from services.gateway.state import Gateway
+
+SERVICE_NAME = "paceline.v1.InferenceService"
+_ROLES = frozenset({"system", "user", "assistant"})
+_Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+
+_SessionContext = grpc.aio.ServicerContext[inference_pb2.SessionRequest, inference_pb2.SessionResponse]
+
+
+class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
+    """Generate with text. Session is the scheduler's alone: here it is UNIMPLEMENTED."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: _Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """One message per batch of tokens that has arrived; the last has the reason and the usage."""
+        request_id = sanitised_request_id(request.request_id)
+        try:
+            job = await self._job(request, request_id, time.perf_counter())
+            generation = Generation(job, self._gateway.session, self._gateway.metrics)
+        except ApiError as error:
+            self._gateway.metrics.refused("grpc")
+            await _abort(context, error)
+        # However this call ends (a client that cancels or goes away among them), the scheduler hears of it.
+        on_done: Any = lambda _: generation.close()  # noqa: E731 - grpc-stubs types the argument as a class
+        context.add_done_callback(on_done)
+        try:
+            while generation.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED:
+                yield _response(generation, await generation.next())
+        except ApiError as error:
+            await _abort(context, error)
+
+    async def Session(
+        self, request_iterator: AsyncIterator[inference_pb2.SessionRequest], context: _SessionContext
+    ) -> AsyncIterator[inference_pb2.SessionResponse]:
+        """Not here."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Session is the scheduler's; a gateway serves Generate")
+        yield inference_pb2.SessionResponse()
+
+    async def _job(self, request: inference_pb2.GenerateRequest, request_id: str, arrival_s: float) -> GenerateJob:
+        self._gateway.check_open()
+        self._gateway.check_model(request.model)
+        builder = self._gateway.builder
+        kind = request.WhichOneof("prompt")
+        names = FieldNames(prompt=kind or "prompt", prefix="sampling.")
+        match kind:
+            case "text":
+                if not request.text:
+                    raise invalid("text", "text: the prompt is empty")
+                ids = await builder.encode_text(request.text, names)
+            case "messages":
+                ids = await builder.encode_chat(_messages(request.messages), names)
+            case "token_ids":
+                ids = builder.check_token_ids(request.token_ids.ids, "token_ids")
+            case _:
+                raise invalid("prompt", "prompt: one of text, messages and token_ids is required")
+        return builder.job(
+            ids, _choices(request.sampling), request_id=request_id, endpoint="grpc", names=names, arrival_s=arrival_s
+        )
+
+
+def _response(generation: Generation, text: str) -> inference_pb2.GenerateResponse:
+    response = inference_pb2.GenerateResponse(
+        request_id=generation.job.request_id, token_ids=generation.token_ids, text=text
+    )
+    if generation.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED:
+        response.finish_reason = generation.finish_reason
+        response.usage.prompt_tokens = len(generation.job.prompt_ids)
+        response.usage.completion_tokens = generation.num_tokens
+        response.usage.cached_tokens = generation.cached_tokens or 0
+    return response
+
+
+def _messages(chat: inference_pb2.ChatMessages) -> list[dict[str, str]]:
+    if not chat.messages:
+        raise invalid("messages", "messages: must not be empty")
+    for index, message in enumerate(chat.messages):
+        if message.role not in _ROLES:
+            role = message.role[:40]
+            raise invalid(f"messages.{index}.role", f"role must be system, user or assistant, not {role!r}")
+    return [{"role": message.role, "content": message.content} for message in chat.messages]
+
+
+def _choices(options: inference_pb2.SamplingOptions) -> SamplingChoices:
+    return SamplingChoices(
+        temperature=options.temperature if options.HasField("temperature") else None,
+        top_p=options.top_p if options.HasField("top_p") else None,
+        top_k=options.top_k if options.HasField("top_k") else None,
+        seed=options.seed if options.HasField("seed") else None,
+        max_tokens=options.max_tokens if options.HasField("max_tokens") else None,
+        min_tokens=options.min_tokens if options.HasField("min_tokens") else None,
+        ignore_eos=options.ignore_eos,
+        stop=list(options.stop),
+        stop_token_ids=list(options.stop_token_ids),
+    )
+
+
+async def _abort(context: _Context, error: ApiError) -> NoReturn:
+    trailers = []
+    if error.param:
+        trailers.append(("field", error.param))
+    if error.retry_after_s is not None:
+        trailers.append(("retry-after-s", f"{error.retry_after_s:g}"))
+    message = error.message
+    if error.param and error.param not in message:
+        message = f"{error.param}: {message}"
+    await context.abort(error.grpc_code, message, tuple(trailers))
+    raise AssertionError("abort raises")

@@ -1,0 +1,115 @@
+"""uvicorn inside our event loop: our sockets, our signals, our error shape even for what is not HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from services.gateway.errors import ApiError
+
+# Request line and headers together.
+_MAX_HEAD_BYTES = 64 * 1024
+
+
+class _Protocol(HttpToolsProtocol):
+    """Bounds the head of a request and answers what cannot be parsed in OpenAI's error shape."""
+
+    _head_bytes = 0
+
+    def on_message_begin(self) -> None:
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def send_400_response(self, msg: str) -> None:
+        too_large = self._head_bytes > _MAX_HEAD_BYTES
+        status = b"431 Request Header Fields Too Large" if too_large else b"400 Bad Request"
+        message = f"the request line and headers are larger than {_MAX_HEAD_BYTES} bytes" if too_large else msg
+        body = orjson.dumps(ApiError(431 if too_large else 400, message, code="invalid_http").body())
+        self.transport.write(
+            b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
+            % (status, len(body), body)
+        )
+        self.transport.close()
+
+    def _count(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        if self._head_bytes > _MAX_HEAD_BYTES:
+            # The parser turns it into its own error, which ends in send_400_response.
+            raise ValueError("the head is too large")
+
+
+class _Server(uvicorn.Server):
+    """Leaves the process's signals alone: the service's runner owns them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """Serves an ASGI app until `stop`."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+        config = uvicorn.Config(
+            app,
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=1,
+            backlog=4096,
+        )
+        self._server = _Server(config)
+        self._host, self._port = host, port
+        self._task: asyncio.Task[Any] | None = None
+
+    async def start(self) -> int:
+        """Listen; returns the port really bound. Raises OSError if it is taken."""
+        sock = _listen(self._host, self._port)
+        self._task = asyncio.create_task(self._server.serve(sockets=[sock]))
+        while not self._server.started:
+            if self._task.done():
+                self._task.result()
+                raise RuntimeError("the HTTP server ended while it started")
+            await asyncio.sleep(0.005)
+        port: int = sock.getsockname()[1]
+        return port
+
+    async def stop(self) -> None:
+        """Close the listener; answers that still run get a second to end."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,89 @@
+"""The gateway as a service: HTTP front, gRPC front and the session to the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from paceline.v1 import common_pb2, inference_pb2_grpc
+from services.gateway.grpc_front import SERVICE_NAME, InferenceFront
+from services.gateway.http import create_app
+from services.gateway.http_server import HttpServer
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.model_files import read_model_files, resolve_folder
+from services.gateway.request import RequestBuilder
+from services.gateway.session import SchedulerSession
+from services.gateway.settings import GatewaySettings
+from services.gateway.state import Gateway
+from services.gateway.tokenizer import TextTokenizer
+from services.runtime.logs import get_logger
+from services.runtime.rpc import GrpcServer
+from services.runtime.service import Addresses
+
+_log = get_logger(__name__)
+
+_DRAIN_POLL_S = 0.05
+
+
+async def serve(
+    settings: GatewaySettings, stop: asyncio.Event, *, on_ready: Callable[[Addresses], None] | None = None
+) -> None:
+    """Run until `stop` is set, then drain.
+
+    Serves /health at once, with or without a scheduler. Raises OSError for a port that is taken, FileNotFoundError or
+    ValueError for a model whose files cannot be read.
+    """
+    grpc_server = GrpcServer(settings.host, settings.grpc_port)
+    session = SchedulerSession(
+        settings.scheduler, max_live=settings.max_live_requests, wait_s=settings.scheduler_wait_s
+    )
+    gateway = await asyncio.to_thread(_load, settings, session)
+    # grpc.health.v1 says SERVING exactly while /ready says 200.
+    session.on_status = lambda: grpc_server.set_serving(gateway.ready)
+    front = InferenceFront(gateway)
+    grpc_server.add(SERVICE_NAME, lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(front, s))
+    http_server = HttpServer(create_app(gateway), settings.host, settings.port)
+    http_port = await http_server.start()
+    try:
+        grpc_port = await grpc_server.start()
+        session.start()
+        http = f"{settings.host}:{http_port}"
+        _log.info("gateway serves", http=http, grpc_port=grpc_port, model=gateway.model_name)
+        if on_ready is not None:
+            on_ready(Addresses(grpc=f"{settings.host}:{grpc_port}", http=http, metrics=http))
+        await stop.wait()
+        gateway.draining = True
+        grpc_server.set_serving(False)
+        await _drain(gateway, settings.drain_s)
+    finally:
+        await session.close()
+        await grpc_server.stop(0.5)
+        await http_server.stop()
+
+
+def _load(settings: GatewaySettings, session: SchedulerSession) -> Gateway:
+    folder = resolve_folder(settings.model)
+    files = read_model_files(folder)
+    tokenizer = TextTokenizer.from_folder(folder, settings.chat_template)
+    builder = RequestBuilder(
+        tokenizer, files, worker_model=lambda: _worker_model(session), max_model_len=settings.max_model_len
+    )
+    return Gateway(settings.model_name, builder, session, GatewayMetrics(), max_body_bytes=settings.max_body_bytes)
+
+
+def _worker_model(session: SchedulerSession) -> common_pb2.ModelInfo | None:
+    status = session.status
+    return status.model if status is not None and status.HasField("model") else None
+
+
+async def _drain(gateway: Gateway, drain_s: float) -> None:
+    """New requests are refused by now; wait for the others."""
+    metrics = gateway.metrics
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + drain_s
+    if metrics.live_requests:
+        _log.info("draining", live=metrics.live_requests, drain_s=drain_s)
+    while metrics.live_requests and loop.time() < deadline_s:  # noqa: ASYNC110 - polled once in a gateway's life
+        await asyncio.sleep(_DRAIN_POLL_S)
+    if metrics.live_requests:
+        _log.warning("drain time is over; the rest fails", live=metrics.live_requests)

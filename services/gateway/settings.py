@@ -1,0 +1,47 @@
+"""Settings of the gateway."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pydantic import Field
+
+from demo import CHECKPOINT
+from services.runtime.settings import ServiceSettings
+
+# One variable for every service that needs to know the model (gateway: tokenizer, worker: weights).
+MODEL_ENV = "PACELINE_MODEL"
+DEMO_MODEL_NAME = "paceline-demo"
+
+
+class GatewaySettings(ServiceSettings, section="gateway"):
+    """The gateway: OpenAI-compatible HTTP, and gRPC, for clients."""
+
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
+    grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port; 0 takes a free one")
+    scheduler: str = Field("127.0.0.1:50051", description="host:port of the scheduler")
+    model: str = Field(
+        default_factory=lambda: os.environ.get(MODEL_ENV) or str(CHECKPOINT),
+        description=f"checkpoint folder, or a hub name, for its tokenizer (default: {MODEL_ENV}, else the demo model)",
+    )
+    served_model_name: str | None = Field(None, description="name that clients use (default: the folder's name)")
+    chat_template: str | None = Field(None, description="chat template or its path (default: the checkpoint's)")
+    max_model_len: int | None = Field(
+        None, ge=2, description="prompt and output tokens of a request together (default: what the worker says)"
+    )
+    max_body_bytes: int = Field(10 * 2**20, ge=1024, description="largest request body")
+    max_live_requests: int = Field(4096, ge=1, description="requests in flight; one more gets 429")
+    scheduler_wait_s: float = Field(
+        30.0, ge=0, description="seconds a request waits for a scheduler that is away before it fails with 503"
+    )
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients use."""
+        if self.served_model_name:
+            return self.served_model_name
+        folder = Path(self.model).expanduser()
+        if not folder.is_dir():
+            return self.model
+        return DEMO_MODEL_NAME if folder.resolve() == CHECKPOINT.resolve() else folder.resolve().name

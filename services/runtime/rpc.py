@@ -1,0 +1,157 @@
+"""gRPC servers and channels, all set up the same way.
+
+Two settings are less obvious than they look. grpc core takes no notice of `keepalive_timeout_ms` (grpc/grpc#39239): the
+timeout of a ping is `http2.ping_timeout_ms`, without which a frozen peer is noticed after a minute. And the default
+HTTP/2 window lets a server run megabytes ahead of a reader; `lookahead_bytes` keeps that small (protocols that must not
+run ahead at all carry credits).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import Counter, Histogram
+
+from services.runtime.logs import bind_request_id, get_logger
+
+log = get_logger(__name__)
+
+MAX_MESSAGE_BYTES = 16 * 2**20
+PING_INTERVAL_S = 2.0
+PING_TIMEOUT_S = 2.0
+
+HANDLED = Counter("grpc_server_handled", "gRPC calls that ended", ["grpc_method", "grpc_code"])
+HANDLING_SECONDS = Histogram("grpc_server_handling_seconds", "How long gRPC calls took", ["grpc_method"])
+
+Options = list[tuple[str, int]]
+
+
+def transport_options(ping_interval_s: float = PING_INTERVAL_S, ping_timeout_s: float = PING_TIMEOUT_S) -> Options:
+    """Channel arguments for either end of a connection: a peer that does not answer pings is given up."""
+    interval_ms = int(ping_interval_s * 1000)
+    return [
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", interval_ms),
+        ("grpc.keepalive_timeout_ms", int(ping_timeout_s * 1000)),
+        ("grpc.http2.ping_timeout_ms", int(ping_timeout_s * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", interval_ms // 2),
+        ("grpc.http2.lookahead_bytes", 256 * 1024),
+        ("grpc.http2.bdp_probe", 0),
+    ]
+
+
+def open_channel(target: str, options: Options | None = None) -> grpc.aio.Channel:
+    """A channel to host:port that reconnects quickly and notices a dead peer. One per peer and process."""
+    reconnect = [
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+    ]
+    return grpc.aio.insecure_channel(target, options=[*(options or transport_options()), *reconnect])
+
+
+class GrpcServer:
+    """A grpc.aio server with health (`grpc.health.v1`, for "" and every service) and reflection."""
+
+    def __init__(self, host: str, port: int, options: Options | None = None) -> None:
+        self._host, self._port = host, port
+        server_options = [*(options or transport_options()), ("grpc.so_reuseport", 0)]
+        self._server = grpc.aio.server(options=server_options, interceptors=[CallInterceptor()])
+        self._health = HealthServicer()
+        self._names = [""]
+        self._pending_health: asyncio.Task[None] | None = None
+
+    def add(self, full_service_name: str, register: Callable[[grpc.aio.Server], None]) -> None:
+        """Add a servicer, e.g. `add("paceline.v1.CacheService", lambda s: add_CacheServiceServicer_to_server(x, s))`."""
+        register(self._server)
+        self._names.append(full_service_name)
+
+    async def start(self) -> int:
+        """Listen; returns the port. Health says NOT_SERVING until `set_serving`. Raises RuntimeError if it is taken."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (*self._names[1:], "grpc.health.v1.Health", reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        await self._set_health(False)
+        port = self._server.add_insecure_port(f"{self._host}:{self._port}")
+        await self._server.start()
+        return port
+
+    async def _set_health(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        for name in self._names:
+            await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
+
+    def set_serving(self, serving: bool) -> None:
+        """Takes effect in the next turn of the event loop."""
+        self._pending_health = asyncio.get_running_loop().create_task(self._set_health(serving))
+
+    async def stop(self, grace_s: float) -> None:
+        """NOT_SERVING first; calls that still run get `grace_s` to end and are cancelled then."""
+        await self._set_health(False)
+        await self._server.stop(grace_s)
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Counts and times calls, binds `x-request-id` to the log, turns an unexpected exception into INTERNAL."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method = handler_call_details.method
+        request_id = dict(handler_call_details.invocation_metadata or ()).get("x-request-id")
+        if isinstance(request_id, str) and request_id:
+            bind_request_id(request_id[:128])
+        if handler.response_streaming:
+            behaviour = handler.stream_stream or handler.unary_stream
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            return make(_watched(behaviour, method), handler.request_deserializer, handler.response_serializer)
+        behaviour = handler.stream_unary or handler.unary_unary
+        make = (
+            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+        )
+        return make(_watched(behaviour, method), handler.request_deserializer, handler.response_serializer)
+
+
+def _watched(behaviour: Any, method: str) -> Any:
+    async def call(request: Any, context: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            answer = behaviour(request, context)
+            if isinstance(answer, AsyncIterator):
+                async for message in answer:
+                    await context.write(message)
+                return None
+            return await answer
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            # A handler blocked in a write to a client that has gone gets a cython error instead of a cancellation.
+            if type(error).__name__ == "ExecuteBatchError" or context.cancelled():
+                raise
+            log.exception("call failed", method=method)
+            await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
+        finally:
+            HANDLING_SECONDS.labels(method).observe(time.perf_counter() - began)
+            HANDLED.labels(method, str(context.code() or 0)).inc()
+
+    return call

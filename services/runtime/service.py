@@ -1,0 +1,40 @@
+"""What runs a service's main coroutine: uvloop, and signals that ask it to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import uvloop
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """host:port of what a service really bound; None for what it does not have."""
+
+    grpc: str | None
+    http: str | None
+    metrics: str | None
+
+
+def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
+    """Run `main` until it returns; SIGINT and SIGTERM set its stop event, a second one ends the process at once."""
+
+    async def run() -> None:
+        stop = asyncio.Event()
+
+        def on_signal(number: int) -> None:
+            if stop.is_set():
+                os._exit(128 + number)
+            stop.set()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal, number)
+        await main(stop)
+
+    uvloop.run(run())
+    return 0

@@ -1,0 +1,219 @@
+"""A scheduler that generates by arithmetic: InferenceService.Session on loopback, deterministic, and as unkind as a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import zlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+
+NextToken = Callable[[list[int], int, common_pb2.SamplingParams], int]
+
+
+def hash_token(low: int, high: int) -> NextToken:
+    """Token of a position: depends on prompt, position and seed alone, as the real sampler's random number does."""
+
+    def next_token(prompt: list[int], position: int, sampling: common_pb2.SamplingParams) -> int:
+        key = f"{prompt}{position}{sampling.seed if sampling.temperature else 0}".encode()
+        return low + zlib.crc32(key) % (high - low)
+
+    return next_token
+
+
+def scripted(tokens: list[int]) -> NextToken:
+    """The same output for every prompt, over and over."""
+    return lambda prompt, position, sampling: tokens[position % len(tokens)]
+
+
+@dataclass
+class Running:
+    submission: inference_pb2.Submission
+    prompt: list[int]
+    output: int
+
+
+@dataclass
+class Stream:
+    """One open session: what was said on it and what runs on it."""
+
+    session_id: str
+    window: int
+    read: int = 0
+    sent: int = 0
+    running: dict[int, Running] = field(default_factory=dict)
+    endings: list[inference_pb2.Ending] = field(default_factory=list)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    broken: bool = False
+
+
+class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
+    """`step_s` is the time of a step, in which every running request gets `tokens_per_step` tokens."""
+
+    def __init__(
+        self, *, next_token: NextToken, model: common_pb2.ModelInfo, step_s: float = 0.0, tokens_per_step: int = 1
+    ) -> None:
+        self.next_token = next_token
+        self.model = model
+        self.step_s = step_s
+        self.tokens_per_step = tokens_per_step
+        self.ready = True
+        self.cached_tokens = 3
+        self.paused = False
+        self.reject: Callable[[inference_pb2.Submission], inference_pb2.Ending | None] = lambda submission: None
+        self.port = 0
+        # What has happened.
+        self.submissions: list[inference_pb2.Submission] = []
+        self.cancels: list[int] = []
+        self.num_requests = 0
+        self.streams: list[Stream] = []
+        self.max_ahead = 0
+        self._server: grpc.aio.Server | None = None
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(stream.running) for stream in self.streams if not stream.broken)
+
+    async def start(self) -> None:
+        """Listen; on the port of before, if there was one."""
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, self._server)
+        for _ in range(100):
+            with contextlib.suppress(RuntimeError):
+                self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+                break
+            await asyncio.sleep(0.05)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Die: everything that runs is lost."""
+        for stream in self.streams:
+            stream.broken = True
+            stream.wake.set()
+        if self._server is not None:
+            await self._server.stop(0)
+            self._server = None
+
+    def break_streams(self) -> None:
+        """The streams end with UNAVAILABLE, the server stays."""
+        for stream in self.streams:
+            stream.broken = True
+            stream.wake.set()
+
+    def set_ready(self, ready: bool) -> None:
+        self.ready = ready
+        for stream in self.streams:
+            stream.wake.set()
+
+    async def Session(
+        self, request_iterator: AsyncIterator[inference_pb2.SessionRequest], context: Any
+    ) -> AsyncIterator[inference_pb2.SessionResponse]:
+        first = await anext(aiter(request_iterator))
+        assert first.HasField("open")
+        assert first.open.response_window >= 1
+        stream = Stream(first.open.session_id, first.open.response_window)
+        self.streams.append(stream)
+        self._take(stream, first)
+        reader = asyncio.create_task(self._read(stream, request_iterator))
+        try:
+            async for response in self._responses(stream):
+                stream.sent += 1
+                self.max_ahead = max(self.max_ahead, stream.sent - stream.read)
+                yield response
+        finally:
+            reader.cancel()
+            stream.broken = True
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the fake scheduler was told to break")
+
+    async def _read(self, stream: Stream, requests: AsyncIterator[inference_pb2.SessionRequest]) -> None:
+        with contextlib.suppress(Exception):
+            async for request in requests:
+                assert not request.HasField("open")
+                self._take(stream, request)
+        stream.broken = True
+        stream.wake.set()
+
+    def _take(self, stream: Stream, request: inference_pb2.SessionRequest) -> None:
+        self.num_requests += 1
+        assert request.responses_read >= stream.read
+        stream.read = request.responses_read
+        for submission in request.submissions:
+            self.submissions.append(submission)
+            assert submission.handle not in stream.running, "handle in use"
+            ending = self.reject(submission)
+            if ending is not None:
+                ending.handle = submission.handle
+                stream.endings.append(ending)
+                continue
+            prompt = np.frombuffer(submission.prompt_token_ids, "<i4").tolist()
+            stream.running[submission.handle] = Running(submission, prompt, len(submission.output_token_ids) // 4)
+        for handle in request.cancels:
+            self.cancels.append(handle)
+            if stream.running.pop(handle, None) is not None:
+                self._end(stream, handle, common_pb2.FINISH_REASON_ABORT)
+        stream.wake.set()
+
+    async def _responses(self, stream: Stream) -> AsyncIterator[inference_pb2.SessionResponse]:
+        yield inference_pb2.SessionResponse(opened=inference_pb2.SessionOpened(epoch=id(self)), status=self._status())
+        reported = self.ready
+        handles: list[int] = []
+        tokens: list[int] = []
+        while not stream.broken:
+            if self.paused or not (stream.running or stream.endings or self.ready != reported):
+                stream.wake.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stream.wake.wait(), 0.02 if self.paused else None)
+                if stream.broken:
+                    return
+            if self.step_s:
+                await asyncio.sleep(self.step_s)
+            if not self.paused:
+                self._step(stream, handles, tokens)
+            if stream.sent - stream.read >= stream.window:
+                # No credit: what there is goes with the next message.
+                await asyncio.sleep(0.001)
+                continue
+            if handles or stream.endings or self.ready != reported:
+                response = inference_pb2.SessionResponse(handles=handles, token_ids=np.asarray(tokens, "<i4").tobytes())
+                response.endings.extend(stream.endings)
+                if self.ready != reported:
+                    reported = self.ready
+                    response.status.CopyFrom(self._status())
+                handles, tokens = [], []
+                stream.endings = []
+                yield response
+            await asyncio.sleep(0)
+
+    def _step(self, stream: Stream, handles: list[int], tokens: list[int]) -> None:
+        for handle, running in list(stream.running.items()):
+            sampling = running.submission.sampling
+            for _ in range(self.tokens_per_step):
+                token = self.next_token(running.prompt, running.output, sampling)
+                running.output += 1
+                handles.append(handle)
+                tokens.append(token)
+                final = token in sampling.stop_token_ids or (
+                    token in self.model.eos_token_ids and not sampling.ignore_eos
+                )
+                if running.output >= sampling.max_tokens or final:
+                    del stream.running[handle]
+                    reason = common_pb2.FINISH_REASON_STOP if final else common_pb2.FINISH_REASON_LENGTH
+                    self._end(stream, handle, reason)
+                    break
+
+    def _end(self, stream: Stream, handle: int, reason: common_pb2.FinishReason.ValueType) -> None:
+        stream.endings.append(inference_pb2.Ending(handle=handle, reason=reason, cached_tokens=self.cached_tokens))
+
+    def _status(self) -> inference_pb2.SchedulerStatus:
+        return inference_pb2.SchedulerStatus(num_workers=1 if self.ready else 0, ready=self.ready, model=self.model)

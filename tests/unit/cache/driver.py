@@ -1,0 +1,137 @@
+"""Speaks exchanges to a core: one method per operation, refusals as exceptions."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from cache_svc.core.cache import CacheCore
+from cache_svc.core.errors import Code
+from paceline.v1 import cache_pb2 as pb
+
+
+class Refused(Exception):
+    def __init__(self, error: pb.CacheOpError) -> None:
+        super().__init__(error.message)
+        self.code = Code(error.code)
+
+
+def pack(values: Sequence[int]) -> bytes:
+    return array("i", values).tobytes()
+
+
+def unpack(packed: bytes) -> list[int]:
+    return array("i", packed).tolist()
+
+
+def add_worker_op(worker: int, num_blocks: int, block_size: int, prefix_caching: bool = True) -> pb.CacheOp:
+    return pb.CacheOp(
+        add_worker=pb.AddWorkerOp(
+            worker=worker, num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching
+        )
+    )
+
+
+def match_op(sequence: int, tokens: Sequence[int]) -> pb.CacheOp:
+    return pb.CacheOp(match=pb.MatchOp(sequence=sequence, token_ids=pack(tokens)))
+
+
+def admit_op(sequence: int, worker: int) -> pb.CacheOp:
+    return pb.CacheOp(admit=pb.AdmitOp(sequence=sequence, worker=worker))
+
+
+def extend_op(sequences: Sequence[int]) -> pb.CacheOp:
+    return pb.CacheOp(extend=pb.ExtendOp(sequences=sequences))
+
+
+def commit_op(entries: Sequence[tuple[int, Sequence[int], int]]) -> pb.CacheOp:
+    """Entries: sequence, new tokens, computed tokens."""
+    return pb.CacheOp(
+        commit=pb.CommitOp(
+            sequences=[sequence for sequence, _, _ in entries],
+            num_new_tokens=[len(tokens) for _, tokens, _ in entries],
+            token_ids=b"".join(pack(tokens) for _, tokens, _ in entries),
+            num_computed_tokens=[computed for _, _, computed in entries],
+        )
+    )
+
+
+def free_op(sequences: Sequence[int]) -> pb.CacheOp:
+    return pb.CacheOp(free=pb.FreeOp(sequences=sequences))
+
+
+def remove_worker_op(worker: int) -> pb.CacheOp:
+    return pb.CacheOp(remove_worker=pb.RemoveWorkerOp(worker=worker))
+
+
+class Driver:
+    """A link to a core in debug mode: every exchange ends with a check of all invariants."""
+
+    def __init__(self, debug: bool = True) -> None:
+        self.core = CacheCore(debug=debug)
+        self.pools: dict[int, tuple[int, int, int, int]] = {}  # as reported: free, cached, used, evicted
+        self._exchange = 0
+
+    def exchange(self, *ops: pb.CacheOp) -> pb.CacheServiceLinkResponse:
+        self._exchange += 1
+        request = pb.CacheServiceLinkRequest(epoch=7, exchange=self._exchange, ops=ops)
+        response = self.core.exchange(pb.CacheServiceLinkRequest.FromString(request.SerializeToString()))
+        assert (response.epoch, response.exchange) == (7, self._exchange)
+        assert len(response.results) == len(ops)
+        for pool in response.pools:
+            self.pools[pool.worker] = (
+                pool.free_blocks,
+                pool.cached_blocks,
+                pool.used_blocks,
+                pool.evicted_blocks_total,
+            )
+        return response
+
+    def one(self, op: pb.CacheOp) -> pb.CacheOpResult:
+        result = self.exchange(op).results[0]
+        if result.HasField("error"):
+            raise Refused(result.error)
+        return result
+
+    def add_worker(self, worker: int, num_blocks: int, block_size: int = 4, prefix_caching: bool = True) -> None:
+        self.one(add_worker_op(worker, num_blocks, block_size, prefix_caching))
+
+    def remove_worker(self, worker: int) -> None:
+        self.one(remove_worker_op(worker))
+
+    def match(self, sequence: int, tokens: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """Worker -> cached tokens, live tokens."""
+        result = self.one(match_op(sequence, tokens))
+        assert result.HasField("match")
+        return {m.worker: (m.num_tokens, m.num_live_tokens) for m in result.match.matches}
+
+    def admit(self, sequence: int, worker: int) -> tuple[int, list[int]]:
+        """Cached tokens, block table."""
+        result = self.one(admit_op(sequence, worker)).admit
+        return result.num_cached_tokens, unpack(result.block_table)
+
+    def start(self, sequence: int, tokens: Sequence[int], worker: int = 0) -> tuple[int, list[int]]:
+        self.match(sequence, tokens)
+        return self.admit(sequence, worker)
+
+    def extend(self, *sequences: int) -> list[int]:
+        return unpack(self.one(extend_op(sequences)).extend.block_ids)
+
+    def commit(self, sequence: int, tokens: Sequence[int], computed: int) -> None:
+        self.one(commit_op([(sequence, tokens, computed)]))
+
+    def free(self, *sequences: int) -> None:
+        self.one(free_op(sequences))
+
+    def run(self, sequence: int, tokens: Sequence[int], worker: int = 0) -> tuple[int, list[int]]:
+        """Start, compute all tokens, end: its whole blocks are cached now."""
+        admitted = self.start(sequence, tokens, worker)
+        self.commit(sequence, [], len(tokens))
+        self.free(sequence)
+        return admitted
+
+    def probe(self, tokens: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """What is cached of these tokens and one more."""
+        matched = self.match(2**63, [*tokens, -1])
+        self.free(2**63)
+        return matched

@@ -1,0 +1,194 @@
+"""The cache as naive as can be: prefixes are tuples of all their tokens, LRU is a list, everything is searched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cache_svc.core.errors import Code
+
+Prefix = tuple[int, ...]
+Result = tuple[object, ...]
+OK: Result = ("ok",)
+
+
+class ModelRefusal(Exception):
+    def __init__(self, code: Code) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+@dataclass
+class ModelWorker:
+    num_blocks: int
+    prefix_caching: bool
+    free: list[int]
+    stored: dict[Prefix, int] = field(default_factory=dict)
+    users: dict[Prefix, set[int]] = field(default_factory=dict)
+    unused: list[Prefix] = field(default_factory=list)  # least recently used first
+    evicted: int = 0
+
+    def take(self, count: int) -> list[int]:
+        blocks = []
+        for _ in range(count):
+            if self.free:
+                blocks.append(self.free.pop())
+            else:
+                prefix = self.unused.pop(0)
+                del self.users[prefix]
+                blocks.append(self.stored.pop(prefix))
+                self.evicted += 1
+        return blocks
+
+    def use(self, prefix: Prefix, sequence: int) -> None:
+        if prefix in self.unused:
+            self.unused.remove(prefix)
+        self.users.setdefault(prefix, set()).add(sequence)
+
+    @property
+    def available(self) -> int:
+        return len(self.free) + len(self.unused)
+
+    def counters(self) -> tuple[int, int, int, int]:
+        free, cached = len(self.free), len(self.unused)
+        return free, cached, self.num_blocks - free - cached, self.evicted
+
+
+@dataclass
+class ModelSequence:
+    worker: int
+    tokens: list[int]
+    table: list[int]
+    computed: int
+    prefixes: list[Prefix]  # those it uses, from the head on
+
+
+class Model:
+    def __init__(self) -> None:
+        self.block_size = 0
+        self.workers: dict[int, ModelWorker] = {}
+        self.waiting: dict[int, list[int]] = {}
+        self.running: dict[int, ModelSequence] = {}
+
+    def add_worker(self, worker: int, num_blocks: int, block_size: int, prefix_caching: bool) -> Result:
+        if worker in self.workers:
+            raise ModelRefusal(Code.ALREADY_EXISTS)
+        if num_blocks < 1 or block_size < 1:
+            raise ModelRefusal(Code.INVALID_ARGUMENT)
+        if self.workers and block_size != self.block_size:
+            raise ModelRefusal(Code.FAILED_PRECONDITION)
+        self.block_size = block_size
+        self.workers[worker] = ModelWorker(num_blocks, prefix_caching, list(range(num_blocks, 0, -1)))
+        return OK
+
+    def remove_worker(self, worker: int) -> Result:
+        self._worker(worker)
+        del self.workers[worker]
+        self.running = {s: sequence for s, sequence in self.running.items() if sequence.worker != worker}
+        return OK
+
+    def match(self, sequence: int, tokens: Sequence[int]) -> Result:
+        if sequence in self.waiting or sequence in self.running:
+            raise ModelRefusal(Code.ALREADY_EXISTS)
+        if not tokens:
+            raise ModelRefusal(Code.INVALID_ARGUMENT)
+        self.waiting[sequence] = list(tokens)
+        matches = {}
+        for worker_id, worker in self.workers.items():
+            hit = self._hit(worker, tokens)
+            live = [prefix for prefix in hit if worker.users[prefix]]
+            if hit:
+                matches[worker_id] = len(hit) * self.block_size, len(live) * self.block_size
+        return "match", matches
+
+    def admit(self, sequence: int, worker_id: int) -> Result:
+        if sequence not in self.waiting:
+            raise ModelRefusal(Code.FAILED_PRECONDITION if sequence in self.running else Code.NOT_FOUND)
+        worker = self._worker(worker_id)
+        tokens = self.waiting[sequence]
+        hit = self._hit(worker, tokens)
+        needed = -(-len(tokens) // self.block_size) - len(hit)
+        if needed > len(worker.free) + len([p for p in worker.unused if p not in hit]):
+            raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
+        for prefix in hit:
+            worker.use(prefix, sequence)
+        table = [worker.stored[prefix] for prefix in hit] + worker.take(needed)
+        computed = len(hit) * self.block_size
+        self.running[sequence] = ModelSequence(worker_id, self.waiting.pop(sequence), table, computed, hit)
+        return "admit", computed, list(table)
+
+    def extend(self, sequences: Sequence[int]) -> Result:
+        running = [self._running(s) for s in sequences]
+        for worker_id, worker in self.workers.items():
+            if [s.worker for s in running].count(worker_id) > worker.available:
+                raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
+        blocks = []
+        for sequence in running:
+            blocks += self.workers[sequence.worker].take(1)
+            sequence.table.append(blocks[-1])
+        return "extend", blocks
+
+    def commit(self, entries: Sequence[tuple[int, Sequence[int], int]]) -> Result:
+        for sequence_id, _, _ in entries:
+            self._running(sequence_id)
+        tried = {s: (len(self.running[s].tokens), self.running[s].computed) for s, _, _ in entries}
+        for s, new, computed in entries:
+            known, before = tried[s]
+            room = len(self.running[s].table) * self.block_size
+            if computed < before or computed > known + len(new) or computed > room:
+                raise ModelRefusal(Code.INVALID_ARGUMENT)
+            tried[s] = known + len(new), computed
+        for s, new, computed in entries:
+            self._store(s, new, computed)
+        return OK
+
+    def _store(self, sequence_id: int, new: Sequence[int], computed: int) -> None:
+        sequence = self.running[sequence_id]
+        worker = self.workers[sequence.worker]
+        sequence.tokens += new
+        sequence.computed = computed
+        while worker.prefix_caching and (len(sequence.prefixes) + 1) * self.block_size <= computed:
+            i = len(sequence.prefixes)
+            prefix = tuple(sequence.tokens[: (i + 1) * self.block_size])
+            worker.stored.setdefault(prefix, sequence.table[i])
+            worker.use(prefix, sequence_id)
+            sequence.prefixes.append(prefix)
+
+    def free(self, sequences: Sequence[int]) -> Result:
+        if any(s not in self.waiting and s not in self.running for s in sequences):
+            raise ModelRefusal(Code.NOT_FOUND)
+        if len(set(sequences)) != len(sequences):
+            raise ModelRefusal(Code.INVALID_ARGUMENT)
+        for s in sequences:
+            if s in self.waiting:
+                del self.waiting[s]
+                continue
+            sequence = self.running.pop(s)
+            worker = self.workers[sequence.worker]
+            for block in reversed(sequence.table):
+                if block not in worker.stored.values():
+                    worker.free.append(block)
+            for prefix in reversed(sequence.prefixes):
+                worker.users[prefix].remove(s)
+                if not worker.users[prefix]:
+                    worker.unused.append(prefix)
+        return OK
+
+    def _hit(self, worker: ModelWorker, tokens: Sequence[int]) -> list[Prefix]:
+        hit = []
+        for end in range(self.block_size, len(tokens), self.block_size):
+            prefix = tuple(tokens[:end])
+            if prefix not in worker.stored:
+                break
+            hit.append(prefix)
+        return hit
+
+    def _worker(self, worker: int) -> ModelWorker:
+        if worker not in self.workers:
+            raise ModelRefusal(Code.NOT_FOUND)
+        return self.workers[worker]
+
+    def _running(self, sequence: int) -> ModelSequence:
+        if sequence not in self.running:
+            raise ModelRefusal(Code.FAILED_PRECONDITION if sequence in self.waiting else Code.NOT_FOUND)
+        return self.running[sequence]

@@ -1,0 +1,169 @@
+"""The core does what the naive model does: results, tables, counters, free lists, LRU order, whatever comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from cache_svc.core.errors import Code
+from paceline.v1 import cache_pb2 as pb
+from tests.unit.cache import driver as d
+from tests.unit.cache.model import Model, ModelRefusal, Result
+
+# Few of everything, so that prefixes meet, pools run dry and ids are unknown as often as known.
+workers = st.integers(0, 2)
+sequences = st.integers(0, 7)
+tokens = st.lists(st.integers(0, 1), min_size=0, max_size=14)
+# Mostly sent at once; else together with the operations that follow, in one exchange.
+held = st.sampled_from([False, False, True])
+
+
+class CacheMachine(RuleBasedStateMachine):
+    @initialize(block_size=st.integers(1, 3), num_blocks=st.lists(st.integers(3, 12), min_size=1, max_size=2))
+    def begin(self, block_size: int, num_blocks: list[int]) -> None:
+        self.link = d.Driver()
+        self.model = Model()
+        self.ops: list[pb.CacheOp] = []
+        self.expected: list[Result] = []
+        self.block_size = block_size
+        for worker, blocks in enumerate(num_blocks):
+            self.do(
+                d.add_worker_op(worker, blocks, block_size), self.model.add_worker, worker, blocks, block_size, True
+            )
+
+    def do(self, op: pb.CacheOp, model: Callable[..., Result], *args: object, hold: bool = False) -> None:
+        try:
+            self.expected.append(model(*args))
+        except ModelRefusal as refusal:
+            self.expected.append(("error", refusal.code))
+        self.ops.append(op)
+        if not hold:
+            self.send()
+
+    def send(self) -> None:
+        known = dict(self.link.pools)
+        response = self.link.exchange(*self.ops)
+        assert [self.result(result) for result in response.results] == self.expected
+        self.ops, self.expected = [], []
+        now = {worker_id: worker.counters() for worker_id, worker in self.model.workers.items()}
+        for pool in response.pools:
+            # A worker removed in the last exchange and added in this one may look as it did: told all the same.
+            assert self.link.pools[pool.worker] == now[pool.worker]
+        told = {pool.worker for pool in response.pools}
+        assert all(worker_id in told for worker_id in now if now[worker_id] != known.get(worker_id))
+        assert {worker_id: self.link.pools[worker_id] for worker_id in now} == now
+        self.compare_states()
+
+    @staticmethod
+    def result(result: pb.CacheOpResult) -> Result:
+        match result.WhichOneof("result"):
+            case "error":
+                assert result.error.message
+                return "error", Code(result.error.code)
+            case "match":
+                return "match", {m.worker: (m.num_tokens, m.num_live_tokens) for m in result.match.matches}
+            case "admit":
+                return "admit", result.admit.num_cached_tokens, d.unpack(result.admit.block_table)
+            case "extend":
+                return "extend", d.unpack(result.extend.block_ids)
+            case _:
+                return ("ok",)
+
+    def compare_states(self) -> None:
+        core = self.link.core
+        assert {s: d.unpack(tokens) for s, tokens in core.waiting.items()} == self.model.waiting
+        assert core.admitted.keys() == self.model.running.keys()
+        for sequence_id, sequence in core.admitted.items():
+            expected = self.model.running[sequence_id]
+            assert sequence.table == expected.table
+            assert d.unpack(bytes(sequence.tokens)) == expected.tokens
+            assert sequence.num_computed_tokens == expected.computed
+        prefixes = set()
+        for worker_id, model_worker in self.model.workers.items():
+            pool = core.workers[worker_id].pool
+            assert pool.cached_block_ids() == [model_worker.stored[prefix] for prefix in model_worker.unused]
+            untouched = list(range(pool.num_blocks, pool.first_untouched - 1, -1))
+            assert untouched + pool.free_block_ids() == model_worker.free
+            prefixes |= model_worker.stored.keys()
+        assert (core.tree.num_nodes if core.tree else 0) == len(prefixes)
+
+    @rule(worker=workers, num_blocks=st.integers(0, 12), other_size=st.booleans(), caching=st.booleans(), hold=held)
+    def add_worker(self, worker: int, num_blocks: int, other_size: bool, caching: bool, hold: bool) -> None:
+        size = self.block_size + other_size
+        if not self.model.workers:
+            self.block_size = size  # with no worker there, any size will do
+        op = d.add_worker_op(worker, num_blocks, size, caching)
+        self.do(op, self.model.add_worker, worker, num_blocks, size, caching, hold=hold)
+
+    @rule(worker=workers, really=st.sampled_from([True, False, False]), hold=held)
+    def remove_worker(self, worker: int, really: bool, hold: bool) -> None:
+        if really or worker not in self.model.workers:
+            self.do(d.remove_worker_op(worker), self.model.remove_worker, worker, hold=hold)
+
+    @rule(sequence=sequences, tokens=tokens, hold=held)
+    def match(self, sequence: int, tokens: list[int], hold: bool) -> None:
+        self.do(d.match_op(sequence, tokens), self.model.match, sequence, tokens, hold=hold)
+
+    @rule(sequence=sequences, worker=workers, hold=held)
+    def admit(self, sequence: int, worker: int, hold: bool) -> None:
+        self.do(d.admit_op(sequence, worker), self.model.admit, sequence, worker, hold=hold)
+
+    @precondition(lambda self: self.model.waiting and self.model.workers)
+    @rule(data=st.data(), hold=held)
+    def admit_a_waiting_one(self, data: st.DataObject, hold: bool) -> None:
+        sequence = data.draw(st.sampled_from(sorted(self.model.waiting)))
+        worker = data.draw(st.sampled_from(sorted(self.model.workers)))
+        self.do(d.admit_op(sequence, worker), self.model.admit, sequence, worker, hold=hold)
+
+    @rule(sequences=st.lists(sequences, max_size=4), hold=held)
+    def extend(self, sequences: list[int], hold: bool) -> None:
+        self.do(d.extend_op(sequences), self.model.extend, sequences, hold=hold)
+
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data(), hold=held)
+    def extend_running_ones(self, data: st.DataObject, hold: bool) -> None:
+        sequences = data.draw(st.lists(st.sampled_from(sorted(self.model.running)), max_size=3))
+        self.do(d.extend_op(sequences), self.model.extend, sequences, hold=hold)
+
+    @rule(entries=st.lists(st.tuples(sequences, tokens, st.integers(0, 20)), max_size=3), hold=held)
+    def commit(self, entries: list[tuple[int, list[int], int]], hold: bool) -> None:
+        self.do(d.commit_op(entries), self.model.commit, entries, hold=hold)
+
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data(), hold=held)
+    def commit_progress(self, data: st.DataObject, hold: bool) -> None:
+        """Entries that are valid as long as they name different sequences, and often when not."""
+        entries = []
+        for s in data.draw(st.lists(st.sampled_from(sorted(self.model.running)), max_size=4)):
+            sequence = self.model.running[s]
+            new = data.draw(tokens)
+            most = min(len(sequence.tokens) + len(new), len(sequence.table) * self.block_size)
+            entries.append((s, new, data.draw(st.integers(sequence.computed, max(sequence.computed, most)))))
+        self.do(d.commit_op(entries), self.model.commit, entries, hold=hold)
+
+    @rule(sequences=st.lists(sequences, max_size=3), hold=held)
+    def free(self, sequences: list[int], hold: bool) -> None:
+        self.do(d.free_op(sequences), self.model.free, sequences, hold=hold)
+
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data(), hold=held)
+    def free_running_ones(self, data: st.DataObject, hold: bool) -> None:
+        sequences = data.draw(st.lists(st.sampled_from(sorted(self.model.running)), max_size=3, unique=True))
+        self.do(d.free_op(sequences), self.model.free, sequences, hold=hold)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "link"):
+            return
+        self.do(d.free_op([*self.model.waiting, *self.model.running]), self.model.free, self.everything())
+        for worker in self.link.core.workers.values():
+            assert worker.pool.used_blocks == 0
+
+    def everything(self) -> list[int]:
+        return [*self.model.waiting, *self.model.running]
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)

@@ -1,0 +1,331 @@
+"""The scheduler's rules, one by one, against toy workers in one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.v1.common_pb2 import FinishReason, SamplingParams
+from paceline.v1.inference_pb2 import SessionRequest, Submission
+from paceline.v1.worker_pb2 import StepResult
+from scheduler_svc.core.cache_link import ProtocolError
+from scheduler_svc.core.intake import (
+    CODE_FAILED_PRECONDITION,
+    CODE_INVALID_ARGUMENT,
+    CODE_RESOURCE_EXHAUSTED,
+    Rejection,
+)
+from scheduler_svc.core.scheduler import SchedulerConfig
+from simulator.system import Client, LocalSystem
+from simulator.toy_worker import EOS, VOCAB, ToyWorker, expected_output
+
+
+def toy(**changes: int) -> ToyWorker:
+    return ToyWorker(**{"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "max_batched_tokens": 64} | changes)
+
+
+def params(max_tokens: int = 8, **changes: object) -> SamplingParams:
+    return SamplingParams(**{"top_p": 1.0, "max_tokens": max_tokens, "seed": 1, "ignore_eos": True} | changes)
+
+
+@pytest.fixture
+def system() -> LocalSystem:
+    return LocalSystem(SchedulerConfig(max_queued_requests=4))
+
+
+@pytest.fixture
+def client(system: LocalSystem) -> Client:
+    return system.open("s")
+
+
+def submit_raw(system: LocalSystem, handle: int, **fields: object) -> None:
+    submission = Submission(handle=handle, **fields)
+    system.scheduler.session_message("s", SessionRequest(submissions=[submission]), system.now_s)
+    system.poll()
+
+
+def pack(*tokens: int) -> bytes:
+    return np.array(tokens, np.int32).tobytes()
+
+
+def test_requests_wait_for_a_worker_and_then_run(system: LocalSystem, client: Client) -> None:
+    system.submit("s", 1, [9, 10], params())
+    system.run()
+    assert not client.tokens
+    system.attach(toy())
+    system.run()
+    assert client.tokens[1] == expected_output([9, 10], params())
+    assert client.endings[1].reason == FinishReason.FINISH_REASON_LENGTH
+    system.assert_at_rest()
+
+
+def test_window_is_filled_before_the_first_result(system: LocalSystem, client: Client) -> None:
+    end = system.attach(toy())
+    system.submit("s", 1, [9], params())
+    while len(end.plans) < 2:
+        kind, moving = system.moves()[0]
+        assert kind in ("exchange", "answer"), "the second plan must not wait for the first result"
+        system.move(kind, moving)
+    assert [plan.step for plan in end.plans] == [1, 2]
+
+
+def test_a_steady_decode_step_is_a_small_message(system: LocalSystem, client: Client) -> None:
+    end = system.attach(toy(num_blocks=1000, block_size=64, max_num_seqs=128, max_batched_tokens=512))
+    for handle in range(1, 129):
+        submission = Submission(
+            handle=handle, prompt_token_ids=pack(handle + 9), sampling=params(50), accepted_before=True
+        )
+        system.scheduler.session_message("s", SessionRequest(submissions=[submission]), 0.0)
+    system.poll()
+    sizes = []
+    for _ in range(60):
+        if end.plans:
+            sizes.append(end.plans[0].ByteSize())
+        system.move(*system.moves()[0])
+    assert min(sizes) <= 8  # DESIGN §8: 64 bytes plus new blocks
+    assert sorted(sizes)[len(sizes) // 2] <= 64
+
+
+def test_stop_tokens_and_min_tokens_are_honoured(system: LocalSystem, client: Client) -> None:
+    right = expected_output([9], params(60))
+    system.attach(toy())
+    system.submit("s", 1, [9], params(60, stop_token_ids=[right[3]]))
+    system.run()
+    assert client.tokens[1] == right[: right.index(right[3]) + 1]
+    assert client.endings[1].reason == FinishReason.FINISH_REASON_STOP
+
+
+def test_end_of_sequence_stops_unless_ignored(system: LocalSystem, client: Client) -> None:
+    prompt = next([9, n] for n in range(1000) if EOS in expected_output([9, n], params(30, ignore_eos=False)))
+    system.attach(toy())
+    system.submit("s", 1, prompt, params(30, ignore_eos=False))
+    system.submit("s", 2, prompt, params(30))
+    system.run()
+    assert client.tokens[1][-1] == EOS
+    assert client.endings[1].reason == FinishReason.FINISH_REASON_STOP
+    assert len(client.tokens[2]) == 30
+    system.assert_at_rest()
+
+
+def test_a_prefix_is_reused_and_reported(system: LocalSystem, client: Client) -> None:
+    system.attach(toy())
+    prompt = list(range(10, 30))
+    system.submit("s", 1, prompt, params(2))
+    system.run()
+    system.submit("s", 2, prompt, params(2))
+    system.run()
+    assert client.endings[1].cached_tokens == 0
+    assert client.endings[2].cached_tokens == 16  # whole blocks, and the last token is always computed
+    assert client.tokens[1] == client.tokens[2]
+
+
+def test_long_prompts_are_chunked_and_decodes_go_on(system: LocalSystem, client: Client) -> None:
+    end = system.attach(toy(max_batched_tokens=8))
+    system.submit("s", 1, [9], params(20))
+    system.run(6)
+    system.submit("s", 2, list(range(10, 60)), params(2))
+    chunks = []
+    for _ in range(60):
+        if not system.moves():
+            break
+        if end.plans and end.plans[0].prefill_tokens:
+            chunks += np.frombuffer(end.plans[0].prefill_tokens, np.int32).tolist()
+            end_of_plan = end.plans[0]
+            del end_of_plan
+        kind, moving = system.moves()[0]
+        system.move(kind, moving)
+    assert client.tokens[1] == expected_output([9], params(20))
+    assert client.tokens[2] == expected_output(list(range(10, 60)), params(2))
+    assert max(chunks) <= 8
+
+
+def test_a_full_pool_preempts_the_last_admitted_and_both_finish(system: LocalSystem, client: Client) -> None:
+    system.attach(toy(num_blocks=8))
+    for handle in (1, 2):
+        system.submit("s", handle, [9, handle], params(20))
+    system.run()
+    for handle in (1, 2):
+        assert client.tokens[handle] == expected_output([9, handle], params(20))
+    assert system.scheduler.counters.preempted > 0
+    system.assert_at_rest()
+
+
+def test_two_workers_share_the_work(system: LocalSystem, client: Client) -> None:
+    first, second = system.attach(toy()), system.attach(toy())
+    for handle in range(1, 5):
+        system.submit("s", handle, [9, handle], params(30))
+    system.run(30)
+    assert len(first.worker.slots) == len(second.worker.slots) == 2
+    system.run()
+    assert len(client.endings) == 4
+
+
+def test_a_second_request_follows_its_prefix(system: LocalSystem, client: Client) -> None:
+    ends = [system.attach(toy()), system.attach(toy())]
+    prompt = list(range(10, 50))
+    system.submit("s", 1, prompt, params(2))
+    system.run()
+    [home] = [end for end in ends if end.worker.step]
+    before = home.worker.step
+    system.submit("s", 2, [*prompt, 99], params(2))
+    system.run()
+    assert home.worker.step > before
+    assert client.endings[2].cached_tokens == 40
+
+
+def test_cancel_frees_everything_wherever_the_request_is(system: LocalSystem, client: Client) -> None:
+    system.attach(toy(max_num_seqs=1))
+    for handle in (1, 2):
+        system.submit("s", handle, [9, handle], params(100))
+    system.run(20)
+    system.cancel("s", 2)  # waits
+    system.cancel("s", 1)  # runs
+    system.run()
+    assert {ending.reason for ending in client.endings.values()} == {FinishReason.FINISH_REASON_ABORT}
+    system.assert_at_rest()
+
+
+def test_a_closed_session_takes_its_requests_along(system: LocalSystem, client: Client) -> None:
+    system.attach(toy())
+    system.submit("s", 1, [9], params(100))
+    system.run(10)
+    system.scheduler.close_session("s")
+    system.poll()
+    system.run()
+    system.assert_at_rest()
+
+
+def test_a_draining_worker_finishes_takes_nothing_new_and_is_released(system: LocalSystem, client: Client) -> None:
+    end = system.attach(toy())
+    system.submit("s", 1, [9], params(10))
+    system.run(6)
+    system.scheduler.worker_drain(end.id)
+    system.submit("s", 2, [9, 9], params(10))
+    system.run()
+    assert client.tokens[1] == expected_output([9], params(10))
+    assert 2 not in client.tokens
+    assert end.released
+    system.kill(end)
+    system.attach(toy())
+    system.run()
+    assert client.tokens[2] == expected_output([9, 9], params(10))
+
+
+def test_resubmission_goes_on_after_the_delivered_tokens(system: LocalSystem, client: Client) -> None:
+    right = expected_output([9], params(10))
+    system.attach(toy())
+    submit_raw(
+        system,
+        1,
+        prompt_token_ids=pack(9),
+        output_token_ids=pack(*right[:4]),
+        sampling=params(10),
+        accepted_before=True,
+    )
+    system.run()
+    assert client.tokens[1] == right[4:]
+
+
+def test_a_silent_worker_is_lost_and_its_work_goes_elsewhere(system: LocalSystem, client: Client) -> None:
+    end = system.attach(toy())
+    system.submit("s", 1, [9], params(10))
+    system.run(8)
+    system.now_s = 100.0
+    system.scheduler.tick(system.now_s)
+    outbox = system.scheduler.poll(system.now_s)
+    assert [worker for worker, _ in outbox.lost_workers] == [end.id]
+    system.to_cache.extend(outbox.to_cache)
+    system.workers.clear()
+    system.attach(toy())
+    system.run()
+    assert client.tokens[1] == expected_output([9], params(10))
+
+
+def test_a_failed_row_ends_its_request_alone(system: LocalSystem, client: Client) -> None:
+    end = system.attach(toy())
+    for handle in (1, 2):
+        system.submit("s", handle, [9, handle], params(10))
+    while not end.plans:
+        system.move(*system.moves()[0])
+    result = end.worker.run(end.plans.popleft())
+    tokens = np.frombuffer(result.token_ids, np.int32).copy()
+    tokens[0] = -1
+    result.token_ids = tokens.tobytes()
+    result.errors.add(slot=0, message="logits are not finite")
+    system.scheduler.worker_result(end.id, result, system.now_s)
+    system.poll()
+    system.run()
+    failed = [ending for ending in client.endings.values() if ending.reason == FinishReason.FINISH_REASON_ERROR]
+    assert [ending.message for ending in failed] == ["logits are not finite"]
+    assert len(client.endings) == 2
+    system.assert_at_rest()
+
+
+def test_wrong_results_are_protocol_errors(system: LocalSystem, client: Client) -> None:
+    end = system.attach(toy())
+    with pytest.raises(ProtocolError, match="no step is in flight"):
+        system.scheduler.worker_result(end.id, StepResult(step=1), 0.0)
+    system.submit("s", 1, [9], params())
+    while not end.plans:
+        system.move(*system.moves()[0])
+    with pytest.raises(ProtocolError, match="expected 1"):
+        system.scheduler.worker_result(end.id, StepResult(step=9, token_ids=pack(1)), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "said"),
+    [
+        ({"prompt_token_ids": b""}, "prompt_token_ids", "at least one token"),
+        ({"prompt_token_ids": b"123"}, "prompt_token_ids", "packed int32"),
+        ({"prompt_token_ids": pack(VOCAB)}, "prompt_token_ids", f"vocabulary of {VOCAB}"),
+        ({"prompt_token_ids": pack(-1)}, "prompt_token_ids", "token id -1"),
+        ({"sampling": params(0)}, "max_tokens", "at least 1"),
+        ({"sampling": params(4, min_tokens=5)}, "min_tokens", "more than max_tokens"),
+        ({"sampling": params(4, temperature=-1)}, "temperature", "finite"),
+        ({"sampling": params(4, temperature=float("nan"))}, "temperature", "finite"),
+        ({"sampling": params(4, top_p=0)}, "top_p", "(0, 1]"),
+        ({"sampling": params(4, top_k=-2)}, "top_k", "negative"),
+        ({"sampling": params(4, stop_token_ids=[VOCAB])}, "stop_token_ids", "vocabulary"),
+        ({"sampling": params(1 << 20)}, "max_tokens", "exceed the model's length"),
+        ({"sampling": params(1000)}, "max_tokens", "can never fit a pool of 256 tokens"),
+    ],
+)
+def test_bad_submissions_are_refused_by_name(
+    system: LocalSystem, client: Client, fields: dict[str, object], field: str, said: str
+) -> None:
+    system.attach(toy())
+    submit_raw(system, 1, **{"prompt_token_ids": pack(9), "sampling": params()} | fields)
+    ending = client.endings[1]
+    assert (ending.code, ending.field) == (CODE_INVALID_ARGUMENT, field)
+    assert said in ending.message
+    system.run()
+    system.assert_at_rest()
+
+
+def test_a_full_queue_refuses_but_not_what_was_accepted_before(system: LocalSystem, client: Client) -> None:
+    for handle in range(1, 6):
+        system.submit("s", handle, [9], params())
+    assert client.endings[5].code == CODE_RESOURCE_EXHAUSTED
+    assert client.endings[5].retry_after_s > 0
+    submit_raw(system, 6, prompt_token_ids=pack(9), sampling=params(), accepted_before=True)
+    system.attach(toy())
+    system.run()
+    assert client.tokens[6] == expected_output([9], params())
+
+
+def test_queued_requests_are_checked_when_the_model_becomes_known(system: LocalSystem, client: Client) -> None:
+    system.submit("s", 1, [VOCAB + 1], params())
+    assert not client.endings
+    system.attach(toy())
+    assert client.endings[1].code == CODE_INVALID_ARGUMENT
+
+
+def test_a_worker_that_does_not_fit_is_refused(system: LocalSystem) -> None:
+    system.attach(toy())
+    other = toy()
+    other.registration.model.fingerprint = "another"
+    with pytest.raises(Rejection) as refused:
+        system.scheduler.register_worker(other.registration, 0.0)
+    assert (refused.value.code, refused.value.field) == (CODE_FAILED_PRECONDITION, "model")
+    with pytest.raises(Rejection, match="block_size"):
+        system.scheduler.register_worker(toy(block_size=8).registration, 0.0)
