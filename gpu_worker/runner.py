@@ -27,11 +27,14 @@ class StepInput:
 
 
 @dataclass(frozen=True, slots=True)
-class StepCounts:
-    """What the last step did, for metrics."""
+class StepStats:
+    """What a step did, for metrics."""
 
     decode_tokens: int = 0
     prefill_tokens: int = 0
+    sequences: int = 0
+    # Entries of all block tables; a block that two sequences share counts twice.
+    table_blocks: int = 0
 
 
 class ModelRunner:
@@ -42,7 +45,7 @@ class ModelRunner:
         self._device = device
         # By slot: the token sampled last. It feeds the slot's next step from here, whatever the link does meanwhile.
         self._last_tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
-        self.last_counts = StepCounts()
+        self.last_stats = StepStats()
 
     @property
     def limits(self) -> SlotLimits:
@@ -56,10 +59,6 @@ class ModelRunner:
         """Of the sequences that hold a slot."""
         return list(self._slots.request_ids.values())
 
-    def blocks_in_use(self) -> int:
-        """Entries of the block tables; a block that two sequences share counts twice."""
-        return int(self._slots.num_blocks[self._slots.occupied].sum())
-
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
         """ProtocolViolation if the plan breaks the contract; after that, or any other exception, reset()."""
@@ -67,7 +66,12 @@ class ModelRunner:
         rows = self._slots.apply(plan)
         sampled, errors = self._forward(rows) if rows.num_rows else (b"", [])
         self._slots.commit(rows)
-        self.last_counts = StepCounts(rows.num_decodes, rows.num_rows - rows.num_decodes)
+        self.last_stats = StepStats(
+            decode_tokens=rows.num_decodes,
+            prefill_tokens=rows.num_rows - rows.num_decodes,
+            sequences=len(rows.slots),
+            table_blocks=self._slots.table_blocks,
+        )
         return StepResult(
             step=plan.step, token_ids=sampled, errors=errors, started_us=started_us, finished_us=_now_us()
         )

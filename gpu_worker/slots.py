@@ -85,6 +85,11 @@ class SlotTable:
         self.banned, self.tokens, self.request_ids = {}, {}, {}
         self._last_step = 0
 
+    @property
+    def table_blocks(self) -> int:
+        """Entries of the block tables of the sequences that hold a slot."""
+        return int(self.num_blocks[self.occupied].sum())
+
     # ── patching ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def apply(self, plan: StepPlan) -> StepRows:

@@ -237,7 +237,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
 async def stream(
     context: grpc.aio.ServicerContext[Any, Any], outgoing: Outgoing[M], read: Callable[[], Coroutine[Any, Any, None]]
 ) -> AsyncIterator[M]:
-    """What goes out, while `read` takes what comes in. Ends when `read` does or `outgoing` is closed, with its error."""
+    """What goes out, while `read` takes what comes in. Ends when `read` does or `outgoing` is closed."""
 
     async def read_then_close() -> None:
         try:

@@ -1,4 +1,4 @@
-"""The whole control plane in one process: real cores, toy workers, links as queues, a clock turned by hand.
+"""The whole control plane in one process: real cores, any worker, links as queues, a clock turned by hand.
 
 Messages of a link stay in order; which link moves next is the caller's (or a seed's) choice, so every interleaving that
 the network allows can be played, faults included.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -15,24 +16,33 @@ from cache_svc.core.cache import CacheCore
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest, CacheServiceLinkResponse
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import Ending, SessionRequest, SessionResponse, Submission
-from paceline.v1.worker_pb2 import StepPlan, StepResult
+from paceline.v1.worker_pb2 import StepPlan, StepResult, WorkerRegistration
 from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.scheduler import SchedulerConfig, SchedulerCore
 from scheduler_svc.policies.decode_first import DecodeFirst
 from scheduler_svc.policies.fcfs import FirstComeFirstServed
 from scheduler_svc.policies.watermark import Watermark
-from simulator.toy_worker import ToyWorker
 
 
 def default_policies() -> Policies:
     return Policies(FirstComeFirstServed(), Watermark(), DecodeFirst())
 
 
+class StepWorker(Protocol):
+    """What runs plans: a toy, or a real model."""
+
+    registration: WorkerRegistration
+
+    def reset(self) -> None: ...
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+
 @dataclass(slots=True)
 class WorkerEnd:
-    """A toy worker and what is under way to and from it."""
+    """A worker and what is under way to and from it."""
 
-    worker: ToyWorker
+    worker: StepWorker
     id: int
     plans: deque[StepPlan] = field(default_factory=deque)
     results: deque[StepResult] = field(default_factory=deque)
@@ -82,7 +92,7 @@ class LocalSystem:
         self.scheduler.cache_connected(self.cache_epoch)
         self.poll()
 
-    def attach(self, worker: ToyWorker) -> WorkerEnd:
+    def attach(self, worker: StepWorker) -> WorkerEnd:
         worker.reset()
         end = WorkerEnd(worker, self.scheduler.register_worker(worker.registration, self.now_s))
         self.workers.append(end)
@@ -162,14 +172,18 @@ class LocalSystem:
             acknowledged = SessionRequest(responses_read=client.num_read)
             self.scheduler.session_message(session_id, acknowledged, self.now_s)
 
-    def run(self, max_moves: int = 100_000) -> None:
-        """Round robin until nothing moves."""
-        for _ in range(max_moves):
+    def run_for(self, num_moves: int) -> bool:
+        """The first link that can move, so often at the most; whether everything came to rest."""
+        for _ in range(num_moves):
             moves = self.moves()
             if not moves:
-                return
+                return True
             self.move(*moves[0])
-        raise AssertionError(f"still moving after {max_moves} moves")
+        return False
+
+    def run(self) -> None:
+        """Until nothing moves."""
+        assert self.run_for(100_000), "does not come to rest"
 
     def assert_at_rest(self) -> None:
         """Nothing is left anywhere: no request, no sequence, no used block (DESIGN §5.1)."""

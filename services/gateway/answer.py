@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import orjson
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from paceline.v1 import common_pb2
 from services.gateway.errors import ApiError
@@ -50,7 +50,8 @@ class _Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
         try:
-            await self._run(scope, receive, send)
+            # A task of its own: each of its steps, one per token, would else climb through the whole stack of middleware.
+            await asyncio.create_task(self._run(scope, receive, send))
         except ClientGone:
             _log.debug("client went away", id=self._envelope.id)
         except ApiError as error:
@@ -60,7 +61,7 @@ class _Answer(Response):
             for generation in self._generations:
                 generation.close()
 
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _run(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         raise NotImplementedError
 
     async def _watch(self, receive: Receive) -> None:
@@ -91,6 +92,10 @@ class WholeAnswer(_Answer):
         return "".join(parts)
 
 
+async def _not_yet(message: Message) -> None:
+    raise RuntimeError("the answer has not begun")
+
+
 class StreamAnswer(_Answer):
     """Server-sent events. The status line waits for the first token, so a request that is refused gets a real
     status."""
@@ -107,8 +112,8 @@ class StreamAnswer(_Answer):
         self._format = StreamFormat(
             envelope, generations, include_usage=include_usage, continuous_usage=continuous_usage
         )
-        self._send: Send | None = None
-        self._raw_send: Send | None = None
+        self._send: Send = _not_yet
+        self._raw_send: Send = _not_yet
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send = send
@@ -126,22 +131,20 @@ class StreamAnswer(_Answer):
     async def _pump(self, index: int) -> bytes:
         """Stream one choice; returns its last chunk unsent."""
         generation, formatted = self._generations[index], self._format
-        pending = formatted.first(index)
+        beginning = formatted.first(index)
         text = await generation.next()
         while generation.finish_reason == _RUNNING:
-            if text:
-                await self._emit(pending + formatted.text(index, text))
-                pending = b""
+            if text and beginning is not None:
+                await self._emit(beginning + formatted.text(index, text))
+                beginning = None
+            elif text:
+                # Past the middleware, which has seen the start of the answer and need not see every token.
+                chunk = formatted.text(index, text)
+                await self._raw_send({"type": "http.response.body", "body": chunk, "more_body": True})
             text = await generation.next()
-        return pending + formatted.last(index, text)
+        return (beginning or b"") + formatted.last(index, text)
 
     async def _emit(self, body: bytes, *, more_body: bool = True) -> None:
-        assert self._send is not None
-        assert self._raw_send is not None
-        message: dict[str, Any] = {"type": "http.response.body", "body": body, "more_body": more_body}
-        if self._started and more_body:
-            await self._raw_send(message)
-            return
         if not self._started:
             self._started = True
             await self._send(
@@ -155,4 +158,4 @@ class StreamAnswer(_Answer):
                     ],
                 }
             )
-        await self._send(message)
+        await self._send({"type": "http.response.body", "body": body, "more_body": more_body})

@@ -27,27 +27,42 @@ class Detokenizer(Protocol):
         ...
 
 
-class TableDetokenizer:
-    """For tokenizers whose tokens are byte strings (byte-level BPE, SentencePiece with byte fallback): a table
-    look-up."""
+class PieceTable:
+    """What every token id adds to a text: its bytes, and the text itself where they are whole characters."""
 
-    __slots__ = ("_decode", "_pieces")
+    __slots__ = ("pieces", "texts")
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
-        self._pieces = pieces
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self.pieces = pieces
+        self.texts = [_whole(piece) for piece in pieces]
+
+
+class TableDetokenizer:
+    """For tokenizers whose tokens are byte strings (byte-level BPE, SentencePiece with byte fallback): a look-up."""
+
+    __slots__ = ("_decoder", "_held", "_pieces", "_texts")
+
+    def __init__(self, table: PieceTable) -> None:
+        self._pieces = table.pieces
+        self._texts = table.texts
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        # The decoder holds the beginning of a character.
+        self._held = False
 
     def push(self, token_ids: Sequence[int]) -> str:
+        if not self._held and len(token_ids) == 1 and token_ids[0] < len(self._texts):
+            # Nearly every call: one token of whole characters.
+            text = self._texts[token_ids[0]]
+            if text is not None:
+                return text
+        # A model's vocabulary may be padded beyond its tokenizer's: such an id has no text.
         pieces = self._pieces
-        try:
-            data = b"".join([pieces[i] for i in token_ids])
-        except IndexError:
-            # A model's vocabulary may be padded beyond its tokenizer's: such an id has no text.
-            data = b"".join([pieces[i] for i in token_ids if i < len(pieces)])
-        return self._decode(data)
+        text = self._decoder.decode(b"".join([pieces[i] for i in token_ids if i < len(pieces)]))
+        self._held = bool(self._decoder.getstate()[0])
+        return text
 
     def finish(self) -> str:
-        return self._decode(b"", True)
+        return self._decoder.decode(b"", True)
 
 
 class PrefixDetokenizer:
@@ -189,6 +204,13 @@ class TextStream:
         return shown if self.stopped else shown + self._matcher.finish()
 
 
+def _whole(piece: bytes) -> str | None:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return None
+
+
 def _byte_level_alphabet() -> dict[str, int]:
     """GPT-2's map from printable characters to bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
@@ -242,7 +264,7 @@ def _piece_function(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | 
 
 def piece_table(
     decoder: dict[str, Any] | None, vocab: dict[str, int], special_ids: Collection[int]
-) -> list[bytes] | None:
+) -> PieceTable | None:
     """Bytes of every token id (special tokens: none), or None if this decoder has no such table.
 
     `decoder` is the decoder section of tokenizer.json.
@@ -254,4 +276,4 @@ def piece_table(
     for token, token_id in vocab.items():
         if token_id not in special_ids:
             table[token_id] = piece(token)
-    return table
+    return PieceTable(table)

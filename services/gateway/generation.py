@@ -91,7 +91,9 @@ class Generation:
         before = stream.num_tokens
         text = stream.push(tokens)
         if tokens:
-            self._observe(len(tokens), first=before == 0)
+            now_s = time.perf_counter()
+            self._metrics.tokens(len(tokens), now_s - self._last_s, first=before == 0)
+            self._last_s = now_s
         if stream.stopped:
             await self._stop_here(before)
         elif live.ending is not None:
@@ -118,18 +120,6 @@ class Generation:
         future = self._future
         if future is not None and not future.done():
             future.set_result(None)
-
-    def _observe(self, num_tokens: int, *, first: bool) -> None:
-        now_s = time.perf_counter()
-        metrics = self._metrics
-        if first:
-            metrics.time_to_first_token_s.observe(now_s - self._start_s)
-            if num_tokens > 1:
-                metrics.inter_token_latency_s.observe(0.0, num_tokens - 1)
-        else:
-            metrics.inter_token_latency_s.observe((now_s - self._last_s) / num_tokens, num_tokens)
-        metrics.generation_tokens += num_tokens
-        self._last_s = now_s
 
     async def _stop_here(self, before: int) -> None:
         """A stop string is complete: what came after it does not count, and the engine need not go on."""

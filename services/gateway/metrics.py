@@ -57,6 +57,16 @@ class GatewayMetrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
+    def tokens(self, num_tokens: int, waited_s: float, *, first: bool) -> None:
+        """Output tokens came together, so long after the request (`first`) or after the tokens before."""
+        self.generation_tokens += num_tokens
+        if not first:
+            self.inter_token_latency_s.observe(waited_s / num_tokens, num_tokens)
+            return
+        self.time_to_first_token_s.observe(waited_s)
+        if num_tokens > 1:
+            self.inter_token_latency_s.observe(0.0, num_tokens - 1)
+
     def finished(self, endpoint: str, reason: str, latency_s: float) -> None:
         """A choice ended: stop, length, abort (client gone) or error."""
         self.requests[endpoint, reason] += 1

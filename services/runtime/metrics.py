@@ -1,13 +1,45 @@
-"""Prometheus metrics: one registry per process, served at /metrics for GET and HEAD."""
+"""Prometheus /metrics on its own port, for services that have no HTTP of their own."""
 
 from __future__ import annotations
 
-import gzip
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
-from wsgiref.simple_server import WSGIServer, make_server
+from typing import Any
+from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.exposition import ThreadingWSGIServer, _get_best_family, _SilentHandler, choose_encoder
+from prometheus_client import REGISTRY, make_wsgi_app, start_http_server
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsServer:
+    """A running endpoint; `port` is the one really bound."""
+
+    port: int
+    _server: WSGIServer
+    _thread: threading.Thread
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def start_metrics_server(host: str, port: int) -> MetricsServer:
+    """Serve the process's registry on a thread, GET and HEAD. Port 0 takes a free one. Raises OSError if it is taken."""
+    server, thread = start_http_server(port, addr=host)
+    server.set_app(_with_head(make_wsgi_app(REGISTRY)))
+    return MetricsServer(server.server_port, server, thread)
+
+
+def _with_head(app: Callable[..., Iterable[bytes]]) -> Callable[[dict[str, Any], Any], Iterable[bytes]]:
+    """HEAD as a GET without its body: load generators probe with it."""
+
+    def wrapped(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if environ.get("REQUEST_METHOD") != "HEAD":
+            return app(environ, start_response)
+        for _ in app({**environ, "REQUEST_METHOD": "GET"}, start_response):
+            pass
+        return [b""]
+
+    return wrapped

@@ -16,13 +16,13 @@ from tests.unit.cache.model import Model, ModelRefusal, Result
 # Few of everything, so that prefixes meet, pools run dry and ids are unknown as often as known.
 workers = st.integers(0, 2)
 sequences = st.integers(0, 7)
-tokens = st.lists(st.integers(0, 1), min_size=0, max_size=14)
+tokens = st.builds(lambda same, tail: [0] * same + tail, st.integers(0, 8), st.lists(st.integers(0, 1), max_size=6))
 # Mostly sent at once; else together with the operations that follow, in one exchange.
 held = st.sampled_from([False, False, True])
 
 
 class CacheMachine(RuleBasedStateMachine):
-    @initialize(block_size=st.integers(1, 3), num_blocks=st.lists(st.integers(3, 12), min_size=1, max_size=2))
+    @initialize(block_size=st.integers(1, 3), num_blocks=st.lists(st.integers(4, 16), min_size=1, max_size=3))
     def begin(self, block_size: int, num_blocks: list[int]) -> None:
         self.link = d.Driver()
         self.model = Model()
@@ -90,46 +90,19 @@ class CacheMachine(RuleBasedStateMachine):
             prefixes |= model_worker.stored.keys()
         assert (core.tree.num_nodes if core.tree else 0) == len(prefixes)
 
-    @rule(worker=workers, num_blocks=st.integers(0, 12), other_size=st.booleans(), caching=st.booleans(), hold=held)
-    def add_worker(self, worker: int, num_blocks: int, other_size: bool, caching: bool, hold: bool) -> None:
-        size = self.block_size + other_size
-        if not self.model.workers:
-            self.block_size = size  # with no worker there, any size will do
-        op = d.add_worker_op(worker, num_blocks, size, caching)
-        self.do(op, self.model.add_worker, worker, num_blocks, size, caching, hold=hold)
-
-    @rule(worker=workers, really=st.sampled_from([True, False, False]), hold=held)
-    def remove_worker(self, worker: int, really: bool, hold: bool) -> None:
-        if really or worker not in self.model.workers:
-            self.do(d.remove_worker_op(worker), self.model.remove_worker, worker, hold=hold)
-
-    @rule(sequence=sequences, tokens=tokens, hold=held)
-    def match(self, sequence: int, tokens: list[int], hold: bool) -> None:
-        self.do(d.match_op(sequence, tokens), self.model.match, sequence, tokens, hold=hold)
-
-    @rule(sequence=sequences, worker=workers, hold=held)
-    def admit(self, sequence: int, worker: int, hold: bool) -> None:
-        self.do(d.admit_op(sequence, worker), self.model.admit, sequence, worker, hold=hold)
-
-    @precondition(lambda self: self.model.waiting and self.model.workers)
-    @rule(data=st.data(), hold=held)
-    def admit_a_waiting_one(self, data: st.DataObject, hold: bool) -> None:
-        sequence = data.draw(st.sampled_from(sorted(self.model.waiting)))
+    @precondition(lambda self: self.model.workers)
+    @rule(tokens=tokens, data=st.data(), hold=held)
+    def start(self, tokens: list[int], data: st.DataObject, hold: bool) -> None:
+        sequence = next(s for s in range(100) if s not in self.everything())
         worker = data.draw(st.sampled_from(sorted(self.model.workers)))
+        self.do(d.match_op(sequence, tokens), self.model.match, sequence, tokens, hold=True)
         self.do(d.admit_op(sequence, worker), self.model.admit, sequence, worker, hold=hold)
-
-    @rule(sequences=st.lists(sequences, max_size=4), hold=held)
-    def extend(self, sequences: list[int], hold: bool) -> None:
-        self.do(d.extend_op(sequences), self.model.extend, sequences, hold=hold)
 
     @precondition(lambda self: self.model.running)
-    @rule(data=st.data(), hold=held)
-    def extend_running_ones(self, data: st.DataObject, hold: bool) -> None:
-        sequences = data.draw(st.lists(st.sampled_from(sorted(self.model.running)), max_size=3))
-        self.do(d.extend_op(sequences), self.model.extend, sequences, hold=hold)
-
-    @rule(entries=st.lists(st.tuples(sequences, tokens, st.integers(0, 20)), max_size=3), hold=held)
-    def commit(self, entries: list[tuple[int, list[int], int]], hold: bool) -> None:
+    @rule(hold=held)
+    def compute_all(self, hold: bool) -> None:
+        room = {s: len(sequence.table) * self.block_size for s, sequence in self.model.running.items()}
+        entries = [(s, [], min(room[s], len(sequence.tokens))) for s, sequence in self.model.running.items()]
         self.do(d.commit_op(entries), self.model.commit, entries, hold=hold)
 
     @precondition(lambda self: self.model.running)
@@ -144,25 +117,59 @@ class CacheMachine(RuleBasedStateMachine):
             entries.append((s, new, data.draw(st.integers(sequence.computed, max(sequence.computed, most)))))
         self.do(d.commit_op(entries), self.model.commit, entries, hold=hold)
 
-    @rule(sequences=st.lists(sequences, max_size=3), hold=held)
-    def free(self, sequences: list[int], hold: bool) -> None:
-        self.do(d.free_op(sequences), self.model.free, sequences, hold=hold)
-
     @precondition(lambda self: self.model.running)
     @rule(data=st.data(), hold=held)
-    def free_running_ones(self, data: st.DataObject, hold: bool) -> None:
-        sequences = data.draw(st.lists(st.sampled_from(sorted(self.model.running)), max_size=3, unique=True))
+    def extend(self, data: st.DataObject, hold: bool) -> None:
+        sequences = data.draw(st.lists(st.sampled_from(sorted(self.model.running)), max_size=3))
+        self.do(d.extend_op(sequences), self.model.extend, sequences, hold=hold)
+
+    @precondition(lambda self: self.everything())
+    @rule(data=st.data(), hold=held)
+    def free(self, data: st.DataObject, hold: bool) -> None:
+        sequences = data.draw(st.lists(st.sampled_from(self.everything()), min_size=1, max_size=5, unique=True))
         self.do(d.free_op(sequences), self.model.free, sequences, hold=hold)
+
+    @rule(worker=workers, num_blocks=st.integers(0, 16), other_size=st.booleans(), caching=st.booleans(), hold=held)
+    def add_worker(self, worker: int, num_blocks: int, other_size: bool, caching: bool, hold: bool) -> None:
+        size = self.block_size + other_size
+        if not self.model.workers and num_blocks:
+            self.block_size = size  # with no worker there, any size will do
+        op = d.add_worker_op(worker, num_blocks, size, caching)
+        self.do(op, self.model.add_worker, worker, num_blocks, size, caching, hold=hold)
+
+    @rule(worker=workers, chance=st.integers(0, 5), hold=held)
+    def remove_worker(self, worker: int, chance: int, hold: bool) -> None:
+        if chance == 5 or worker not in self.model.workers:
+            self.do(d.remove_worker_op(worker), self.model.remove_worker, worker, hold=hold)
+
+    @rule(data=st.data(), sequence=sequences, several=st.lists(sequences, max_size=4), hold=held)
+    def anything(self, data: st.DataObject, sequence: int, several: list[int], hold: bool) -> None:
+        """Whether it makes sense or not."""
+        match data.draw(st.sampled_from(["match", "admit", "extend", "commit", "free"])):
+            case "match":
+                prompt = data.draw(tokens)
+                self.do(d.match_op(sequence, prompt), self.model.match, sequence, prompt, hold=hold)
+            case "admit":
+                worker = data.draw(workers)
+                self.do(d.admit_op(sequence, worker), self.model.admit, sequence, worker, hold=hold)
+            case "extend":
+                self.do(d.extend_op(several), self.model.extend, several, hold=hold)
+            case "commit":
+                entries = [(s, data.draw(tokens), data.draw(st.integers(0, 20))) for s in several]
+                self.do(d.commit_op(entries), self.model.commit, entries, hold=hold)
+            case "free":
+                self.do(d.free_op(several), self.model.free, several, hold=hold)
 
     def teardown(self) -> None:
         if not hasattr(self, "link"):
             return
-        self.do(d.free_op([*self.model.waiting, *self.model.running]), self.model.free, self.everything())
+        sequences = self.everything()
+        self.do(d.free_op(sequences), self.model.free, sequences)
         for worker in self.link.core.workers.values():
             assert worker.pool.used_blocks == 0
 
     def everything(self) -> list[int]:
-        return [*self.model.waiting, *self.model.running]
+        return sorted([*self.model.waiting, *self.model.running])
 
 
 TestCacheMachine = CacheMachine.TestCase

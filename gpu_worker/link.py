@@ -1,0 +1,133 @@
+"""One link to the scheduler: register, then plans down, results and heartbeats up, until released or broken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import grpc.aio
+
+from gpu_worker.metrics import record_step
+from gpu_worker.model_thread import LinkRun, ModelThread
+from gpu_worker.runner import StepStats
+from paceline.v1.worker_pb2 import (
+    Heartbeat,
+    StepResult,
+    WorkerDrain,
+    WorkerRegistered,
+    WorkerRegistration,
+    WorkerServiceLinkRequest,
+    WorkerServiceLinkResponse,
+)
+from paceline.v1.worker_pb2_grpc import WorkerServiceStub
+
+HEARTBEAT_S = 1.0
+
+
+class LinkBroken(Exception):
+    """The link ended without a release. The message says what is known of why."""
+
+
+@dataclass(slots=True)
+class Link:
+    """`run()` returns when the scheduler has released the worker, and raises LinkBroken or what the model raised."""
+
+    channel: grpc.aio.Channel
+    registration: WorkerRegistration
+    thread: ModelThread
+    on_registered: Callable[[WorkerRegistered], None]
+
+    async def run(self, drain: asyncio.Event) -> None:
+        """`drain` set: ask to be let go, and go on executing until then."""
+        outbox: asyncio.Queue[WorkerServiceLinkRequest] = asyncio.Queue()
+        outbox.put_nowait(WorkerServiceLinkRequest(registration=self.registration))
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        progress = _Progress(outbox)
+
+        def on_failure(error: Exception) -> None:
+            if not failed.done():
+                failed.set_exception(error)
+
+        run = LinkRun(progress.on_result, on_failure)
+        # Without an iterator: read() and write(), which the stubs do not know.
+        call = cast(Any, WorkerServiceStub(self.channel)).Link()
+        tasks: list[asyncio.Future[None]] = [
+            asyncio.ensure_future(self._read(call, run)),
+            asyncio.ensure_future(_write(call, outbox)),
+            asyncio.ensure_future(progress.beat()),
+            asyncio.ensure_future(_ask_to_leave(drain, outbox)),
+            failed,
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except grpc.aio.AioRpcError as error:
+            raise LinkBroken(f"{error.code().name}: {error.details()}") from error
+        finally:
+            run.close()
+            call.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, call: Any, run: LinkRun) -> None:
+        """Returns when released."""
+        first = await _receive(call)
+        if first.WhichOneof("message") != "registered":
+            raise LinkBroken("the scheduler's first message is not a registration's answer")
+        self.thread.begin(run)
+        self.on_registered(first.registered)
+        while True:
+            message = await _receive(call)
+            match message.WhichOneof("message"):
+                case "plan":
+                    self.thread.submit(run, message.plan)
+                case "released":
+                    return
+                case other:
+                    raise LinkBroken(f"unexpected message {other!r} from the scheduler")
+
+
+@dataclass(slots=True)
+class _Progress:
+    outbox: asyncio.Queue[WorkerServiceLinkRequest]
+    last_step: int = 0
+
+    def on_result(self, result: StepResult, stats: StepStats) -> None:
+        self.last_step = result.step
+        self.outbox.put_nowait(WorkerServiceLinkRequest(result=result))
+        record_step(result, stats)
+
+    async def beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            # A scheduler that does not read gets no pile of heartbeats.
+            if self.outbox.empty():
+                self.outbox.put_nowait(WorkerServiceLinkRequest(heartbeat=Heartbeat(step=self.last_step)))
+
+
+async def _receive(call: Any) -> WorkerServiceLinkResponse:
+    message = await call.read()
+    if not isinstance(message, WorkerServiceLinkResponse):  # grpc.aio.EOF
+        status = f"{(await call.code()).name} {await call.details()}".strip()
+        raise LinkBroken(f"the scheduler ended the link ({status})")
+    return message
+
+
+async def _write(call: Any, outbox: asyncio.Queue[WorkerServiceLinkRequest]) -> None:
+    """Ends with the call: how it ended is the reader's to say."""
+    while True:
+        message = await outbox.get()
+        try:
+            await call.write(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await asyncio.Event().wait()
+
+
+async def _ask_to_leave(drain: asyncio.Event, outbox: asyncio.Queue[WorkerServiceLinkRequest]) -> None:
+    await drain.wait()
+    outbox.put_nowait(WorkerServiceLinkRequest(drain=WorkerDrain()))
+    await asyncio.Event().wait()

@@ -1,0 +1,191 @@
+"""The worker process: load the model, keep a link to the scheduler, leave without losing a request."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable
+
+import structlog
+
+from gpu_worker.build import BuiltWorker, build_worker
+from gpu_worker.errors import DeviceError, ModelError
+from gpu_worker.link import Link, LinkBroken
+from gpu_worker.metrics import KV_BLOCKS, LINK_FAILURES, LINK_UP
+from gpu_worker.model_thread import ModelThread, StepFailed
+from gpu_worker.progress import load_progress
+from gpu_worker.settings import WorkerSettings
+from paceline.v1.worker_pb2 import WorkerRegistered, WorkerRegistration
+from services.runtime.logs import get_logger
+from services.runtime.metrics import start_metrics_server
+from services.runtime.rpc import GrpcServer, open_channel
+from services.runtime.service import Addresses
+
+log: structlog.stdlib.BoundLogger = get_logger(__name__)
+
+RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
+# A step that raised would likely raise again at once: let the log be readable.
+FAILURE_PAUSE_S = 1.0
+# Exit statuses: starting again with the same settings is pointless after the first, sensible after the second.
+MODEL_ERROR_STATUS, DEVICE_ERROR_STATUS = 2, 1
+# A scheduler that stays away is mentioned this often.
+REMIND_S = 15.0
+
+
+async def serve(
+    settings: WorkerSettings, stop: asyncio.Event, *, on_ready: Callable[[Addresses], None] | None = None
+) -> None:
+    """Until `stop` is set and the worker is drained. SystemExit, after one line on stderr, if the model cannot be served.
+
+    `on_ready` is called when the worker has registered for the first time.
+    """
+    metrics = start_metrics_server(settings.host, settings.metrics_port)
+    server = GrpcServer(settings.host, settings.port)
+    try:
+        port = await server.start()
+        addresses = Addresses(f"{settings.host}:{port}", None, f"{settings.host}:{metrics.port}")
+        built = await _build(settings)
+        thread = ModelThread(built.runner)
+        thread.start()
+        try:
+            await _keep_link(settings, built, thread, server, stop, lambda: on_ready and on_ready(addresses))
+        finally:
+            await asyncio.to_thread(thread.stop, 1.0)
+    except (ModelError, DeviceError) as error:
+        print(f"paceline worker: {error}", file=sys.stderr)
+        raise SystemExit(MODEL_ERROR_STATUS if isinstance(error, ModelError) else DEVICE_ERROR_STATUS) from error
+    finally:
+        await server.stop(0.5)
+        metrics.close()
+
+
+async def _build(settings: WorkerSettings) -> BuiltWorker:
+    """Off the event loop: health checks answer while gigabytes are read."""
+    log.info("loading model", model=settings.model, load_format=settings.load_format)
+    with load_progress(settings.model) as progress:
+        built = await asyncio.to_thread(build_worker, settings, progress)
+    limits, info = built.runner.limits, built.info
+    KV_BLOCKS.set(limits.num_blocks)
+    log.info(
+        "model loaded",
+        name=info.name,
+        architecture=info.architecture,
+        dtype=info.dtype,
+        max_model_len=info.max_model_len,
+        kv_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+    )
+    return built
+
+
+async def _keep_link(
+    settings: WorkerSettings,
+    built: BuiltWorker,
+    thread: ModelThread,
+    server: GrpcServer,
+    stop: asyncio.Event,
+    on_first: Callable[[], object],
+) -> None:
+    """Dial, register, serve; redial when the link breaks; until `stop` and the drain after it."""
+    keeper = _Keeper(settings.scheduler, server, on_first)
+    registration = _registration(settings, built)
+    channel = open_channel(settings.scheduler)
+    try:
+        while not stop.is_set():
+            link = Link(channel, registration, thread, keeper.registered)
+            running = asyncio.ensure_future(link.run(stop))
+            try:
+                await _until_released(running, keeper, stop, settings.drain_s)
+                return
+            except (LinkBroken, StepFailed) as error:
+                await keeper.broken(error, stop)
+    finally:
+        LINK_UP.set(0)
+        await channel.close(None)
+
+
+async def _until_released(running: asyncio.Future[None], keeper: _Keeper, stop: asyncio.Event, drain_s: float) -> None:
+    """Wait for the link's end; after `stop`, no longer than a drain takes (nothing to drain while unregistered)."""
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            log.info("draining", at_most_s=drain_s if keeper.is_up else 0.0)
+            await asyncio.wait((running,), timeout=drain_s if keeper.is_up else 0.0)
+        if running.done():
+            running.result()
+            log.info("released by the scheduler")
+        elif keeper.is_up:
+            log.warning("leaving with sequences still running: the drain took too long", drain_s=drain_s)
+    finally:
+        stopping.cancel()
+        running.cancel()
+        await asyncio.gather(running, stopping, return_exceptions=True)
+
+
+class _Keeper:
+    """What outlives a link: whether it is up, how long to wait before the next, what has been said about it."""
+
+    def __init__(self, scheduler: str, server: GrpcServer, on_first: Callable[[], object]) -> None:
+        self._scheduler = scheduler
+        self._server = server
+        self._on_first: Callable[[], object] | None = on_first
+        self._delay_s = RETRY_FIRST_S
+        self._said: tuple[str, float] = ("", 0.0)
+        self.is_up = False
+
+    def registered(self, answer: WorkerRegistered) -> None:
+        self.is_up = True
+        self._delay_s = RETRY_FIRST_S
+        self._said = ("", 0.0)
+        LINK_UP.set(1)
+        self._server.set_serving(True)
+        log.info(
+            "registered", scheduler=self._scheduler, worker=answer.worker, epoch=answer.epoch, window=answer.window
+        )
+        if self._on_first is not None:
+            self._on_first()
+            self._on_first = None
+
+    async def broken(self, error: LinkBroken | StepFailed, stop: asyncio.Event) -> None:
+        """Say so and pause before the next link."""
+        if self.is_up:
+            LINK_FAILURES.inc()
+        self.is_up = False
+        LINK_UP.set(0)
+        self._server.set_serving(False)
+        if isinstance(error, StepFailed):
+            log.error("step failed, registering anew", error=str(error), requests=error.requests, exc_info=error)
+            self._delay_s = max(self._delay_s, FAILURE_PAUSE_S)
+        else:
+            self._say(str(error))
+        await _sleep_unless(stop, self._delay_s)
+        self._delay_s = min(2 * self._delay_s, RETRY_MOST_S)
+
+    def _say(self, reason: str) -> None:
+        now = asyncio.get_running_loop().time()
+        what, when = self._said
+        if what != reason or now - when > REMIND_S:
+            log.warning("no link to the scheduler, retrying", scheduler=self._scheduler, reason=reason)
+            self._said = (reason, now)
+
+
+async def _sleep_unless(stop: asyncio.Event, delay_s: float) -> None:
+    try:
+        await asyncio.wait_for(stop.wait(), delay_s)
+    except TimeoutError:
+        return
+
+
+def _registration(settings: WorkerSettings, built: BuiltWorker) -> WorkerRegistration:
+    limits = built.runner.limits
+    return WorkerRegistration(
+        name=settings.name or f"{socket.gethostname()}-{os.getpid()}",
+        model=built.info,
+        block_size=limits.block_size,
+        num_blocks=limits.num_blocks,
+        max_num_seqs=limits.max_num_seqs,
+        max_batched_tokens=limits.max_batched_tokens,
+    )

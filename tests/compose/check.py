@@ -1,0 +1,300 @@
+"""Checks of the compose file against a real engine, in order; run.sh sees to the engine first.
+
+One line per check, then `N passed, N failed`. The first failure ends the run: the later checks stand on the earlier
+ones. Whatever happens, the project is taken down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from threading import Event
+
+from stack import ROOT, Api, Stack, docker, inspect, is_healthy, kill_process, metric, wait_until
+
+sys.path.insert(0, str(ROOT))
+from demo.corpus import held_out
+
+CONTROL_PLANE, WORKER = "paceline/control-plane:ci", "paceline/worker:ci"
+HEALTH_PORTS = {"cache": 50052, "scheduler": 50051, "worker": 50053, "gateway": 8001}
+WORKER_METRICS_PORT = 9103
+STORIES = ("Once upon a time", "One day", "A small fox", "The old king", "In the morning", "There was a bird")
+STORY_TOKENS = 500
+
+
+class Streams:
+    """Greedy streams that run at the same time, each in a thread, with what has come so far."""
+
+    def __init__(self, api: Api, pool: ThreadPoolExecutor) -> None:
+        self.texts = [""] * len(STORIES)
+        self._begun = [Event() for _ in STORIES]
+        self._done: list[Future[None]] = [pool.submit(self._read, api, index) for index in range(len(STORIES))]
+
+    def _read(self, api: Api, index: int) -> None:
+        for piece in api.stream(STORIES[index], STORY_TOKENS, ignore_eos=True):
+            self.texts[index] += piece
+            if piece:
+                self._begun[index].set()
+
+    def wait_begun(self) -> None:
+        """Until every stream has brought text."""
+        for event in self._begun:
+            assert event.wait(60), "a stream brought no token within 60 s"
+
+    @property
+    def running(self) -> int:
+        """Streams that have not ended."""
+        return sum(not future.done() for future in self._done)
+
+    def finish(self) -> list[str]:
+        """All the texts, when they are complete. Raises what a stream raised."""
+        for future in self._done:
+            future.result(timeout=120)
+        return self.texts
+
+
+class Checks:
+    """What is checked, in this order. Each returns a remark for its line."""
+
+    def __init__(self, stack: Stack, api: Api, pool: ThreadPoolExecutor, build: bool) -> None:
+        self.stack, self.api, self.pool, self.build = stack, api, pool, build
+        self.reference: list[str] = []
+
+    def all(self) -> list[tuple[str, Callable[[], str]]]:
+        """Every check with its title."""
+        return [
+            ("compose file is valid, with and without the gpu profile", self.config),
+            ("images build", self.images),
+            ("control-plane image has no torch, worker image has it for the CPU", self.torch),
+            ("images run as uid 10001 and carry no compiler", self.user),
+            ("compose up: gateway ready", self.up),
+            ("every service healthy by grpc.health.v1", self.healthy),
+            ("only the gateway is published, on 127.0.0.1", self.ports),
+            ("completion: same greedy text twice", self.completion),
+            ("stream: same text as without streaming", self.streamed),
+            ("chat: the demo model's answers are right", self.chat),
+            ("compose up --scale worker=2: both registered", self.scale),
+            ("two workers: both compute, texts as with one", self.both_serve),
+            ("kill -9 of a worker under running streams: texts complete and right", self.kill_worker),
+            ("scale down to one worker under running streams: it drains", self.drain_worker),
+            ("kill -9 of the cache under running streams: texts complete and right", self.kill_cache),
+            ("kill -9 of the scheduler under running streams: texts complete and right", self.kill_scheduler),
+            ("compose stop: every process ends by itself", self.stop),
+            ("compose down: nothing is left", self.down),
+        ]
+
+    # ── images ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def config(self) -> str:
+        names = set(self.stack.compose("config", "--services").split())
+        assert names >= {"scheduler", "cache", "worker", "gateway"}, f"services: {names}"
+        assert "nvidia" in self.stack.compose("--profile", "gpu", "config"), "the gpu profile reserves no device"
+        return ""
+
+    def images(self) -> str:
+        if self.build:
+            self.stack.compose("build", "scheduler", "cache", "gateway", "worker")
+        base = _size_mb("python:3.11-slim")
+        own = ", ".join(f"{image} {_size_mb(image)} MB" for image in (CONTROL_PLANE, WORKER))
+        return f"{own} ({base} MB of each is the base)"
+
+    def torch(self) -> str:
+        find = "import importlib.util as u; print(u.find_spec('torch') is not None)"
+        assert _python(CONTROL_PLANE, find) == "False", "torch is in the control-plane image"
+        version = _python(WORKER, "import torch; print(torch.__version__, torch.version.cuda)")
+        assert version.endswith("None"), f"not a CPU build: {version}"
+        return version.split()[0]
+
+    def user(self) -> str:
+        look = (
+            "import os, shutil, sys; tools = ['gcc', 'cc', 'g++', 'make', 'git', 'nvcc'];"
+            "print(os.getuid(), [t for t in tools if shutil.which(t)], os.access(sys.prefix, os.W_OK))"
+        )
+        for image in (CONTROL_PLANE, WORKER):
+            seen = _python(image, look)
+            assert seen == "10001 [] False", f"{image}: {seen}"
+        return ""
+
+    # ── serving ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def up(self) -> str:
+        began_s = time.monotonic()
+        self.stack.compose("up", "-d", "--no-build")
+        wait_until("/ready", lambda: self.api.workers() == 1, 120)
+        return f"{time.monotonic() - began_s:.1f} s"
+
+    def healthy(self) -> str:
+        for service, port in HEALTH_PORTS.items():
+            (container,) = self.stack.containers(service)
+            wait_until(f"{service} healthy", partial(is_healthy, container), 40)
+            probe = ("exec", container, "python", "-m", "services.runtime.healthcheck", f"127.0.0.1:{port}")
+            docker(*probe)
+            assert _fails(*probe, "--service", "no.Such"), f"{service}: healthy for no.Such"
+        return ""
+
+    def ports(self) -> str:
+        for service in HEALTH_PORTS:
+            bindings = inspect(self.stack.containers(service)[0])["NetworkSettings"]["Ports"]
+            published = {host["HostIp"] for hosts in bindings.values() for host in hosts or ()}
+            assert published == ({"127.0.0.1"} if service == "gateway" else set()), f"{service}: {bindings}"
+        return ""
+
+    def completion(self) -> str:
+        self.reference = [self.api.complete(prompt, STORY_TOKENS, ignore_eos=True) for prompt in STORIES]
+        again = self.api.complete(STORIES[0], STORY_TOKENS, ignore_eos=True)
+        assert again == self.reference[0], f"{again[:200]!r} after {self.reference[0][:200]!r}"
+        return ""
+
+    def streamed(self) -> str:
+        self._compare(["".join(self.api.stream(STORIES[0], STORY_TOKENS, ignore_eos=True)), *self.reference[1:]])
+        began_s = time.monotonic()
+        self._compare(Streams(self.api, self.pool).finish())
+        rate = len(STORIES) * STORY_TOKENS / (time.monotonic() - began_s)
+        return f"{len(STORIES)} streams at once: {rate:.0f} tokens/s"
+
+    def chat(self) -> str:
+        examples = [example for task in ("repeat", "lookup", "add") for example in held_out(task, 10)]
+        said = list(self.pool.map(lambda example: self.api.chat(list(example.messages)), examples))
+        right = sum(text.strip() == example.answer for text, example in zip(said, examples, strict=True))
+        assert right >= 0.9 * len(examples), f"only {right} of {len(examples)} right; the first: {said[0]!r}"
+        return f"{right} of {len(examples)} held-out prompts"
+
+    # ── scaling and losses ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def scale(self) -> str:
+        self.stack.compose("up", "-d", "--no-build", "--no-recreate", "--scale", "worker=2")
+        waited_s = wait_until("two workers", lambda: self.api.workers() == 2, 90)
+        return f"{waited_s:.1f} s"
+
+    def both_serve(self) -> str:
+        before = self._worker_tokens()
+        self._compare(Streams(self.api, self.pool).finish())
+        shares = [after - earlier for after, earlier in zip(self._worker_tokens(), before, strict=True)]
+        assert all(share > 0 for share in shares), f"tokens computed by each worker: {shares}"
+        return " + ".join(f"{share:.0f}" for share in shares) + " tokens"
+
+    def kill_worker(self) -> str:
+        before = self._worker_tokens()
+        streams = Streams(self.api, self.pool)
+        streams.wait_begun()
+        shares = [after - earlier for after, earlier in zip(self._worker_tokens(), before, strict=True)]
+        victim = self.stack.containers("worker")[shares.index(max(shares))]
+        remark = self._kill(victim, streams)
+        waited_s = wait_until("the worker is back", lambda: self.api.workers() == 2, 90)
+        return f"{remark}; the worker registered again after {waited_s:.1f} s"
+
+    def drain_worker(self) -> str:
+        streams = Streams(self.api, self.pool)
+        streams.wait_begun()
+        self.stack.compose("up", "-d", "--no-build", "--no-recreate", "--scale", "worker=1")
+        self._compare(streams.finish())
+        wait_until("one worker", lambda: self.api.workers() == 1, 30)
+        return ""
+
+    def kill_cache(self) -> str:
+        return self._kill_and_recover("cache")
+
+    def kill_scheduler(self) -> str:
+        return self._kill_and_recover("scheduler")
+
+    def _kill_and_recover(self, service: str) -> str:
+        streams = Streams(self.api, self.pool)
+        streams.wait_begun()
+        remark = self._kill(self.stack.containers(service)[0], streams)
+        waited_s = wait_until("/ready", lambda: self.api.workers() == 1, 90)
+        self._compare([self.api.complete(STORIES[0], STORY_TOKENS, ignore_eos=True), *self.reference[1:]])
+        return f"{remark}; ready again after {waited_s:.1f} s"
+
+    def _kill(self, container: str, streams: Streams) -> str:
+        restarts: int = inspect(container)["RestartCount"]
+        began_s = time.monotonic()
+        kill_process(container)
+        running = streams.running
+        assert running, "every stream had ended before the kill: it proved nothing"
+        self._compare(streams.finish())
+        ended_s = time.monotonic() - began_s
+        wait_until("restart", lambda: inspect(container)["RestartCount"] > restarts, 30)
+        return f"{running} streams running, all ended {ended_s:.1f} s later"
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def stop(self) -> str:
+        containers = {service: self.stack.containers(service) for service in HEALTH_PORTS}
+        began_s = time.monotonic()
+        self.stack.compose("stop")
+        codes = {service: [inspect(c)["State"]["ExitCode"] for c in ids] for service, ids in containers.items()}
+        assert not any(code for found in codes.values() for code in found), f"exit statuses: {codes}"
+        return f"{time.monotonic() - began_s:.1f} s"
+
+    def down(self) -> str:
+        self.stack.compose("down", "-v", "--remove-orphans")
+        left = self.stack.leftovers()
+        assert not left, f"left: {left}"
+        return ""
+
+    def _compare(self, texts: list[str]) -> None:
+        for prompt, text, reference in zip(STORIES, texts, self.reference, strict=True):
+            assert text == reference, f"{prompt!r}: {_difference(text, reference)}"
+
+    def _worker_tokens(self) -> list[float]:
+        name = "paceline_worker_generated_tokens_total"
+        return [metric(container, WORKER_METRICS_PORT, name) for container in self.stack.containers("worker")]
+
+
+def _difference(text: str, reference: str) -> str:
+    pairs = zip(text, reference, strict=False)
+    at = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(text), len(reference)))
+    return f"from character {at} of {len(reference)} on {text[at : at + 60]!r}, not {reference[at : at + 60]!r}"
+
+
+def _fails(*args: str) -> bool:
+    try:
+        docker(*args)
+    except AssertionError:
+        return True
+    return False
+
+
+def _python(image: str, code: str) -> str:
+    said: str = docker("run", "--rm", "--read-only", "--network", "none", "--entrypoint", "python", image, "-c", code)
+    return said
+
+
+def _size_mb(image: str) -> int:
+    return int(docker("image", "inspect", "-f", "{{.Size}}", image)) // 10**6
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--skip-build", action="store_true", help="use the images that are there")
+    arguments = parser.parse_args()
+    stack = Stack(os.environ.get("COMPOSE", "docker-compose"))
+    passed = failed = 0
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(len(STORIES)) as pool:
+        try:
+            for title, check in Checks(stack, Api(stack.port), pool, not arguments.skip_build).all():
+                check_began_s = time.monotonic()
+                try:
+                    remark = check()
+                except Exception as error:
+                    failed += 1
+                    print(f"FAIL {title}: {type(error).__name__}: {error}", flush=True)
+                    print(stack.compose("ps", check=False), stack.compose("logs", "--tail=25", check=False), sep="\n")
+                    break
+                passed += 1
+                print(f"ok   {title} [{time.monotonic() - check_began_s:.1f} s] {remark}".rstrip(), flush=True)
+        finally:
+            stack.compose("down", "-v", "--remove-orphans", "-t", "5", check=False)
+    print(f"{time.monotonic() - began_s:.0f} s in all")
+    print(f"{passed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

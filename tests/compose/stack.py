@@ -1,0 +1,190 @@
+"""One compose project under test, and the HTTP client that asks it things. Standard library only."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    """A TCP port of the loopback that is free now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def wait_until(what: str, condition: Callable[[], bool], timeout_s: float, every_s: float = 0.2) -> float:
+    """Seconds until the condition held. AssertionError if that takes longer than `timeout_s`."""
+    began_s = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began_s < timeout_s, f"{what}: not within {timeout_s:.0f} s"
+        time.sleep(every_s)
+    return time.monotonic() - began_s
+
+
+def command(*args: str, check: bool = True, env: dict[str, str] | None = None) -> str:
+    """What a command prints on stdout. AssertionError with the end of its stderr if it fails."""
+    done = subprocess.run(args, cwd=ROOT, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if check:
+        tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-15:])
+        assert done.returncode == 0, f"{shlex.join(args)}: exit status {done.returncode}\n{tail}"
+    return done.stdout
+
+
+def docker(*args: str, check: bool = True) -> str:
+    """The Docker CLI."""
+    return command("docker", *args, check=check).strip()
+
+
+class Stack:
+    """A compose project of its own: name, images' tag and ports clash with nobody's."""
+
+    def __init__(self, compose: str) -> None:
+        self.name = f"paceline-ci-{os.getpid()}"
+        self.port, self.grpc_port = free_port(), free_port()
+        self._compose = [*shlex.split(compose), "-p", self.name]
+        self._env = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")} | {
+            "PACELINE_TAG": "ci",
+            "PACELINE_PORT": str(self.port),
+            "PACELINE_GRPC_PORT": str(self.grpc_port),
+            "PACELINE_BUILD_NETWORK": os.environ.get("PACELINE_BUILD_NETWORK", "host"),
+        }
+
+    def compose(self, *args: str, check: bool = True) -> str:
+        """Run compose on this project."""
+        return command(*self._compose, *args, check=check, env=self._env)
+
+    def containers(self, service: str) -> list[str]:
+        """Ids of the service's containers, stopped ones included, lowest number first."""
+        ids = docker(
+            "ps", "-aq",
+            "--filter", f"label=com.docker.compose.project={self.name}",
+            "--filter", f"label=com.docker.compose.service={service}",
+        ).split()  # fmt: skip
+        number = "com.docker.compose.container-number"
+        return sorted(ids, key=lambda container: int(inspect(container)["Config"]["Labels"][number]))
+
+    def leftovers(self) -> str:
+        """Containers, networks and volumes of the project that still exist."""
+        label = f"label=com.docker.compose.project={self.name}"
+        kinds = (("ps", "-aq"), ("network", "ls", "-q"), ("volume", "ls", "-q"))
+        return " ".join(docker(*kind, "--filter", label) for kind in kinds).strip()
+
+
+def inspect(container: str) -> dict[str, Any]:
+    """What the engine knows of a container."""
+    found: dict[str, Any] = json.loads(docker("inspect", container))[0]
+    return found
+
+
+def is_healthy(container: str) -> bool:
+    """Whether the engine's last health check passed."""
+    status: str = inspect(container)["State"]["Health"]["Status"]
+    return status == "healthy"
+
+
+def kill_process(container: str) -> None:
+    """SIGKILL to the service's process, as by the OOM killer.
+
+    `docker kill` would count as the user's wish, which a restart policy respects.
+    """
+    docker("exec", container, "sh", "-c", "kill -9 -1", check=False)
+
+
+def metric(container: str, port: int, name: str) -> float:
+    """Sum of a series over its labels, from inside the container (metrics ports are not published)."""
+    fetch = f"import urllib.request as r; print(r.urlopen('http://127.0.0.1:{port}/metrics').read().decode())"
+    text = docker("exec", container, "python", "-c", fetch)
+    samples = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+    assert samples, f"no series {name} on port {port}"
+    return sum(map(float, samples))
+
+
+class Api:
+    """The gateway's HTTP API. AssertionError for any answer but 200."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def get(self, path: str) -> tuple[int, Any]:
+        """Status and JSON body; status 0 if nobody answers."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=10)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        except (OSError, http.client.HTTPException):
+            return 0, None
+        finally:
+            connection.close()
+
+    def workers(self) -> int:
+        """Workers that the scheduler knows; 0 while it is not ready."""
+        status, body = self.get("/ready")
+        return int(body["workers"]) if status == 200 else 0
+
+    def complete(self, prompt: str, max_tokens: int, **more: Any) -> str:
+        """A greedy completion's text."""
+        body = {"model": self.model(), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **more}
+        text: str = self._post("/v1/completions", body)["choices"][0]["text"]
+        return text
+
+    def chat(self, messages: list[dict[str, str]], max_tokens: int = 80) -> str:
+        """A greedy answer."""
+        body = {"model": self.model(), "messages": messages, "max_tokens": max_tokens, "temperature": 0}
+        text: str = self._post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+        return text
+
+    def stream(self, prompt: str, max_tokens: int, **more: Any) -> Iterator[str]:
+        """The pieces of a greedy completion as they come; it must end with a finish reason and [DONE]."""
+        body = {"model": self.model(), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **more}
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=90)
+        connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), _JSON)
+        response = connection.getresponse()
+        assert response.status == 200, f"HTTP {response.status}: {response.read()[:300]!r}"
+        finish_reason = None
+        for line in response:
+            if not line.startswith(b"data: "):
+                assert not line.strip(), f"not an event: {line!r}"
+                continue
+            if line.strip() == b"data: [DONE]":
+                assert finish_reason, "the stream ended without a finish reason"
+                connection.close()
+                return
+            event = json.loads(line[6:])
+            assert "error" not in event, f"error in the stream: {event['error']}"
+            choice = event["choices"][0]
+            finish_reason = choice["finish_reason"] or finish_reason
+            yield choice["text"]
+        raise AssertionError("the stream broke off")
+
+    def model(self) -> str:
+        """The model that is served."""
+        name: str = self.get("/v1/models")[1]["data"][0]["id"]
+        return name
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=90)
+        try:
+            connection.request("POST", path, json.dumps(body), _JSON)
+            response = connection.getresponse()
+            text = response.read()
+        finally:
+            connection.close()
+        assert response.status == 200, f"{path}: HTTP {response.status}: {text[:300]!r}"
+        return json.loads(text)
+
+
+_JSON = {"content-type": "application/json"}

@@ -1,0 +1,138 @@
+"""Real models under the real scheduler and cache cores, in one process: token for token what transformers generates."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from gpu_worker.build import build_worker
+from gpu_worker.settings import WorkerSettings
+from paceline.v1.common_pb2 import FinishReason, SamplingParams
+from paceline.v1.worker_pb2 import StepPlan, StepResult, WorkerRegistration
+from scheduler_svc.core.scheduler import SchedulerConfig
+from simulator.system import LocalSystem
+from tests.support import checkpoints, reference
+
+NUM_OUTPUT = 12
+GREEDY = SamplingParams(top_p=1, max_tokens=NUM_OUTPUT, ignore_eos=True, seed=1)
+
+
+class ModelWorker:
+    def __init__(self, path: Path, **settings: int) -> None:
+        options = WorkerSettings(model=str(path), device="cpu", threads=1, **settings)
+        built = build_worker(options)
+        self.runner = built.runner
+        limits = built.runner.limits
+        self.registration = WorkerRegistration(
+            model=built.info,
+            block_size=limits.block_size,
+            num_blocks=limits.num_blocks,
+            max_num_seqs=limits.max_num_seqs,
+            max_batched_tokens=limits.max_batched_tokens,
+        )
+
+    def reset(self) -> None:
+        self.runner.reset()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.runner.step(plan)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {family: checkpoints.make(family, folder / family) for family in checkpoints.FAMILIES}
+
+
+def prompts(seed: int, lengths: list[int]) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 320) for _ in range(length)] for length in lengths]
+
+
+def check(
+    path: Path,
+    asked: list[list[int]],
+    *,
+    window: int = 2,
+    workers: int = 1,
+    waves: int = 1,
+    expect_preemption: bool = False,
+    expect_hits: bool = False,
+    **settings: int,
+) -> None:
+    """Everything at once, `waves` times over; each output compared with transformers' own."""
+    system = LocalSystem(SchedulerConfig(window=window))
+    for _ in range(workers):
+        system.attach(ModelWorker(path, **{"num_blocks": 400, "max_num_seqs": 16} | settings))
+    client = system.open("s")
+    for wave in range(waves):
+        for i, prompt in enumerate(asked):
+            system.submit("s", wave * 100 + i, prompt, GREEDY)
+        system.run()
+        for i, prompt in enumerate(asked):
+            assert client.endings[wave * 100 + i].reason == FinishReason.FINISH_REASON_LENGTH
+            assert client.tokens[wave * 100 + i] == reference.greedy(path, prompt, NUM_OUTPUT), f"wave {wave}, {i}"
+    system.assert_at_rest()
+    if expect_preemption:
+        assert system.scheduler.counters.preempted > 0
+    if expect_hits:
+        assert system.cache.counters.prefix_hit_tokens > 0
+    if workers > 1:
+        assert all(end.worker.runner.last_counts.decode_tokens for end in system.workers)
+
+
+MIXED = prompts(0, [1, 3, 17, 40, 64, 90])
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+@pytest.mark.parametrize("block_size", [1, 8, 16])
+def test_mixed_lengths_and_block_sizes(models: dict[str, Path], family: str, block_size: int) -> None:
+    check(models[family], MIXED, block_size=block_size, num_blocks=6400 // block_size)
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_prefill_in_chunks(models: dict[str, Path], family: str, chunk: int) -> None:
+    check(models[family], MIXED, block_size=8, max_batched_tokens=chunk, max_num_seqs=min(chunk, 16))
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_prefix_hit(models: dict[str, Path], family: str) -> None:
+    check(models[family], MIXED, block_size=8, waves=2, expect_hits=True)
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_preemption_in_a_tiny_pool(models: dict[str, Path], family: str) -> None:
+    asked = prompts(1, [9, 10, 11, 12])
+    check(models[family], asked, block_size=4, num_blocks=13, expect_preemption=True)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_windows_and_workers(models: dict[str, Path], window: int, workers: int) -> None:
+    check(models["llama3"], MIXED, window=window, workers=workers, block_size=16)
+
+
+def test_seeded_sampling_is_the_same_alone_in_a_batch_and_after_preemption(models: dict[str, Path]) -> None:
+    asked = prompts(2, [5 + i % 13 for i in range(32)])
+    sampled = [SamplingParams(temperature=0.9, top_p=0.95, top_k=50, max_tokens=10, seed=i) for i in range(32)]
+
+    def run(which: range, **settings: int) -> tuple[dict[int, list[int]], int]:
+        system = LocalSystem()
+        system.attach(ModelWorker(models["qwen3"], **{"block_size": 4, "max_num_seqs": 32} | settings))
+        client = system.open("s")
+        for i in which:
+            system.submit("s", i, asked[i], sampled[i])
+        system.run()
+        return client.tokens, system.scheduler.counters.preempted
+
+    together, _ = run(range(32), num_blocks=400)
+    squeezed, preempted = run(range(32), num_blocks=40)
+    assert preempted > 0
+    assert squeezed == together
+    for i in (0, 7, 31):
+        alone, _ = run(range(i, i + 1), num_blocks=400)
+        assert alone[i] == together[i]
+    assert len({tuple(tokens) for tokens in together.values()}) > 16  # it does sample

@@ -1,0 +1,126 @@
+"""The four services as real processes on loopback, each of which a test may kill and start again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+START_TIMEOUT_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Stack:
+    """Start with `up()`; `kill(name)` and `start(name)` for faults. Logs go to `folder`."""
+
+    folder: Path
+    model: str = ""
+    worker_flags: list[str] = field(default_factory=list)
+    scheduler_flags: list[str] = field(default_factory=list)
+    gateway_flags: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.http_port, self.grpc_port, self.scheduler_port, self.cache_port = (free_port() for _ in range(4))
+        self.scheduler_metrics_port = free_port()
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.url = f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def scheduler(self) -> str:
+        return f"127.0.0.1:{self.scheduler_port}"
+
+    def flags(self, name: str) -> list[str]:
+        model = ["--model", self.model] if self.model else []
+        if name.startswith("worker"):
+            return ["--scheduler", self.scheduler, "--threads", "1", *model, *self.worker_flags]
+        if name == "gateway":
+            ports = ["--port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
+            return [*ports, "--scheduler", self.scheduler, *model, *self.gateway_flags]
+        if name == "scheduler":
+            ports = ["--port", str(self.scheduler_port), "--metrics-port", str(self.scheduler_metrics_port)]
+            return [*ports, "--cache", f"127.0.0.1:{self.cache_port}", *self.scheduler_flags]
+        return ["--port", str(self.cache_port), "--metrics-port", "0"]
+
+    def start(self, name: str) -> None:
+        service = "worker" if name.startswith("worker") else name
+        log = (self.folder / f"{name}.log").open("ab")
+        self.processes[name] = subprocess.Popen(
+            [sys.executable, "-m", "services.cli", "serve", service, "--drain-s", "20", *self.flags(name)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PACELINE_PARENT_PID": str(os.getpid())},
+        )
+        log.close()
+
+    def up(self, workers: int = 1) -> Stack:
+        for name in ("cache", "scheduler", *(f"worker-{i + 1}" for i in range(workers)), "gateway"):
+            self.start(name)
+        self.wait_ready()
+        self.wait_metric("paceline_scheduler_num_workers", workers)
+        return self
+
+    def wait_ready(self) -> None:
+        self._wait(lambda: self._get(f"{self.url}/ready")[0] == 200, "/ready")
+
+    def wait_metric(self, name: str, value: float, timeout_s: float = START_TIMEOUT_S) -> None:
+        self._wait(lambda: self.metric(name) == value, f"{name} = {value}", timeout_s)
+
+    def metric(self, name: str) -> float | None:
+        """A series of the scheduler without labels."""
+        status, text = self._get(f"http://127.0.0.1:{self.scheduler_metrics_port}/metrics")
+        values = [line.split()[1] for line in text.splitlines() if line.startswith(f"{name} ")]
+        return float(values[0]) if status == 200 and values else None
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        """Send the signal and wait for the end of the process."""
+        process = self.processes.pop(name)
+        process.send_signal(number)
+        process.wait(timeout=40)
+
+    def down(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+        for process in self.processes.values():
+            process.wait()
+
+    def logs(self) -> str:
+        tails = []
+        for path in sorted(self.folder.glob("*.log")):
+            tails.append(f"--- {path.name}\n" + path.read_text(errors="replace")[-3000:])
+        return "\n".join(tails)
+
+    def _wait(self, condition, what: str, timeout_s: float = START_TIMEOUT_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if condition():
+                return
+            for name, process in self.processes.items():
+                if process.poll() not in (None, 0):
+                    raise AssertionError(f"{name} ended with {process.returncode} before {what}\n{self.logs()}")
+            time.sleep(0.05)
+        raise AssertionError(f"no {what} in {timeout_s} s\n{self.logs()}")
+
+    @staticmethod
+    def _get(url: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, ""
+        except OSError:
+            return 0, ""
