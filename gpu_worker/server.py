@@ -37,8 +37,9 @@ REMIND_S = 15.0
 async def serve(
     settings: WorkerSettings, stop: asyncio.Event, *, on_ready: Callable[[Addresses], None] | None = None
 ) -> None:
-    """Until `stop` is set and the worker is drained. SystemExit, after one line on stderr, if the model cannot be served.
+    """Until `stop` is set and the worker is drained.
 
+    SystemExit, after one line on stderr, if the model cannot be served or its memory is not there.
     `on_ready` is called when the worker has registered for the first time.
     """
     metrics = start_metrics_server(settings.host, settings.metrics_port)

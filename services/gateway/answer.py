@@ -50,7 +50,7 @@ class _Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
         try:
-            # A task of its own: each of its steps, one per token, would else climb through the whole stack of middleware.
+            # A task of its own: else each of its steps, one per token, would climb through the stack of middleware.
             await asyncio.create_task(self._run(scope, receive, send))
         except ClientGone:
             _log.debug("client went away", id=self._envelope.id)
@@ -131,7 +131,7 @@ class StreamAnswer(_Answer):
     async def _pump(self, index: int) -> bytes:
         """Stream one choice; returns its last chunk unsent."""
         generation, formatted = self._generations[index], self._format
-        beginning = formatted.first(index)
+        beginning: bytes | None = formatted.first(index)
         text = await generation.next()
         while generation.finish_reason == _RUNNING:
             if text and beginning is not None:

@@ -242,7 +242,7 @@ class Checks:
             assert text == reference, f"{prompt!r}: {_difference(text, reference)}"
 
     def _worker_tokens(self) -> list[float]:
-        name = "paceline_worker_generated_tokens_total"
+        name = "paceline_worker_tokens_total"
         return [metric(container, WORKER_METRICS_PORT, name) for container in self.stack.containers("worker")]
 
 

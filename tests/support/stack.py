@@ -98,10 +98,8 @@ class Stack:
             process.wait()
 
     def logs(self) -> str:
-        tails = []
-        for path in sorted(self.folder.glob("*.log")):
-            tails.append(f"--- {path.name}\n" + path.read_text(errors="replace")[-3000:])
-        return "\n".join(tails)
+        paths = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in paths)
 
     def _wait(self, condition, what: str, timeout_s: float = START_TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s

@@ -1,0 +1,149 @@
+"""What the client takes, returns and raises, and its translation from and to the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypedDict
+
+import grpc
+
+from paceline.v1 import common_pb2, inference_pb2
+
+FinishReason = Literal["stop", "length", "abort"]
+_REASONS: dict[int, FinishReason] = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_ABORT: "abort",
+}
+Messages = Sequence[Mapping[str, str]]
+
+
+class Sampling(TypedDict, total=False):
+    """Keyword arguments of `generate` and `stream`; what is left out takes the model's defaults."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts; `cached_tokens` are those of the prompt that were not computed again."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New text and tokens of a stream. The last piece has `finish_reason` and `usage`."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A whole answer."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+
+
+class PacelineError(Exception):
+    """A request failed. `code` is the gRPC status; `field` names the request field at fault, if one is."""
+
+    def __init__(self, code: grpc.StatusCode, message: str, *, field: str | None, retry_after_s: float | None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.field = field
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(PacelineError):
+    """The request cannot be served as it is: see `field`."""
+
+
+class NotFound(PacelineError):
+    """There is no such model."""
+
+
+class Overloaded(PacelineError):
+    """The queue is full: try again after `retry_after_s`."""
+
+
+class Unavailable(PacelineError):
+    """The server, or all that stands behind it, is away."""
+
+
+_ERRORS: dict[grpc.StatusCode, type[PacelineError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+}
+
+
+def error_from(
+    code: grpc.StatusCode, details: str | None, trailers: Iterable[tuple[str, str | bytes]] | None
+) -> PacelineError:
+    """The exception for a failed call."""
+    metadata = dict(trailers or ())
+    field, retry = metadata.get("field"), metadata.get("retry-after-s")
+    return _ERRORS.get(code, PacelineError)(
+        code, details or code.name, field=str(field) if field else None, retry_after_s=float(retry) if retry else None
+    )
+
+
+def make_request(
+    prompt: str | None, messages: Messages | None, token_ids: Sequence[int] | None, model: str, sampling: Sampling
+) -> inference_pb2.GenerateRequest:
+    """The protocol's request. Raises TypeError unless exactly one kind of prompt is given."""
+    if sum(value is not None for value in (prompt, messages, token_ids)) != 1:
+        raise TypeError("give exactly one of prompt, messages and token_ids")
+    request = inference_pb2.GenerateRequest(model=model, sampling=inference_pb2.SamplingOptions(**sampling))
+    if prompt is not None:
+        request.text = prompt
+    elif messages is not None:
+        request.messages.SetInParent()
+        for message in messages:
+            request.messages.messages.add(role=message["role"], content=message["content"])
+    else:
+        request.token_ids.ids.extend(token_ids or ())
+    return request
+
+
+def piece_from(response: inference_pb2.GenerateResponse) -> Piece:
+    """A message of the stream as a piece."""
+    usage = response.usage
+    return Piece(
+        response.text,
+        list(response.token_ids),
+        _REASONS.get(response.finish_reason),
+        Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+        if response.HasField("usage")
+        else None,
+    )
+
+
+def result_from(pieces: Sequence[Piece]) -> Result:
+    """All pieces of a stream as one answer."""
+    last = pieces[-1] if pieces else None
+    if last is None or last.finish_reason is None or last.usage is None:
+        raise Unavailable(
+            grpc.StatusCode.UNAVAILABLE, "the stream ended without a reason", field=None, retry_after_s=None
+        )
+    tokens = [token for piece in pieces for token in piece.token_ids]
+    return Result("".join(piece.text for piece in pieces), tokens, last.finish_reason, last.usage)

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_worker.build import BuiltWorker, build_worker
+from gpu_worker.settings import WorkerSettings
+from tests.unit.worker.families import Reference, make_checkpoint
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """A family's checkpoint, made once a session."""
+    made: dict[str, Reference] = {}
+
+    def get(name: str) -> Reference:
+        if name not in made:
+            made[name] = make_checkpoint(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture
+def build() -> Callable[..., BuiltWorker]:
+    def make(folder: Path, **settings: object) -> BuiltWorker:
+        defaults = {"threads": 1, "max_num_seqs": 40, "num_blocks": 2000, "device": "cpu"}
+        return build_worker(WorkerSettings(model=str(folder), **{**defaults, **settings}))
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
