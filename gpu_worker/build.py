@@ -55,7 +55,7 @@ def build_worker(settings: WorkerSettings, progress: Progress | None = None) -> 
         eos_token_ids=config.eos_token_ids,
     )
     decoder = Decoder(config, model.weights, attention, max_model_len)
-    return BuiltWorker(ModelRunner(decoder, attention, limits, device), _model_info(model, max_model_len))
+    return BuiltWorker(ModelRunner(decoder, attention, pool, limits, device), _model_info(model, max_model_len))
 
 
 def pick_device(name: str) -> torch.device:

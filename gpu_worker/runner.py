@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.attention.base import AttentionBackend, AttentionMetadata
+from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.sampling.sampler import sample
 from gpu_worker.slots import SlotLimits, SlotTable, StepRows
@@ -38,9 +39,12 @@ class StepStats:
 
 
 class ModelRunner:
-    def __init__(self, decoder: Decoder, attention: AttentionBackend, limits: SlotLimits, device: torch.device) -> None:
+    def __init__(
+        self, decoder: Decoder, attention: AttentionBackend, pool: KvPool, limits: SlotLimits, device: torch.device
+    ) -> None:
         self._decoder = decoder
         self._attention = attention
+        self._pool = pool
         self._slots = SlotTable(limits)
         self._device = device
         # By slot: the token sampled last. It feeds the slot's next step from here, whatever the link does meanwhile.
@@ -64,6 +68,8 @@ class ModelRunner:
         """ProtocolViolation if the plan breaks the contract; after that, or any other exception, reset()."""
         started_us = _now_us()
         rows = self._slots.apply(plan)
+        if len(rows.granted_blocks):
+            self._pool.clear(rows.granted_blocks)
         sampled, errors = self._forward(rows) if rows.num_rows else (b"", [])
         self._slots.commit(rows)
         self.last_stats = StepStats(

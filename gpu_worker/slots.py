@@ -42,6 +42,7 @@ class StepRows:
     starts: Int32s  # [sequences] position of the first row
     counts: Int32s  # [sequences] rows
     samples: Bools  # [sequences] whether its last row samples
+    granted_blocks: Int32s  # blocks that have a new owner in this step
 
     @property
     def num_rows(self) -> int:
@@ -67,6 +68,7 @@ class SlotTable:
     tokens: dict[int, Int32s] = field(init=False)  # by slot, of those that prefill: all known tokens
     request_ids: dict[int, str] = field(init=False)
     _last_step: int = field(init=False)
+    _granted: list[Int32s] = field(init=False)
 
     def __post_init__(self) -> None:
         self.reset()
@@ -84,6 +86,7 @@ class SlotTable:
         self.seed = np.zeros(slots, np.uint64)
         self.banned, self.tokens, self.request_ids = {}, {}, {}
         self._last_step = 0
+        self._granted = []
 
     @property
     def table_blocks(self) -> int:
@@ -100,6 +103,7 @@ class SlotTable:
         if plan.step != self._last_step + 1:
             raise ProtocolViolation(f"step {plan.step} follows step {self._last_step}")
         self._last_step = plan.step
+        self._granted = [np.zeros(0, np.int32)]
         if plan.free_slots:
             self._free(unpack(plan.free_slots, "free_slots"))
         for sequence in plan.new_sequences:
@@ -137,6 +141,7 @@ class SlotTable:
         self.num_prompt[slot] = sequence.num_prompt_tokens
         self.num_blocks[slot] = len(blocks)
         self.block_table[slot, : len(blocks)] = blocks
+        self._granted.append(blocks[-(-sequence.num_cached_tokens // limits.block_size) :])
         self.tokens[slot] = tokens
         self.request_ids[slot] = sequence.request_id
         sampling = sequence.sampling
@@ -181,6 +186,7 @@ class SlotTable:
             raise ProtocolViolation(f"slot {ordered[places.argmax()]}: its block table grows past the longest sequence")
         self.block_table[ordered, places] = blocks[order]
         np.add.at(self.num_blocks, slots, 1)
+        self._granted.append(blocks)
 
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -204,7 +210,8 @@ class SlotTable:
         too_long = ends > self.limits.max_model_len
         if too_long.any():
             raise ProtocolViolation(f"slot {slots[too_long.argmax()]}: longer than {self.limits.max_model_len} tokens")
-        return StepRows(slots, len(decodes), starts, counts, ends == self.num_tokens[slots])
+        samples = ends == self.num_tokens[slots]
+        return StepRows(slots, len(decodes), starts, counts, samples, np.concatenate(self._granted))
 
     def _check_prefills(self, slots: Int32s, counts: Int32s) -> None:
         self._check_occupied(slots, "prefill_slots")

@@ -65,9 +65,9 @@ class TorchAttention:
     """AttentionBackend. `windows`: per layer, tokens that a token sees (itself included); 0 is all."""
 
     def __init__(self, pool: KvPool, windows: tuple[int, ...]) -> None:
-        _, self._block_size, self._num_kv_heads, self._head_dim = pool.keys[0].shape
+        self._block_size, self._num_kv_heads, self._head_dim = pool.keys.shape[2:]
         self._windows = windows
-        self._dtype, self._device = pool.keys[0].dtype, pool.keys[0].device
+        self._dtype, self._device = pool.storage.dtype, pool.storage.device
         block_elements = self._block_size * self._num_kv_heads * self._head_dim
         self._bytes_per_block = 2 * block_elements * self._dtype.itemsize
         self._block_elements = block_elements

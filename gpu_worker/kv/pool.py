@@ -1,9 +1,11 @@
-"""The KV pool: fixed blocks of keys and values, one pair of tensors per layer."""
+"""The KV pool: fixed blocks of keys and values for every layer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,20 +17,38 @@ DUMMY_BLOCK = 0
 
 @dataclass(frozen=True, slots=True)
 class KvPool:
-    """`keys[layer]`, `values[layer]`: [num_blocks + 1, block_size, kv_heads, head_dim]; block 0 is the dummy."""
+    """Keys and values of all layers in one tensor: [2, layers, num_blocks + 1, block_size, kv_heads, head_dim]."""
 
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    storage: Tensor
+
+    @property
+    def keys(self) -> Tensor:
+        """[layers, num_blocks + 1, block_size, kv_heads, head_dim]; block 0 is the dummy."""
+        return self.storage[0]
+
+    @property
+    def values(self) -> Tensor:
+        return self.storage[1]
+
+    @property
+    def num_layers(self) -> int:
+        return self.storage.shape[1]
 
     @property
     def block_size(self) -> int:
         """Tokens."""
-        return self.keys[0].shape[1]
+        return self.storage.shape[3]
 
     @property
     def num_blocks(self) -> int:
         """Usable blocks; their ids are 1..num_blocks."""
-        return self.keys[0].shape[0] - 1
+        return self.storage.shape[2] - 1
+
+    def clear(self, block_ids: npt.NDArray[np.int32]) -> None:
+        """Zeros into blocks that got a new owner. Attention reads a block's unused rest with weight 0, and 0 x NaN of
+        whoever failed there before would be NaN."""
+        ids = torch.from_numpy(block_ids.astype(np.int64)).to(self.storage.device)
+        self.storage.flatten(0, 1).index_fill_(1, ids, 0)
 
 
 def allocate_pool(
@@ -41,13 +61,9 @@ def allocate_pool(
     device: torch.device,
 ) -> KvPool:
     """DeviceError if the memory is not there."""
-    shape = (num_blocks + 1, block_size, num_kv_heads, head_dim)
-
-    def blocks() -> tuple[Tensor, ...]:
-        return tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers))
-
+    shape = (2, num_layers, num_blocks + 1, block_size, num_kv_heads, head_dim)
     try:
-        return KvPool(blocks(), blocks())
+        return KvPool(torch.zeros(shape, dtype=dtype, device=device))
     except (torch.OutOfMemoryError, RuntimeError) as error:
-        needed = 2 * num_layers * torch.Size(shape).numel() * dtype.itemsize
-        raise DeviceError(f"no memory for a KV pool of {needed / 2**30:.2f} GiB on {device}: {error}") from error
+        needed_gib = torch.Size(shape).numel() * dtype.itemsize / 2**30
+        raise DeviceError(f"no memory for a KV pool of {needed_gib:.2f} GiB on {device}: {error}") from error

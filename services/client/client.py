@@ -120,18 +120,18 @@ class AsyncPacelineClient:
     ) -> AsyncIterator[Piece]:
         """The answer as it comes. Closing the iterator cancels the request."""
         request = make_request(prompt, messages, token_ids, self._model, sampling)
-        call = self._stub.Generate(request, timeout=timeout_s)
+        call: Any = self._stub.Generate(request, timeout=timeout_s)
         try:
             async for response in call:
                 yield piece_from(response)
         except grpc.aio.AioRpcError as error:
-            raise error_from(error.code(), error.details(), error.trailing_metadata()) from error
+            raise error_from(await call.code(), error.details(), await call.trailing_metadata()) from error
         finally:
             call.cancel()
 
     async def close(self) -> None:
         """Close the connection; what still runs is cancelled."""
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def __aenter__(self) -> AsyncPacelineClient:
         return self

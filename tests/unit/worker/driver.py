@@ -74,12 +74,13 @@ class Driver:
     ) -> Sequence:
         """`output`: what it had when it was preempted. `prefix_of`: share the whole blocks of a common prefix."""
         tokens = [*prompt, *output]
-        slot = next(s for s in range(self.runner.limits.max_num_seqs) if s not in self.running and s not in self.freed)
+        slot = next(s for s in range(self.runner.limits.max_num_seqs) if s not in self.running)
         shared = 0
         if prefix_of is not None:
             most = min(prefix_of.num_computed, len(tokens) - 1) // self.block_size
-            while shared < most and tokens[: (shared + 1) * self.block_size] == (
-                prefix_of.tokens[: (shared + 1) * self.block_size]
+            while (
+                shared < most
+                and tokens[: (shared + 1) * self.block_size] == (prefix_of.tokens[: (shared + 1) * self.block_size])
             ):
                 shared += 1
         blocks = [] if prefix_of is None else prefix_of.blocks[:shared]

@@ -1,0 +1,28 @@
+"""One running stack with the demo model for all tests that do no harm to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.stack import Stack
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    running = Stack(tmp_path_factory.mktemp("stack"))
+    try:
+        yield running.up()
+    finally:
+        running.down()
+
+
+@pytest.fixture
+def own_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Not started, for a test that kills things or needs flags of its own."""
+    stack = Stack(tmp_path_factory.mktemp("own"))
+    try:
+        yield stack
+    finally:
+        stack.down()

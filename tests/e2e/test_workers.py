@@ -1,0 +1,66 @@
+"""Workers that come, go, and drain while the system serves."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import pytest
+
+from demo import CHECKPOINT
+from tests.support import load, reference
+from tests.support.stack import Stack
+
+VOCAB = 1000
+
+
+def expected_text(ask: load.Wanted) -> str:
+    tokens = reference.greedy(CHECKPOINT, ask.prompt, ask.max_tokens)
+    return str(reference.tokenizer(str(CHECKPOINT)).decode(tokens, skip_special_tokens=True))
+
+
+async def test_a_second_worker_joins_works_and_drains(own_stack: Stack) -> None:
+    stack = await asyncio.to_thread(own_stack.up)
+    wanted = [load.Wanted(prompt, 150) for prompt in load.random_prompts(24, 5, VOCAB)]
+    serving = asyncio.create_task(load.stream_all(stack.url, wanted))
+    await asyncio.to_thread(stack.start, "worker-2")
+    await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_num_workers", 2)
+    more = asyncio.create_task(load.stream_all(stack.url, wanted))
+    await asyncio.sleep(0.5)
+    process = stack.processes["worker-2"]
+    await asyncio.to_thread(stack.kill, "worker-2", signal.SIGINT)
+    assert process.returncode == 0
+    for ask, got in zip(wanted + wanted, [*await serving, *await more], strict=True):
+        assert not got.errors
+        assert got.text == expected_text(ask)
+    await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_num_workers", 1)
+
+
+async def test_a_full_queue_answers_429_with_retry_after(own_stack: Stack) -> None:
+    own_stack.scheduler_flags = ["--max-queued-requests", "2"]
+    own_stack.worker_flags = ["--max-num-seqs", "1"]
+    stack = await asyncio.to_thread(own_stack.up)
+    async with load.client(stack.url) as http:
+        body = {"prompt": [5], "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+        answers = await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(12)))
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert refused
+    assert all(float(answer.headers["retry-after"]) > 0 for answer in refused)
+    assert sum(answer.status_code == 200 for answer in answers) == 12 - len(refused)
+
+
+@pytest.mark.parametrize("dead", ["worker-1", "scheduler", "cache"])
+async def test_a_killed_service_is_a_pause(own_stack: Stack, dead: str) -> None:
+    stack = await asyncio.to_thread(own_stack.up)
+    wanted = [load.Wanted(prompt, 400) for prompt in load.random_prompts(16, 6, VOCAB)]
+    serving = asyncio.create_task(load.stream_all(stack.url, wanted))
+    await asyncio.sleep(0.7)
+    assert not serving.done()
+    await asyncio.to_thread(stack.kill, dead)
+    await asyncio.sleep(0.3)
+    await asyncio.to_thread(stack.start, dead)
+    for ask, got in zip(wanted, await serving, strict=True):
+        assert not got.errors
+        assert got.finish_reason == "length"
+        assert got.text == expected_text(ask)
+    await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_num_requests_running", 0)

@@ -1,0 +1,175 @@
+"""Plans that break the contract fail definitely, and before anything is computed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from gpu_worker.errors import ProtocolViolation
+from gpu_worker.slots import SlotLimits, SlotTable
+from paceline.v1.common_pb2 import SamplingParams
+from paceline.v1.worker_pb2 import NewSequence, StepPlan
+from tests.unit.worker.driver import pack
+
+LIMITS = SlotLimits(
+    max_num_seqs=4,
+    max_batched_tokens=20,
+    max_model_len=64,
+    block_size=4,
+    num_blocks=10,
+    vocab_size=100,
+    eos_token_ids=(0,),
+)
+
+
+def new(slot: int = 0, tokens: int = 6, blocks: tuple[int, ...] = (1, 2), **changes: object) -> NewSequence:
+    values = {
+        "slot": slot,
+        "token_ids": pack(range(1, tokens + 1)),
+        "num_prompt_tokens": tokens,
+        "block_table": pack(blocks),
+        "sampling": SamplingParams(top_p=1, max_tokens=5),
+        "request_id": "r",
+    }
+    return NewSequence(**{**values, **changes})
+
+
+def prefill(step: int, slot: int, tokens: int, **changes: object) -> StepPlan:
+    return StepPlan(step=step, prefill_slots=pack([slot]), prefill_tokens=pack([tokens]), **changes)
+
+
+@pytest.fixture
+def table() -> SlotTable:
+    """Slot 0 decodes its seventh token (two blocks of four); slot 1 has computed 3 of 9."""
+    table = SlotTable(LIMITS)
+    plan = StepPlan(
+        step=1,
+        new_sequences=[new(), new(1, 9, (3, 4, 5))],
+        prefill_slots=pack([0, 1]),
+        prefill_tokens=pack([6, 3]),
+    )
+    table.commit(table.apply(plan))
+    return table
+
+
+def test_an_empty_plan_decodes_what_decodes(table: SlotTable) -> None:
+    rows = table.apply(StepPlan(step=2))
+    assert (rows.slots.tolist(), rows.starts.tolist(), rows.counts.tolist()) == ([0], [6], [1])
+    assert rows.samples.tolist() == [True]
+
+
+def test_decodes_come_first_in_slot_order_then_prefills_in_plan_order(table: SlotTable) -> None:
+    plan = StepPlan(
+        step=2,
+        new_sequences=[new(3, 2, (6,)), new(2, 2, (7,))],
+        prefill_slots=pack([3, 1, 2]),
+        prefill_tokens=pack([2, 4, 1]),
+    )
+    rows = table.apply(plan)
+    assert rows.slots.tolist() == [0, 3, 1, 2]
+    assert rows.samples.tolist() == [True, True, False, False]
+    assert table.prefill_tokens(rows).tolist() == [1, 2, 4, 5, 6, 7, 1]
+
+
+def test_a_slot_is_freed_taken_and_grown_in_one_plan(table: SlotTable) -> None:
+    plan = prefill(
+        2,
+        0,
+        9,
+        free_slots=pack([0]),
+        new_sequences=[new(0, 9, (6,))],
+        grow_slots=pack([0, 0]),
+        grow_blocks=pack([7, 8]),
+    )
+    rows = table.apply(plan)
+    assert rows.slots.tolist() == [0]
+    assert table.block_table[0, :3].tolist() == [6, 7, 8]
+
+
+def test_growth_of_several_slots_at_once(table: SlotTable) -> None:
+    table.apply(StepPlan(step=2, grow_slots=pack([1, 0, 1]), grow_blocks=pack([8, 9, 10])))
+    assert table.block_table[0, :3].tolist() == [1, 2, 9]
+    assert table.block_table[1, :5].tolist() == [3, 4, 5, 8, 10]
+    assert table.num_blocks.tolist() == [3, 5, 0, 0]
+
+
+def test_a_new_sequence_with_all_but_its_last_token_cached_waits_for_its_prefill(table: SlotTable) -> None:
+    rows = table.apply(StepPlan(step=2, new_sequences=[new(2, 5, (1, 2), num_cached_tokens=4)]))
+    assert rows.slots.tolist() == [0]
+    table.commit(rows)
+    rows = table.apply(prefill(3, 2, 1))
+    assert (rows.slots.tolist(), rows.starts.tolist()) == ([0, 2], [7, 4])
+
+
+def test_two_slots_decode_past_their_block_together(table: SlotTable) -> None:
+    for step in (2, 3):
+        table.commit(table.apply(StepPlan(step=step)))
+    with pytest.raises(ProtocolViolation, match="too few for 9 tokens"):
+        table.apply(StepPlan(step=4))
+
+
+def test_reset_forgets_everything(table: SlotTable) -> None:
+    table.reset()
+    assert table.apply(prefill(1, 0, 6, new_sequences=[new()])).slots.tolist() == [0]
+
+
+VIOLATIONS: dict[str, tuple[Callable[[], StepPlan], str]] = {
+    "step left out": (lambda: StepPlan(step=3), "step 3 follows step 1"),
+    "step twice": (lambda: StepPlan(step=1), "step 1 follows step 1"),
+    "free of an empty slot": (lambda: StepPlan(step=2, free_slots=pack([2])), "holds no sequence"),
+    "free of no slot": (lambda: StepPlan(step=2, free_slots=pack([-1])), "holds no sequence"),
+    "free twice": (lambda: StepPlan(step=2, free_slots=pack([0, 0])), "twice"),
+    "slot taken": (lambda: StepPlan(step=2, new_sequences=[new(1)]), "which is taken"),
+    "slot beyond": (lambda: StepPlan(step=2, new_sequences=[new(4)]), "slot 4 of 4"),
+    "no tokens": (lambda: StepPlan(step=2, new_sequences=[new(2, 0)]), "0 tokens"),
+    "no prompt": (lambda: StepPlan(step=2, new_sequences=[new(2, num_prompt_tokens=0)]), "prompt: 0"),
+    "too long": (lambda: StepPlan(step=2, new_sequences=[new(2, 65)]), "65 tokens"),
+    "token beyond": (
+        lambda: StepPlan(step=2, new_sequences=[new(2, token_ids=pack([1, 100]), num_prompt_tokens=2)]),
+        "v",
+    ),
+    "negative token": (
+        lambda: StepPlan(step=2, new_sequences=[new(2, token_ids=pack([-1]), num_prompt_tokens=1)]),
+        "v",
+    ),
+    "all cached": (lambda: StepPlan(step=2, new_sequences=[new(2, num_cached_tokens=6)]), "6 cached"),
+    "cached without blocks": (
+        lambda: StepPlan(step=2, new_sequences=[new(2, 10, (1,), num_cached_tokens=5)]),
+        "in 1 blocks",
+    ),
+    "dummy block": (lambda: StepPlan(step=2, new_sequences=[new(2, blocks=(1, 0))]), "outside 1..10"),
+    "block beyond": (lambda: StepPlan(step=2, new_sequences=[new(2, blocks=(1, 11))]), "outside 1..10"),
+    "table too long": (lambda: StepPlan(step=2, new_sequences=[new(2, blocks=(1,) * 11)]), "more than a sequence"),
+    "grow of an empty slot": (lambda: StepPlan(step=2, grow_slots=pack([3]), grow_blocks=pack([1])), "no sequence"),
+    "grow with the dummy": (lambda: StepPlan(step=2, grow_slots=pack([0]), grow_blocks=pack([0])), "outside"),
+    "grow uneven": (lambda: StepPlan(step=2, grow_slots=pack([0]), grow_blocks=pack([1, 2])), "1 grow_slots and 2"),
+    "grow too far": (lambda: StepPlan(step=2, grow_slots=pack([0] * 9), grow_blocks=pack([1] * 9)), "past the longest"),
+    "prefill of an empty slot": (lambda: prefill(2, 2, 1), "no sequence"),
+    "prefill of a decode": (lambda: prefill(2, 0, 1), "one that decodes"),
+    "prefill of nothing": (lambda: prefill(2, 1, 0), "what is left"),
+    "prefill past the end": (lambda: prefill(2, 1, 7), "what is left"),
+    "prefill uneven": (lambda: StepPlan(step=2, prefill_slots=pack([1])), "0 prefill_tokens"),
+    "table too short": (lambda: prefill(2, 2, 6, new_sequences=[new(2, blocks=(1,))]), "too few for 6 tokens"),
+    "budget": (
+        lambda: StepPlan(
+            step=2,
+            new_sequences=[new(2, 20, (6, 7, 8, 9, 10))],
+            prefill_slots=pack([2, 1]),
+            prefill_tokens=pack([19, 1]),
+        ),
+        "21 rows in a step of at most 20",
+    ),
+    "odd bytes": (lambda: StepPlan(step=2, free_slots=b"abc"), "not packed int32"),
+    "negative temperature": (
+        lambda: StepPlan(step=2, new_sequences=[new(2, sampling=SamplingParams(temperature=-1))]),
+        "temperature",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", VIOLATIONS)
+def test_violation(case: str, table: SlotTable) -> None:
+    plan, message = VIOLATIONS[case]
+    with pytest.raises(ProtocolViolation, match=message):
+        table.apply(plan())

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from gpu_worker.build import BuiltWorker
+from gpu_worker.sampling.filters import apply_temperature, mask_top_k, mask_top_p
+from gpu_worker.sampling.sampler import SamplingRows, sample
+from gpu_worker.sampling.uniform import uniforms
+from paceline.v1.common_pb2 import SamplingParams
+from tests.unit.worker.driver import Driver
+from tests.unit.worker.families import VOCAB, Reference
+
+EMPTY = np.zeros(0, np.int64)
+
+
+def make_rows(count: int, **values: object) -> SamplingRows:
+    defaults = {
+        "temperature": np.ones(count, np.float32),
+        "top_p": np.ones(count, np.float32),
+        "top_k": np.zeros(count, np.int64),
+        "seed": np.arange(count, dtype=np.uint64),
+        "position": np.zeros(count, np.int64),
+        "banned_rows": EMPTY,
+        "banned_tokens": EMPTY,
+    }
+    return SamplingRows(**{**defaults, **values})
+
+
+@pytest.mark.parametrize("vocab", [50, 1000])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 5, 1.0), (0.7, 40, 0.9), (1.5, 1, 1.0), (1.0, 45, 0.3), (2.0, 45, 0.999), (0.3, 3, 0.0)],
+)
+def test_filters_are_those_of_transformers(temperature: float, top_k: int, top_p: float, vocab: int) -> None:
+    logits = 3 * torch.randn(8, vocab, generator=torch.Generator().manual_seed(vocab))
+    theirs = LogitsProcessorList([TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k)])
+    if top_p < 1:
+        theirs.append(TopPLogitsWarper(top_p))
+    expected = theirs(torch.zeros(8, 1, dtype=torch.int64), logits.clone())
+    ours = mask_top_k(apply_temperature(logits, torch.full((8,), temperature)), torch.full((8,), top_k))
+    if top_p < 1:
+        ours = mask_top_p(ours, torch.full((8,), top_p))
+    assert torch.equal(ours.isinf(), expected.isinf())
+    torch.testing.assert_close(ours.softmax(-1), expected.softmax(-1))
+
+
+def test_top_p_alone_over_a_flat_row_needs_the_whole_row() -> None:
+    """More tokens stay than the candidates that are looked at first."""
+    logits = 0.1 * torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
+    logits[1, 7] = 20.0
+    expected = TopPLogitsWarper(0.9)(torch.zeros(4, 1, dtype=torch.int64), logits.clone())
+    ours = mask_top_p(logits, torch.full((4,), 0.9))
+    assert torch.equal(ours.isinf(), expected.isinf())
+    assert (~ours.isinf()).sum(-1).tolist()[1] == 1
+
+
+def test_min_tokens_bans_what_transformers_bans() -> None:
+    logits = torch.randn(2, 20, generator=torch.Generator().manual_seed(0))
+    logits[:, 3] = 9.0
+    processor = MinNewTokensLengthLogitsProcessor(4, 5, [3, 4], device="cpu")
+    expected = processor(torch.zeros(2, 6, dtype=torch.int64), logits.clone()).argmax(-1)
+    rows = make_rows(
+        2,
+        temperature=np.zeros(2, np.float32),
+        banned_rows=np.array([0, 0, 1, 1]),
+        banned_tokens=np.array([3, 4, 3, 4]),
+    )
+    assert sample(logits, rows).tokens.tolist() == expected.tolist()
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([0.5, 0.2, 0.2, 0.1]).log().repeat(20_000, 1)
+    tokens = sample(logits, make_rows(20_000, seed=np.full(20_000, 3, np.uint64), position=np.arange(20_000))).tokens
+    shares = torch.bincount(tokens, minlength=4) / 20_000
+    torch.testing.assert_close(shares, torch.tensor([0.5, 0.2, 0.2, 0.1]), atol=0.01, rtol=0)
+
+
+def test_a_token_without_probability_is_never_drawn() -> None:
+    logits = torch.full((5000, 9), -torch.inf)
+    logits[:, [2, 5]] = 0.0
+    assert set(sample(logits, make_rows(5000)).tokens.tolist()) == {2, 5}
+
+
+def test_uniforms_depend_on_seed_and_position_alone_and_look_random() -> None:
+    seeds = np.array([0, 1, 2**64 - 1] * 1000, np.uint64)
+    positions = np.arange(3000)
+    values = uniforms(seeds, positions)
+    assert (values == np.array([uniforms(seeds[i : i + 1], positions[i : i + 1])[0] for i in range(3000)])).all()
+    assert values.min() > 0
+    assert values.max() < 1
+    assert abs(values.mean() - 0.5) < 0.02
+    # Neighbouring seeds and positions share nothing.
+    assert abs(np.corrcoef(uniforms(np.full(999, 7, np.uint64), np.arange(999)), values[:999])[0, 1]) < 0.1
+    assert len(np.unique(values)) > 2990
+
+
+def test_a_row_does_not_see_its_neighbours_parameters() -> None:
+    """Each row of a batch of all kinds equals the row alone."""
+    generator = np.random.default_rng(0)
+    logits = 2 * torch.randn(40, 300, generator=torch.Generator().manual_seed(1))
+    temperature = generator.choice([0, 0.5, 1.0, 3.0], 40).astype(np.float32)
+    top_p = generator.choice([1.0, 0.9, 0.2], 40).astype(np.float32)
+    top_k = generator.choice([0, 1, 20, 299, 10_000], 40).astype(np.int64)
+    position = generator.integers(0, 100, 40)
+    together = sample(
+        logits.clone(), make_rows(40, temperature=temperature, top_p=top_p, top_k=top_k, position=position)
+    )
+    for i in range(40):
+        alone = make_rows(
+            1,
+            temperature=temperature[i : i + 1],
+            top_p=top_p[i : i + 1],
+            top_k=top_k[i : i + 1],
+            position=position[i : i + 1],
+            seed=np.array([i], np.uint64),
+        )
+        assert sample(logits[i : i + 1].clone(), alone).tokens.item() == together.tokens[i].item()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_of_nan_fails_alone(temperature: float) -> None:
+    logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(0))
+    whole = sample(logits.clone(), make_rows(3, temperature=np.full(3, temperature, np.float32)))
+    logits[1, 4] = torch.nan
+    result = sample(logits, make_rows(3, temperature=np.full(3, temperature, np.float32)))
+    assert result.failed.tolist() == [False, True, False]
+    assert result.tokens[[0, 2]].tolist() == whole.tokens[[0, 2]].tolist()
+
+
+def test_seeded_tokens_are_the_same_alone_in_a_crowd_and_after_a_resume(
+    reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
+) -> None:
+    folder = reference("llama-tied").folder
+    prompt = list(range(10, 40))
+    mine = SamplingParams(temperature=1.3, top_p=0.95, top_k=50, seed=2**63 + 5, max_tokens=20)
+
+    alone = Driver(build(folder).runner)
+    expected = alone.add(prompt, 20, mine)
+    alone.run()
+    assert len(set(expected.output)) > 8
+
+    crowd = Driver(build(folder).runner, chunk_tokens=11)
+    others = [
+        crowd.add(
+            list(range(i, i + 3 * i + 2)), 25, SamplingParams(temperature=i % 3, top_p=0.8, seed=i, max_tokens=25)
+        )
+        for i in range(31)
+    ]
+    crowd.run_step()
+    together = crowd.add(prompt, 20, mine)
+    crowd.run()
+    assert together.output == expected.output
+    assert all(len(s.output) == 25 for s in others)
+
+    resumed = alone.add(prompt, 20, mine, output=expected.output[:9])
+    alone.run()
+    assert resumed.output == expected.output
+
+
+@pytest.mark.parametrize(("ignore_eos", "extra"), [(False, []), (True, []), (False, [VOCAB - 1])])
+def test_min_tokens_in_the_runner(
+    ignore_eos: bool, extra: list[int], reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
+) -> None:
+    """The greedy tokens of an undisturbed run are declared stop tokens: they must not come before min_tokens."""
+    checkpoint = reference("qwen2")
+    prompt = list(range(30))
+    plain = checkpoint.greedy(prompt, 12)
+    driver = Driver(build(checkpoint.folder).runner)
+    sampling = SamplingParams(
+        top_p=1, max_tokens=12, min_tokens=6, ignore_eos=ignore_eos, stop_token_ids=[plain[0], *extra]
+    )
+    sequence = driver.add(prompt, 12, sampling)
+    driver.run()
+    assert plain[0] not in sequence.output[:6]
+    assert sequence.output[0] != plain[0]
+
+
+def test_nan_logits_fail_the_row_and_not_the_step(
+    reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
+) -> None:
+    checkpoint = reference("llama-tied")
+    runner = build(checkpoint.folder).runner
+    driver = Driver(runner)
+    good, bad = driver.add([1, 2, 3], 8), driver.add([4, 5, 6], 8)
+    driver.run_step()
+    # What a broken kernel or a flipped bit would leave behind.
+    attention = runner._attention
+    attention._slots[0][1][bad.blocks[0] * 16] = torch.nan  # type: ignore[attr-defined]
+    result = driver.run_step()
+    assert [error.slot for error in result.errors] == [bad.slot]
+    assert np.frombuffer(result.token_ids, "<i4").tolist()[1] == -1
+    driver.free(bad)
+    driver.free_blocks.extend(driver.free_blocks[:1])
+    del driver.free_blocks[0]
+    # The block goes to somebody else, who fills it in part only: nothing of the NaN must reach them.
+    heir = driver.add([7, 8], 8)
+    assert heir.blocks == bad.blocks
+    driver.run()
+    assert good.output == checkpoint.greedy([1, 2, 3], 8)
+    assert heir.output == checkpoint.greedy([7, 8], 8)
