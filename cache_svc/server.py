@@ -9,10 +9,6 @@ from typing import Any
 
 import grpc
 from prometheus_client import REGISTRY
-from services.runtime.logs import get_logger
-from services.runtime.metrics import start_metrics_server
-from services.runtime.rpc import GrpcServer
-from services.runtime.service import Addresses
 
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import LinkError
@@ -20,6 +16,10 @@ from cache_svc.metrics import EXCHANGE_DURATION, CacheCollector
 from cache_svc.settings import CacheSettings
 from paceline.v1 import cache_pb2 as pb
 from paceline.v1 import cache_pb2_grpc
+from services.runtime.logs import get_logger
+from services.runtime.metrics import start_metrics_server
+from services.runtime.rpc import GrpcServer
+from services.runtime.service import Addresses
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
 

@@ -37,11 +37,21 @@ REMIND_S = 15.0
 async def serve(
     settings: WorkerSettings, stop: asyncio.Event, *, on_ready: Callable[[Addresses], None] | None = None
 ) -> None:
-    """Until `stop` is set and the worker is drained.
+    """Until `stop` is set and the worker is drained; `on_ready` is called when it has registered for the first time.
 
-    SystemExit, after one line on stderr, if the model cannot be served or its memory is not there.
-    `on_ready` is called when the worker has registered for the first time.
+    SystemExit, after one line on stderr, if the model cannot be served or the device fails.
     """
+    try:
+        await run_worker(settings, stop, on_ready)
+    except (ModelError, DeviceError) as error:
+        print(f"paceline worker: {error}", file=sys.stderr)
+        raise SystemExit(MODEL_ERROR_STATUS if isinstance(error, ModelError) else DEVICE_ERROR_STATUS) from error
+
+
+async def run_worker(
+    settings: WorkerSettings, stop: asyncio.Event, on_ready: Callable[[Addresses], None] | None = None
+) -> None:
+    """As serve(), with the exceptions as they come: ModelError, DeviceError."""
     metrics = start_metrics_server(settings.host, settings.metrics_port)
     server = GrpcServer(settings.host, settings.port)
     try:
@@ -54,9 +64,6 @@ async def serve(
             await _keep_link(settings, built, thread, server, stop, lambda: on_ready and on_ready(addresses))
         finally:
             await asyncio.to_thread(thread.stop, 1.0)
-    except (ModelError, DeviceError) as error:
-        print(f"paceline worker: {error}", file=sys.stderr)
-        raise SystemExit(MODEL_ERROR_STATUS if isinstance(error, ModelError) else DEVICE_ERROR_STATUS) from error
     finally:
         await server.stop(0.5)
         metrics.close()

@@ -64,10 +64,11 @@ def _check_pool(worker: Worker) -> None:
     counted = {block: count for block, count in enumerate(pool.users) if count}
     _require(counted == users, f"{name}: the pool's users are not those of the sequences")
     free, cached = pool.free_block_ids(), pool.cached_block_ids()
-    states = [*free, *cached, *users, *range(pool.first_untouched, pool.num_blocks + 1)]
-    _require(len(states) == pool.num_blocks, f"{name}: {len(states)} blocks in some state, not {pool.num_blocks}")
-    _require(len(set(states)) == len(states), f"{name}: a block is in two states")
-    _require(all(1 <= block <= pool.num_blocks for block in states), f"{name}: a block id out of range")
+    states = [*free, *cached, *users]
+    handed_out = pool.first_untouched - 1
+    _require(len(states) == handed_out, f"{name}: {len(states)} blocks in some state, not {handed_out}")
+    _require(set(states) == set(range(1, handed_out + 1)), f"{name}: a block is in two states, or out of range")
+    _require(handed_out <= pool.num_blocks, f"{name}: block {handed_out} is beyond the pool")
     _require(pool.free_blocks + pool.cached_blocks + pool.used_blocks == pool.num_blocks, f"{name}: wrong counters")
     _require(pool.used_blocks == len(users), f"{name}: used_blocks is {pool.used_blocks}, not {len(users)}")
     _require(

@@ -11,7 +11,6 @@ again with the tokens that have arrived, so generation goes on after them and th
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -75,7 +74,7 @@ class SessionCore:
         self._max_live = max_live
         self._wait_s = wait_s
         self._live: dict[int, LiveRequest] = {}
-        self._unsent: deque[int] = deque()
+        self._unsent: dict[int, LiveRequest] = {}
         self._cancels: list[int] = []
         self._next_handle = 1
         self._down_since_s: float | None = 0.0
@@ -108,7 +107,7 @@ class SessionCore:
         self._next_handle = handle % _MAX_HANDLE + 1
         request = LiveRequest(handle, request_id, prompt_token_ids, sampling, final_tokens, now_s)
         self._live[handle] = request
-        self._unsent.append(handle)
+        self._unsent[handle] = request
         return request
 
     def cancel(self, request: LiveRequest) -> None:
@@ -165,7 +164,7 @@ class SessionCore:
             if ending is not None:
                 self._end(request, ending)
                 ended.append(request)
-        self._unsent = deque(self._live)
+        self._unsent = dict(self._live)
         return ended
 
     def disconnect(self, now_s: float) -> None:
@@ -235,9 +234,7 @@ class SessionCore:
     def _submissions(self) -> Iterator[inference_pb2.Submission]:
         budget_bytes = _MAX_REQUEST_BYTES
         while self._unsent and budget_bytes > 0:
-            request = self._live.get(self._unsent.popleft())
-            if request is None:
-                continue
+            request = self._unsent.pop(next(iter(self._unsent)))
             request.attempt += 1
             request.sent = True
             output = np.asarray(request.tokens, "<i4").tobytes() if request.tokens else b""
@@ -254,6 +251,7 @@ class SessionCore:
     def _end(self, request: LiveRequest, ending: inference_pb2.Ending) -> None:
         request.ending = ending
         del self._live[request.handle]
+        self._unsent.pop(request.handle, None)
 
 
 def _ended_unseen(request: LiveRequest) -> inference_pb2.Ending | None:

@@ -45,7 +45,8 @@ def transport_options(ping_interval_s: float = PING_INTERVAL_S, ping_timeout_s: 
         ("grpc.http2.ping_timeout_ms", int(ping_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", interval_ms // 2),
+        ("grpc.http2.min_ping_interval_without_data_ms", interval_ms // 2),
+        ("grpc.http2.max_ping_strikes", 0),
         ("grpc.http2.lookahead_bytes", 256 * 1024),
         ("grpc.http2.bdp_probe", 0),
     ]

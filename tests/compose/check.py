@@ -24,7 +24,7 @@ CONTROL_PLANE, WORKER = "paceline/control-plane:ci", "paceline/worker:ci"
 HEALTH_PORTS = {"cache": 50052, "scheduler": 50051, "worker": 50053, "gateway": 8001}
 WORKER_METRICS_PORT = 9103
 STORIES = ("Once upon a time", "One day", "A small fox", "The old king", "In the morning", "There was a bird")
-STORY_TOKENS = 500
+STORY_TOKENS = 800
 
 
 class Streams:
@@ -75,13 +75,13 @@ class Checks:
             ("compose up: gateway ready", self.up),
             ("every service healthy by grpc.health.v1", self.healthy),
             ("only the gateway is published, on 127.0.0.1", self.ports),
-            ("completion: same greedy text twice", self.completion),
+            ("completion: same greedy text among others and alone", self.completion),
             ("stream: same text as without streaming", self.streamed),
             ("chat: the demo model's answers are right", self.chat),
             ("compose up --scale worker=2: both registered", self.scale),
             ("two workers: both compute, texts as with one", self.both_serve),
             ("kill -9 of a worker under running streams: texts complete and right", self.kill_worker),
-            ("scale down to one worker under running streams: it drains", self.drain_worker),
+            ("a worker stops under running streams: it drains, texts right; --scale worker=1", self.drain_worker),
             ("kill -9 of the cache under running streams: texts complete and right", self.kill_cache),
             ("kill -9 of the scheduler under running streams: texts complete and right", self.kill_scheduler),
             ("compose stop: every process ends by itself", self.stop),
@@ -145,9 +145,8 @@ class Checks:
         return ""
 
     def completion(self) -> str:
-        self.reference = [self.api.complete(prompt, STORY_TOKENS, ignore_eos=True) for prompt in STORIES]
-        again = self.api.complete(STORIES[0], STORY_TOKENS, ignore_eos=True)
-        assert again == self.reference[0], f"{again[:200]!r} after {self.reference[0][:200]!r}"
+        self.reference = list(self.pool.map(self._story, STORIES))
+        self._compare([self._story(STORIES[0]), *self.reference[1:]])
         return ""
 
     def streamed(self) -> str:
@@ -191,10 +190,18 @@ class Checks:
     def drain_worker(self) -> str:
         streams = Streams(self.api, self.pool)
         streams.wait_begun()
-        self.stack.compose("up", "-d", "--no-build", "--no-recreate", "--scale", "worker=1")
+        # The container that compose would take away, and as it would; but at once, while the streams run.
+        leaver = self.stack.containers("worker")[-1]
+        running = streams.running
+        docker("stop", "-t", "40", leaver)
+        assert running, "every stream had ended before the drain: it proved nothing"
+        code = inspect(leaver)["State"]["ExitCode"]
+        assert code == 0, f"exit status {code}"
         self._compare(streams.finish())
+        self.stack.compose("up", "-d", "--no-build", "--no-recreate", "--scale", "worker=1")
+        assert len(self.stack.containers("worker")) == 1, "scaling down left a container"
         wait_until("one worker", lambda: self.api.workers() == 1, 30)
-        return ""
+        return f"{running} streams running"
 
     def kill_cache(self) -> str:
         return self._kill_and_recover("cache")
@@ -207,7 +214,7 @@ class Checks:
         streams.wait_begun()
         remark = self._kill(self.stack.containers(service)[0], streams)
         waited_s = wait_until("/ready", lambda: self.api.workers() == 1, 90)
-        self._compare([self.api.complete(STORIES[0], STORY_TOKENS, ignore_eos=True), *self.reference[1:]])
+        self._compare([self._story(STORIES[0]), *self.reference[1:]])
         return f"{remark}; ready again after {waited_s:.1f} s"
 
     def _kill(self, container: str, streams: Streams) -> str:
@@ -240,6 +247,9 @@ class Checks:
     def _compare(self, texts: list[str]) -> None:
         for prompt, text, reference in zip(STORIES, texts, self.reference, strict=True):
             assert text == reference, f"{prompt!r}: {_difference(text, reference)}"
+
+    def _story(self, prompt: str) -> str:
+        return self.api.complete(prompt, STORY_TOKENS, ignore_eos=True)
 
     def _worker_tokens(self) -> list[float]:
         name = "paceline_worker_tokens_total"

@@ -107,9 +107,12 @@ async def test_200_at_once_a_third_of_them_cancelled(stack: Stack) -> None:
     finished = [(ask, answer) for ask, answer in zip(wanted, got, strict=True) if not answer.cancelled]
     assert len(finished) < 200
     assert not [answer.errors for answer in got if answer.errors]
-    for ask, answer in finished:
-        assert answer.text == expected_text(ask.prompt, ask.max_tokens)
+    one_by_one = [(await load.stream_all(stack.url, [ask]))[0] for ask, _ in finished]
+    for (ask, answer), alone in zip(finished, one_by_one, strict=True):
+        assert answer.text == alone.text
         assert answer.usage["completion_tokens"] == ask.max_tokens
+    for ask, answer in finished[:15]:  # the reference is slow; the model tests compare it in every case
+        assert answer.text == expected_text(ask.prompt, ask.max_tokens)
     stack.wait_metric("paceline_scheduler_num_requests_running", 0)
     stack.wait_metric("paceline_scheduler_kv_cache_usage_ratio", 0)
 

@@ -1,4 +1,4 @@
-"""A scheduler that generates by arithmetic: InferenceService.Session on loopback, deterministic, and as unkind as a test wants."""
+"""A scheduler that generates by arithmetic: a real Session on loopback, deterministic, as unkind as a test wants."""
 
 from __future__ import annotations
 

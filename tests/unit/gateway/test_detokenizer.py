@@ -1,4 +1,4 @@
-"""Detokenisation: joined pieces equal a full decode, no broken characters, stop strings as a naive search finds them."""
+"""Detokenisation: joined pieces equal a full decode, no broken characters, stop strings as a naive search has them."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def sentencepiece() -> Tokenizer:
     words = ["<unk>", *[f"<0x{b:02X}>" for b in range(256)], "▁", "a", "b", "c", "▁a", "▁ab", "é"]
     vocab = {w: i for i, w in enumerate(words)}
     tokenizer = Tokenizer(
-        models.BPE(
-            vocab=vocab, merges=[("▁", "a"), ("▁a", "b")], unk_token="<unk>", fuse_unk=True, byte_fallback=True
-        )
+        models.BPE(vocab=vocab, merges=[("▁", "a"), ("▁a", "b")], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     )
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(

@@ -1,0 +1,227 @@
+"""Whatever is wrong with a request: the right status, OpenAI's shape, the field's name, and nobody else disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from paceline.v1 import common_pb2, inference_pb2
+from tests.contract.gateway.conftest import MODEL, Running, Start, until
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
+
+def check_shape(body: Any) -> dict[str, Any]:
+    assert set(body) == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    assert isinstance(error["type"], str)
+    return error
+
+
+async def post(running: Running, path: str, **request: Any) -> tuple[int, dict[str, Any]]:
+    response = await running.http.post(path, **request)
+    assert response.headers["x-request-id"]
+    return response.status_code, check_shape(response.json())
+
+
+async def test_values_out_of_range_and_of_wrong_types(running: Running) -> None:
+    cases: list[tuple[str, dict[str, Any], int, str | None]] = [
+        ("completions", {}, 400, "prompt"),
+        ("completions", {"prompt": ""}, 400, "prompt"),
+        ("completions", {"prompt": []}, 400, "prompt"),
+        ("completions", {"prompt": ["a", ""]}, 400, "prompt"),
+        ("completions", {"prompt": [[]]}, 400, "prompt"),
+        ("completions", {"prompt": [1024]}, 400, "prompt"),
+        ("completions", {"prompt": [-1]}, 400, "prompt"),
+        ("completions", {"prompt": [2**70]}, 400, "prompt"),
+        ("completions", {"prompt": [7] * 2048}, 400, "prompt"),
+        ("completions", {"prompt": [7] * 2000, "max_tokens": 49}, 400, "max_tokens"),
+        ("completions", {"prompt": "x" * 5_000_000}, 400, "prompt"),
+        ("completions", {"prompt": "x", "max_tokens": -5}, 400, "max_tokens"),
+        ("completions", {"prompt": "x", "max_tokens": "5"}, 400, "max_tokens"),
+        ("completions", {"prompt": "x", "temperature": True}, 400, "temperature"),
+        ("completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
+        ("completions", {"prompt": "x", "n": 2}, 400, "n"),
+        ("completions", {"prompt": "x", "model": "other"}, 404, "model"),
+        ("completions", {"prompt": "x", "stop": [""]}, 400, "stop"),
+        ("chat/completions", {"messages": []}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x " * 3000}]}, 400, "messages"),
+        ("chat/completions", CHAT | {"max_completion_tokens": 3000}, 400, "max_completion_tokens"),
+        ("chat/completions", CHAT | {"max_completion_tokens": 0}, 400, "max_completion_tokens"),
+        ("chat/completions", CHAT | {"model": "other"}, 404, "model"),
+    ]
+    for path, body, status, param in cases:
+        for stream in (False, True):
+            answer = await post(running, f"/v1/{path}", json=body | {"stream": stream})
+            assert (answer[0], answer[1]["param"]) == (status, param), body
+    assert running.scheduler.submissions == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\xff"}',
+        b'\xef\xbb\xbf{"prompt": "x"}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"[]",
+        b"null",
+    ],
+)
+async def test_broken_json(running: Running, content: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    assert (await post(running, "/v1/completions", content=content, headers=headers))[0] == 400
+
+
+async def test_bodies_that_are_no_json(running: Running) -> None:
+    body = b'{"prompt": "x"}'
+    for headers in ({"content-type": "text/plain"}, {"content-encoding": "gzip", "content-type": "application/json"}):
+        assert (await post(running, "/v1/completions", content=body, headers=headers))[0] == 415
+
+
+async def test_paths_and_methods(running: Running) -> None:
+    for path in ("/", "/v1", "/v1/nothing", "/v1/completions/", "//v1/models", "/v1/models/"):
+        response = await running.http.get(path)
+        assert response.status_code == 404, path
+        check_shape(response.json())
+    response = await running.http.get("/v1/completions")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+    check_shape(response.json())
+    response = await running.http.get("/v1/models/other")
+    assert response.status_code == 404
+    assert check_shape(response.json())["code"] == "model_not_found"
+
+
+async def test_a_body_of_50_megabytes_is_refused(running: Running) -> None:
+    async def chunks() -> Any:
+        for _ in range(800):
+            yield bytes(65536)
+
+    headers = {"content-type": "application/json"}
+    assert (await post(running, "/v1/completions", content=bytes(50 * 2**20), headers=headers))[0] == 413
+    assert (await post(running, "/v1/completions", content=chunks(), headers=headers))[0] == 413
+    assert (await running.http.get("/health")).status_code == 200
+
+
+async def raw(running: Running, data: bytes) -> bytes:
+    assert running.addresses.http is not None
+    host, port = running.addresses.http.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    answer = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    return answer
+
+
+async def test_what_is_not_http(running: Running) -> None:
+    answer = await raw(running, b"nonsense\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b'{"error"' in answer
+    large = b"GET /health HTTP/1.1\r\nhost: x\r\nx-large: " + b"a" * 100_000 + b"\r\n\r\n"
+    assert (await raw(running, large)).startswith(b"HTTP/1.1 431")
+    many = b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 50_000 + b"\r\n"
+    assert (await raw(running, many)).startswith(b"HTTP/1.1 431")
+    assert (await running.http.get("/health")).status_code == 200
+
+
+async def test_request_ids_are_echoed_clean(running: Running) -> None:
+    async def echo(given: str | None) -> str:
+        headers = {} if given is None else {"X-Request-ID": given}
+        return (await running.http.get("/health", headers=headers)).headers["x-request-id"]
+
+    assert await echo("bench-1_a.b:c") == "bench-1_a.b:c"
+    assert len(await echo(None)) == 32
+    assert await echo("a b\x7f;<é>") == "ab"
+    assert await echo("x" * 1000) == "x" * 128
+    assert len(await echo("///")) == 32
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_scheduler_refuses(start: Start, stream: bool) -> None:
+    running = await start()
+    endings = {
+        429: inference_pb2.Ending(reason=4, code=8, message="queue: full", retry_after_s=2.5),
+        503: inference_pb2.Ending(reason=4, code=14, message="no worker"),
+        500: inference_pb2.Ending(reason=4, code=13, message="the forward pass failed"),
+        400: inference_pb2.Ending(reason=4, code=3, message="never fits", field="prompt_token_ids"),
+    }
+    for status, ending in endings.items():
+        running.scheduler.reject = lambda _, ending=ending: ending  # type: ignore[misc]
+        response = await running.http.post("/v1/chat/completions", json=CHAT | {"stream": stream})
+        assert response.status_code == status
+        assert check_shape(response.json())["message"] == ending.message
+        assert response.headers.get("retry-after") == ("3" if status == 429 else None)
+    with pytest.raises(openai.BadRequestError):
+        await running.openai.completions.create(model=MODEL, prompt="x")
+
+
+async def test_too_many_requests_in_flight(start: Start) -> None:
+    running = await start(settings={"max_live_requests": 2})
+    running.scheduler.paused = True
+    tasks = [asyncio.create_task(running.http.post("/v1/completions", json={"prompt": "x"})) for _ in range(2)]
+    await until(lambda: running.scheduler.num_running == 2)
+    response = await running.http.post("/v1/completions", json={"prompt": "x"})
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "1"
+    running.scheduler.paused = False
+    assert [(await task).status_code for task in tasks] == [200, 200]
+
+
+async def test_a_failure_after_the_first_token_is_an_event(start: Start) -> None:
+    running = await start()
+    running.scheduler.paused = True
+    request = CHAT | {"stream": True, "max_tokens": 5}
+    stream = running.scheduler.streams[0]
+    async with running.http.stream("POST", "/v1/chat/completions", json=request) as response:
+        await until(lambda: running.scheduler.num_running == 1)
+        (handle,) = stream.running
+        del stream.running[handle]
+        stream.endings.append(inference_pb2.Ending(handle=handle, reason=4, code=13, message="boom"))
+        running.scheduler.paused = False
+        stream.wake.set()
+        # No token had come: a real status.
+        assert response.status_code == 500
+    running.scheduler.step_s = 0.02
+    async with running.http.stream("POST", "/v1/chat/completions", json=request | {"max_tokens": 500}) as response:
+        assert response.status_code == 200
+        lines = response.aiter_lines()
+        await anext(lines)
+        (handle,) = stream.running
+        del stream.running[handle]
+        stream.endings.append(inference_pb2.Ending(handle=handle, reason=4, code=13, message="boom"))
+        rest = [line async for line in lines if line]
+    assert '"message":"boom"' in rest[-1]
+    assert "data: [DONE]" not in rest
+
+
+async def test_metrics(running: Running) -> None:
+    assert (await running.http.head("/metrics")).status_code == 200
+    await running.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, "ignore_eos": True})
+    await running.http.post("/v1/completions", json={"prompt": ""})
+    text = (await running.http.get("/metrics")).text
+    for line in (
+        'paceline_gateway_requests_total{endpoint="completion",finish_reason="length"} 1.0',
+        'paceline_gateway_requests_total{endpoint="completion",finish_reason="rejected"} 1.0',
+        "paceline_gateway_generation_tokens_total 4.0",
+        "paceline_gateway_prompt_tokens_total 2.0",
+        "paceline_gateway_live_requests 0.0",
+        "paceline_gateway_scheduler_ready 1.0",
+        "paceline_gateway_time_to_first_token_seconds_count 1.0",
+        "paceline_gateway_inter_token_latency_seconds_count 3.0",
+        "paceline_gateway_e2e_request_latency_seconds_count 1.0",
+    ):
+        assert line in text, line
+    assert common_pb2.FINISH_REASON_ERROR == 4  # the literal in this file

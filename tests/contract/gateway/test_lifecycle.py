@@ -1,0 +1,210 @@
+"""Clients that go away, schedulers that die, gateways that stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.gateway.tokenizer import TextTokenizer
+from tests.contract.gateway.conftest import MODEL, Running, Start, until
+from tests.contract.gateway.test_openai import CHECKPOINT
+
+TOKENIZER = TextTokenizer.from_folder(CHECKPOINT)
+
+
+def body(**options: Any) -> dict[str, Any]:
+    return {"prompt": [7, 8, 9], "max_tokens": 200, "ignore_eos": True, "seed": 1, **options}
+
+
+def expected_text(running: Running, prompt: list[int], num_tokens: int, *, temperature: float = 1.0) -> str:
+    """What an undisturbed run gives."""
+    sampling = running.scheduler.submissions[0].sampling
+    assert sampling.temperature == temperature
+    ids = [running.scheduler.next_token(prompt, i, sampling) for i in range(num_tokens)]
+    detokenizer = TOKENIZER.detokenizer()
+    return detokenizer.push(ids) + detokenizer.finish()
+
+
+async def read_text(response: Any) -> str:
+    parts = []
+    async for line in response.aiter_lines():
+        if line.startswith("data: {"):
+            data = json.loads(line[6:])
+            assert "error" not in data, data
+            parts += [choice["text"] for choice in data["choices"]]
+    return "".join(parts)
+
+
+@pytest.mark.parametrize("when", ["queued", "streaming", "whole"])
+async def test_a_client_that_goes_away_is_cancelled_at_the_scheduler(start: Start, when: str) -> None:
+    running = await start(step_s=0.005)
+    running.scheduler.paused = when == "queued"
+    task = asyncio.create_task(
+        running.http.post("/v1/completions", json=body(max_tokens=2000, stream=when == "streaming"))
+    )
+    await until(lambda: running.scheduler.num_running == 1)
+    await asyncio.sleep(0.03)
+    task.cancel()
+    await until(lambda: len(running.scheduler.cancels) == 1)
+    await until(lambda: running.scheduler.num_running == 0)
+    text = (await running.http.get("/metrics")).text
+    assert 'requests_total{endpoint="completion",finish_reason="abort"} 1.0' in text
+    assert "paceline_gateway_live_requests 0.0" in text
+
+
+async def test_a_cancel_storm_leaves_nothing_behind(running: Running) -> None:
+    running.scheduler.step_s = 0.002
+    tasks = []
+    for i in range(120):
+        tasks.append(asyncio.create_task(running.http.post("/v1/completions", json=body(max_tokens=60, seed=i))))
+        if i % 3 == 0:
+            await asyncio.sleep(0.001)
+            tasks[-1].cancel()
+    done = await asyncio.gather(*tasks, return_exceptions=True)
+    assert sum(not isinstance(answer, BaseException) for answer in done) == 80
+    await until(lambda: running.scheduler.num_running == 0)
+    assert "paceline_gateway_live_requests 0.0" in (await running.http.get("/metrics")).text
+
+
+async def test_a_stalled_reader_holds_up_nobody(start: Start) -> None:
+    running = await start(tokens_per_step=8)
+    assert running.addresses.http is not None
+    host, port = running.addresses.http.split(":")
+    content = json.dumps(body(max_tokens=2000, stream=True)).encode()
+    stalled = []
+    for _ in range(4):
+        _, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        writer.write(b"content-length: %d\r\n\r\n" % len(content) + content)
+        stalled.append(writer)
+    answer = await running.http.post("/v1/completions", json=body(max_tokens=500))
+    assert answer.json()["usage"]["completion_tokens"] == 500
+    await until(lambda: running.scheduler.num_running == 0)
+    assert running.scheduler.max_ahead <= 64
+    for writer in stalled:
+        writer.close()
+
+
+@pytest.mark.parametrize("how", ["server dies", "stream breaks"])
+async def test_a_scheduler_that_dies_is_only_a_pause(start: Start, how: str) -> None:
+    running = await start(step_s=0.002)
+
+    async def one(i: int) -> str:
+        # No seed: the gateway gives one, once.
+        request = body(prompt=[7, 8, 9 + i], max_tokens=150, stream=i % 2 == 0)
+        del request["seed"]
+        async with running.http.stream("POST", "/v1/completions", json=request) as response:
+            assert response.status_code == 200
+            if i % 2 == 0:
+                return await read_text(response)
+            return str(json.loads(await response.aread())["choices"][0]["text"])
+
+    tasks = [asyncio.create_task(one(i)) for i in range(20)]
+    for _ in range(2):
+        await until(lambda: running.scheduler.num_running == 20)
+        await asyncio.sleep(0.03)
+        if how == "server dies":
+            await running.scheduler.stop()
+            assert (await running.http.get("/health")).status_code == 200
+            await running.until_ready(503)
+            await asyncio.sleep(0.1)
+            await running.scheduler.start()
+        else:
+            running.scheduler.break_streams()
+            await running.until_ready(503)
+    texts = await asyncio.gather(*tasks)
+    first = running.scheduler.submissions[:20]
+    again = [s for s in running.scheduler.submissions[20:] if s.accepted_before]
+    assert len(again) >= 20
+    assert any(s.output_token_ids for s in again)
+    sampling = {s.prompt_token_ids: s.sampling for s in first}
+    assert all(sampling[s.prompt_token_ids] == s.sampling for s in again)
+    for i, text in enumerate(texts):
+        prompt = [7, 8, 9 + i]
+        key = b"".join(t.to_bytes(4, "little") for t in prompt)
+        ids = [running.scheduler.next_token(prompt, position, sampling[key]) for position in range(150)]
+        detokenizer = TOKENIZER.detokenizer()
+        assert text == detokenizer.push(ids) + detokenizer.finish()
+
+
+async def test_a_gateway_serves_before_its_scheduler_is_there(start: Start) -> None:
+    running = await start(scheduler_up=False)
+    assert (await running.http.get("/health")).status_code == 200
+    response = await running.http.get("/ready")
+    assert response.status_code == 503
+    assert response.json()["reason"] == "no connection to the scheduler"
+    assert (await running.http.get("/v1/models")).json()["data"][0]["max_model_len"] == 2048
+    waiting = asyncio.create_task(running.http.post("/v1/completions", json=body(max_tokens=5)))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await running.scheduler.start()
+    assert (await waiting).status_code == 200
+
+
+async def test_waiting_for_a_scheduler_ends_in_503(start: Start) -> None:
+    running = await start(scheduler_up=False, settings={"scheduler_wait_s": 0.3})
+    response = await running.http.post("/v1/completions", json=body())
+    assert response.status_code == 503
+    assert "no connection to the scheduler" in response.json()["error"]["message"]
+
+
+async def test_readiness_follows_the_scheduler_over_http_and_grpc(running: Running) -> None:
+    async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+
+        async def serving() -> bool:
+            service = "paceline.v1.InferenceService"
+            reply = await health.Check(health_pb2.HealthCheckRequest(service=service))
+            return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+        assert await serving()
+        running.scheduler.set_ready(False)
+        await running.until_ready(503)
+        assert (await running.http.get("/ready")).json()["reason"] == "no worker is attached"
+        await asyncio.sleep(0.02)
+        assert not await serving()
+        running.scheduler.set_ready(True)
+        await running.until_ready(200)
+        await asyncio.sleep(0.02)
+        assert await serving()
+
+
+async def test_a_gateway_that_stops_finishes_what_runs(start: Start) -> None:
+    running = await start(step_s=0.003)
+    task = asyncio.create_task(running.http.post("/v1/completions", json=body(max_tokens=200)))
+    await until(lambda: running.scheduler.num_running == 1)
+    running.stop.set()
+    await running.until_ready(503)
+    assert (await running.http.get("/ready")).json()["reason"] == "draining"
+    refused = await running.http.post("/v1/completions", json=body())
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "1"
+    answer = await task
+    assert answer.json()["choices"][0]["text"] == expected_text(running, [7, 8, 9], 200)
+    await asyncio.wait_for(running.task, 5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_does_not_end_in_time_is_told_so(start: Start, stream: bool) -> None:
+    running = await start(step_s=0.02, settings={"drain_s": 0.2})
+    task = asyncio.create_task(running.http.post("/v1/completions", json=body(max_tokens=2000, stream=stream)))
+    await until(lambda: running.scheduler.num_running == 1)
+    await asyncio.sleep(0.1)
+    running.stop.set()
+    answer = await asyncio.wait_for(task, 5)
+    assert answer.status_code == (200 if stream else 503)
+    assert "the server is shutting down" in answer.text
+    await asyncio.wait_for(running.task, 5)
+
+
+async def test_a_port_that_is_taken(start: Start, running: Running) -> None:
+    port = int((running.addresses.http or "").split(":")[1])
+    with pytest.raises(OSError, match="in use"):
+        await start(settings={"port": port})
+    assert (await running.http.get("/v1/models")).json()["data"][0]["id"] == MODEL

@@ -1,0 +1,268 @@
+"""The worker's server against a scheduler played by hand, over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+import httpx
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from gpu_worker.errors import DeviceError
+from gpu_worker.runner import ModelRunner
+from gpu_worker.server import run_worker
+from gpu_worker.settings import WorkerSettings
+from paceline.v1.common_pb2 import SamplingParams
+from paceline.v1.worker_pb2 import NewSequence, StepPlan, StepResult
+from services.runtime.service import Addresses
+from tests.contract.worker.fake_scheduler import FakeScheduler, WorkerLink
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "eos_token_id": 7,
+}
+
+
+def pack(*values: int) -> bytes:
+    return np.array(values, "<i4").tobytes()
+
+
+def first_plan() -> dict[str, object]:
+    sequence = NewSequence(
+        slot=0,
+        token_ids=pack(1, 2, 3),
+        num_prompt_tokens=3,
+        block_table=pack(1, 2, 3),
+        sampling=SamplingParams(top_p=1, max_tokens=40),
+        request_id="req-1",
+    )
+    return {"new_sequences": [sequence], "prefill_slots": pack(0), "prefill_tokens": pack(3)}
+
+
+@dataclass
+class Rig:
+    scheduler: FakeScheduler
+    settings: WorkerSettings
+    stop: asyncio.Event
+    worker: asyncio.Task[None]
+    ready: asyncio.Future[Addresses]
+
+    async def accept(self) -> WorkerLink:
+        """The next link; fails with the worker's own error if that ends first."""
+        accepting = asyncio.ensure_future(self.scheduler.accept())
+        await asyncio.wait((accepting, self.worker), return_when=asyncio.FIRST_COMPLETED)
+        if self.worker.done():
+            accepting.cancel()
+            self.worker.result()
+        return await accepting
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    scheduler = FakeScheduler()
+    server = await scheduler.start()
+    settings = WorkerSettings(
+        scheduler=f"127.0.0.1:{scheduler.port}",
+        model=str(tmp_path),
+        load_format="dummy",
+        device="cpu",
+        threads=1,
+        num_blocks=50,
+        max_num_seqs=4,
+        max_batched_tokens=64,
+        drain_s=3.0,
+        name="w",
+    )
+    stop = asyncio.Event()
+    ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
+    worker = asyncio.create_task(run_worker(settings, stop, ready.set_result))
+    yield Rig(scheduler, settings, stop, worker, ready)
+    scheduler.reading.set()
+    worker.cancel()
+    await asyncio.gather(worker, return_exceptions=True)
+    await server.stop(0)
+
+
+def slow_steps(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
+    step = ModelRunner.step
+
+    def slow(self: ModelRunner, plan: StepPlan) -> StepResult:
+        time.sleep(step_s)
+        result = step(self, plan)
+        result.started_us -= int(step_s * 1e6)
+        return result
+
+    monkeypatch.setattr(ModelRunner, "step", slow)
+
+
+async def test_registers_runs_plans_and_is_released(rig: Rig) -> None:
+    link = await rig.accept()
+    registration = link.registration
+    assert (registration.name, registration.block_size, registration.num_blocks) == ("w", 16, 50)
+    assert (registration.max_num_seqs, registration.max_batched_tokens) == (4, 64)
+    assert registration.model.vocab_size == 100
+    assert registration.model.max_model_len == 256
+    assert list(registration.model.eos_token_ids) == [7]
+    assert len(registration.model.fingerprint) == 64
+
+    await link.plan(1, **first_plan())
+    for step in range(2, 6):
+        await link.plan(step)
+    results = [await link.result() for _ in range(5)]
+    assert [r.step for r in results] == [1, 2, 3, 4, 5]
+    assert all(len(r.token_ids) == 4 and not r.errors for r in results)
+
+    rig.stop.set()
+    while (await link.next()).WhichOneof("message") != "drain":
+        pass
+    # Still serving until it is let go.
+    await link.plan(6)
+    assert (await link.result()).step == 6
+    await link.release()
+    await asyncio.wait_for(rig.worker, 5)
+
+
+async def test_health_and_metrics(rig: Rig) -> None:
+    await rig.accept()
+    addresses = await asyncio.wait_for(rig.ready, 5)
+    assert addresses.grpc is not None
+    async with grpc.aio.insecure_channel(addresses.grpc) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=""))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    async with httpx.AsyncClient(base_url=f"http://{addresses.metrics}") as client:
+        text = (await client.get("/metrics")).text
+    assert "paceline_worker_link_up 1.0" in text
+    assert "paceline_worker_kv_blocks 50.0" in text
+
+
+async def test_the_next_step_starts_while_the_last_result_is_still_unread(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pipeline: two plans are in flight, and the scheduler reads nothing until long after both have run."""
+    slow_steps(monkeypatch, 0.1)
+    link = await rig.accept()
+    await link.plan(1, **first_plan())
+    assert (await link.result()).step == 1
+    rig.scheduler.reading.clear()
+    await link.plan(2)
+    await link.plan(3)
+    await asyncio.sleep(0.5)
+    assert link.inbox.empty(), "nothing was read"
+    read_us = time.monotonic_ns() // 1000
+    rig.scheduler.reading.set()
+    second, third = await link.result(), await link.result()
+    assert third.finished_us < read_us
+    gap_us = third.started_us - second.finished_us
+    assert 0 <= gap_us < 50_000, f"{gap_us} µs between two steps"
+
+
+async def test_a_long_step_does_not_stop_the_heart(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_steps(monkeypatch, 2.5)
+    link = await rig.accept()
+    await link.plan(1, **first_plan())
+    kinds = [(await link.next()).WhichOneof("message") for _ in range(3)]
+    assert kinds == ["heartbeat", "heartbeat", "result"]
+
+
+async def test_a_cut_link_is_made_anew_with_empty_slots(rig: Rig) -> None:
+    link = await rig.accept()
+    await link.plan(1, **first_plan())
+    first = await link.result()
+    link.cut()
+    again = await rig.accept()
+    assert again.registration == link.registration
+    # Slot 0 is free again and steps count from 1: were it not so, this would break the link.
+    await again.plan(1, **first_plan())
+    assert (await again.result()).token_ids == first.token_ids
+
+
+async def test_a_plan_that_breaks_the_contract_fails_the_link_and_nothing_else(rig: Rig) -> None:
+    link = await rig.accept()
+    await link.plan(1, prefill_slots=pack(3), prefill_tokens=pack(1))
+    await asyncio.wait_for(link.lost.wait(), 5)
+    again = await rig.accept()
+    await again.plan(1, **first_plan())
+    assert len((await again.result()).token_ids) == 4
+
+
+async def test_a_step_that_raises_fails_the_link_and_the_worker_comes_back(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = await rig.accept()
+    with monkeypatch.context() as patch:
+        patch.setattr("gpu_worker.models.decoder.Decoder.forward", lambda *_: 1 / 0)
+        await link.plan(1, **first_plan())
+        await asyncio.wait_for(link.lost.wait(), 5)
+    again = await rig.accept()
+    await again.plan(1, **first_plan())
+    assert len((await again.result()).token_ids) == 4
+
+
+async def test_out_of_memory_ends_the_worker(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = await rig.accept()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    monkeypatch.setattr("gpu_worker.models.decoder.Decoder.forward", fail)
+    await link.plan(1, **first_plan())
+    with pytest.raises(DeviceError, match="can't allocate memory"):
+        await asyncio.wait_for(rig.worker, 10)
+
+
+async def test_a_drain_that_takes_too_long_ends(rig: Rig) -> None:
+    link = await rig.accept()
+    await link.plan(1, **first_plan())
+    began = time.monotonic()
+    rig.stop.set()
+    await asyncio.wait_for(rig.worker, 10)
+    assert 2.5 < time.monotonic() - began < 8
+
+
+async def test_it_waits_for_a_scheduler_that_is_not_there_yet(rig: Rig, tmp_path: Path) -> None:
+    """A second worker, on the same machine, pointed at a port where nobody listens until later."""
+    await rig.accept()
+    late = FakeScheduler()
+    probe = await late.start()
+    await probe.stop(0)
+    settings = rig.settings.model_copy(update={"scheduler": f"127.0.0.1:{late.port}"})
+    stop = asyncio.Event()
+    worker = asyncio.create_task(run_worker(settings, stop))
+    await asyncio.sleep(0.7)
+    server = await late.start(late.port)
+    try:
+        link = await late.accept()
+        stop.set()
+        while (await link.next()).WhichOneof("message") != "drain":
+            pass
+        await link.release()
+        await asyncio.wait_for(worker, 5)
+    finally:
+        await server.stop(0)
+
+
+async def test_stop_without_a_link_ends_at_once(rig: Rig) -> None:
+    settings = rig.settings.model_copy(update={"scheduler": "127.0.0.1:1"})
+    stop = asyncio.Event()
+    worker = asyncio.create_task(run_worker(settings, stop))
+    await asyncio.sleep(0.5)
+    began = time.monotonic()
+    stop.set()
+    await asyncio.wait_for(worker, 5)
+    assert time.monotonic() - began < 2.5

@@ -1,0 +1,262 @@
+"""Requests become jobs, or errors that name the field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.v1 import common_pb2
+from services.gateway import openai_schema as schema
+from services.gateway.errors import ApiError, from_scheduler
+from services.gateway.model_files import ModelFiles, read_model_files, resolve_folder
+from services.gateway.request import FieldNames, GenerateJob, RequestBuilder, SamplingChoices
+from services.gateway.tokenizer import TextTokenizer
+
+CHECKPOINT = Path(__file__).parents[3] / "demo" / "checkpoint"
+NAMES = FieldNames()
+
+
+@pytest.fixture(scope="module")
+def builder() -> RequestBuilder:
+    return RequestBuilder(TextTokenizer.from_folder(CHECKPOINT), read_model_files(CHECKPOINT), max_model_len=100)
+
+
+def make_job(
+    builder: RequestBuilder, ids: list[int] | None = None, default: int | None = None, **choices: Any
+) -> GenerateJob:
+    return builder.job(
+        [1, 2, 3] if ids is None else ids,
+        SamplingChoices(**choices),
+        request_id="r",
+        endpoint="test",
+        names=NAMES,
+        default_max_tokens=default,
+    )
+
+
+def test_defaults(builder: RequestBuilder) -> None:
+    sampling = make_job(builder).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.ignore_eos) == (97, 0, False)
+    assert make_job(builder, default=16).sampling.max_tokens == 16
+    assert make_job(builder, [0] * 95, default=16).sampling.max_tokens == 5
+    assert make_job(builder, default=16, min_tokens=20).sampling.max_tokens == 20
+    assert make_job(builder).final_tokens == {1, 5}
+    assert make_job(builder, ignore_eos=True, stop_token_ids=[7]).final_tokens == {7}
+
+
+def test_every_request_gets_a_seed_of_its_own_once(builder: RequestBuilder) -> None:
+    assert make_job(builder).sampling.seed != make_job(builder).sampling.seed
+    assert make_job(builder, seed=5).sampling.seed == 5
+    assert make_job(builder, seed=-1).sampling.seed == 2**64 - 1
+
+
+def test_generation_config_gives_the_defaults(builder: RequestBuilder) -> None:
+    files = ModelFiles(CHECKPOINT, 50, 1024, frozenset({1}), temperature=0.5, top_p=0.25, top_k=7)
+    sampling = make_job(RequestBuilder(builder.tokenizer, files)).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 7)
+    assert sampling.max_tokens == 47
+
+
+def test_the_workers_know_better_than_the_files(builder: RequestBuilder) -> None:
+    info = common_pb2.ModelInfo(vocab_size=10, max_model_len=20, eos_token_ids=[9])
+    served = RequestBuilder(builder.tokenizer, read_model_files(CHECKPOINT), worker_model=lambda: info)
+    assert (served.vocab_size, served.max_model_len, served.eos_token_ids) == (10, 20, {9})
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"temperature": 1e30}, "temperature"),
+    ({"top_p": 0.0}, "top_p"),
+    ({"top_p": 1.0001}, "top_p"),
+    ({"top_p": float("nan")}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 2**31}, "top_k"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 2**31}, "max_tokens"),
+    ({"max_tokens": 98}, "max_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"seed": 2**64}, "seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": ["x" * 1025]}, "stop"),
+    ({"stop_token_ids": [1024]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [1] * 257}, "stop_token_ids"),
+    ({"ids": []}, "prompt"),
+    ({"ids": [1] * 100}, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "field"), BAD)
+def test_what_cannot_be_is_refused_by_name(builder: RequestBuilder, wrong: dict[str, Any], field: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        make_job(builder, **wrong)
+    assert caught.value.status == 400
+    assert caught.value.param == field
+
+
+def test_a_context_that_is_too_long_names_the_numbers(builder: RequestBuilder) -> None:
+    with pytest.raises(ApiError, match="100 tokens, but you asked for 101 \\(3 in the prompt, 98") as caught:
+        make_job(builder, max_tokens=98)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(ApiError, match="100 tokens, but the prompt has 120") as caught:
+        make_job(builder, [1] * 120)
+    assert caught.value.code == "context_length_exceeded"
+    assert make_job(builder, [1] * 99).sampling.max_tokens == 1
+
+
+def test_tiny_temperatures_are_greedy(builder: RequestBuilder) -> None:
+    assert make_job(builder, temperature=1e-30).sampling.temperature == 0
+    assert make_job(builder, top_k=-1).sampling.top_k == 0
+
+
+async def test_a_hopeless_prompt_is_not_even_encoded(builder: RequestBuilder) -> None:
+    with pytest.raises(ApiError, match="at least"):
+        await builder.encode_text("x" * 10_000_000, NAMES)
+    long_but_possible = "a" * 6000
+    assert len(await builder.encode_text(long_but_possible[:90], NAMES)) > 1
+
+
+# -- JSON bodies
+
+COMPLETION = {"prompt": "x"}
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
+BAD_BODIES: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [[1], ["a"]]}, "prompt"),
+    ({"prompt": ["x"] * 129}, "prompt"),
+    ({"temperature": "1"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"stop": 3}, "stop"),
+    ({"stop": ["a", 1]}, "stop"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream": 1}, "stream"),
+    ({"stop_token_ids": ["1"]}, "stop_token_ids.0"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"model": 5}, "model"),
+    ({"n": 2}, "n"),
+    ({"n": 0}, "n"),
+    ({"n": True}, "n"),
+    ({"best_of": 2}, "best_of"),
+    ({"logprobs": 0}, "logprobs"),
+    ({"echo": True}, "echo"),
+    ({"suffix": "x"}, "suffix"),
+    ({"presence_penalty": 0.1}, "presence_penalty"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"logit_bias": {"1": 5}}, "logit_bias"),
+    ({"min_p": 0.1}, "min_p"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"priority": 1}, "priority"),
+]
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "x"}, "messages"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc"}}]}]},
+        "messages.0.content",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content"),
+    ({"max_completion_tokens": "5"}, "max_completion_tokens"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"logprobs": True}, "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"chat_template": "x"}, "chat_template"),
+    ({"chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs"),
+    ({"continue_final_message": True}, "continue_final_message"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "field"), BAD_BODIES)
+def test_bodies_of_completions_are_strict(wrong: dict[str, Any], field: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        schema.parse(schema.CompletionRequest, COMPLETION | wrong)
+    assert (caught.value.status, caught.value.param) == (400, field)
+    json.dumps(caught.value.body())
+
+
+@pytest.mark.parametrize(("wrong", "field"), BAD_CHATS)
+def test_bodies_of_chats_are_strict(wrong: dict[str, Any], field: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        schema.parse(schema.ChatRequest, CHAT | wrong)
+    assert (caught.value.status, caught.value.param) == (400, field)
+
+
+@pytest.mark.parametrize("body", [None, [], "x", 5])
+def test_a_body_is_an_object(body: Any) -> None:
+    with pytest.raises(ApiError, match="JSON object"):
+        schema.parse(schema.ChatRequest, body)
+
+
+def test_values_that_change_nothing_are_fine() -> None:
+    neutral = {
+        "n": 1, "best_of": 1, "logprobs": None, "echo": False, "suffix": None, "presence_penalty": 0,
+        "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "user": "me", "unknown": {"a": [1]},
+        "response_format": {"type": "text"}, "stop": None, "seed": None, "temperature": 1,
+    }  # fmt: skip
+    assert schema.parse(schema.CompletionRequest, COMPLETION | neutral).sampling().temperature == 1.0
+    chat = CHAT | {"logprobs": False, "top_logprobs": None, "tools": None, "tool_choice": "none"}
+    assert schema.parse(schema.ChatRequest, chat).messages[0].content == "x"
+
+
+def test_typed_parts_and_both_names_of_max_tokens() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = {"messages": [{"role": "developer", "content": parts}], "max_tokens": 3, "max_completion_tokens": 4}
+    request = schema.parse(schema.ChatRequest, body)
+    assert request.messages[0].for_template() == {"role": "system", "content": "a\nb"}
+    assert request.sampling().max_tokens == 4
+
+
+# -- errors and files
+
+
+def test_the_schedulers_codes_become_http_and_grpc() -> None:
+    error = from_scheduler(8, "full", "", 2.5)
+    assert (error.status, error.retry_after_s, error.grpc_code.name) == (429, 2.5, "RESOURCE_EXHAUSTED")
+    assert from_scheduler(3, "bad", "top_k", 0).param == "top_k"
+    assert from_scheduler(14, "", "", 0).status == 503
+    assert from_scheduler(4, "late", "", 0).status == 504
+    unknown = from_scheduler(13, "boom", "", 0)
+    assert (unknown.status, unknown.type, unknown.grpc_code.name) == (500, "server_error", "INTERNAL")
+
+
+def test_model_folders(tmp_path: Path) -> None:
+    assert resolve_folder(str(CHECKPOINT)) == CHECKPOINT.resolve()
+    with pytest.raises(FileNotFoundError, match="not a hub name"):
+        resolve_folder(str(tmp_path / "nowhere"))
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        read_model_files(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 5}')
+    with pytest.raises(ValueError, match="max_position_embeddings"):
+        read_model_files(tmp_path)
+    (tmp_path / "config.json").write_text(
+        '{"text_config": {"vocab_size": 5, "max_position_embeddings": 9, "eos_token_id": 2}}'
+    )
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3], "temperature": 0.6, "top_k": null}')
+    files = read_model_files(tmp_path)
+    assert (files.max_model_len, files.eos_token_ids, files.temperature, files.top_k) == (9, {2, 3}, 0.6, 0)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json"):
+        read_model_files(tmp_path)

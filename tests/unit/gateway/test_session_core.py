@@ -1,0 +1,292 @@
+"""The session's state machine without a socket."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.v1 import common_pb2, inference_pb2
+from services.gateway.session_core import LiveRequest, SessionCore, SessionFull, SessionProtocolError
+
+PROMPT = np.asarray([1, 2, 3], "<i4").tobytes()
+
+
+def make_core(**options: object) -> SessionCore:
+    settings = {"response_window": 8, "max_live": 100, "wait_s": 10.0, **options}
+    return SessionCore("test", **settings)  # type: ignore[arg-type]
+
+
+def submit(
+    core: SessionCore, max_tokens: int = 10, now_s: float = 0.0, final: frozenset[int] = frozenset()
+) -> LiveRequest:
+    return core.submit("id", PROMPT, common_pb2.SamplingParams(max_tokens=max_tokens), now_s, final)
+
+
+def opened(core: SessionCore, epoch: int = 1) -> list[inference_pb2.SessionRequest]:
+    """Connect, and let the scheduler open the session; returns what was sent."""
+    core.connect()
+    sent = drain(core)
+    core.receive(
+        inference_pb2.SessionResponse(
+            opened=inference_pb2.SessionOpened(epoch=epoch), status=inference_pb2.SchedulerStatus(ready=True)
+        )
+    )
+    return sent + drain(core)
+
+
+def drain(core: SessionCore) -> list[inference_pb2.SessionRequest]:
+    out = []
+    while (message := core.take_request()) is not None:
+        out.append(message)
+    return out
+
+
+def tokens(
+    *pairs: tuple[LiveRequest, int], endings: tuple[inference_pb2.Ending, ...] = ()
+) -> inference_pb2.SessionResponse:
+    data = np.asarray([token for _, token in pairs], "<i4").tobytes()
+    return inference_pb2.SessionResponse(handles=[r.handle for r, _ in pairs], token_ids=data, endings=endings)
+
+
+def ending(request: LiveRequest, reason: common_pb2.FinishReason.ValueType = 2) -> inference_pb2.Ending:
+    return inference_pb2.Ending(handle=request.handle, reason=reason)
+
+
+def test_open_comes_first_and_submissions_after_the_scheduler_has_opened() -> None:
+    core = make_core()
+    request = submit(core)
+    assert core.take_request() is None
+    messages = opened(core)
+    assert [m.HasField("open") for m in messages] == [True, False]
+    assert messages[0].open.response_window == 8
+    assert not messages[0].submissions
+    (submission,) = messages[1].submissions
+    assert (submission.handle, submission.prompt_token_ids) == (request.handle, PROMPT)
+    assert not submission.output_token_ids
+    assert not submission.accepted_before
+
+
+def test_what_one_turn_submits_and_cancels_is_one_message() -> None:
+    core = make_core()
+    opened(core)
+    first = submit(core)
+    drain(core)
+    more = [submit(core) for _ in range(5)]
+    core.cancel(first)
+    (message,) = drain(core)
+    assert [s.handle for s in message.submissions] == [r.handle for r in more]
+    assert list(message.cancels) == [first.handle]
+
+
+def test_tokens_and_endings_reach_their_requests() -> None:
+    core = make_core()
+    a, b = submit(core), submit(core)
+    opened(core)
+    touched = core.receive(tokens((a, 7), (b, 8), (a, 9), endings=(ending(a),)))
+    assert touched == [a, b, a, a]
+    assert (a.tokens, b.tokens) == ([7, 9], [8])
+    assert a.ending is not None
+    assert core.num_live == 1
+    # It has ended: what still comes for its handle is nobody's.
+    assert core.receive(tokens((a, 1))) == []
+    assert a.tokens == [7, 9]
+
+
+def test_everything_unfinished_is_submitted_again_with_what_has_arrived() -> None:
+    core = make_core()
+    a, b, c = submit(core), submit(core), submit(core)
+    opened(core)
+    core.receive(tokens((a, 7), (b, 8), (a, 9), endings=(ending(b),)))
+    core.disconnect(1.0)
+    core.cancel(c)
+    assert c.ending is not None
+    d = submit(core)
+    again = opened(core, epoch=2)[1]
+    assert [
+        (s.handle, np.frombuffer(s.output_token_ids, "<i4").tolist(), s.accepted_before) for s in again.submissions
+    ] == [
+        (a.handle, [7, 9], True),
+        (d.handle, [], False),
+    ]
+    assert again.responses_read == 1
+    assert core.epoch == 2
+
+
+def test_a_stream_that_never_opened_accepted_nothing() -> None:
+    core = make_core()
+    request = submit(core)
+    core.connect()
+    drain(core)
+    core.disconnect(0.0)
+    (submission,) = opened(core)[1].submissions
+    assert submission.handle == request.handle
+    assert not submission.accepted_before
+
+
+@pytest.mark.parametrize(
+    ("final", "reason"), [(6, common_pb2.FINISH_REASON_LENGTH), (5, common_pb2.FINISH_REASON_STOP)]
+)
+def test_an_ending_lost_with_the_stream_is_made_up(final: int, reason: int) -> None:
+    core = make_core()
+    request = submit(core, max_tokens=2, final=frozenset({final}))
+    opened(core)
+    core.receive(tokens((request, 4), (request, 5)))
+    core.disconnect(0.0)
+    assert core.connect() == [request]
+    assert request.ending is not None
+    assert request.ending.reason == reason
+    assert core.num_live == 0
+
+
+def test_a_cancelled_request_gets_no_more_tokens_but_its_ending() -> None:
+    core = make_core()
+    request = submit(core)
+    opened(core)
+    core.receive(tokens((request, 1)))
+    core.cancel(request)
+    core.cancel(request)
+    assert list(drain(core)[0].cancels) == [request.handle]
+    core.receive(tokens((request, 2)))
+    assert request.tokens == [1]
+    report = inference_pb2.Ending(handle=request.handle, reason=common_pb2.FINISH_REASON_ABORT, cached_tokens=3)
+    assert core.receive(tokens(endings=(report,))) == [request]
+    assert request.ending == report
+    assert core.num_live == 0
+
+
+def test_a_request_cancelled_before_it_was_sent_never_is() -> None:
+    core = make_core()
+    opened(core)
+    request = submit(core)
+    core.cancel(request)
+    assert request.ending is not None
+    assert drain(core) == []
+
+
+def test_waiting_for_a_scheduler_has_a_deadline() -> None:
+    core = make_core(wait_s=10.0)
+    early = submit(core, now_s=100.0)
+    late = submit(core, now_s=105.0)
+    assert core.tick(109.9) == []
+    assert core.tick(110.0) == [early]
+    assert early.ending is not None
+    assert early.ending.code == 14
+    opened(core)
+    assert core.tick(1000.0) == []
+    core.disconnect(1000.0)
+    assert core.tick(1009.0) == []
+    assert core.tick(1010.0) == [late]
+
+
+def test_live_requests_are_bounded_and_handles_not_reused_while_they_live() -> None:
+    core = make_core(max_live=3)
+    requests = [submit(core) for _ in range(3)]
+    with pytest.raises(SessionFull):
+        submit(core)
+    core.cancel(requests[1])
+    core._next_handle = requests[0].handle
+    assert submit(core).handle not in {requests[0].handle, requests[2].handle}
+
+
+def test_handles_wrap_around_below_32_bits() -> None:
+    core = make_core()
+    core._next_handle = 2**32 - 1
+    assert [submit(core).handle for _ in range(2)] == [2**32 - 1, 1]
+
+
+def test_responses_are_acknowledged_in_time() -> None:
+    core = make_core(response_window=8)
+    request = submit(core)
+    opened(core)
+    submit(core)
+    assert drain(core)[0].responses_read == 1
+    acks = []
+    for i in range(20):
+        core.receive(tokens((request, i)))
+        acks += [m.responses_read for m in drain(core)]
+    assert acks == [3, 5, 7, 9, 11, 13, 15, 17, 19, 21]
+
+
+def test_a_large_resubmission_is_cut_into_messages() -> None:
+    core = make_core()
+    prompt = bytes(4 * 2**18)
+    for _ in range(10):
+        core.submit("id", prompt, common_pb2.SamplingParams(max_tokens=1), 0.0)
+    messages = opened(core)[1:]
+    assert sum(len(m.submissions) for m in messages) == 10
+    assert len(messages) > 1
+    assert max(m.ByteSize() for m in messages) < 8 * 2**20
+
+
+def test_what_the_protocol_does_not_allow_is_an_error() -> None:
+    core = make_core()
+    core.connect()
+    with pytest.raises(SessionProtocolError, match="opened"):
+        core.receive(inference_pb2.SessionResponse())
+    core = make_core()
+    opened(core)
+    with pytest.raises(SessionProtocolError, match="2 handles"):
+        core.receive(inference_pb2.SessionResponse(handles=[1, 2], token_ids=b"1234"))
+
+
+def test_going_down_fails_everything() -> None:
+    core = make_core()
+    a = submit(core)
+    opened(core)
+    b = submit(core)
+    assert core.fail_all("bye") == [a, b]
+    assert core.num_live == 0
+    assert list(drain(core)[0].cancels) == [a.handle]
+    assert a.ending is not None
+    assert a.ending.message == "bye"
+
+
+class CountingScheduler:
+    """Generates 0, 1, 2, ... for everybody, and forgets everything when the stream breaks."""
+
+    def __init__(self, core: SessionCore) -> None:
+        self.core = core
+        self.positions: dict[int, int] = {}
+
+    def take(self, messages: list[inference_pb2.SessionRequest]) -> None:
+        for message in messages:
+            for submission in message.submissions:
+                self.positions[submission.handle] = len(submission.output_token_ids) // 4
+            for handle in message.cancels:
+                if self.positions.pop(handle, None) is not None:
+                    self.core.receive(tokens(endings=(inference_pb2.Ending(handle=handle, reason=3),)))
+
+    def step(self, requests: list[LiveRequest], *, end: bool) -> None:
+        by_handle = {request.handle: request for request in requests}
+        for handle in list(self.positions):
+            self.core.receive(tokens((by_handle[handle], self.positions[handle])))
+            self.positions[handle] += 1
+            if end:
+                self.core.receive(tokens(endings=(ending(by_handle[handle]),)))
+                del self.positions[handle]
+
+
+@given(st.lists(st.sampled_from(["submit", "token", "end", "cancel", "break", "open"]), max_size=60))
+def test_every_request_sees_each_token_once_in_order(actions: list[str]) -> None:
+    core = make_core()
+    scheduler = CountingScheduler(core)
+    requests: list[LiveRequest] = []
+    for action in actions:
+        if action == "submit":
+            requests.append(submit(core, max_tokens=1000))
+        elif action == "open" and not core.connected:
+            scheduler.take(opened(core))
+        elif action == "break":
+            core.disconnect(0.0)
+            scheduler.positions.clear()
+        elif action == "cancel" and requests:
+            core.cancel(requests[-1])
+        elif core.connected:
+            scheduler.step(requests, end=action == "end")
+        if core.connected:
+            scheduler.take(drain(core))
+    for request in requests:
+        assert request.tokens == list(range(len(request.tokens)))
+    assert core.num_live == sum(request.ending is None for request in requests)
