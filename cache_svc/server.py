@@ -109,7 +109,10 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 async def serve(
     settings: CacheSettings, stop: asyncio.Event, *, on_ready: Callable[[Addresses], None] | None = None
 ) -> None:
-    """Serve until `stop` is set, then give the link `drain_s` seconds to end. Raises OSError if a port is taken."""
+    """Serve until `stop` is set, then give the link `drain_s` seconds to end.
+
+    Raises OSError (metrics) or RuntimeError (gRPC) if a port is taken.
+    """
     core = CacheCore(debug=settings.debug)
     collector = CacheCollector(core)
     REGISTRY.register(collector)

@@ -35,6 +35,14 @@ CHAT_TEMPLATE = """\
 """
 
 
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that must exist."""
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise KeyError(f"the tokenizer has no token {token!r}")
+    return found
+
+
 @dataclass(frozen=True)
 class Encoded:
     """Token ids and, for each, how much predicting it counts."""
@@ -53,7 +61,9 @@ def encode(tokenizer: Tokenizer, example: Example) -> Encoded:
     def text_ids(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
 
-    special = tokenizer.token_to_id
+    def special(token: str) -> int:
+        return token_id(tokenizer, token)
+
     encoded = Encoded([special(BOS)], [0.0])
     for message in example.messages:
         graded = example.graded_turns and message["role"] == "assistant"

@@ -143,6 +143,7 @@ def lookup(rng: random.Random, level: float = 1.0, held: bool = False) -> Exampl
     given, between, question = ask.join(lines), filler(rng, distance), question.format(key)
     answer = fact.format(key, value)
     shape = rng.random()
+    messages: tuple[Message, ...]
     if shape < 0.7:
         messages = (user(ask.join(part for part in (given, between, question) if part)),)
     elif shape < 0.85 and between:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from demo.corpus import TASKS, Example, held_out
 from demo.train_tokenizer import CHECKPOINT
@@ -35,32 +35,36 @@ class Answered:
         return self.said == self.example.answer
 
 
+def prompt_text(tokenizer: PreTrainedTokenizerBase, example: Example) -> str:
+    return str(tokenizer.apply_chat_template(list(example.messages), tokenize=False, add_generation_prompt=True))
+
+
 def fact_distance(tokenizer: PreTrainedTokenizerBase, example: Example) -> int:
     """Look-up only: tokens from the end of the fact to the end of the prompt."""
     if example.task != "lookup":
         return 0
-    prompt = tokenizer.apply_chat_template(list(example.messages), tokenize=False, add_generation_prompt=True)
+    prompt = prompt_text(tokenizer, example)
     after = prompt[prompt.index(example.answer) + len(example.answer) :]
     return len(tokenizer.encode(after, add_special_tokens=False))
 
 
 def answer_all(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: list[Example]
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, examples: list[Example]
 ) -> Iterator[Answered]:
     """Greedy answers. Prompts of one length go together: no padding, so each gets exactly what it would get alone."""
     prompts: dict[int, list[tuple[Example, list[int]]]] = {}
     for example in examples:
-        ids = tokenizer.apply_chat_template(list(example.messages), add_generation_prompt=True, return_dict=False)
-        prompts.setdefault(len(ids), []).append((example, ids))
+        prompt_ids = tokenizer.encode(prompt_text(tokenizer, example), add_special_tokens=False)
+        prompts.setdefault(len(prompt_ids), []).append((example, prompt_ids))
     for length, group in sorted(prompts.items()):
         for start in range(0, len(group), BATCH_PROMPTS):
             rows = group[start : start + BATCH_PROMPTS]
             ids = torch.tensor([row_ids for _, row_ids in rows])
-            out = model.generate(
+            out = model.generate(  # type: ignore[misc]  # transformers mistypes its own self
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW_TOKENS
             )
             for (example, _), row in zip(rows, out[:, length:], strict=True):
-                said = tokenizer.decode(row, skip_special_tokens=True)
+                said = str(tokenizer.decode(row, skip_special_tokens=True))
                 yield Answered(example, said, fact_distance(tokenizer, example))
 
 
@@ -83,7 +87,8 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=getattr(torch, options.dtype)).eval()
+    model = LlamaForCausalLM.from_pretrained(options.checkpoint, dtype=getattr(torch, options.dtype))
+    model.train(False)
     examples = [example for task in TASKS for example in held_out(task, options.n, options.seed)]
     with torch.inference_mode():
         answered = list(answer_all(model, tokenizer, examples))

@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from demo.chat import BOS, END, EOS, SPACE, Encoded, encode
+from demo.chat import BOS, END, EOS, SPACE, Encoded, encode, token_id
 from demo.corpus import training_example
 from demo.train_tokenizer import CHECKPOINT
 
@@ -64,9 +64,9 @@ def model_config(tokenizer: Tokenizer) -> LlamaConfig:
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
-        bos_token_id=tokenizer.token_to_id(BOS),
-        eos_token_id=[tokenizer.token_to_id(END), tokenizer.token_to_id(EOS)],
-        pad_token_id=tokenizer.token_to_id(EOS),
+        bos_token_id=token_id(tokenizer, BOS),
+        eos_token_id=[token_id(tokenizer, END), token_id(tokenizer, EOS)],
+        pad_token_id=token_id(tokenizer, EOS),
     )
 
 
@@ -74,7 +74,7 @@ def new_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
     """Random weights, but ` word` starts near `word`: the model need not find out which tokens are the same word."""
     model = LlamaForCausalLM(model_config(tokenizer))
     vocab = tokenizer.get_vocab()
-    table = model.get_input_embeddings().weight
+    table = model.model.embed_tokens.weight
     with torch.no_grad():
         space = torch.randn(table.shape[1]) * table.std()
         for token, index in sorted(vocab.items()):
@@ -99,7 +99,7 @@ def curriculum_cap(step: int, steps: int) -> float:
 def batches(tokenizer: Tokenizer, plan: Plan) -> Iterator[Batch]:
     """`plan.steps` batches of about `plan.batch_tokens` tokens, each of examples of similar length."""
     rng = random.Random(f"train {plan.seed}")
-    pad_id = tokenizer.token_to_id(EOS)
+    pad_id = token_id(tokenizer, EOS)
     step = 0
     while True:
         cap = curriculum_cap(step, plan.steps)
@@ -138,7 +138,7 @@ def learning_rate(step: int, plan: Plan) -> float:
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:
     """Write weights and configuration; `rope_theta` also at the top level, where most readers of config.json look."""
-    model.generation_config = GenerationConfig(
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         bos_token_id=model.config.bos_token_id,
         eos_token_id=model.config.eos_token_id,
         pad_token_id=model.config.pad_token_id,
@@ -166,7 +166,7 @@ def train(plan: Plan, folder: Path, log_every: int = 50, save_every: int = 500) 
             group["lr"] = learning_rate(step - 1, plan)
         loss = loss_of(model, batch)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         tokens += batch.ids.numel()
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Plan.steps)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     train(Plan(seed=options.seed, steps=options.steps), options.out)
 
 

@@ -230,6 +230,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
             raise ProtocolError("the cache ended the link")
         finally:
             call.cancel()
+            outgoing.close()
             self._cache = None
             self.event(self.core.cache_lost)
 

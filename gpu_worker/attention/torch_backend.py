@@ -33,9 +33,21 @@ Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
+class Gather:
+    """Blocks to copy into scratch memory, and the views of it that every layer needs (a view costs as much as a small
+    operation, so they are made once per step)."""
+
+    block_ids: Tensor  # int64 [sequences * width]
+    key_blocks: Tensor  # [sequences * width, elements of a block]
+    value_blocks: Tensor
+    keys: Tensor  # the same memory: [sequences, kv_heads, width * block_size, head_dim]
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeGroup:
     rows: Tensor | None  # int64 [group]; None: all rows of the step, in order
-    block_ids: Tensor  # int64 [group * width]
+    gather: Gather
     mask: Tensor  # [group, 1, 1, width * block_size], added to the scores
 
 
@@ -51,7 +63,7 @@ class Tile:
 @dataclass(frozen=True, slots=True)
 class Chunk:
     rows: slice
-    block_ids: Tensor | None  # None: the keys are the chunk's own, no gather
+    gather: Gather | None  # None: the keys are the chunk's own
     tiles: tuple[Tile, ...]
 
 
@@ -112,7 +124,7 @@ class TorchAttention:
             hidden = position >= last
             if window:
                 hidden |= position < last - window
-            yield DecodeGroup(rows, self._indexes(ids.ravel()), self._mask(hidden)[:, None, None])
+            yield DecodeGroup(rows, self._gather(ids), self._mask(hidden)[:, None, None])
 
     def _split(self, order: Int64s, widths: Int64s) -> Iterator[Int64s]:
         """Cut sequences, widest first, into groups: each fits GROUP_BYTES and pads less than a further group costs."""
@@ -137,7 +149,7 @@ class TorchAttention:
         first_block = max(0, prefix - window + 1) // self._block_size if window else 0
         blocks = metadata.kv_indices[metadata.kv_indptr[i] + first_block : metadata.kv_indptr[i + 1]]
         tiles = tuple(self._tiles(count, prefix, window, first_block * self._block_size))
-        return Chunk(slice(start, stop), self._indexes(blocks), tiles)
+        return Chunk(slice(start, stop), self._gather(blocks[None]), tiles)
 
     def _tiles(self, count: int, prefix: int, window: int, first_key: int) -> Iterator[Tile]:
         size = max(1, TILE_ELEMENTS // (prefix + count - first_key))
@@ -151,6 +163,17 @@ class TorchAttention:
             if window:
                 hidden |= key <= row - window
             yield Tile(slice(top, bottom), slice(low - first_key, high - first_key), self._mask(hidden))
+
+    def _gather(self, ids: npt.NDArray[np.integer]) -> Gather:
+        """ids: [sequences, width]. All gathers of a step share the scratch memory, one after the other."""
+        elements = ids.size * self._block_elements
+        if self._scratch.shape[1] < elements:
+            self._scratch = torch.empty(2, elements, dtype=self._dtype, device=self._device)
+        key_blocks, value_blocks = self._scratch[:, :elements].view(2, ids.size, -1)
+        keys, values = (
+            x.view(len(ids), -1, self._num_kv_heads, self._head_dim).transpose(1, 2) for x in (key_blocks, value_blocks)
+        )
+        return Gather(self._indexes(ids.ravel()), key_blocks, value_blocks, keys, values)
 
     def _mask(self, hidden: npt.NDArray[np.bool_]) -> Tensor:
         mask = torch.zeros(hidden.shape, dtype=self._dtype)
@@ -176,16 +199,18 @@ class TorchAttention:
         return out
 
     def _decode(self, layer: int, group: DecodeGroup, query: Tensor) -> Tensor:
-        count, num_heads, head_dim = query.shape
-        keys, values = self._gather(layer, group.block_ids, count)
-        folded = query.view(count, self._num_kv_heads, num_heads // self._num_kv_heads, head_dim)
+        count, _, head_dim = query.shape
+        self._fetch(layer, group.gather)
+        folded = query.view(count, self._num_kv_heads, -1, head_dim)
+        keys, values = group.gather.keys, group.gather.values
         return F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask).reshape(count, -1)
 
     def _prefill(self, layer: int, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
-        if chunk.block_ids is None:
+        if chunk.gather is None:
             keys, values = (x[chunk.rows].transpose(0, 1).unsqueeze(0) for x in (key, value))
         else:
-            keys, values = self._gather(layer, chunk.block_ids, 1)
+            self._fetch(layer, chunk.gather)
+            keys, values = chunk.gather.keys, chunk.gather.values
         query, out = query[chunk.rows], out[chunk.rows]
         for tile in chunk.tiles:
             seen = F.scaled_dot_product_attention(
@@ -198,17 +223,11 @@ class TorchAttention:
             )
             out[tile.rows].view(-1, *query.shape[1:]).copy_(seen[0].transpose(0, 1))
 
-    def _gather(self, layer: int, block_ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """K and V [count, kv_heads, tokens, head_dim] in scratch memory, good until the next gather."""
-        elements = len(block_ids) * self._block_elements
-        if self._scratch.shape[1] < elements:
-            self._scratch = torch.empty(2, elements, dtype=self._dtype, device=self._device)
-        gathered = []
-        for blocks, scratch in zip(self._blocks[layer], self._scratch, strict=True):
-            target = scratch[:elements]
-            torch.index_select(blocks, 0, block_ids, out=target.view(len(block_ids), -1))
-            gathered.append(target.view(count, -1, self._num_kv_heads, self._head_dim).transpose(1, 2))
-        return gathered[0], gathered[1]
+    def _fetch(self, layer: int, gather: Gather) -> None:
+        """Fill the scratch memory: good until the next fetch."""
+        keys, values = self._blocks[layer]
+        torch.index_select(keys, 0, gather.block_ids, out=gather.key_blocks)
+        torch.index_select(values, 0, gather.block_ids, out=gather.value_blocks)
 
 
 def _layers(pool: KvPool) -> Iterator[tuple[Tensor, Tensor]]:

@@ -38,8 +38,10 @@ def angle_table(rope: RopeConfig, head_dim: int, max_positions: int, device: tor
 
 def rotate(heads: Tensor, turns: Tensor) -> Tensor:
     """heads [rows, heads, head_dim] with pairs side by side, turns complex64 [rows, 1, head_dim / 2]."""
-    pairs = torch.view_as_complex(heads.float().view(*heads.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * turns).flatten(-2).to(heads.dtype)
+    wide = heads if heads.dtype == torch.float32 else heads.float()
+    pairs = torch.view_as_complex(wide.view(*heads.shape[:-1], -1, 2))
+    turned = torch.view_as_real(pairs * turns).view(heads.shape)
+    return turned if heads.dtype == torch.float32 else turned.to(heads.dtype)
 
 
 def interleave_heads(weight: Tensor, head_dim: int) -> Tensor:

@@ -166,7 +166,7 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
         """One model."""
-        gateway.check_model(model_id)
+        gateway.check_model(model_id or "(no name)")
         return _json(card())
 
 

@@ -17,12 +17,19 @@ from services.gateway.errors import ApiError
 
 # Request line and headers together.
 _MAX_HEAD_BYTES = 64 * 1024
+_REFUSAL_LINGER_S = 1.0
 
 
 class _Protocol(HttpToolsProtocol):
     """Bounds the head of a request and answers what cannot be parsed in OpenAI's error shape."""
 
     _head_bytes = 0
+    _refused = False
+
+    def data_received(self, data: bytes) -> None:
+        # What still comes after a refusal is read and dropped: a close with unread data would tear the answer away.
+        if not self._refused:
+            super().data_received(data)
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
@@ -45,7 +52,10 @@ class _Protocol(HttpToolsProtocol):
             b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
             % (status, len(body), body)
         )
-        self.transport.close()
+        self._refused = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(_REFUSAL_LINGER_S, self.transport.close)
 
     def _count(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes

@@ -33,17 +33,17 @@ async def serve(
     Serves /health at once, with or without a scheduler. Raises OSError for a port that is taken, FileNotFoundError or
     ValueError for a model whose files cannot be read.
     """
-    grpc_server = GrpcServer(settings.host, settings.grpc_port)
     session = SchedulerSession(
         settings.scheduler, max_live=settings.max_live_requests, wait_s=settings.scheduler_wait_s
     )
     gateway = await asyncio.to_thread(_load, settings, session)
-    # grpc.health.v1 says SERVING exactly while /ready says 200.
-    session.on_status = lambda: grpc_server.set_serving(gateway.ready)
-    front = InferenceFront(gateway)
-    grpc_server.add(SERVICE_NAME, lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(front, s))
     http_server = HttpServer(create_app(gateway), settings.host, settings.port)
     http_port = await http_server.start()
+    grpc_server = GrpcServer(settings.host, settings.grpc_port)
+    front = InferenceFront(gateway)
+    grpc_server.add(SERVICE_NAME, lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(front, s))
+    # grpc.health.v1 says SERVING exactly while /ready says 200.
+    session.on_status = lambda: grpc_server.set_serving(gateway.ready)
     try:
         grpc_port = await grpc_server.start()
         session.start()

@@ -136,8 +136,10 @@ class SchedulerSession:
     async def _run_stream(self, channel: grpc.aio.Channel) -> None:
         core = self._core
         self._wake(core.connect())
-        self._outgoing.set()
-        call = inference_pb2_grpc.InferenceServiceStub(channel).Session(self._requests())
+        # Of this stream alone: the one before may still have a reader that waits, and would swallow what is for us.
+        self._outgoing = outgoing = asyncio.Event()
+        outgoing.set()
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Session(self._requests(outgoing))
         try:
             async for response in call:
                 first = not core.opened
@@ -151,13 +153,17 @@ class SchedulerSession:
                     self._status_changed()
         finally:
             call.cancel()
+            self._outgoing = asyncio.Event()
+            outgoing.set()  # so that its reader ends
 
-    async def _requests(self) -> AsyncIterator[inference_pb2.SessionRequest]:
+    async def _requests(self, outgoing: asyncio.Event) -> AsyncIterator[inference_pb2.SessionRequest]:
         while True:
-            await self._outgoing.wait()
-            self._outgoing.clear()
-            while (message := self._core.take_request()) is not None:
+            await outgoing.wait()
+            outgoing.clear()
+            while self._outgoing is outgoing and (message := self._core.take_request()) is not None:
                 yield message
+            if self._outgoing is not outgoing:
+                return
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()

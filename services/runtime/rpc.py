@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import Counter, Histogram
 
@@ -28,8 +28,11 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 PING_INTERVAL_S = 2.0
 PING_TIMEOUT_S = 2.0
 
+STARTED = Counter("grpc_server_started", "gRPC calls that began", ["grpc_method"])
 HANDLED = Counter("grpc_server_handled", "gRPC calls that ended", ["grpc_method", "grpc_code"])
 HANDLING_SECONDS = Histogram("grpc_server_handling_seconds", "How long gRPC calls took", ["grpc_method"])
+
+CODE_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 Options = list[tuple[str, int]]
 
@@ -56,10 +59,59 @@ def open_channel(target: str, options: Options | None = None) -> grpc.aio.Channe
     """A channel to host:port that reconnects quickly and notices a dead peer. One per peer and process."""
     reconnect = [
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # Despite its name: how long an attempt to connect may take. A busy peer needs more than the back-off.
+        ("grpc.min_reconnect_backoff_ms", 2000),
         ("grpc.max_reconnect_backoff_ms", 1000),
+        # Services are dialled by address; a proxy that the environment names is for the world outside.
+        ("grpc.enable_http_proxy", 0),
     ]
     return grpc.aio.insecure_channel(target, options=[*(options or transport_options()), *reconnect])
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    """grpc.health.v1 for the server ("") and its services, which are all serving or all not.
+
+    Unlike the library's servicer it ends its watches when the server stops: `Server.stop` waits for every open call, and
+    a watch would hold it up for the whole grace.
+    """
+
+    def __init__(self) -> None:
+        self.names = {""}
+        self._serving = False
+        self._closing = False
+        self._changed = asyncio.Event()
+
+    def set(self, serving: bool, *, closing: bool = False) -> None:
+        """Tell the watchers; with `closing` it is the last thing that they hear."""
+        self._serving, self._closing = serving, closing
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
+        """Whether a service is serving; NOT_FOUND if there is none of that name."""
+        if request.service not in self.names:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r}")
+        return self._status(request.service)
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: Any
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """The status now, and whenever it changes."""
+        last = None
+        while True:
+            changed, closing = self._changed, self._closing
+            if (status := self._status(request.service)) != last:
+                yield status
+                last = status
+            if closing:
+                return
+            await changed.wait()
+
+    def _status(self, name: str) -> health_pb2.HealthCheckResponse:
+        answer = health_pb2.HealthCheckResponse
+        if name not in self.names:
+            return answer(status=answer.SERVICE_UNKNOWN)
+        return answer(status=answer.SERVING if self._serving else answer.NOT_SERVING)
 
 
 class GrpcServer:
@@ -69,37 +121,30 @@ class GrpcServer:
         self._host, self._port = host, port
         server_options = [*(options or transport_options()), ("grpc.so_reuseport", 0)]
         self._server = grpc.aio.server(options=server_options, interceptors=[CallInterceptor()])
-        self._health = HealthServicer()
-        self._names = [""]
-        self._pending_health: asyncio.Task[None] | None = None
+        self._health = Health()
 
     def add(self, full_service_name: str, register: Callable[[grpc.aio.Server], None]) -> None:
-        """Add a servicer, e.g. `add("paceline.v1.CacheService", lambda s: add_CacheServiceServicer_to_server(x, s))`."""
+        """Add a servicer: `add("paceline.v1.CacheService", lambda s: add_CacheServiceServicer_to_server(x, s))`."""
         register(self._server)
-        self._names.append(full_service_name)
+        self._health.names.add(full_service_name)
 
     async def start(self) -> int:
         """Listen; returns the port. Health says NOT_SERVING until `set_serving`. Raises RuntimeError if it is taken."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (*self._names[1:], "grpc.health.v1.Health", reflection.SERVICE_NAME)
+        names = (*sorted(self._health.names - {""}), "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
-        await self._set_health(False)
-        port = self._server.add_insecure_port(f"{self._host}:{self._port}")
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        port = self._server.add_insecure_port(f"{host}:{self._port}")
         await self._server.start()
         return port
 
-    async def _set_health(self, serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse
-        for name in self._names:
-            await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
-
     def set_serving(self, serving: bool) -> None:
-        """Takes effect in the next turn of the event loop."""
-        self._pending_health = asyncio.get_running_loop().create_task(self._set_health(serving))
+        """What health answers from now on."""
+        self._health.set(serving)
 
     async def stop(self, grace_s: float) -> None:
         """NOT_SERVING first; calls that still run get `grace_s` to end and are cancelled then."""
-        await self._set_health(False)
+        self._health.set(False, closing=True)
         await self._server.stop(grace_s)
 
 
@@ -136,23 +181,31 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 def _watched(behaviour: Any, method: str) -> Any:
     async def call(request: Any, context: Any) -> Any:
         began = time.perf_counter()
+        STARTED.labels(method).inc()
+        cancelled = False
         try:
             answer = behaviour(request, context)
-            if isinstance(answer, AsyncIterator):
-                async for message in answer:
-                    await context.write(message)
+            if isinstance(answer, AsyncGenerator):
+                async with aclosing(answer):
+                    async for message in answer:
+                        await context.write(message)
                 return None
             return await answer
         except grpc.aio.AbortError:
             raise
+        except asyncio.CancelledError:
+            cancelled = True
+            raise
         except Exception as error:
             # A handler blocked in a write to a client that has gone gets a cython error instead of a cancellation.
             if type(error).__name__ == "ExecuteBatchError" or context.cancelled():
+                cancelled = True
                 raise
             log.exception("call failed", method=method)
             await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
         finally:
             HANDLING_SECONDS.labels(method).observe(time.perf_counter() - began)
-            HANDLED.labels(method, str(context.code() or 0)).inc()
+            code = "CANCELLED" if cancelled else CODE_NAMES.get(context.code() or 0, "UNKNOWN")
+            HANDLED.labels(method, code).inc()
 
     return call

@@ -63,6 +63,7 @@ async def _start(scheduler: FakeScheduler, scheduler_up: bool, settings: dict[st
     task = asyncio.create_task(serve(GatewaySettings(**options), stop, on_ready=ready.set_result))
     await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
     if task.done():
+        await scheduler.stop()
         task.result()
     base_url = f"http://{ready.result().http}"
     client_options: dict[str, Any] = {

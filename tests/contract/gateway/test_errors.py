@@ -139,12 +139,12 @@ async def test_what_is_not_http(running: Running) -> None:
 
 async def test_request_ids_are_echoed_clean(running: Running) -> None:
     async def echo(given: str | None) -> str:
-        headers = {} if given is None else {"X-Request-ID": given}
+        headers = {} if given is None else {b"X-Request-ID": given.encode("latin-1")}
         return (await running.http.get("/health", headers=headers)).headers["x-request-id"]
 
     assert await echo("bench-1_a.b:c") == "bench-1_a.b:c"
     assert len(await echo(None)) == 32
-    assert await echo("a b\x7f;<é>") == "ab"
+    assert await echo("a b;<é>") == "ab"
     assert await echo("x" * 1000) == "x" * 128
     assert len(await echo("///")) == 32
 
@@ -185,15 +185,15 @@ async def test_a_failure_after_the_first_token_is_an_event(start: Start) -> None
     running.scheduler.paused = True
     request = CHAT | {"stream": True, "max_tokens": 5}
     stream = running.scheduler.streams[0]
-    async with running.http.stream("POST", "/v1/chat/completions", json=request) as response:
-        await until(lambda: running.scheduler.num_running == 1)
-        (handle,) = stream.running
-        del stream.running[handle]
-        stream.endings.append(inference_pb2.Ending(handle=handle, reason=4, code=13, message="boom"))
-        running.scheduler.paused = False
-        stream.wake.set()
-        # No token had come: a real status.
-        assert response.status_code == 500
+    refused = asyncio.create_task(running.http.post("/v1/chat/completions", json=request))
+    await until(lambda: running.scheduler.num_running == 1)
+    (handle,) = stream.running
+    del stream.running[handle]
+    stream.endings.append(inference_pb2.Ending(handle=handle, reason=4, code=13, message="boom"))
+    running.scheduler.paused = False
+    stream.wake.set()
+    # No token had come: a real status.
+    assert (await refused).status_code == 500
     running.scheduler.step_s = 0.02
     async with running.http.stream("POST", "/v1/chat/completions", json=request | {"max_tokens": 500}) as response:
         assert response.status_code == 200

@@ -106,9 +106,12 @@ async def test_a_scheduler_that_dies_is_only_a_pause(start: Start, how: str) -> 
             return str(json.loads(await response.aread())["choices"][0]["text"])
 
     tasks = [asyncio.create_task(one(i)) for i in range(20)]
+    running.scheduler.paused = True
     for _ in range(2):
         await until(lambda: running.scheduler.num_running == 20)
-        await asyncio.sleep(0.03)
+        running.scheduler.paused = False
+        await asyncio.sleep(0.05)
+        running.scheduler.paused = True
         if how == "server dies":
             await running.scheduler.stop()
             assert (await running.http.get("/health")).status_code == 200
@@ -118,6 +121,7 @@ async def test_a_scheduler_that_dies_is_only_a_pause(start: Start, how: str) -> 
         else:
             running.scheduler.break_streams()
             await running.until_ready(503)
+    running.scheduler.paused = False
     texts = await asyncio.gather(*tasks)
     first = running.scheduler.submissions[:20]
     again = [s for s in running.scheduler.submissions[20:] if s.accepted_before]
@@ -204,7 +208,9 @@ async def test_what_does_not_end_in_time_is_told_so(start: Start, stream: bool) 
 
 
 async def test_a_port_that_is_taken(start: Start, running: Running) -> None:
-    port = int((running.addresses.http or "").split(":")[1])
+    http_port, grpc_port = (int((a or "").split(":")[1]) for a in (running.addresses.http, running.addresses.grpc))
     with pytest.raises(OSError, match="in use"):
-        await start(settings={"port": port})
+        await start(settings={"port": http_port})
+    with pytest.raises((OSError, RuntimeError), match=str(grpc_port)):
+        await start(settings={"grpc_port": grpc_port})
     assert (await running.http.get("/v1/models")).json()["data"][0]["id"] == MODEL

@@ -173,4 +173,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestCacheMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

@@ -331,7 +331,7 @@ BAD_OPS = {
     "admit to an unknown worker": (d.admit_op(2, 9), Code.NOT_FOUND),
     "extend an unknown one": (d.extend_op([1, 3]), Code.NOT_FOUND),
     "extend one that waits": (d.extend_op([1, 2]), Code.FAILED_PRECONDITION),
-    "extend beyond the pool": (d.extend_op([1] * 14), Code.RESOURCE_EXHAUSTED),
+    "extend beyond the pool": (d.extend_op([1] * 15), Code.RESOURCE_EXHAUSTED),
     "commit an unknown one": (d.commit_op([(1, [5], 6), (3, [], 0)]), Code.NOT_FOUND),
     "commit one that waits": (d.commit_op([(1, [5], 6), (2, [], 0)]), Code.FAILED_PRECONDITION),
     "commit beyond the tokens": (d.commit_op([(1, [5], 8)]), Code.INVALID_ARGUMENT),

@@ -75,9 +75,7 @@ def test_an_empty_variable_is_no_variable(monkeypatch: pytest.MonkeyPatch) -> No
     assert load_settings(ThingSettings, []).model_fields_set == set()
 
 
-def test_print_config_is_a_file_that_reads_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_print_config_is_a_file_that_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         load_settings(ThingSettings, ["--port", "7004", "--print-config"])
     assert end.value.code == 0
@@ -142,9 +140,7 @@ def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         ("\x00", ["is not YAML"]),
     ],
 )
-def test_a_bad_file_is_named(
-    text: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_file_is_named(text: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     line = fails(["--config", str(path)], capsys)
