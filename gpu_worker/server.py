@@ -30,6 +30,8 @@ RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
 FAILURE_PAUSE_S = 1.0
 # Exit statuses: starting again with the same settings is pointless after the first, sensible after the second.
 MODEL_ERROR_STATUS, DEVICE_ERROR_STATUS = 2, 1
+# How long a worker that is told to stop waits for the answer to its registration.
+REGISTRATION_GRACE_S = 1.0
 # A scheduler that stays away is mentioned this often.
 REMIND_S = 15.0
 
@@ -115,13 +117,16 @@ async def _keep_link(
 
 
 async def _until_released(running: asyncio.Future[None], keeper: _Keeper, stop: asyncio.Event, drain_s: float) -> None:
-    """Wait for the link's end; after `stop`, no longer than a drain takes (nothing to drain while unregistered)."""
+    """Wait for the link's end; after `stop`, no longer than a drain may take (nothing to drain while unregistered)."""
     stopping = asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if not running.done():
-            log.info("draining", at_most_s=drain_s if keeper.is_up else 0.0)
-            await asyncio.wait((running,), timeout=drain_s if keeper.is_up else 0.0)
+        if not (running.done() or keeper.is_up):
+            # A registration may be on its way, and work with it.
+            await asyncio.wait((running,), timeout=REGISTRATION_GRACE_S)
+        if not running.done() and keeper.is_up:
+            log.info("draining", at_most_s=drain_s)
+            await asyncio.wait((running,), timeout=drain_s)
         if running.done():
             running.result()
             log.info("released by the scheduler")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import orjson
 import structlog
@@ -57,7 +57,8 @@ def configure_logging(service: str, level: str, fmt: str, *, stream: IO[str] | N
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     """A logger that takes an event and key=value pairs: `log.info("worker registered", worker=3)`."""
-    return cast(structlog.stdlib.BoundLogger, structlog.stdlib.get_logger(name))
+    logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
+    return logger
 
 
 def bind_request_id(request_id: str | None) -> None:

@@ -26,7 +26,7 @@ class MetricsServer:
 
 
 def start_metrics_server(host: str, port: int) -> MetricsServer:
-    """Serve the process's registry on a thread, GET and HEAD; port 0 takes a free one. Raises OSError if it is taken."""
+    """Serve the process's registry on a thread, GET and HEAD; port 0: a free one. Raises OSError if it is taken."""
     server, thread = start_http_server(port, addr=host)
     server.set_app(_with_head(make_wsgi_app(REGISTRY)))
     return MetricsServer(server.server_port, server, thread)

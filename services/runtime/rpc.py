@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -32,8 +32,12 @@ STARTED = Counter("grpc_server_started", "gRPC calls that began", ["grpc_method"
 HANDLED = Counter("grpc_server_handled", "gRPC calls that ended", ["grpc_method", "grpc_code"])
 HANDLING_SECONDS = Histogram("grpc_server_handling_seconds", "How long gRPC calls took", ["grpc_method"])
 
-CODE_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
+if TYPE_CHECKING:  # generic in the stubs only
+    _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
+else:
+    _Interceptor = grpc.aio.ServerInterceptor
 
+CODE_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 Options = list[tuple[str, int]]
 
 
@@ -71,8 +75,8 @@ def open_channel(target: str, options: Options | None = None) -> grpc.aio.Channe
 class Health(health_pb2_grpc.HealthServicer):
     """grpc.health.v1 for the server ("") and its services, which are all serving or all not.
 
-    Unlike the library's servicer it ends its watches when the server stops: `Server.stop` waits for every open call, and
-    a watch would hold it up for the whole grace.
+    Unlike the library's servicer it ends its watches when the server stops: `Server.stop` waits for every open call,
+    and a watch would hold it up for the whole grace.
     """
 
     def __init__(self) -> None:
@@ -148,7 +152,7 @@ class GrpcServer:
         await self._server.stop(grace_s)
 
 
-class CallInterceptor(grpc.aio.ServerInterceptor):
+class CallInterceptor(_Interceptor):
     """Counts and times calls, binds `x-request-id` to the log, turns an unexpected exception into INTERNAL."""
 
     async def intercept_service(
@@ -178,6 +182,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return make(_watched(behaviour, method), handler.request_deserializer, handler.response_serializer)
 
 
+def _code_name(code: grpc.StatusCode | int | None) -> str:
+    """The context's status in words: a number if the handler set none, a StatusCode if it did."""
+    return code.name if isinstance(code, grpc.StatusCode) else CODE_NAMES.get(code or 0, "UNKNOWN")
+
+
 def _watched(behaviour: Any, method: str) -> Any:
     async def call(request: Any, context: Any) -> Any:
         began = time.perf_counter()
@@ -205,7 +214,6 @@ def _watched(behaviour: Any, method: str) -> Any:
             await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
         finally:
             HANDLING_SECONDS.labels(method).observe(time.perf_counter() - began)
-            code = "CANCELLED" if cancelled else CODE_NAMES.get(context.code() or 0, "UNKNOWN")
-            HANDLED.labels(method, code).inc()
+            HANDLED.labels(method, "CANCELLED" if cancelled else _code_name(context.code())).inc()
 
     return call

@@ -33,7 +33,8 @@ SHARED_ENV_FIELDS = ("log_level", "log_format")
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
-# The file named by --config while load_settings builds the object; it wins over PACELINE_CONFIG.
+# While load_settings builds the object: the parsed flags, and the file named by --config (it wins over PACELINE_CONFIG).
+_flags: ContextVar[CliSettingsSource[Any] | None] = ContextVar("paceline_flags", default=None)
 _config_flag: ContextVar[str | None] = ContextVar("paceline_config_flag", default=None)
 
 
@@ -102,8 +103,10 @@ class ServiceSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Explicit arguments (and flags, before them), the service's environment, the shared one, the file."""
+        """Flags, explicit arguments, the service's environment, the shared one, the file."""
+        flags = _flags.get()
         return (
+            *((flags,) if flags is not None else ()),
             init_settings,
             env_settings,
             _SharedEnvSource(settings_cls),
@@ -134,15 +137,16 @@ def load_settings(cls: type[S], argv: Sequence[str], *, prog: str | None = None)
     arguments = vars(parser.parse_args(list(argv)))
     config, print_config = arguments.pop("config"), arguments.pop("print_config")
     flags(parsed_args=arguments)
-    token = _config_flag.set(config)
+    flags_token, config_token = _flags.set(flags), _config_flag.set(config)
     try:
-        settings = cls(_cli_settings_source=flags)
+        settings = cls()
     except ValidationError as error:
         parser.fail(_explain(cls, error, flags()))
     except (ConfigError, SettingsError) as error:
         parser.fail(" ".join(str(error).split()))
     finally:
-        _config_flag.reset(token)
+        _flags.reset(flags_token)
+        _config_flag.reset(config_token)
     if print_config:
         sys.stdout.write(dump_settings(settings))
         raise SystemExit(0)

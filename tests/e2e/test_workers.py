@@ -40,7 +40,7 @@ async def test_a_second_worker_joins_works_and_drains(own_stack: Stack) -> None:
 
 async def test_a_full_queue_answers_429_with_retry_after(own_stack: Stack) -> None:
     own_stack.scheduler_flags = ["--max-queued-requests", "2"]
-    own_stack.worker_flags = ["--max-num-seqs", "1"]
+    own_stack.worker_flags = ["--max-num-seqs", "1", "--threads", "1"]
     stack = await asyncio.to_thread(own_stack.up)
     async with load.client(stack.url) as http:
         body = {"prompt": [5], "max_tokens": 300, "ignore_eos": True, "temperature": 0}

@@ -1,4 +1,4 @@
-"""The runner on a CUDA device gives the CPU's greedy tokens."""
+"""The runner on a CUDA device: it runs, and twice the same."""
 
 from __future__ import annotations
 

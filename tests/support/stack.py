@@ -34,7 +34,7 @@ class Stack:
 
     def __post_init__(self) -> None:
         self.http_port, self.grpc_port, self.scheduler_port, self.cache_port = (free_port() for _ in range(4))
-        self.scheduler_metrics_port = free_port()
+        self.metrics_ports = {name: free_port() for name in ("scheduler", "cache", "worker-1")}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.url = f"http://127.0.0.1:{self.http_port}"
 
@@ -45,14 +45,15 @@ class Stack:
     def flags(self, name: str) -> list[str]:
         model = ["--model", self.model] if self.model else []
         if name.startswith("worker"):
-            return ["--scheduler", self.scheduler, "--threads", "1", *model, *self.worker_flags]
+            metrics = ["--metrics-port", str(self.metrics_ports.get(name, 0))]
+            return ["--scheduler", self.scheduler, *metrics, *model, *(self.worker_flags or ["--threads", "1"])]
         if name == "gateway":
             ports = ["--port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
             return [*ports, "--scheduler", self.scheduler, *model, *self.gateway_flags]
         if name == "scheduler":
-            ports = ["--port", str(self.scheduler_port), "--metrics-port", str(self.scheduler_metrics_port)]
+            ports = ["--port", str(self.scheduler_port), "--metrics-port", str(self.metrics_ports[name])]
             return [*ports, "--cache", f"127.0.0.1:{self.cache_port}", *self.scheduler_flags]
-        return ["--port", str(self.cache_port), "--metrics-port", "0"]
+        return ["--port", str(self.cache_port), "--metrics-port", str(self.metrics_ports[name])]
 
     def start(self, name: str) -> None:
         service = "worker" if name.startswith("worker") else name
@@ -79,9 +80,9 @@ class Stack:
     def wait_metric(self, name: str, value: float, timeout_s: float = START_TIMEOUT_S) -> None:
         self._wait(lambda: self.metric(name) == value, f"{name} = {value}", timeout_s)
 
-    def metric(self, name: str) -> float | None:
-        """A series of the scheduler without labels."""
-        status, text = self._get(f"http://127.0.0.1:{self.scheduler_metrics_port}/metrics")
+    def metric(self, name: str, of: str = "scheduler") -> float | None:
+        """A series without labels of one service; None if there is none."""
+        status, text = self._get(f"http://127.0.0.1:{self.metrics_ports[of]}/metrics")
         values = [line.split()[1] for line in text.splitlines() if line.startswith(f"{name} ")]
         return float(values[0]) if status == 200 and values else None
 

@@ -91,5 +91,5 @@ def test_warnings_are_logged() -> None:
 
 @pytest.mark.parametrize(("level", "fmt"), [("info", "xml"), ("loud", "json")])
 def test_unknown_level_or_format(level: str, fmt: str) -> None:
-    with pytest.raises(ValueError, match="xml|LOUD"):
+    with pytest.raises(ValueError, match=r"xml|LOUD"):
         configure_logging("cache", level, fmt, stream=io.StringIO())

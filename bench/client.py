@@ -1,0 +1,70 @@
+"""A load client of its own process: `python -m bench.client URL CONCURRENCY REQUESTS PROMPT OUTPUT` prints JSON.
+
+Raw asyncio streams, because on two cores the client takes from what it measures. Greedy streams with a pinned length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from urllib.parse import urlparse
+
+import uvloop
+
+
+async def one(host: str, port: int, body: bytes) -> tuple[float, float, int]:
+    """Seconds to the first token and to the end, and how many tokens the usage chunk counts."""
+    began = time.perf_counter()
+    reader, writer = await asyncio.open_connection(host, port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    first_s, tail = 0.0, b""
+    while data := await reader.read(65536):
+        if not first_s and b"data: " in data:
+            first_s = time.perf_counter() - began
+        tail = (tail + data)[-2000:]
+    writer.close()
+    start = tail.index(b'"completion_tokens":') + len(b'"completion_tokens":')
+    tokens = int(tail[start : start + 8].split(b",")[0])
+    return first_s, time.perf_counter() - began, tokens
+
+
+async def load(url: str, concurrency: int, requests: int, prompt_tokens: int, output_tokens: int) -> dict[str, float]:
+    target, rng = urlparse(url), random.Random(time.time_ns())
+    assert target.hostname
+    assert target.port
+    host, port = target.hostname, target.port
+    left = iter(range(requests))
+    results: list[tuple[float, float, int]] = []
+
+    async def user() -> None:
+        for _ in left:
+            fields = {
+                "prompt": [rng.randrange(8, 900) for _ in range(prompt_tokens)],
+                "max_tokens": output_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+            results.append(await one(host, port, json.dumps(fields).encode()))
+
+    began = time.perf_counter()
+    await asyncio.gather(*(user() for _ in range(concurrency)))
+    wall_s = time.perf_counter() - began
+    tokens = sum(count for _, _, count in results)
+    firsts = sorted(first for first, _, _ in results)
+    return {
+        "wall_s": wall_s,
+        "tokens": tokens,
+        "tokens_per_s": tokens / wall_s,
+        "ttft_p50_ms": 1000 * firsts[len(firsts) // 2],
+        "ttft_p99_ms": 1000 * firsts[int(len(firsts) * 0.99)],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(uvloop.run(load(sys.argv[1], *map(int, sys.argv[2:6])))))

@@ -1,0 +1,136 @@
+"""`make bench`: the whole path on this machine, with the demo model.
+
+Tokens per second over HTTP at 1, 32 and 128 streams, and where a step's time goes: what the scheduler's core, the cache
+and the worker's forward pass take, and how long the worker waits between two steps. `--sweep` compares ways to share
+the cores (torch threads, window).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from tests.support.stack import Stack
+
+RESULTS = Path(__file__).parent / "results"
+PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
+REQUESTS = {1: 16, 32: 192, 128: 512}
+COUNTERS = {
+    "scheduler_s": ("scheduler", "paceline_scheduler_core_seconds_total"),
+    "steps": ("scheduler", "paceline_scheduler_steps_total"),
+    "cache_s": ("cache", "paceline_cache_exchange_duration_seconds_sum"),
+    "exchanges": ("cache", "paceline_cache_exchange_duration_seconds_count"),
+    "worker_s": ("worker-1", "paceline_worker_step_seconds_sum"),
+}
+
+
+def snapshot(stack: Stack) -> dict[str, float]:
+    values = {key: stack.metric(name, of=service) or 0.0 for key, (service, name) in COUNTERS.items()}
+    for name, process in stack.processes.items():
+        times = psutil.Process(process.pid).cpu_times()
+        values[f"cpu_{name}"] = times.user + times.system
+    return values
+
+
+def run_client(stack: Stack, concurrency: int, requests: int) -> dict[str, float]:
+    arguments = [stack.url, concurrency, requests, PROMPT_TOKENS, OUTPUT_TOKENS]
+    command = [sys.executable, "-m", "bench.client", *map(str, arguments)]
+    result: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=300).stdout)
+    return result
+
+
+def measure(stack: Stack, concurrency: int) -> dict[str, Any]:
+    """One row: the client's figures, and the services' own per step."""
+    run_client(stack, concurrency, concurrency)  # warm
+    before = snapshot(stack)
+    load = run_client(stack, concurrency, REQUESTS[concurrency])
+    change = {key: value - before[key] for key, value in snapshot(stack).items()}
+    steps = max(1.0, change["steps"])
+    step_us, worker_us = 1e6 * load["wall_s"] / steps, 1e6 * change["worker_s"] / steps
+    return {
+        "running": concurrency,
+        **load,
+        "step_us": step_us,
+        "worker_us": worker_us,
+        "between_steps_us": step_us - worker_us,
+        "scheduler_core_us": 1e6 * change["scheduler_s"] / steps,
+        "cache_us": 1e6 * change["cache_s"] / steps,
+        "exchanges_per_step": change["exchanges"] / steps,
+        "cpu_us_per_token": {
+            name.removeprefix("cpu_"): 1e6 * value / load["tokens"]
+            for name, value in change.items()
+            if name.startswith("cpu_")
+        },
+    }
+
+
+def serve_and_measure(threads: int, window: int, concurrencies: list[int]) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        stack = Stack(Path(folder))
+        stack.worker_flags = ["--threads", str(threads), "--log-level", "warning"]
+        stack.scheduler_flags = ["--window", str(window)]
+        try:
+            stack.up()
+            return [{"threads": threads, "window": window} | measure(stack, c) for c in concurrencies]
+        finally:
+            stack.down()
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    table = Table(title=f"Whole path, demo model, {PROMPT_TOKENS} tokens in, {OUTPUT_TOKENS} out; times per step in µs")
+    columns = [
+        "threads",
+        "window",
+        "running",
+        "tokens/s",
+        "TTFT p50 ms",
+        "step",
+        "worker",
+        "between",
+        "scheduler",
+        "cache",
+    ]
+    for column in [*columns, "CPU µs/token"]:
+        table.add_column(column, justify="right")
+    for row in rows:
+        cpu = " ".join(f"{name[:5]} {value:.0f}" for name, value in row["cpu_us_per_token"].items())
+        names = ("step_us", "worker_us", "between_steps_us", "scheduler_core_us", "cache_us")
+        numbers = [f"{row[name]:,.0f}" for name in ("tokens_per_s", "ttft_p50_ms", *names)]
+        table.add_row(*(str(row[name]) for name in ("threads", "window", "running")), *numbers, cpu)
+    console.print(table)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="paceline bench", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--running", type=int, nargs="+", choices=sorted(REQUESTS), default=sorted(REQUESTS))
+    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="torch threads")
+    parser.add_argument("--window", type=int, default=2, help="steps in flight")
+    parser.add_argument("--sweep", action="store_true", help="1 and 2 threads, windows 1 and 2")
+    options = parser.parse_args(argv)
+    ways = [(t, w) for t in (1, 2) for w in (1, 2)] if options.sweep else [(options.threads, options.window)]
+    rows = [row for threads, window in ways for row in serve_and_measure(threads, window, options.running)]
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    show(rows, console)
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / ("whole_path_sweep.json" if options.sweep else "whole_path.json")
+    machine = {"cpu_count": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
+    report = {"date": time.strftime("%Y-%m-%d"), "machine": machine, "load_average": os.getloadavg(), "rows": rows}
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    console.print(f"written to {path.relative_to(Path.cwd())}" if path.is_relative_to(Path.cwd()) else str(path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""InferenceService.Generate of a gateway, through the Python client and raw."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from paceline.v1 import inference_pb2, inference_pb2_grpc
+from services.client import AsyncPacelineClient, InvalidRequest, NotFound, Overloaded, PacelineClient, Unavailable
+from services.gateway.tokenizer import TextTokenizer
+from tests.contract.gateway.conftest import MODEL, Running, Start, until
+from tests.contract.gateway.fake_scheduler import scripted
+from tests.contract.gateway.test_openai import CHECKPOINT
+
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+async def test_grpc_and_http_give_the_same(running: Running) -> None:
+    http = await running.openai.completions.create(model=MODEL, prompt="once", max_tokens=9, seed=4)
+    chat = await running.openai.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=9, seed=4)  # type: ignore[arg-type]
+    async with AsyncPacelineClient(running.addresses.grpc or "") as client:
+        text = await client.generate("once", max_tokens=9, seed=4)
+        assert (text.text, text.finish_reason) == (http.choices[0].text, "length")
+        assert (await client.generate(messages=CHAT, max_tokens=9, seed=4)).text == chat.choices[0].message.content
+        assert http.usage is not None
+        assert (text.usage.prompt_tokens, text.usage.completion_tokens) == (http.usage.prompt_tokens, 9)
+        assert len(text.token_ids) == 9
+        ids = await client.generate(token_ids=[7, 8, 9], max_tokens=5, ignore_eos=True)
+        assert (ids.usage.prompt_tokens, ids.usage.completion_tokens, ids.usage.cached_tokens) == (3, 5, 3)
+
+
+async def test_the_blocking_client(running: Running) -> None:
+    def use() -> tuple[str, str]:
+        with PacelineClient(running.addresses.grpc or "", model=MODEL) as client:
+            whole = client.generate(messages=CHAT, max_tokens=9, temperature=0)
+            pieces = list(client.stream(messages=CHAT, max_tokens=9, temperature=0))
+            assert [piece.finish_reason for piece in pieces][-1] == "length"
+            return whole.text, "".join(piece.text for piece in pieces)
+
+    whole, streamed = await asyncio.to_thread(use)
+    assert whole == streamed != ""
+
+
+async def test_stop_strings_over_grpc(start: Start) -> None:
+    ids = TextTokenizer.from_folder(CHECKPOINT).encode("one two three four", add_special_tokens=False)
+    running = await start(next_token=scripted(ids), step_s=0.002)
+    async with AsyncPacelineClient(running.addresses.grpc or "") as client:
+        result = await client.generate("x", stop=["o thr"], max_tokens=500)
+    assert (result.text, result.finish_reason) == ("one tw", "stop")
+    assert result.usage.completion_tokens == len(result.token_ids) < len(ids)
+    assert running.scheduler.num_running == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"prompt": ""}, "text"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [5000]}, "token_ids"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"token_ids": [7] * 2048}, "token_ids"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+        ({"prompt": "x", "temperature": -1.0}, "sampling.temperature"),
+        ({"prompt": "x", "temperature": float("nan")}, "sampling.temperature"),
+        ({"prompt": "x", "max_tokens": 0}, "sampling.max_tokens"),
+        ({"prompt": "x", "max_tokens": 3000}, "sampling.max_tokens"),
+        ({"prompt": "x", "min_tokens": -1}, "sampling.min_tokens"),
+        ({"prompt": "x", "top_p": 0.0}, "sampling.top_p"),
+        ({"prompt": "x", "top_k": -2}, "sampling.top_k"),
+        ({"prompt": "x", "stop": [""]}, "sampling.stop"),
+        ({"prompt": "x", "stop_token_ids": [-4]}, "sampling.stop_token_ids"),
+    ],
+)
+async def test_what_is_wrong_is_named(running: Running, arguments: dict[str, Any], field: str) -> None:
+    async with AsyncPacelineClient(running.addresses.grpc or "") as client:
+        with pytest.raises(InvalidRequest) as caught:
+            await client.generate(**arguments)
+    assert caught.value.field == field
+    assert field.rpartition(".")[2] in str(caught.value)
+
+
+async def test_other_errors(start: Start) -> None:
+    running = await start(settings={"scheduler_wait_s": 0.2})
+    running.scheduler.reject = lambda _: inference_pb2.Ending(reason=4, code=8, message="full", retry_after_s=2.5)
+    async with AsyncPacelineClient(running.addresses.grpc or "") as client:
+        with pytest.raises(Overloaded, match="full") as caught:
+            await client.generate("x")
+        assert caught.value.retry_after_s == 2.5
+        await running.scheduler.stop()
+        with pytest.raises(Unavailable, match="no connection"):
+            await client.generate("x")
+    async with AsyncPacelineClient(running.addresses.grpc or "", model="other") as client:
+        with pytest.raises(NotFound, match="other"):
+            await client.generate("x")
+
+
+async def test_a_call_without_a_prompt_and_a_session_are_refused(running: Running) -> None:
+    async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [r async for r in stub.Generate(inference_pb2.GenerateRequest())]
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [r async for r in stub.Session(iter([inference_pb2.SessionRequest()]))]
+        assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_request_ids(running: Running) -> None:
+    async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        request = inference_pb2.GenerateRequest(text="x", request_id="mine")
+        request.sampling.max_tokens = 2
+        assert {r.request_id async for r in stub.Generate(request)} == {"mine"}
+    assert running.scheduler.submissions[0].request_id == "mine"
+
+
+@pytest.mark.parametrize("how", ["close", "deadline", "disconnect"])
+async def test_a_cancelled_call_ends_at_the_scheduler(start: Start, how: str) -> None:
+    running = await start(step_s=0.005)
+    client = AsyncPacelineClient(running.addresses.grpc or "")
+    stream = client.stream("x", max_tokens=1500, ignore_eos=True, timeout_s=0.3 if how == "deadline" else None)
+    await anext(stream)
+    assert running.scheduler.num_running == 1
+    if how == "close":
+        await stream.aclose()  # type: ignore[attr-defined]
+    elif how == "disconnect":
+        await client.close()
+    await until(lambda: running.scheduler.num_running == 0)
+    assert len(running.scheduler.cancels) == 1
+    await client.close()

@@ -1,0 +1,70 @@
+"""The client's own logic: what it sends, returns and raises."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from paceline.v1 import common_pb2, inference_pb2
+from services.client import InvalidRequest, Overloaded, PacelineClient, PacelineError, Piece, Unavailable, Usage
+from services.client.types import error_from, make_request, piece_from, result_from
+
+
+def test_only_what_was_given_is_sent() -> None:
+    request = make_request("hi", None, None, "m", {"temperature": 0, "stop": ["a"]})
+    assert (request.text, request.model) == ("hi", "m")
+    assert request.sampling.HasField("temperature")
+    assert not request.sampling.HasField("max_tokens")
+    assert list(request.sampling.stop) == ["a"]
+    chat = make_request(None, [{"role": "user", "content": "x"}], None, "", {})
+    assert chat.messages.messages[0].content == "x"
+    assert list(make_request(None, None, [1, 2], "", {}).token_ids.ids) == [1, 2]
+
+
+@pytest.mark.parametrize("prompts", [(None, None, None), ("a", [], None), ("a", None, [1])])
+def test_exactly_one_kind_of_prompt(prompts: tuple[str | None, list[dict[str, str]] | None, list[int] | None]) -> None:
+    with pytest.raises(TypeError, match="exactly one"):
+        make_request(*prompts, "", {})
+
+
+def test_empty_prompts_keep_their_kind() -> None:
+    assert make_request("", None, None, "", {}).WhichOneof("prompt") == "text"
+    assert make_request(None, [], None, "", {}).WhichOneof("prompt") == "messages"
+    assert make_request(None, None, [], "", {}).WhichOneof("prompt") == "token_ids"
+
+
+def test_pieces_and_results() -> None:
+    first = piece_from(inference_pb2.GenerateResponse(token_ids=[1, 2], text="a"))
+    assert first == Piece("a", [1, 2])
+    last = piece_from(
+        inference_pb2.GenerateResponse(
+            token_ids=[3],
+            text="b",
+            finish_reason=common_pb2.FINISH_REASON_STOP,
+            usage=inference_pb2.Usage(prompt_tokens=4, completion_tokens=3, cached_tokens=2),
+        )
+    )
+    result = result_from([first, last])
+    assert (result.text, result.token_ids, result.finish_reason) == ("ab", [1, 2, 3], "stop")
+    assert result.usage == Usage(4, 3, 2)
+
+
+@pytest.mark.parametrize("pieces", [[], [Piece("a", [1])]])
+def test_a_stream_that_just_stops_is_an_error(pieces: list[Piece]) -> None:
+    with pytest.raises(Unavailable, match="without a reason"):
+        result_from(pieces)
+
+
+def test_errors_have_types_and_say_what_the_server_said() -> None:
+    error = error_from(grpc.StatusCode.INVALID_ARGUMENT, "bad", [("field", "sampling.top_p")])
+    assert isinstance(error, InvalidRequest)
+    assert (str(error), error.field, error.retry_after_s) == ("bad", "sampling.top_p", None)
+    error = error_from(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", [("retry-after-s", "1.5")])
+    assert isinstance(error, Overloaded)
+    assert error.retry_after_s == 1.5
+    assert type(error_from(grpc.StatusCode.INTERNAL, None, None)) is PacelineError
+
+
+def test_nobody_there() -> None:
+    with PacelineClient("127.0.0.1:1") as client, pytest.raises(Unavailable):
+        client.generate("x", timeout_s=5)
