@@ -311,69 +311,6 @@ def test_one_walk_answers_for_many_workers_at_different_depths(num_workers: int)
     assert link.probe(A) == {worker: (depth, 0) for worker, (depth, _) in expected.items()}
 
 
-# ---------------------------------------------------------------------------------------------------- what is refused
-
-
-BAD_OPS = {
-    "no operation": (pb.CacheOp(), Code.INVALID_ARGUMENT),
-    "worker added twice": (d.add_worker_op(0, 16, 4), Code.ALREADY_EXISTS),
-    "another block size": (d.add_worker_op(1, 16, 8), Code.FAILED_PRECONDITION),
-    "no blocks": (d.add_worker_op(1, 0, 4), Code.INVALID_ARGUMENT),
-    "too many blocks": (d.add_worker_op(1, 2**31, 4), Code.INVALID_ARGUMENT),
-    "no block size": (d.add_worker_op(1, 16, 0), Code.INVALID_ARGUMENT),
-    "remove an unknown worker": (d.remove_worker_op(9), Code.NOT_FOUND),
-    "match one that waits": (d.match_op(2, A), Code.ALREADY_EXISTS),
-    "match one that runs": (d.match_op(1, A), Code.ALREADY_EXISTS),
-    "match no tokens": (d.match_op(3, []), Code.INVALID_ARGUMENT),
-    "match half a token": (pb.CacheOp(match=pb.MatchOp(sequence=3, token_ids=b"12345")), Code.INVALID_ARGUMENT),
-    "admit an unknown one": (d.admit_op(3, 0), Code.NOT_FOUND),
-    "admit twice": (d.admit_op(1, 0), Code.FAILED_PRECONDITION),
-    "admit to an unknown worker": (d.admit_op(2, 9), Code.NOT_FOUND),
-    "extend an unknown one": (d.extend_op([1, 3]), Code.NOT_FOUND),
-    "extend one that waits": (d.extend_op([1, 2]), Code.FAILED_PRECONDITION),
-    "extend beyond the pool": (d.extend_op([1] * 15), Code.RESOURCE_EXHAUSTED),
-    "commit an unknown one": (d.commit_op([(1, [5], 6), (3, [], 0)]), Code.NOT_FOUND),
-    "commit one that waits": (d.commit_op([(1, [5], 6), (2, [], 0)]), Code.FAILED_PRECONDITION),
-    "commit beyond the tokens": (d.commit_op([(1, [5], 8)]), Code.INVALID_ARGUMENT),
-    "commit beyond the blocks": (d.commit_op([(1, A, 9)]), Code.INVALID_ARGUMENT),
-    "commit backwards": (d.commit_op([(1, [], 4)]), Code.INVALID_ARGUMENT),
-    "commit of unequal lists": (
-        pb.CacheOp(commit=pb.CommitOp(sequences=[1], num_computed_tokens=[5])),
-        Code.INVALID_ARGUMENT,
-    ),
-    "commit with tokens that belong to nobody": (
-        pb.CacheOp(
-            commit=pb.CommitOp(sequences=[1], num_new_tokens=[1], num_computed_tokens=[5], token_ids=d.pack([1, 2]))
-        ),
-        Code.INVALID_ARGUMENT,
-    ),
-    "commit with half a token": (
-        pb.CacheOp(commit=pb.CommitOp(sequences=[1], num_new_tokens=[1], num_computed_tokens=[5], token_ids=b"12345")),
-        Code.INVALID_ARGUMENT,
-    ),
-    "free an unknown one": (d.free_op([1, 2, 3]), Code.NOT_FOUND),
-    "free twice": (d.free_op([1, 2, 1]), Code.INVALID_ARGUMENT),
-}
-
-
-@pytest.mark.parametrize("name", BAD_OPS)
-def test_what_is_refused_changes_nothing_and_leaves_the_others_alone(link: Driver, name: str) -> None:
-    op, code = BAD_OPS[name]
-    link.start(1, A[:6])
-    link.commit(1, [], 5)
-    link.match(2, B)
-    response = link.exchange(op, d.match_op(4, B), op)
-    assert [result.WhichOneof("result") for result in response.results] == ["error", "match", "error"]
-    assert [result.error.code for result in response.results] == [code, 0, code]
-    assert response.results[0].error.message
-    assert not response.pools
-    assert link.core.counters.refused_ops == 2
-    sequence = link.core.admitted[1]
-    assert (sequence.num_tokens, sequence.num_computed_tokens, sequence.table) == (6, 5, [1, 2])
-    assert link.core.waiting.keys() == {2, 4}
-    assert link.core.workers.keys() == {0}
-
-
 # ---------------------------------------------------------------------------------------------------- the link
 
 
