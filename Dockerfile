@@ -53,24 +53,26 @@ USER 10001:10001
 FROM build AS worker-deps
 # cpu or cuda.
 ARG DEVICE=cpu
-ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
-# FlashInfer's kernels compiled beforehand, for the CUDA version of the torch on PyPI: the image has no nvcc.
-ARG FLASHINFER_INDEX=https://flashinfer.ai/whl/cu130
+# Package indexes that only you can name: PyTorch's for CPU builds (else the default index decides, and its Linux build
+# brings CUDA along), and FlashInfer's with kernels compiled beforehand (else they are compiled at the first start).
+ARG TORCH_CPU_INDEX=
+ARG FLASHINFER_INDEX=
 COPY --from=lists /build/lists/ ./
-# PyPI's torch for Linux is the CUDA build. The CPU build comes from a wheel that the base image carries (pip.conf's
-# find-links; for a site without a way out), else from torch's own index. The headers in it serve only compilers.
+# The CPU build of torch comes from a wheel that the base image carries (pip.conf's find-links; for a site without a way
+# out), else from TORCH_CPU_INDEX. The headers in it serve only compilers.
 RUN set -e; install="pip --python /opt/venv/bin/python install -c constraints.txt"; \
     case "$DEVICE" in \
     cpu) \
-      $install --no-deps --no-index torch 2>/dev/null || $install --no-deps --index-url "$TORCH_CPU_INDEX" torch; \
+      $install --no-deps --no-index torch 2>/dev/null \
+        || { [ -z "$TORCH_CPU_INDEX" ] || $install --no-deps --index-url "$TORCH_CPU_INDEX" torch; }; \
       $install -r worker.txt; \
-      /opt/venv/bin/python -c "import torch; assert torch.version.cuda is None, torch.__version__"; \
       rm -rf "$(cat site-packages)/torch/include";; \
     cuda) \
       $install -r gpu.txt; \
       /opt/venv/bin/python -c "import torch; assert torch.version.cuda, torch.__version__"; \
       version=$(/opt/venv/bin/python -c "from importlib.metadata import version; print(version('flashinfer-python'))"); \
-      $install --no-deps --index-url "$FLASHINFER_INDEX" "flashinfer-jit-cache==$version";; \
+      [ -z "$FLASHINFER_INDEX" ] \
+        || $install --no-deps --index-url "$FLASHINFER_INDEX" "flashinfer-jit-cache==$version";; \
     *) echo "DEVICE is cpu or cuda, not '$DEVICE'" >&2; exit 1;; \
     esac
 
