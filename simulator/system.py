@@ -142,7 +142,13 @@ class LocalSystem:
 
     def move(self, kind: str, end: WorkerEnd | None) -> None:
         if kind == "exchange":
-            self.from_cache.append(self.cache.exchange(self.to_cache.popleft()))
+            request = self.to_cache.popleft()
+            response = self.cache.exchange(request)
+            for op, result in zip(request.ops, response.results, strict=True):
+                # Only blocks may run short; any other refusal is a mistake of the scheduler, and would leak.
+                refused = result.HasField("error") and op.WhichOneof("op") not in ("admit", "extend")
+                assert not refused, f"the cache refused {op.WhichOneof('op')}: {result.error.message}"
+            self.from_cache.append(response)
             return
         if kind == "step":
             assert end is not None
