@@ -23,7 +23,7 @@ setup: $(VENV)/dev.stamp
 $(BIN)/python:
 	@echo 'setup: creating $(VENV) with $(PYTHON)'
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'setup: Python 3.11 or newer is needed; on Debian or Ubuntu: apt-get install python3 python3-venv' >&2; exit 1; }
-	@$(PYTHON) -m venv $(VENV) || { echo 'setup: no venv module; on Debian or Ubuntu: apt-get install python3-venv' >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -f $@; echo 'setup: no venv module; on Debian or Ubuntu: apt-get install python3-venv' >&2; exit 1; }
 
 # What serving needs. The stamps make the second `make up` take seconds.
 $(VENV)/serve.stamp: pyproject.toml constraints.txt | $(BIN)/python

@@ -73,6 +73,13 @@ class CacheLink:
         if self.matches.pop(sequence, None) is None:
             self.frees.append(sequence)
 
+    def forget_worker(self, worker: int) -> None:
+        """The worker is gone; if the cache has not heard of it yet, it never will."""
+        waiting = len(self.added)
+        self.added = [op for op in self.added if op.worker != worker]
+        if len(self.added) == waiting:
+            self.removed.append(worker)
+
     def add_commit(self, sequence: int, slots: SlotTable, slot: int, num_computed_tokens: int) -> bytes:
         """Hand over the slot's new tokens (returned) and say how many of the sequence's tokens are computed."""
         tokens = slots.take_tail(slot)

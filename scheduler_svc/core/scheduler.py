@@ -232,7 +232,7 @@ class SchedulerCore:
         if worker is None:
             return
         if self._cache.connected:
-            self._cache.removed.append(worker_id)
+            self._cache.forget_worker(worker_id)
         for request in self._evacuate(worker):
             # Its sequence goes with the worker, unless the exchange that binds it is on its way.
             request.num_worker_losses += 1

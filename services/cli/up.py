@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -16,18 +17,26 @@ from typing import Any, Literal
 from pydantic import Field
 from rich.console import Console
 from rich.markup import escape
+from rich.status import Status
 
 from services.cli.parent import PARENT_ENV
 from services.cli.restarts import Restarts
 from services.runtime.service import run_service
-from services.runtime.settings import LogLevel, ServiceSettings, load_settings
+from services.runtime.settings import CONFIG_ENV, LogLevel, ServiceSettings, load_settings
 
+# What only this machine's services say to one another: nobody else is let in, whatever --host is.
+LOOPBACK = "127.0.0.1"
+EVERY_ADDRESS = {"0.0.0.0", "::", ""}
+# A worker's line while it reads weights.
+LOADING = re.compile(r"loading (?P<model>.+): (?P<percent>\d+) % of (?P<mib>\d+) MiB$")
+BAR_CHARACTERS = 30
 COLOURS = {"cache": "cyan", "scheduler": "magenta", "worker": "green", "gateway": "blue"}
 
 
 class UpSettings(ServiceSettings, section="up"):
     """Start cache, scheduler, workers and gateway on this machine."""
 
+    host: str = Field("127.0.0.1", description="address of the gateway; the other services stay on loopback")
     log_level: LogLevel = Field("warning", description="least severe level that the services log")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port of the gateway; 0 takes a free one")
     grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port of the gateway")
@@ -84,46 +93,76 @@ class Stack:
         self.stopping = False
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
-        given = settings.model_fields_set
+        self.status: Status | None = None
+        # What a client on this machine dials.
+        self.address = LOOPBACK if settings.host in EVERY_ADDRESS else settings.host
+        taken: set[int] = set()
 
-        def port(name: str) -> int:
-            return pick_port(settings.host, getattr(settings, name), name in given, name.replace("_", "-"))
+        def port(name: str, host: str) -> int:
+            wanted, explicit, flag = getattr(settings, name), name in settings.model_fields_set, name.replace("_", "-")
+            if wanted in taken and explicit:
+                raise CannotServe(f"--{flag}: port {wanted} is already another service's")
+            number = pick_port(host, 0 if wanted in taken else wanted, explicit, flag)
+            taken.add(number)
+            return number
 
-        self.http = f"{settings.host}:{port('port')}"
-        self.grpc_port, self.cache_port, self.scheduler_port = (
-            port("grpc_port"),
-            port("cache_port"),
-            port("scheduler_port"),
-        )
+        self.http_port = port("port", settings.host)
+        self.grpc_port = port("grpc_port", settings.host)
+        self.scheduler_port = port("scheduler_port", LOOPBACK)
+        self.cache_port = port("cache_port", LOOPBACK)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}:{self.http_port}"
 
     def plan(self) -> list[Child]:
         """The services in the order in which they start."""
-        s, host = self.settings, self.settings.host
-        common = ["--log-level", s.log_level, "--host", host, "--drain-s", str(s.drain_s)]
+        s = self.settings
+        common = ["--log-level", s.log_level, "--drain-s", str(s.drain_s)]
         common += ["--log-format", "human" if self.console.is_terminal else s.log_format]
-        scheduler = f"{host}:{self.scheduler_port}"
-        model = ["--model", s.model] if s.model else []
-        length = ["--max-model-len", str(s.max_model_len)] if s.max_model_len else []
-        worker = [*common, *model, *length, "--scheduler", scheduler, "--metrics-port", "0"]
-        worker += ["--load-format", s.load_format, "--dtype", s.dtype, "--block-size", str(s.block_size)]
-        worker += ["--num-blocks", str(s.num_blocks)] if s.num_blocks else []
-        worker += ["--threads", str(s.threads)] if s.threads else []
-        gateway = [*common, *model, *length, "--scheduler", scheduler]
-        gateway += ["--port", self.http.rsplit(":", 1)[1], "--grpc-port", str(self.grpc_port)]
-        gateway += ["--served-model-name", s.served_model_name] if s.served_model_name else []
-        metrics = ["--metrics-port", "0"]
-        cache = [*common, "--port", str(self.cache_port), *metrics]
-        scheduler_flags = [*common, "--port", str(self.scheduler_port), *metrics]
-        scheduler_flags += ["--cache", f"{host}:{self.cache_port}", "--window", str(s.window)]
+        inside = [*common, "--host", LOOPBACK, "--metrics-port", "0"]
+        dial = ["--scheduler", f"{LOOPBACK}:{self.scheduler_port}"]
+        cache = [*inside, "--port", str(self.cache_port)]
+        scheduler = [*inside, "--port", str(self.scheduler_port), "--cache", f"{LOOPBACK}:{self.cache_port}"]
+        scheduler += self._chosen("window")
+        worker = [*inside, *dial, *self._chosen("model", "load_format", "dtype", "block_size", "num_blocks")]
+        worker += self._chosen("max_model_len", "threads")
+        gateway = [*common, *dial, "--host", s.host, "--port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
+        gateway += self._chosen("model", "served_model_name", "max_model_len")
         return [
             Child("cache", "cache", cache),
-            Child("scheduler", "scheduler", scheduler_flags),
+            Child("scheduler", "scheduler", scheduler),
             *[Child(f"worker-{i + 1}", "worker", worker) for i in range(s.workers)],
             Child("gateway", "gateway", gateway),
         ]
 
+    def _chosen(self, *names: str) -> list[str]:
+        """Flags for what the user chose for `up`; the rest is for the service's own variables, file and defaults."""
+        flags = []
+        for name in names:
+            value = getattr(self.settings, name)
+            if name in self.settings.model_fields_set and value not in ("", 0):
+                flags += [f"--{name.replace('_', '-')}", str(value)]
+        return flags
+
+    def environment(self) -> dict[str, str]:
+        """What the services find in theirs."""
+        file = self.settings.config_file
+        config = {CONFIG_ENV: os.path.abspath(file)} if file else {}
+        return {**os.environ, **config, PARENT_ENV: str(os.getpid())}
+
     def say(self, child: Child, line: str) -> None:
-        self.console.print(f"[{COLOURS[child.service]}]{child.name:>10}[/] {line}", highlight=False)
+        self.console.print(f"[{COLOURS[child.service]}]{child.name:>10}[/] {line}", highlight=False, soft_wrap=True)
+
+    def say_of(self, child: Child, line: str) -> None:
+        """Show a line that the child wrote; the progress of a load is a bar where a bar can be shown."""
+        loading = LOADING.match(line)
+        if loading is None or self.status is None or not self.console.is_terminal:
+            self.say(child, escape(line))
+            return
+        done = BAR_CHARACTERS * int(loading["percent"]) // 100
+        bar = f"[green]{'━' * done}[/][dim]{'━' * (BAR_CHARACTERS - done)}[/]"
+        self.status.update(f"{child.name}: loading {bar} {loading['percent']} % of {loading['mib']} MiB")
 
     async def start(self) -> None:
         for child in self.plan():
@@ -139,7 +178,7 @@ class Stack:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, PARENT_ENV: str(os.getpid())},
+            env=self.environment(),
             start_new_session=True,  # Ctrl-C is for `up`, which stops the services in order
         )
 
@@ -151,7 +190,7 @@ class Stack:
             async for raw in child.process.stdout:
                 line = raw.decode(errors="replace").rstrip()
                 child.last_lines = [*child.last_lines[-9:], line]
-                self.say(child, escape(line))
+                self.say_of(child, line)
             status = await child.process.wait()
             if self.stopping:
                 return
@@ -168,14 +207,17 @@ class Stack:
 
     async def wait_ready(self) -> str:
         """Until the gateway can serve; returns the model's name. Says what turns ready meanwhile."""
-        ports = {"cache": self.cache_port, "scheduler": self.scheduler_port, "gateway": int(self.http.split(":")[1])}
-        pending = {child.name: ports[child.name] for child in self.children if child.name in ports}
+        pending = {
+            "cache": (LOOPBACK, self.cache_port),
+            "scheduler": (LOOPBACK, self.scheduler_port),
+            "gateway": (self.address, self.http_port),
+        }
         by_name = {child.name: child for child in self.children}
         while True:
-            for name, port in list(pending.items()):
-                if await _listens(self.settings.host, port):
+            for name, (host, port) in list(pending.items()):
+                if await _listens(host, port):
                     del pending[name]
-                    self.say(by_name[name], f"[green]ready[/] on {self.settings.host}:{port}")
+                    self.say(by_name[name], f"[green]ready[/] on {host}:{port}")
             if not pending and (self.settings.workers == 0 or await asyncio.to_thread(self._ready)):
                 for child in self.children:
                     child.restarts.was_ready = True
@@ -186,24 +228,26 @@ class Stack:
 
     def _ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://{self.http}/ready", timeout=2) as answer:
+            with urllib.request.urlopen(f"{self.url}/ready", timeout=2) as answer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):
             return False
 
     def _model_name(self) -> str:
-        with urllib.request.urlopen(f"http://{self.http}/v1/models", timeout=5) as answer:
+        with urllib.request.urlopen(f"{self.url}/v1/models", timeout=5) as answer:
             return str(json.load(answer)["data"][0]["id"])
 
     def show(self, model: str) -> None:
-        url = f"http://{self.http}"
         body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is 3 + 4?"}]})
-        self.console.print(f"\n[bold green]Paceline serves {escape(model)}[/] at [bold]{url}/v1[/]", highlight=False)
-        self.console.print(f"  gRPC at {self.settings.host}:{self.grpc_port}. Try:\n", highlight=False)
-        example = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'"
+        self.console.print(
+            f"\n[bold green]Paceline serves {escape(model)}[/] at [bold]{self.url}/v1[/]", highlight=False
+        )
+        self.console.print(f"  gRPC at {self.address}:{self.grpc_port}. Try:\n", highlight=False)
+        example = f"curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'"
         self.console.print(f"  {escape(example)}\n", highlight=False, soft_wrap=True)
-        more = f"paceline worker --scheduler {self.settings.host}:{self.scheduler_port}"
-        self.console.print(f"  One more worker: [bold]{more}[/]. Ctrl-C drains and stops.\n", highlight=False)
+        more = f"paceline worker --scheduler {LOOPBACK}:{self.scheduler_port}"
+        self.console.print(f"  One more worker: [bold]{more}[/]", highlight=False, soft_wrap=True)
+        self.console.print("  Ctrl-C drains and stops.\n", highlight=False)
 
     async def stop(self) -> None:
         """Gateway first, so that what runs can end; then workers, scheduler, cache."""
@@ -250,7 +294,7 @@ async def run(settings: UpSettings, stop: asyncio.Event, console: Console) -> st
     stopped = asyncio.create_task(stop.wait())
     failed = stack.failure
     try:
-        with console.status("starting", spinner="dots"):
+        with console.status("starting", spinner="dots") as stack.status:
             await stack.start()
             ready = asyncio.create_task(stack.wait_ready())
             await _first(ready, stopped, failed)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError
 from pydantic_settings.sources import InitSettingsSource
@@ -79,6 +79,7 @@ class ServiceSettings(BaseSettings):
     )
 
     section: ClassVar[str] = "service"
+    _config_file: str | None = PrivateAttr(default_factory=lambda: config_path())
 
     log_level: LogLevel = Field("info", description="least severe level that is logged")
     log_format: Literal["auto", "human", "json"] = Field(
@@ -87,6 +88,11 @@ class ServiceSettings(BaseSettings):
     host: str = Field("127.0.0.1", description="address to listen on")
     metrics_port: int = Field(0, ge=0, le=65535, description="port of Prometheus /metrics; 0 takes a free one")
     drain_s: float = Field(30.0, ge=0, description="seconds that running requests get to end after SIGTERM")
+
+    @property
+    def config_file(self) -> str | None:
+        """The file that these settings were read from."""
+        return self._config_file
 
     def __init_subclass__(cls, section: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

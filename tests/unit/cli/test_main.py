@@ -1,0 +1,82 @@
+"""The command line itself: help, bad input, and what is imported for what."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from services.cli.main import SERVICES, main
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli", *argv], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
+def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    for command in ("up", "serve", "worker", "version"):
+        assert f"\n  {command} " in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out == f"paceline {version('paceline')}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [(["sevre"], "'sevre'"), (["serve"], "name a service"), (["serve", "cash"], "'cash'"), (["serve", "--x"], "name")],
+)
+def test_an_unknown_command_or_service_is_one_line(
+    argv: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert word in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("argv", [["up"], ["worker"], *(["serve", name] for name in SERVICES)])
+def test_every_command_names_a_bad_flag(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*argv, "--bogus"])
+    assert end.value.code == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"paceline {' '.join(argv)}: ")
+    assert "--bogus" in line
+    assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("service", "absent"), [("scheduler", "torch fastapi"), ("cache", "torch fastapi"), ("gateway", "torch")]
+)
+def test_a_service_imports_only_what_it_needs(service: str, absent: str) -> None:
+    settings, _, server = SERVICES[service]
+    code = f"import sys, services.cli.main, {settings}, {server}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert not {*absent.split()} & {*done.stdout.split()}
+    assert server in done.stdout.split()
+
+
+def test_a_taken_port_is_one_line() -> None:
+    import socket
+
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        for flags in (["--port", str(port), "--metrics-port", "0"], ["--port", "0", "--metrics-port", str(port)]):
+            done = run("serve", "cache", *flags)
+            assert done.returncode == 1
+            lines = [line for line in done.stderr.splitlines() if line.startswith("paceline serve cache: ")]
+            assert len(lines) == 1
+            assert "Traceback" not in done.stderr

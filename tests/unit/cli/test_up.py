@@ -1,0 +1,123 @@
+"""`paceline up`: what it starts with which flags, which ports it takes, what it shows. No process is started here."""
+
+from __future__ import annotations
+
+import io
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from services.cli.up import CannotServe, Child, Stack, UpSettings, pick_port
+from services.runtime.settings import load_settings
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PACELINE_CONFIG", "PACELINE_LOG_LEVEL", "PACELINE_UP_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def busy() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def stack(*argv: str) -> tuple[Stack, io.StringIO]:
+    out = io.StringIO()
+    return Stack(load_settings(UpSettings, argv, prog="paceline up"), Console(file=out, width=80)), out
+
+
+def flags(child: Child) -> dict[str, str]:
+    return dict(zip(child.flags[::2], child.flags[1::2], strict=True))
+
+
+async def test_services_start_in_order_and_know_one_another() -> None:
+    plan = stack("--port", "0", "--workers", "2")[0].plan()
+    assert [child.name for child in plan] == ["cache", "scheduler", "worker-1", "worker-2", "gateway"]
+    cache, scheduler, worker, _, gateway = map(flags, plan)
+    assert scheduler["--cache"] == f"127.0.0.1:{cache['--port']}"
+    assert worker["--scheduler"] == gateway["--scheduler"] == f"127.0.0.1:{scheduler['--port']}"
+    assert len({cache["--port"], scheduler["--port"], gateway["--port"], gateway["--grpc-port"]}) == 4
+
+
+async def test_flags_reach_the_services_that_take_them() -> None:
+    plan = stack("--port", "0", "--model", "/m", "--block-size", "8", "--threads", "1", "--window", "1",
+                 "--max-model-len", "64", "--num-blocks", "9", "--dtype", "float32", "--load-format", "dummy",
+                 "--log-level", "debug")[0].plan()  # fmt: skip
+    _, scheduler, worker, gateway = map(flags, plan)
+    chosen = {"--model": "/m", "--block-size": "8", "--threads": "1", "--num-blocks": "9", "--dtype": "float32"}
+    assert {**worker, **chosen, "--load-format": "dummy", "--max-model-len": "64"} == worker
+    assert {**gateway, "--model": "/m", "--max-model-len": "64"} == gateway
+    assert scheduler["--window"] == "1"
+    assert all(flags(child)["--log-level"] == "debug" for child in plan)
+
+
+async def test_what_was_not_chosen_is_left_to_the_service() -> None:
+    """So that `worker.block_size` in the file, or PACELINE_WORKER_BLOCK_SIZE, holds under `up` too."""
+    _, scheduler, worker, gateway = map(flags, stack("--port", "0")[0].plan())
+    for name in ("--block-size", "--dtype", "--load-format", "--threads", "--num-blocks", "--model", "--max-model-len"):
+        assert name not in worker
+        assert name not in gateway
+    assert "--window" not in scheduler
+
+
+async def test_the_configuration_file_is_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c.yaml").write_text("up: {workers: 3}\nworker: {block_size: 8}\n")
+    monkeypatch.chdir(tmp_path)
+    running, _ = stack("--port", "0", "--config", "c.yaml")
+    assert [child.service for child in running.plan()].count("worker") == 3
+    assert running.environment()["PACELINE_CONFIG"] == str(tmp_path / "c.yaml")
+    assert "PACELINE_CONFIG" not in stack("--port", "0")[0].environment()
+
+
+async def test_only_the_gateway_listens_to_the_world() -> None:
+    running, out = stack("--port", "0", "--host", "0.0.0.0")
+    hosts = {child.service: flags(child)["--host"] for child in running.plan()}
+    assert hosts == {"cache": "127.0.0.1", "scheduler": "127.0.0.1", "worker": "127.0.0.1", "gateway": "0.0.0.0"}
+    running.show("m")
+    assert "http://127.0.0.1:" in out.getvalue()
+    assert "0.0.0.0" not in out.getvalue()
+
+
+async def test_a_line_of_a_child_stays_one_line_in_a_pipe() -> None:
+    running, out = stack("--port", "0")
+    child = running.plan()[0]
+    running.say_of(child, '{"message": "' + "x" * 300 + ' [bold]"}')
+    assert out.getvalue().count("\n") == 1
+    assert "[bold]" in out.getvalue()
+
+
+async def test_the_commands_it_prints_can_be_copied() -> None:
+    running, out = stack("--port", "0")
+    running.show("paceline-demo")
+    (worker,) = [line for line in out.getvalue().splitlines() if "paceline worker" in line]
+    assert f"paceline worker --scheduler 127.0.0.1:{running.scheduler_port}" in worker
+
+
+def test_a_busy_default_port_gives_way(busy: int) -> None:
+    assert pick_port("127.0.0.1", busy, explicit=False, flag="cache-port") != busy
+
+
+def test_a_busy_port_that_was_asked_for_is_an_error(busy: int) -> None:
+    with pytest.raises(CannotServe, match=rf"--cache-port: 127\.0\.0\.1:{busy} "):
+        pick_port("127.0.0.1", busy, explicit=True, flag="cache-port")
+
+
+async def test_a_variable_asks_for_a_port_too(busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_UP_PORT", str(busy))
+    with pytest.raises(CannotServe, match="--port"):
+        stack()
+
+
+async def test_one_port_cannot_be_asked_for_twice() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    with pytest.raises(CannotServe, match="--grpc-port"):
+        stack("--port", port, "--grpc-port", port)
