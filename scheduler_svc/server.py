@@ -18,7 +18,8 @@ from paceline.v1.worker_pb2 import WorkerServiceLinkRequest, WorkerServiceLinkRe
 from scheduler_svc.core.cache_link import ProtocolError
 from scheduler_svc.core.intake import Rejection
 from scheduler_svc.core.policy import Policies
-from scheduler_svc.core.scheduler import SchedulerConfig, SchedulerCore
+from scheduler_svc.core.scheduler import SchedulerCore
+from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.generate import generate
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.policies.decode_first import DecodeFirst

@@ -18,7 +18,8 @@ from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import Ending, SessionRequest, SessionResponse, Submission
 from paceline.v1.worker_pb2 import StepPlan, StepResult, WorkerRegistration
 from scheduler_svc.core.policy import Policies
-from scheduler_svc.core.scheduler import SchedulerConfig, SchedulerCore
+from scheduler_svc.core.scheduler import SchedulerCore
+from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.decode_first import DecodeFirst
 from scheduler_svc.policies.fcfs import FirstComeFirstServed
 from scheduler_svc.policies.watermark import Watermark

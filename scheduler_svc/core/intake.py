@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.v1.common_pb2 import ModelInfo
-from paceline.v1.inference_pb2 import Submission
-from scheduler_svc.core.request import TOKEN_BYTES
+from paceline.v1.common_pb2 import FinishReason, ModelInfo
+from paceline.v1.inference_pb2 import Ending, Submission
+from paceline.v1.worker_pb2 import WorkerRegistration
+from scheduler_svc.core.queue import WaitingQueue
+from scheduler_svc.core.request import TOKEN_BYTES, Request
+from scheduler_svc.core.types import SchedulerConfig
 
 # google.rpc.Code, spelled out because the core knows no grpc.
 CODE_INVALID_ARGUMENT = 3
@@ -85,3 +88,70 @@ def check_limits(submission: Submission, limits: Limits) -> None:
         raise invalid("max_tokens", f"{asked} exceed the model's length of {limits.model.max_model_len}")
     if total - 1 > limits.pool_tokens:
         raise invalid("max_tokens", f"{asked} can never fit a pool of {limits.pool_tokens} tokens")
+
+
+def new_request(session_id: str, seniority: int, submission: Submission, now_s: float) -> Request:
+    return Request(
+        seniority=seniority,
+        session_id=session_id,
+        handle=submission.handle,
+        request_id=submission.request_id,
+        prompt=submission.prompt_token_ids,
+        output=bytearray(submission.output_token_ids),
+        sampling=submission.sampling,
+        arrival_s=now_s,
+        extra_stop_ids=frozenset(submission.sampling.stop_token_ids),
+    )
+
+
+def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig) -> None:
+    """Whether the queue takes one more. Raises Rejection."""
+    if len(queue) >= config.max_queued_requests:
+        why = f"queue: full with {len(queue)} requests"
+    elif queue.num_tokens + request.num_tokens > config.max_queued_tokens:
+        why = f"queue: {queue.num_tokens} tokens wait, the limit is {config.max_queued_tokens}"
+    else:
+        return
+    raise Rejection(CODE_RESOURCE_EXHAUSTED, why, retry_after_s=1.0)
+
+
+def recheck(request: Request, limits: Limits) -> Rejection | None:
+    """The verdict on a request that was accepted before the limits were known."""
+    submission = Submission(
+        prompt_token_ids=request.prompt, output_token_ids=bytes(request.output), sampling=request.sampling
+    )
+    try:
+        check_limits(submission, limits)
+    except Rejection as rejection:
+        return rejection
+    return None
+
+
+def check_registration(new: WorkerRegistration, others: list[WorkerRegistration], promised: Limits | None) -> None:
+    """A worker serves the model of the others, or of the live requests, in blocks of their size. Raises Rejection."""
+    for name in ("block_size", "num_blocks", "max_num_seqs", "max_batched_tokens"):
+        if not getattr(new, name):
+            raise invalid(name, "must be at least 1")
+    expected = others[0].model if others else promised.model if promised else None
+    if expected is not None and new.model.fingerprint != expected.fingerprint:
+        raise Rejection(
+            CODE_FAILED_PRECONDITION,
+            f"model: this scheduler serves {expected.name} ({expected.fingerprint[:12]}), "
+            f"not {new.model.name} ({new.model.fingerprint[:12]})",
+            "model",
+        )
+    if others and new.block_size != others[0].block_size:
+        message = f"block_size: {new.block_size}, but the workers here use {others[0].block_size}"
+        raise Rejection(CODE_FAILED_PRECONDITION, message, "block_size")
+
+
+def rejected(handle: int, rejection: Rejection) -> Ending:
+    """What the sender of a failed request is told."""
+    return Ending(
+        handle=handle,
+        reason=FinishReason.FINISH_REASON_ERROR,
+        code=rejection.code,
+        message=rejection.message,
+        field=rejection.field,
+        retry_after_s=rejection.retry_after_s,
+    )

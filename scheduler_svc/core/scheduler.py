@@ -7,20 +7,12 @@ what is to be sent gathers until `poll` hands it over. Same events, same message
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.v1.cache_pb2 import AddWorkerOp, CacheServiceLinkRequest, CacheServiceLinkResponse
+from paceline.v1.cache_pb2 import AddWorkerOp, CacheServiceLinkResponse
 from paceline.v1.common_pb2 import FinishReason
-from paceline.v1.inference_pb2 import (
-    Ending,
-    SchedulerStatus,
-    SessionOpened,
-    SessionRequest,
-    SessionResponse,
-    Submission,
-)
+from paceline.v1.inference_pb2 import Ending, SchedulerStatus, SessionOpened, SessionRequest, Submission
 from paceline.v1.worker_pb2 import (
     StepResult,
     WorkerRegistered,
@@ -32,12 +24,18 @@ from scheduler_svc.core.cache_link import CacheLink, Sent, admit_result
 from scheduler_svc.core.intake import (
     CODE_FAILED_PRECONDITION,
     CODE_INTERNAL,
-    CODE_RESOURCE_EXHAUSTED,
     Limits,
     Rejection,
     check_limits,
+    check_queue,
+    check_registration,
     check_submission,
+    invalid,
+    new_request,
+    recheck,
+    rejected,
 )
+from scheduler_svc.core.placement import best_place
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.queue import WaitingQueue
@@ -45,38 +43,8 @@ from scheduler_svc.core.request import Phase, Request
 from scheduler_svc.core.results import ResultReader, Tokens
 from scheduler_svc.core.sessions import Session
 from scheduler_svc.core.slots import Slots, SlotTable
+from scheduler_svc.core.types import Counters, Outbox, SchedulerConfig
 from scheduler_svc.core.worker import Draft, Worker
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    window: int = 2
-    max_queued_requests: int = 4096
-    max_queued_tokens: int = 4_000_000
-    worker_timeout_s: float = 10.0
-    max_worker_losses: int = 10
-    prefix_caching: bool = True
-
-
-@dataclass(slots=True)
-class Outbox:
-    to_cache: list[CacheServiceLinkRequest] = field(default_factory=list)
-    to_workers: list[tuple[int, WorkerServiceLinkResponse]] = field(default_factory=list)
-    to_sessions: list[tuple[str, SessionResponse]] = field(default_factory=list)
-    lost_workers: list[tuple[int, str]] = field(default_factory=list)  # whose links are to be closed, and why
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start, for the metrics."""
-
-    accepted: int = 0
-    rejected: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
-    tokens: int = 0
-    preempted: int = 0
-    steps: int = 0
-    requeued: int = 0
 
 
 class SchedulerCore:
@@ -93,8 +61,8 @@ class SchedulerCore:
         self._session_at: dict[int, Session] = {}
         self._outbox = Outbox()
         self._next_worker = self._next_session = self._next_seniority = self._next_sequence = 1
-        self._planner = Planner(policies, self._prefers, self._preempt, self._session_index)
-        self._results = ResultReader(self._cache, self._publish, self._finish, self._fail_row)
+        self._planner = Planner(policies, self._is_best_place, self._preempt, self._session_index)
+        self._results = ResultReader(self._cache, self._publish, self._end, self._fail_row)
         self._told: bytes = b""
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -106,7 +74,7 @@ class SchedulerCore:
                 CODE_FAILED_PRECONDITION, f"session_id: session {session_id!r} is open already", "session_id"
             )
         if window < 1:
-            raise Rejection(3, "response_window: must be at least 1", "response_window")
+            raise invalid("response_window", "must be at least 1")
         session = Session(session_id, self._next_session, window)
         self._next_session += 1
         session.opened = SessionOpened(epoch=self.epoch)
@@ -130,7 +98,7 @@ class SchedulerCore:
                 self._submit(session, submission, now_s)
             except Rejection as rejection:
                 self.counters.rejected += 1
-                session.add_ending(_ending(submission.handle, rejection))
+                session.add_ending(rejected(submission.handle, rejection))
         for handle in message.cancels:
             request = session.live.get(handle)
             if request is not None:
@@ -142,19 +110,9 @@ class SchedulerCore:
             check_limits(submission, self.limits)
         if submission.handle in session.live:
             raise Rejection(CODE_FAILED_PRECONDITION, f"handle: {submission.handle} is in use", "handle")
-        request = Request(
-            seniority=self._next_seniority,
-            session_id=session.id,
-            handle=submission.handle,
-            request_id=submission.request_id,
-            prompt=submission.prompt_token_ids,
-            output=bytearray(submission.output_token_ids),
-            sampling=submission.sampling,
-            arrival_s=now_s,
-            extra_stop_ids=frozenset(submission.sampling.stop_token_ids),
-        )
+        request = new_request(session.id, self._next_seniority, submission, now_s)
         if not submission.accepted_before:  # nothing accepted is lost
-            self._check_queue(request)
+            check_queue(self.queue, request, self.config)
         self._next_seniority += 1
         self.counters.accepted += 1
         session.live[request.handle] = request
@@ -163,21 +121,13 @@ class SchedulerCore:
         else:
             self._enqueue(request)
 
-    def _check_queue(self, request: Request) -> None:
-        config, queue = self.config, self.queue
-        if len(queue) >= config.max_queued_requests:
-            why = f"queue: full with {len(queue)} requests"
-        elif queue.num_tokens + request.num_tokens > config.max_queued_tokens:
-            why = f"queue: {queue.num_tokens} tokens wait, the limit is {config.max_queued_tokens}"
-        else:
-            return
-        raise Rejection(CODE_RESOURCE_EXHAUSTED, why, retry_after_s=1.0)
-
     # ── workers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def register_worker(self, registration: WorkerRegistration, now_s: float) -> int:
         """Attach a worker; returns its id. Raises Rejection if it does not fit those attached."""
-        self._check_registration(registration)
+        others = [worker.registration for worker in self.workers.values()]
+        live = any(session.live for session in self._sessions.values())
+        check_registration(registration, others, self.limits if live else None)
         worker = Worker(
             id=self._next_worker,
             registration=registration,
@@ -194,24 +144,6 @@ class SchedulerCore:
             self._cache.added.append(self._add_worker_op(worker))
         self._workers_changed()
         return worker.id
-
-    def _check_registration(self, new: WorkerRegistration) -> None:
-        for name in ("block_size", "num_blocks", "max_num_seqs", "max_batched_tokens"):
-            if not getattr(new, name):
-                raise Rejection(3, f"{name}: must be at least 1", name)
-        others = [worker.registration for worker in self.workers.values()]
-        live = any(session.live for session in self._sessions.values())
-        expected = others[0].model if others else self.limits.model if self.limits and live else None
-        if expected is not None and new.model.fingerprint != expected.fingerprint:
-            raise Rejection(
-                CODE_FAILED_PRECONDITION,
-                f"model: this scheduler serves {expected.name} ({expected.fingerprint[:12]}), "
-                f"not {new.model.name} ({new.model.fingerprint[:12]})",
-                "model",
-            )
-        if others and new.block_size != others[0].block_size:
-            message = f"block_size: {new.block_size}, but the workers here use {others[0].block_size}"
-            raise Rejection(CODE_FAILED_PRECONDITION, message, "block_size")
 
     def worker_result(self, worker_id: int, result: StepResult, now_s: float) -> None:
         """Raises ProtocolError; then the worker's link is to be closed."""
@@ -269,7 +201,9 @@ class SchedulerCore:
             fresh = self.limits is None or self.limits.model.fingerprint != first.model.fingerprint
             self.limits = Limits(first.model, pool)
             if fresh:
-                self._recheck_queue(self.limits)
+                for request in list(self.queue):  # accepted before anybody knew the model
+                    if (rejection := recheck(request, self.limits)) is not None:
+                        self._end(request, FinishReason.FINISH_REASON_ERROR, rejection)
         self._announce()
 
     def _announce(self) -> None:
@@ -280,21 +214,6 @@ class SchedulerCore:
             self._told = told
             for session in self._sessions.values():
                 session.status = status
-
-    def _recheck_queue(self, limits: Limits) -> None:
-        """Requests that were accepted before anybody knew the model."""
-        for request in list(self.queue):
-            try:
-                check_limits(
-                    Submission(
-                        prompt_token_ids=request.prompt,
-                        output_token_ids=bytes(request.output),
-                        sampling=request.sampling,
-                    ),
-                    limits,
-                )
-            except Rejection as rejection:
-                self._end(request, FinishReason.FINISH_REASON_ERROR, rejection)
 
     def _status(self) -> SchedulerStatus:
         active = [worker for worker in self.workers.values() if not worker.draining]
@@ -423,9 +342,6 @@ class SchedulerCore:
             self._cache.forget_sequence(request.sequence)
         request.sequence = 0
 
-    def _finish(self, request: Request, reason: FinishReason.ValueType) -> None:
-        self._end(request, reason)
-
     def _fail_row(self, request: Request, message: str) -> None:
         self._end(request, FinishReason.FINISH_REASON_ERROR, Rejection(CODE_INTERNAL, message))
 
@@ -441,7 +357,7 @@ class SchedulerCore:
         self.counters.finished[name] = self.counters.finished.get(name, 0) + 1
         session = self._sessions.get(request.session_id)
         if session is not None and session.live.pop(request.handle, None) is not None:
-            ending = _ending(request.handle, error) if error else Ending(handle=request.handle, reason=reason)
+            ending = rejected(request.handle, error) if error else Ending(handle=request.handle, reason=reason)
             ending.cached_tokens = request.cached_tokens or 0
             session.add_ending(ending)
 
@@ -508,39 +424,13 @@ class SchedulerCore:
             request.phase, request.worker = Phase.BINDING, worker.id
         return draft
 
-    def _prefers(self, request: Request, worker: Worker) -> bool:
-        """Whether `worker` is where the first token comes soonest: least prefill ahead of it and of its own."""
-        if len(self.workers) == 1:
-            return True
-        if request.matches is None:
+    def _is_best_place(self, request: Request, worker: Worker) -> bool:
+        if len(self.workers) > 1 and request.matches is None:
             return False  # the cache's answer is on its way
-
-        def cost(other: Worker) -> tuple[int, int]:
-            return (other.load_tokens - request.matched_tokens(other.id), other.id)
-
-        roomy = [
-            other
-            for other in self.workers.values()
-            if not other.draining
-            and other.slots.num_free
-            and other.can_ever_hold(request)
-            and other.available_blocks >= other.need_blocks(request)
-        ]
-        return not roomy or min(roomy, key=cost) is worker
+        return best_place(request, self.workers.values()) in (worker, None)
 
     def _release_drained(self) -> None:
         for worker in self.workers.values():
             if worker.draining and not (worker.released or worker.running or worker.draft or worker.in_flight):
                 worker.released = True
                 self._outbox.to_workers.append((worker.id, WorkerServiceLinkResponse(released=WorkerReleased())))
-
-
-def _ending(handle: int, rejection: Rejection) -> Ending:
-    return Ending(
-        handle=handle,
-        reason=FinishReason.FINISH_REASON_ERROR,
-        code=rejection.code,
-        message=rejection.message,
-        field=rejection.field,
-        retry_after_s=rejection.retry_after_s,
-    )

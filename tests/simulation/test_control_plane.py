@@ -10,7 +10,7 @@ import random
 import pytest
 
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
-from scheduler_svc.core.scheduler import SchedulerConfig
+from scheduler_svc.core.types import SchedulerConfig
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker, expected_output
 

@@ -11,7 +11,7 @@ from gpu_worker.build import build_worker
 from gpu_worker.settings import WorkerSettings
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.worker_pb2 import StepPlan, StepResult, WorkerRegistration
-from scheduler_svc.core.scheduler import SchedulerConfig
+from scheduler_svc.core.types import SchedulerConfig
 from simulator.system import LocalSystem
 from tests.support import checkpoints, reference
 

@@ -15,7 +15,7 @@ from scheduler_svc.core.intake import (
     CODE_RESOURCE_EXHAUSTED,
     Rejection,
 )
-from scheduler_svc.core.scheduler import SchedulerConfig
+from scheduler_svc.core.types import SchedulerConfig
 from simulator.system import Client, LocalSystem
 from simulator.toy_worker import EOS, VOCAB, ToyWorker, expected_output
 

@@ -1,0 +1,40 @@
+"""What goes into the scheduler's core, and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.v1.cache_pb2 import CacheServiceLinkRequest
+from paceline.v1.inference_pb2 import SessionResponse
+from paceline.v1.worker_pb2 import WorkerServiceLinkResponse
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    window: int = 2
+    max_queued_requests: int = 4096
+    max_queued_tokens: int = 4_000_000
+    worker_timeout_s: float = 10.0
+    max_worker_losses: int = 10
+    prefix_caching: bool = True
+
+
+@dataclass(slots=True)
+class Outbox:
+    to_cache: list[CacheServiceLinkRequest] = field(default_factory=list)
+    to_workers: list[tuple[int, WorkerServiceLinkResponse]] = field(default_factory=list)
+    to_sessions: list[tuple[str, SessionResponse]] = field(default_factory=list)
+    lost_workers: list[tuple[int, str]] = field(default_factory=list)  # whose links are to be closed, and why
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start, for the metrics."""
+
+    accepted: int = 0
+    rejected: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    tokens: int = 0
+    preempted: int = 0
+    steps: int = 0
+    requeued: int = 0
