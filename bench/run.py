@@ -2,7 +2,7 @@
 
 Tokens per second over HTTP at 1, 32 and 128 streams, and where a step's time goes: what the scheduler's core, the cache
 and the worker's forward pass take, and how long the worker waits between two steps. `--sweep` compares ways to share
-the cores (torch threads, window).
+the cores (torch threads, window, workers).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ COUNTERS = {
     "cache_s": ("cache", "paceline_cache_exchange_duration_seconds_sum"),
     "exchanges": ("cache", "paceline_cache_exchange_duration_seconds_count"),
     "worker_s": ("worker-1", "paceline_worker_step_seconds_sum"),
+    "worker_steps": ("worker-1", "paceline_worker_step_seconds_count"),
 }
 
 
@@ -57,8 +58,9 @@ def measure(stack: Stack, concurrency: int) -> dict[str, Any]:
     before = snapshot(stack)
     load = run_client(stack, concurrency, REQUESTS[concurrency])
     change = {key: value - before[key] for key, value in snapshot(stack).items()}
-    steps = max(1.0, change["steps"])
-    step_us, worker_us = 1e6 * load["wall_s"] / steps, 1e6 * change["worker_s"] / steps
+    steps, worker_steps = max(1.0, change["steps"]), max(1.0, change["worker_steps"])
+    # Of the first worker; the control plane's figures are per step of any.
+    step_us, worker_us = 1e6 * load["wall_s"] / worker_steps, 1e6 * change["worker_s"] / worker_steps
     return {
         "running": concurrency,
         **load,
@@ -76,14 +78,15 @@ def measure(stack: Stack, concurrency: int) -> dict[str, Any]:
     }
 
 
-def serve_and_measure(threads: int, window: int, concurrencies: list[int]) -> list[dict[str, Any]]:
+def serve_and_measure(threads: int, window: int, workers: int, concurrencies: list[int]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         stack = Stack(Path(folder))
         stack.worker_flags = ["--threads", str(threads), "--log-level", "warning"]
         stack.scheduler_flags = ["--window", str(window)]
         try:
-            stack.up()
-            return [{"threads": threads, "window": window} | measure(stack, c) for c in concurrencies]
+            stack.up(workers)
+            way = {"threads": threads, "window": window, "workers": workers}
+            return [way | measure(stack, concurrency) for concurrency in concurrencies]
         finally:
             stack.down()
 
@@ -93,6 +96,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     columns = [
         "threads",
         "window",
+        "workers",
         "running",
         "tokens/s",
         "TTFT p50 ms",
@@ -108,7 +112,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         cpu = " ".join(f"{name[:5]} {value:.0f}" for name, value in row["cpu_us_per_token"].items())
         names = ("step_us", "worker_us", "between_steps_us", "scheduler_core_us", "cache_us")
         numbers = [f"{row[name]:,.0f}" for name in ("tokens_per_s", "ttft_p50_ms", *names)]
-        table.add_row(*(str(row[name]) for name in ("threads", "window", "running")), *numbers, cpu)
+        table.add_row(*(str(row[name]) for name in ("threads", "window", "workers", "running")), *numbers, cpu)
     console.print(table)
 
 
@@ -117,10 +121,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--running", type=int, nargs="+", choices=sorted(REQUESTS), default=sorted(REQUESTS))
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="torch threads")
     parser.add_argument("--window", type=int, default=2, help="steps in flight")
-    parser.add_argument("--sweep", action="store_true", help="1 and 2 threads, windows 1 and 2")
+    parser.add_argument("--sweep", action="store_true", help="1 and 2 threads, windows 1 and 2, 1 and 2 workers")
     options = parser.parse_args(argv)
-    ways = [(t, w) for t in (1, 2) for w in (1, 2)] if options.sweep else [(options.threads, options.window)]
-    rows = [row for threads, window in ways for row in serve_and_measure(threads, window, options.running)]
+    sweep = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2)]
+    ways = sweep if options.sweep else [(options.threads, options.window, 1)]
+    rows = [row for t, w, n in ways for row in serve_and_measure(t, w, n, options.running)]
     console = Console(width=None if sys.stdout.isatty() else 160)
     show(rows, console)
     RESULTS.mkdir(exist_ok=True)
