@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 
+from services.cli.restarts import CONFIGURATION_ERROR
 from services.runtime.logs import configure_logging
-from services.runtime.service import run_service
+from services.runtime.service import CannotStart, run_service
 from services.runtime.settings import load_settings
 
 # name: (module with the settings class, class, module with serve)
@@ -44,6 +45,8 @@ def serve(service: str, argv: list[str], prog: str) -> int:
     module = importlib.import_module(server_module)
     try:
         return run_service(lambda stop: module.serve(settings, stop))
+    except CannotStart as error:
+        return fail(f"{prog}: {error}", CONFIGURATION_ERROR)
     except OSError as error:
         return fail(f"{prog}: {error}")
     except RuntimeError as error:  # grpc's word for a port that is taken

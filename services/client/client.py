@@ -25,7 +25,7 @@ class PacelineClient:
     """A blocking client of a gateway's gRPC port. Threads may share it.
 
     >>> with PacelineClient("127.0.0.1:8001") as client:                                        # doctest: +SKIP
-    ...     print(client.generate("Once upon a time", max_tokens=20, temperature=0).text)
+    ...     print(client.generate("Once there was a fox", max_tokens=20, temperature=0).text)
     ...     for piece in client.stream(messages=[{"role": "user", "content": "Hi!"}]):
     ...         print(piece.text, end="", flush=True)
 
@@ -87,7 +87,7 @@ class AsyncPacelineClient:
 
     >>> async with AsyncPacelineClient("127.0.0.1:8001") as client:                             # doctest: +SKIP
     ...     result = await client.generate(messages=[{"role": "user", "content": "Hi!"}], seed=7)
-    ...     async for piece in client.stream("Once upon a time", stop=["."]):
+    ...     async for piece in client.stream("Once there was a fox", stop=["."]):
     ...         print(piece.text, end="", flush=True)
     """
 

@@ -47,6 +47,9 @@ def resolve_folder(model: str) -> Path:
         raise FileNotFoundError(f"{model}: no such folder, and not to be had from the hub: {error}") from error
 
 
+NO_LIMIT = 2**31 - 1
+
+
 def read_model_files(folder: Path) -> ModelFiles:
     """Read config.json and generation_config.json. Raises FileNotFoundError or ValueError."""
     path = folder / "config.json"
@@ -60,7 +63,8 @@ def read_model_files(folder: Path) -> ModelFiles:
     try:
         return ModelFiles(
             folder=folder,
-            max_model_len=int(config["max_position_embeddings"]),
+            # A worker that serves the model knows its length, too.
+            max_model_len=int(config.get("max_position_embeddings") or NO_LIMIT),
             vocab_size=int(config["vocab_size"]),
             eos_token_ids=_eos(config) | _eos(generation),
             temperature=_number(generation, "temperature", 1.0),

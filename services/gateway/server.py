@@ -18,7 +18,7 @@ from services.gateway.state import Gateway
 from services.gateway.tokenizer import TextTokenizer
 from services.runtime.logs import get_logger
 from services.runtime.rpc import GrpcServer
-from services.runtime.service import Addresses
+from services.runtime.service import Addresses, CannotStart
 
 _log = get_logger(__name__)
 
@@ -30,8 +30,8 @@ async def serve(
 ) -> None:
     """Run until `stop` is set, then drain.
 
-    Serves /health at once, with or without a scheduler. Raises OSError for a port that is taken, FileNotFoundError or
-    ValueError for a model whose files cannot be read.
+    Serves /health at once, with or without a scheduler. Raises OSError for a port that is taken, CannotStart for a model
+    whose files cannot be read.
     """
     session = SchedulerSession(
         settings.scheduler, max_live=settings.max_live_requests, wait_s=settings.scheduler_wait_s
@@ -62,9 +62,12 @@ async def serve(
 
 
 def _load(settings: GatewaySettings, session: SchedulerSession) -> Gateway:
-    folder = resolve_folder(settings.model)
-    files = read_model_files(folder)
-    tokenizer = TextTokenizer.from_folder(folder, settings.chat_template)
+    try:
+        folder = resolve_folder(settings.model)
+        files = read_model_files(folder)
+        tokenizer = TextTokenizer.from_folder(folder, settings.chat_template)
+    except (FileNotFoundError, ValueError) as error:
+        raise CannotStart(str(error)) from error
     builder = RequestBuilder(
         tokenizer, files, worker_model=lambda: _worker_model(session), max_model_len=settings.max_model_len
     )

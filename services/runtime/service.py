@@ -20,6 +20,10 @@ class Addresses:
     metrics: str | None
 
 
+class CannotStart(Exception):
+    """The settings name something that cannot be used; starting again would not help. The message is one line."""
+
+
 def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
     """Run `main` until it returns; SIGINT and SIGTERM set its stop event, a second one ends the process at once."""
 

@@ -248,8 +248,8 @@ def test_model_folders(tmp_path: Path) -> None:
         resolve_folder(str(tmp_path / "nowhere"))
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         read_model_files(tmp_path)
-    (tmp_path / "config.json").write_text('{"vocab_size": 5}')
-    with pytest.raises(ValueError, match="max_position_embeddings"):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 5}')
+    with pytest.raises(ValueError, match="vocab_size"):
         read_model_files(tmp_path)
     (tmp_path / "config.json").write_text(
         '{"text_config": {"vocab_size": 5, "max_position_embeddings": 9, "eos_token_id": 2}}'
