@@ -13,6 +13,7 @@ from typing import Any
 from paceline.v1 import common_pb2
 from services.gateway.detokenizer import Detokenizer
 from services.gateway.errors import ApiError, invalid
+from services.gateway.id_tokenizer import IdTokenizer
 from services.gateway.model_files import ModelFiles
 from services.gateway.tokenizer import TextTokenizer
 
@@ -78,7 +79,7 @@ class RequestBuilder:
 
     def __init__(
         self,
-        tokenizer: TextTokenizer,
+        tokenizer: TextTokenizer | IdTokenizer,
         files: ModelFiles,
         *,
         worker_model: Callable[[], common_pb2.ModelInfo | None] = lambda: None,

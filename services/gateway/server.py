@@ -9,6 +9,7 @@ from paceline.v1 import common_pb2, inference_pb2_grpc
 from services.gateway.grpc_front import SERVICE_NAME, InferenceFront
 from services.gateway.http import create_app
 from services.gateway.http_server import HttpServer
+from services.gateway.id_tokenizer import IdTokenizer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.model_files import read_model_files, resolve_folder
 from services.gateway.request import RequestBuilder
@@ -30,8 +31,8 @@ async def serve(
 ) -> None:
     """Run until `stop` is set, then drain.
 
-    Serves /health at once, with or without a scheduler. Raises OSError for a port that is taken, CannotStart for a model
-    whose files cannot be read.
+    Serves /health at once, with or without a scheduler. Raises OSError for a port that is taken, CannotStart for a
+    model whose files cannot be read.
     """
     session = SchedulerSession(
         settings.scheduler, max_live=settings.max_live_requests, wait_s=settings.scheduler_wait_s
@@ -65,7 +66,12 @@ def _load(settings: GatewaySettings, session: SchedulerSession) -> Gateway:
     try:
         folder = resolve_folder(settings.model)
         files = read_model_files(folder)
-        tokenizer = TextTokenizer.from_folder(folder, settings.chat_template)
+        tokenizer: TextTokenizer | IdTokenizer
+        if (folder / "tokenizer.json").is_file():
+            tokenizer = TextTokenizer.from_folder(folder, settings.chat_template)
+        else:
+            _log.warning("no tokenizer.json: only token ids are served, and output reads as ids", model=str(folder))
+            tokenizer = IdTokenizer(files.vocab_size)
     except (FileNotFoundError, ValueError) as error:
         raise CannotStart(str(error)) from error
     builder = RequestBuilder(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -67,3 +69,30 @@ async def test_a_killed_service_is_a_pause(own_stack: Stack, dead: str) -> None:
         assert got.finish_reason == "length"
         assert got.text == text
     await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_num_requests_running", 0)
+
+
+async def test_random_weights_from_a_config_alone(own_stack: Stack, tmp_path: Path) -> None:
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 500,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "eos_token_id": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    own_stack.model = str(tmp_path)
+    own_stack.worker_flags = ["--load-format", "dummy", "--threads", "1"]
+    stack = await asyncio.to_thread(own_stack.up)
+    [got] = await load.stream_all(stack.url, [load.Wanted([5, 6, 7], 9)])
+    assert not got.errors
+    assert len(got.text.split()) == 9
+    async with load.client(stack.url) as http:
+        refused = await http.post("/v1/completions", json={"prompt": "hello"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
