@@ -68,19 +68,23 @@ class CannotServe(Exception):
     """The services cannot be started; the message says why."""
 
 
-def pick_port(host: str, port: int, explicit: bool, flag: str) -> int:
-    """`port` if it is free; else another one, unless it was asked for. Raises CannotServe."""
-    for candidate in (port, 0):
+def pick_port(host: str, port: int, explicit: bool, flag: str, taken: set[int]) -> int:
+    """`port` if it is free and not in `taken`; else another one, unless it was asked for. Raises CannotServe."""
+    while True:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((host, candidate))
+                probe.bind((host, port))
             except OSError as error:
-                if explicit or candidate == 0:
+                if explicit or port == 0:
                     raise CannotServe(f"--{flag}: {host}:{port} cannot be used: {error.strerror}") from error
-                continue
-            return int(probe.getsockname()[1])
-    raise AssertionError("unreachable")
+            else:
+                found = int(probe.getsockname()[1])
+                if found not in taken:
+                    return found
+                if explicit and port != 0:
+                    raise CannotServe(f"--{flag}: port {port} is already another service's")
+        port = 0
 
 
 class Stack:
@@ -100,9 +104,7 @@ class Stack:
 
         def port(name: str, host: str) -> int:
             wanted, explicit, flag = getattr(settings, name), name in settings.model_fields_set, name.replace("_", "-")
-            if wanted in taken and explicit:
-                raise CannotServe(f"--{flag}: port {wanted} is already another service's")
-            number = pick_port(host, 0 if wanted in taken else wanted, explicit, flag)
+            number = pick_port(host, wanted, explicit, flag, taken)
             taken.add(number)
             return number
 

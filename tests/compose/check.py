@@ -15,10 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from threading import Event
 
-from stack import ROOT, Api, Stack, docker, inspect, is_healthy, kill_process, metric, wait_until
-
-sys.path.insert(0, str(ROOT))
 from demo.corpus import held_out
+from tests.compose.stack import Api, Stack, docker, inspect, is_healthy, kill_process, metric, wait_until
 
 CONTROL_PLANE, WORKER = "paceline/control-plane:ci", "paceline/worker:ci"
 HEALTH_PORTS = {"cache": 50052, "scheduler": 50051, "worker": 50053, "gateway": 8001}

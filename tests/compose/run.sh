@@ -29,4 +29,4 @@ if ! docker image inspect "$base" >/dev/null 2>&1 && ! timeout 120 docker pull -
   "$makers/base-image.sh" "$base" || fail "the image $base can neither be pulled nor made"
 fi
 
-exec python3 tests/compose/check.py "$@"
+exec python3 -m tests.compose.check "$@"

@@ -101,12 +101,12 @@ async def test_the_commands_it_prints_can_be_copied() -> None:
 
 
 def test_a_busy_default_port_gives_way(busy: int) -> None:
-    assert pick_port("127.0.0.1", busy, explicit=False, flag="cache-port") != busy
+    assert pick_port("127.0.0.1", busy, explicit=False, flag="cache-port", taken=set()) != busy
 
 
 def test_a_busy_port_that_was_asked_for_is_an_error(busy: int) -> None:
     with pytest.raises(CannotServe, match=rf"--cache-port: 127\.0\.0\.1:{busy} "):
-        pick_port("127.0.0.1", busy, explicit=True, flag="cache-port")
+        pick_port("127.0.0.1", busy, explicit=True, flag="cache-port", taken=set())
 
 
 async def test_a_variable_asks_for_a_port_too(busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
