@@ -54,6 +54,7 @@ class SlotTable:
     limits: SlotLimits
     occupied: Bools = field(init=False)
     decoding: Bools = field(init=False)  # all but the last token computed, and that one was sampled here
+    held: Bools = field(init=False)  # of those that decode: takes part in no step until it is resumed
     num_tokens: Int32s = field(init=False)  # known, the sampled ones included
     num_computed: Int32s = field(init=False)  # whose KV is in the blocks
     num_prompt: Int32s = field(init=False)
@@ -77,7 +78,7 @@ class SlotTable:
         """A new link: nothing runs."""
         slots = self.limits.max_num_seqs
         longest_blocks = -(-self.limits.max_model_len // self.limits.block_size)
-        self.occupied, self.decoding = np.zeros(slots, np.bool_), np.zeros(slots, np.bool_)
+        self.occupied, self.decoding, self.held = (np.zeros(slots, np.bool_) for _ in range(3))
         self.num_tokens, self.num_computed = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
         self.num_prompt, self.num_blocks = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
         self.block_table = np.zeros((slots, min(longest_blocks, self.limits.num_blocks)), np.int32)
@@ -110,8 +111,12 @@ class SlotTable:
             self._seat(sequence)
         if plan.grow_slots or plan.grow_blocks:
             self._grow(unpack(plan.grow_slots, "grow_slots"), unpack(plan.grow_blocks, "grow_blocks"))
+        if plan.hold_slots:
+            self._hold(unpack(plan.hold_slots, "hold_slots"), True)
+        if plan.resume_slots:
+            self._hold(unpack(plan.resume_slots, "resume_slots"), False)
         return self._rows(
-            np.flatnonzero(self.decoding).astype(np.int32),
+            np.flatnonzero(self.decoding & ~self.held if not plan.skip_decodes else []).astype(np.int32),
             unpack(plan.prefill_slots, "prefill_slots"),
             unpack(plan.prefill_tokens, "prefill_tokens"),
         )
@@ -120,11 +125,18 @@ class SlotTable:
         self._check_occupied(slots, "free_slots")
         if len(np.unique(slots)) != len(slots):
             raise ProtocolViolation("free_slots names a slot twice")
-        self.occupied[slots] = self.decoding[slots] = False
+        self.occupied[slots] = self.decoding[slots] = self.held[slots] = False
         for slot in slots.tolist():
             self.request_ids.pop(slot, None)
             self.tokens.pop(slot, None)
             self.banned.pop(slot, None)
+
+    def _hold(self, slots: Int32s, held: bool) -> None:
+        what = "hold_slots" if held else "resume_slots"
+        self._check_occupied(slots, what)
+        if not self.decoding[slots].all() or (self.held[slots] == held).any() or len(np.unique(slots)) != len(slots):
+            raise ProtocolViolation(f"{what}: {slots.tolist()} are not all slots that decode and change by this")
+        self.held[slots] = held
 
     def _seat(self, sequence: NewSequence) -> None:
         slot, limits = sequence.slot, self.limits

@@ -45,6 +45,7 @@ class SchedulerMetrics(Collector):
         yield counter("preemptions", "Requests that gave their blocks back", counters.preempted)
         yield counter("requeued_requests", "Requests that lost their worker or the cache", counters.requeued)
         yield counter("steps", "Plans sent to workers", counters.steps)
+        yield counter("policy_errors", "Steps that fell back to the default policies", counters.policy_errors)
         yield counter("core_seconds", "Processor time spent in the scheduler's core", self._server.core_seconds)
 
 

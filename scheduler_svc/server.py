@@ -11,25 +11,24 @@ from typing import Any, Generic, TypeVar
 import grpc
 import grpc.aio
 
-from paceline.v1 import cache_pb2_grpc, inference_pb2_grpc, worker_pb2_grpc
+from paceline.v1 import admin_pb2_grpc, cache_pb2_grpc, inference_pb2_grpc, worker_pb2_grpc
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest
 from paceline.v1.inference_pb2 import GenerateRequest, GenerateResponse, SessionRequest, SessionResponse
 from paceline.v1.worker_pb2 import WorkerServiceLinkRequest, WorkerServiceLinkResponse
+from scheduler_svc.admin import Admin
 from scheduler_svc.core.cache_link import ProtocolError
 from scheduler_svc.core.intake import Rejection
-from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.policy import PolicyError
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.generate import generate
 from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.policies.decode_first import DecodeFirst
-from scheduler_svc.policies.fcfs import FirstComeFirstServed
-from scheduler_svc.policies.watermark import Watermark
+from scheduler_svc.policies.registry import KINDS, build, choose
 from scheduler_svc.settings import SchedulerSettings
 from services.runtime.logs import get_logger
 from services.runtime.metrics import start_metrics_server
 from services.runtime.rpc import GrpcServer, open_channel
-from services.runtime.service import Addresses
+from services.runtime.service import Addresses, CannotStart
 
 log = get_logger(__name__)
 
@@ -259,6 +258,10 @@ async def stream(
         await asyncio.gather(reader, return_exceptions=True)
 
 
+def _log_policy_error(error: Exception) -> None:
+    log.error("a policy failed; the default ones decided this step", exc_info=error)
+
+
 async def serve(
     settings: SchedulerSettings, stop: asyncio.Event, *, on_ready: Callable[[Addresses], None] | None = None
 ) -> None:
@@ -269,11 +272,23 @@ async def serve(
         max_queued_tokens=settings.max_queued_tokens,
         worker_timeout_s=settings.worker_timeout_s,
         prefix_caching=settings.prefix_caching,
+        max_num_seqs=settings.max_num_seqs,
+        tenant_max_running_tokens=settings.tenant_max_running_tokens,
+        tenant_max_queued_tokens=settings.tenant_max_queued_tokens,
+        waiting_timeout_s=settings.waiting_timeout_s,
+        running_timeout_s=settings.running_timeout_s,
     )
-    policies = Policies(FirstComeFirstServed(), Watermark(settings.watermark), DecodeFirst())
+    overrides = {kind: getattr(settings, kind) for kind in KINDS}
+    try:
+        choice = choose(settings.preset, overrides, settings.policy_options)
+        policies = build(choice)
+    except PolicyError as error:
+        raise CannotStart(str(error)) from error
     # Later schedulers have larger epochs, so that a peer can tell an old one.
-    core = SchedulerCore(config, policies, epoch=time.time_ns() // 1_000_000)
+    epoch = time.time_ns() // 1_000_000
+    core = SchedulerCore(config, policies, lambda: build(choose()), epoch, on_policy_error=_log_policy_error)
     server = SchedulerServer(core, settings.cache)
+    admin = Admin(core, choice)
     grpc_server = GrpcServer(settings.host, settings.port)
     grpc_server.add(
         "paceline.v1.InferenceService", lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(server, s)
@@ -281,6 +296,7 @@ async def serve(
     grpc_server.add(
         "paceline.v1.WorkerService", lambda s: worker_pb2_grpc.add_WorkerServiceServicer_to_server(server, s)
     )
+    grpc_server.add("paceline.v1.AdminService", lambda s: admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, s))
     metrics = SchedulerMetrics(server)
     metrics_server = start_metrics_server(settings.host, settings.metrics_port)
     port = await grpc_server.start()

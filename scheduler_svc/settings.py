@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 
+from scheduler_svc.policies.presets import DEFAULT, PRESETS
 from services.runtime.settings import ServiceSettings
 
 
@@ -17,5 +20,17 @@ class SchedulerSettings(ServiceSettings, section="scheduler"):
     max_queued_requests: int = Field(4096, ge=1, description="waiting requests before new ones are refused")
     max_queued_tokens: int = Field(4_000_000, ge=1, description="waiting tokens before new requests are refused")
     worker_timeout_s: float = Field(10.0, gt=0, description="a worker that is silent for so long is taken for dead")
-    watermark: float = Field(0.01, ge=0, lt=1, description="share of a pool kept free when a request is admitted")
+    preset: str = Field(DEFAULT, description=f"scheduling policies: {', '.join(PRESETS)}")
+    order: str = Field("", description="order policy on top of the preset: a name, or module:Class")
+    capacity: str = Field("", description="capacity policy on top of the preset")
+    batch: str = Field("", description="batch policy on top of the preset")
+    preemption: str = Field("", description="preemption policy on top of the preset")
+    policy_options: dict[str, Any] = Field(default_factory=dict, description="options of the policies, as JSON")
+    max_num_seqs: int = Field(0, ge=0, description="running requests per worker; 0: as many as the worker allows")
+    tenant_max_running_tokens: int = Field(
+        0, ge=0, description="tokens that the running requests of one tenant may grow to; 0: any number"
+    )
+    tenant_max_queued_tokens: int = Field(0, ge=0, description="waiting tokens of one tenant; 0: any number")
+    waiting_timeout_s: float = Field(0, ge=0, description="a request that waits for longer is failed; 0: none is")
+    running_timeout_s: float = Field(0, ge=0, description="a request that runs for longer is failed; 0: none is")
     prefix_caching: bool = Field(True, description="reuse the KV of common prefixes")

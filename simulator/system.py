@@ -7,8 +7,9 @@ the network allows can be played, faults included.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,13 +21,16 @@ from paceline.v1.worker_pb2 import StepPlan, StepResult, WorkerRegistration
 from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
-from scheduler_svc.policies.decode_first import DecodeFirst
-from scheduler_svc.policies.fcfs import FirstComeFirstServed
-from scheduler_svc.policies.watermark import Watermark
+from scheduler_svc.policies.registry import build, choose
 
 
 def default_policies() -> Policies:
-    return Policies(FirstComeFirstServed(), Watermark(), DecodeFirst())
+    return build(choose())
+
+
+def raise_policy_error(error: Exception) -> None:
+    """In a test a policy that fails is a failure."""
+    raise AssertionError(f"policy failed: {error!r}") from error
 
 
 class StepWorker(Protocol):
@@ -57,10 +61,14 @@ class Client:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     endings: dict[int, Ending] = field(default_factory=dict)
     num_read: int = 0
+    handles: list[int] = field(default_factory=list)  # of the last message that had any
 
     def take(self, message: SessionResponse) -> None:
         self.num_read += 1
-        for handle, token in zip(message.handles, np.frombuffer(message.token_ids, np.int32).tolist(), strict=True):
+        if message.handles:
+            self.handles = list(message.handles)
+        handles = self.handles if message.handles or message.same_handles else []
+        for handle, token in zip(handles, np.frombuffer(message.token_ids, np.int32).tolist(), strict=True):
             assert handle not in self.endings, f"a token of {handle} after its ending"
             self.tokens.setdefault(handle, []).append(token)
         for ending in message.endings:
@@ -69,9 +77,20 @@ class Client:
 
 
 class LocalSystem:
-    def __init__(self, config: SchedulerConfig | None = None, policies: Policies | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig | None = None,
+        policies: Policies | None = None,
+        on_policy_error: Callable[[Exception], None] = raise_policy_error,
+    ) -> None:
         self.now_s = 0.0
-        self.scheduler = SchedulerCore(config or SchedulerConfig(), policies or default_policies(), epoch=1)
+        self.scheduler = SchedulerCore(
+            config or SchedulerConfig(),
+            policies or default_policies(),
+            default_policies,
+            epoch=1,
+            on_policy_error=on_policy_error,
+        )
         self.cache = CacheCore(debug=True)
         self.cache_epoch = 0
         self.to_cache: deque[CacheServiceLinkRequest] = deque()
@@ -111,12 +130,14 @@ class LocalSystem:
         self.poll()
         return self.clients[session_id]
 
-    def submit(self, session_id: str, handle: int, prompt: list[int], sampling: SamplingParams) -> None:
+    def submit(self, session_id: str, handle: int, prompt: list[int], sampling: SamplingParams, **fields: Any) -> None:
+        """`fields`: others of the submission, as priority and tenant."""
         submission = Submission(
             handle=handle,
             request_id=f"{session_id}-{handle}",
             prompt_token_ids=np.array(prompt, np.int32).tobytes(),
             sampling=sampling,
+            **fields,
         )
         self.scheduler.session_message(session_id, SessionRequest(submissions=[submission]), self.now_s)
         self.poll()

@@ -47,6 +47,7 @@ class ToySequence:
     sampling: SamplingParams
     hashes: list[int]  # of every prefix: hashes[i] covers tokens[: i + 1]
     has_sampled: bool = False
+    held: bool = False
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
@@ -93,7 +94,15 @@ class ToyWorker:
             self._seat(new)
         for slot, block in zip(_ints(plan.grow_slots), _ints(plan.grow_blocks), strict=True):
             self.slots[slot].table.append(block)
-        decodes = [slot for slot in sorted(self.slots) if self.slots[slot].has_sampled]
+        for slot in _ints(plan.hold_slots):
+            self._expect(self.slots[slot].has_sampled and not self.slots[slot].held, f"slot {slot} cannot be held")
+            self.slots[slot].held = True
+        for slot in _ints(plan.resume_slots):
+            self._expect(self.slots[slot].held, f"slot {slot} is resumed, but not on hold")
+            self.slots[slot].held = False
+        decodes = [slot for slot in sorted(self.slots) if self.slots[slot].has_sampled and not self.slots[slot].held]
+        if plan.skip_decodes:
+            decodes = []
         chunks = list(zip(_ints(plan.prefill_slots), _ints(plan.prefill_tokens), strict=True))
         budget = len(decodes) + sum(tokens for _, tokens in chunks)
         self._expect(0 < budget <= self.registration.max_batched_tokens, f"{budget} tokens in a step")

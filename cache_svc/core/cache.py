@@ -11,6 +11,7 @@ from cache_svc.core.errors import Code, LinkError, OpError
 from cache_svc.core.invariants import check_state
 from cache_svc.core.table import Sequence, pack_int32
 from cache_svc.core.tree import TOKEN_BYTES, PrefixTree, held_depths, live_depths
+from cache_svc.core.waiting import MAX_SETTLED, Waiter
 from cache_svc.core.worker import Worker, check_token_bytes
 from paceline.v1 import cache_pb2 as pb
 
@@ -44,6 +45,7 @@ class CacheCore:
             "extend": self._extend,
             "commit": self._commit,
             "free": self._free,
+            "rematch": self._rematch,
         }
         self.reset()
 
@@ -53,9 +55,10 @@ class CacheCore:
         self.tree: PrefixTree | None = None  # there while there is a worker: the first one says the block size
         self.workers: dict[int, Worker] = {}
         self.workers_by_index: dict[int, Worker] = {}
-        self.waiting: dict[int, bytes] = {}  # matched, not admitted: sequence -> its tokens
+        self.waiting: dict[int, Waiter] = {}  # matched, not admitted
         self.admitted: dict[int, Sequence] = {}
         self._touched: dict[int, Worker] = {}  # by worker id: counters may have changed in this exchange
+        self._asked: dict[int, Waiter] = {}  # by RematchOps of this exchange
 
     def exchange(self, request: pb.CacheServiceLinkRequest) -> pb.CacheServiceLinkResponse:
         """Execute the operations in order; a failed one has an error for its result and has changed nothing.
@@ -79,6 +82,7 @@ class CacheCore:
                 result.error.code = refused.code
                 result.error.message = refused.message
         self._report_pools(response)
+        self._report_matches(response)
         if self.debug:
             self.check_invariants()
         return response
@@ -119,6 +123,7 @@ class CacheCore:
             raise OpError(Code.INVALID_ARGUMENT, "block_size: must be at least 1 token")
         if self.tree is None:
             self.tree = PrefixTree(op.block_size)
+            self.tree.stale.update(self.waiting)
         elif self.tree.block_size != op.block_size:
             raise OpError(
                 Code.FAILED_PRECONDITION,
@@ -141,6 +146,8 @@ class CacheCore:
         self._touched.pop(op.worker, None)
         if not self.workers:
             self.tree = None
+            for waiter in self.waiting.values():
+                waiter.path, waiter.watched = [], None
 
     def _worker(self, worker_id: int) -> Worker:
         worker = self.workers.get(worker_id)
@@ -157,30 +164,58 @@ class CacheCore:
         check_token_bytes(token_ids)
         if not token_ids:
             raise OpError(Code.INVALID_ARGUMENT, "token_ids: a sequence has at least one token")
-        self.waiting[op.sequence] = token_ids
+        waiter = self.waiting[op.sequence] = Waiter(op.sequence, token_ids)
         result.match.SetInParent()
-        if self.tree is None:
-            return
-        path = self.tree.walk(token_ids)
-        if not path:
+        if self.tree is not None:
+            waiter.settle(self.tree)
+            self._report_match(waiter, result.match.matches)
+
+    def _rematch(self, op: pb.RematchOp, _: pb.CacheOpResult) -> None:
+        sequence_ids = op.sequences[:]
+        unknown = [sequence_id for sequence_id in sequence_ids if sequence_id not in self.waiting]
+        if unknown:
+            raise OpError(Code.NOT_FOUND, f"not waiting: {_named(unknown)}; nothing is reported")
+        for sequence_id in sequence_ids:
+            self._asked[sequence_id] = self.waiting[sequence_id]
+
+    def _report_matches(self, response: pb.CacheServiceLinkResponse) -> None:
+        """As it is now: what was asked for, and what has changed."""
+        tree, asked = self.tree, self._asked
+        if tree is not None and (asked or tree.stale):
+            changed = [waiter for waiter in list(tree.stale.values())[:MAX_SETTLED] if waiter.settle(tree)]
+            for waiter in asked.values():
+                if waiter.watched is None or waiter.sequence_id in tree.stale:
+                    waiter.settle(tree)
+            asked.update((waiter.sequence_id, waiter) for waiter in changed)
+        for sequence_id, waiter in asked.items():
+            if sequence_id in self.waiting:  # not admitted or freed after it was asked for
+                self._report_match(waiter, response.match_updates.add(sequence=sequence_id).matches)
+        asked.clear()
+
+    def _report_match(self, waiter: Waiter, matches: Any) -> None:
+        path = waiter.path
+        if self.tree is None or not path:
             return
         block_size = self.tree.block_size
         live = live_depths(path)
         for index, depth in sorted(held_depths(path).items()):
-            result.match.matches.add(
+            matches.add(
                 worker=self.workers_by_index[index].worker_id,
                 num_tokens=depth * block_size,
                 num_live_tokens=live.get(index, 0) * block_size,
             )
 
     def _admit(self, op: pb.AdmitOp, result: pb.CacheOpResult) -> None:
-        token_ids = self.waiting.get(op.sequence)
-        if token_ids is None:
+        waiter = self.waiting.get(op.sequence)
+        if waiter is None:
             if op.sequence in self.admitted:
                 raise OpError(Code.FAILED_PRECONDITION, f"sequence {op.sequence} is admitted already")
             raise OpError(Code.NOT_FOUND, f"sequence {op.sequence} is not known")
         worker = self._worker(op.worker)
-        sequence = worker.admit(op.sequence, token_ids)
+        if op.sequence in worker.tree.stale:
+            waiter.settle(worker.tree)
+        sequence = worker.admit(op.sequence, waiter.token_ids, waiter.path, op.num_new_tokens)
+        waiter.leave(worker.tree)
         del self.waiting[op.sequence]
         self.admitted[op.sequence] = sequence
         self._touched[op.worker] = worker
@@ -265,7 +300,11 @@ class CacheCore:
             twice = [s for s, count in Counter(sequence_ids).items() if count > 1]
             raise OpError(Code.INVALID_ARGUMENT, f"named more than once: {_named(twice)}; nothing was freed")
         for sequence_id in sequence_ids:
-            if self.waiting.pop(sequence_id, None) is None:
+            waiter = self.waiting.pop(sequence_id, None)
+            if waiter is not None:
+                if self.tree is not None:
+                    waiter.leave(self.tree)
+            else:
                 sequence = self.admitted.pop(sequence_id)
                 sequence.worker.release(sequence)
                 self._touched[sequence.worker.worker_id] = sequence.worker

@@ -7,11 +7,12 @@ from collections import Counter
 from cache_svc.core.errors import InvariantError
 from cache_svc.core.table import Sequence
 from cache_svc.core.tree import PrefixTree
+from cache_svc.core.waiting import Waiter
 from cache_svc.core.worker import Worker
 
 
 def check_state(
-    tree: PrefixTree | None, workers: dict[int, Worker], waiting: dict[int, bytes], admitted: dict[int, Sequence]
+    tree: PrefixTree | None, workers: dict[int, Worker], waiting: dict[int, Waiter], admitted: dict[int, Sequence]
 ) -> None:
     """Raises InvariantError naming the first contradiction."""
     _require(bool(workers) == (tree is not None), "the tree is there exactly while there is a worker")
@@ -23,6 +24,9 @@ def check_state(
         return
     for sequence in admitted.values():
         _check_sequence(sequence)
+    for waiter in waiting.values():
+        _check_waiter(waiter, tree)
+    _require(tree.stale.keys() <= waiting.keys(), "a place is stale of a sequence that does not wait")
     for worker in workers.values():
         _check_pool(worker)
         _check_eviction_order(worker)
@@ -48,6 +52,17 @@ def _check_sequence(sequence: Sequence) -> None:
         _require(node.parent is parent and node.key == expected, f"{name}: node {i} is not the one of its tokens")
         _require(bool(node.live & worker.bit), f"{name}: node {i} is in use and not live")
         parent = node
+
+
+def _check_waiter(waiter: Waiter, tree: PrefixTree) -> None:
+    name = f"waiting sequence {waiter.sequence_id}"
+    if waiter.sequence_id in tree.stale:
+        return
+    _require(waiter.path == tree.walk(waiter.token_ids), f"{name}: its place is not where a walk ends")
+    end = waiter.path[-1] if waiter.path else tree.root
+    _require(waiter.watched is end, f"{name}: watches another node than its last")
+    watched = (end.watchers or {}).get(waiter.wanted, {}).get(waiter.sequence_id)
+    _require(watched is waiter, f"{name}: its node does not know of it")
 
 
 def _check_pool(worker: Worker) -> None:

@@ -20,6 +20,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from struct import Struct
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cache_svc.core.waiting import Waiter
 
 TOKEN_BYTES = 4
 BLOCKS_PER_CUT = 32
@@ -28,7 +32,7 @@ BLOCKS_PER_CUT = 32
 class PrefixNode:
     """One block of tokens at one place of the tree. `holders` and `live` are masks of worker indexes."""
 
-    __slots__ = ("block_of", "children", "holders", "key", "live", "parent")
+    __slots__ = ("block_of", "children", "holders", "key", "live", "parent", "watchers")
 
     def __init__(self, parent: PrefixNode | None, key: bytes, block_of: dict[int, int], mask: int) -> None:
         self.parent = parent
@@ -37,6 +41,8 @@ class PrefixNode:
         self.block_of = block_of  # worker index -> block id
         self.holders = mask  # the keys of block_of
         self.live = mask  # of these, where the block has a user
+        # Waiting sequences whose match ends here, by the key of their next block and their id (see waiting.py).
+        self.watchers: dict[bytes, dict[int, Waiter]] | None = None
 
 
 _holders: Callable[[PrefixNode], int] = attrgetter("holders")
@@ -46,13 +52,14 @@ _live: Callable[[PrefixNode], int] = attrgetter("live")
 class PrefixTree:
     """A tree of blocks of `block_size` tokens each."""
 
-    __slots__ = ("_cut", "block_bytes", "block_size", "num_nodes", "root")
+    __slots__ = ("_cut", "block_bytes", "block_size", "num_nodes", "root", "stale")
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.block_bytes = block_size * TOKEN_BYTES
         self.root = PrefixNode(None, b"", {}, 0)
         self.num_nodes = 0  # without the root
+        self.stale: dict[int, Waiter] = {}  # waiting sequences whose place has changed, by id
         # Entry n cuts n blocks at once, several times as fast as n slices.
         self._cut = [Struct(f"{self.block_bytes}s" * n) for n in range(BLOCKS_PER_CUT + 1)]
 
@@ -61,23 +68,37 @@ class PrefixTree:
 
         Never the block with the last token: a model needs at least one token to compute.
         """
-        num_blocks = (len(token_ids) // TOKEN_BYTES - 1) // self.block_size
         path: list[PrefixNode] = []
-        children = self.root.children
-        for start in range(0, num_blocks, BLOCKS_PER_CUT):
+        self.walk_on(token_ids, path)
+        return path
+
+    def walk_on(self, token_ids: bytes, path: list[PrefixNode]) -> None:
+        """Lengthen a path that is a prefix of the walk to all of it."""
+        num_blocks = (len(token_ids) // TOKEN_BYTES - 1) // self.block_size
+        children = path[-1].children if path else self.root.children
+        if not children:
+            return
+        for start in range(len(path), num_blocks, BLOCKS_PER_CUT):
             cut = self._cut[min(BLOCKS_PER_CUT, num_blocks - start)]
             for key in cut.unpack_from(token_ids, start * self.block_bytes):
                 node = children.get(key)
                 if node is None:
-                    return path
+                    return
                 path.append(node)
                 children = node.children
-        return path
+
+    def block_at(self, token_ids: bytes, index: int) -> bytes:
+        """The key of that block of a sequence; empty if a match cannot reach so far."""
+        if index >= (len(token_ids) // TOKEN_BYTES - 1) // self.block_size:
+            return b""
+        return token_ids[index * self.block_bytes : (index + 1) * self.block_bytes]
 
     def grow(self, parent: PrefixNode, key: bytes, index: int, block: int) -> PrefixNode:
         """A child of `parent` that was not there, held by the worker of this index and in use."""
         node = parent.children[key] = PrefixNode(parent, key, {index: block}, 1 << index)
         self.num_nodes += 1
+        if parent.watchers is not None and (waiting := parent.watchers.pop(key, None)) is not None:
+            self.stale.update(waiting)
         return node
 
     def release(self, node: PrefixNode, index: int) -> None:
@@ -91,6 +112,10 @@ class PrefixTree:
             assert parent is not None  # the root is never held
             del parent.children[node.key]
             self.num_nodes -= 1
+            if node.watchers is not None:
+                for waiting in node.watchers.values():
+                    self.stale.update(waiting)
+                node.watchers = None
 
     def nodes(self) -> Iterator[PrefixNode]:
         """Every node but the root, parents before children."""

@@ -39,16 +39,18 @@ class Worker:
         pool = self.pool
         return pool.free_blocks, pool.cached_blocks, pool.used_blocks, pool.evicted_blocks_total
 
-    def admit(self, sequence_id: int, token_ids: bytes) -> Sequence:
-        """A table for all the tokens: the longest prefix that is stored here, new blocks for the rest.
+    def admit(self, sequence_id: int, token_ids: bytes, path: list[PrefixNode], num_new_tokens: int) -> Sequence:
+        """A table for the longest prefix that is stored here and so many tokens after it (0: all), in new blocks.
 
-        Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few blocks.
+        `path` is the tree's walk for the tokens. Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there
+        are too few blocks.
         """
         pool = self.pool
         block_size = self.tree.block_size
+        nodes = path[: held_depth(path, self.bit)] if self.prefix_caching else []
         num_blocks = -(-len(token_ids) // self.tree.block_bytes)
-        nodes = self.tree.walk(token_ids) if self.prefix_caching else []
-        del nodes[held_depth(nodes, self.bit) :]
+        if num_new_tokens:
+            num_blocks = min(num_blocks, len(nodes) - (-num_new_tokens // block_size))
         num_live = live_depth(nodes, self.bit)
         # What the hit takes out of the unused blocks cannot be evicted for the rest.
         available = pool.available_blocks - (len(nodes) - num_live)

@@ -15,9 +15,10 @@ from paceline.v1.cache_pb2 import (
     ExtendOp,
     FreeOp,
     MatchOp,
+    RematchOp,
     RemoveWorkerOp,
 )
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import TOKEN_BYTES, Request
 from scheduler_svc.core.slots import SlotTable
 from scheduler_svc.core.worker import Draft, Worker
 
@@ -31,6 +32,7 @@ class Sent:
     """An exchange that is on its way: which operation of it belongs to whom, by index."""
 
     matches: list[tuple[int, Request, int]] = field(default_factory=list)  # (operation, request, its sequence)
+    askers: list[Worker] = field(default_factory=list)  # whose next step waits for the answer
     drafts: list[tuple[Draft, int, list[int]]] = field(default_factory=list)  # (draft, extend or -1, admits)
 
 
@@ -51,8 +53,13 @@ class CacheLink:
     added: list[AddWorkerOp] = field(default_factory=list)
     matches: dict[int, Request] = field(default_factory=dict)  # by sequence
     frees: list[int] = field(default_factory=list)
-    commit: CommitOp = field(default_factory=CommitOp)
-    _commit_tokens: list[bytes] = field(default_factory=list)
+    # Of sequences that have progressed: their names, numbers of new tokens, numbers of computed tokens, the new tokens.
+    _commits: tuple[list[int], list[int], list[int], list[bytes]] = field(default_factory=lambda: ([], [], [], []))
+
+    @property
+    def has_gathered(self) -> bool:
+        """Whether the cache has yet to hear of something."""
+        return bool(self._commits[0] or self.frees or self.matches or self.added or self.removed)
 
     @property
     def idle(self) -> bool:
@@ -64,9 +71,8 @@ class CacheLink:
         self.exchange = 0
         self.sent = None
         self.matches.clear()
-        for gathered in (self.removed, self.added, self.frees, self._commit_tokens):
+        for gathered in (self.removed, self.added, self.frees, *self._commits):
             gathered.clear()
-        self.commit = CommitOp()
 
     def forget_sequence(self, sequence: int) -> None:
         """The cache need not know the sequence any more (or never hears of it, if it has not yet)."""
@@ -83,19 +89,25 @@ class CacheLink:
     def add_commit(self, sequence: int, slots: SlotTable, slot: int, num_computed_tokens: int) -> bytes:
         """Hand over the slot's new tokens (returned) and say how many of the sequence's tokens are computed."""
         tokens = slots.take_tail(slot)
-        self.commit.sequences.append(sequence)
-        self.commit.num_new_tokens.append(len(tokens) // 4)
-        self.commit.num_computed_tokens.append(num_computed_tokens)
-        self._commit_tokens.append(tokens)
+        self.add_commits([sequence], [len(tokens) // TOKEN_BYTES], [num_computed_tokens], tokens)
         return tokens
+
+    def add_commits(self, sequences: list[int], new_tokens: list[int], computed: list[int], tokens: bytes) -> None:
+        """The same for many; `tokens` are theirs, one after the other."""
+        self._commits[0].extend(sequences)
+        self._commits[1].extend(new_tokens)
+        self._commits[2].extend(computed)
+        self._commits[3].append(tokens)
 
     def _gathered(self) -> list[CacheOp]:
         ops: list[CacheOp] = []
-        if self.commit.sequences:
-            self.commit.token_ids = b"".join(self._commit_tokens)
-            ops.append(CacheOp(commit=self.commit))
-            self.commit = CommitOp()
-            self._commit_tokens.clear()
+        sequences, new_tokens, computed, tokens = self._commits
+        if sequences:
+            commit = CommitOp(sequences=sequences, num_new_tokens=new_tokens, num_computed_tokens=computed)
+            commit.token_ids = b"".join(tokens)
+            ops.append(CacheOp(commit=commit))
+            for gathered in self._commits:
+                gathered.clear()
         if self.frees:
             ops.append(CacheOp(free=FreeOp(sequences=self.frees)))
             self.frees.clear()
@@ -105,26 +117,33 @@ class CacheLink:
         self.added.clear()
         return ops
 
-    def compose(self, drafts: list[tuple[Worker, Draft]]) -> CacheServiceLinkRequest | None:
-        """The next exchange, or None if there is nothing to say."""
+    def compose(
+        self, drafts: list[tuple[Worker, Draft]], askers: list[Worker], heads: list[Request]
+    ) -> CacheServiceLinkRequest | None:
+        """The next exchange, or None if there is nothing to say. It asks anew for the matches of `heads`, the waiting
+        requests that are looked at next."""
         ops = self._gathered()
-        sent = Sent()
+        sent = Sent(askers=askers)
         for sequence, request in self.matches.items():
             sent.matches.append((len(ops), request, sequence))
             ops.append(CacheOp(match=MatchOp(sequence=sequence, token_ids=request.token_ids)))
         self.matches.clear()
         for worker, draft in drafts:
             extend, admits = -1, []
-            if draft.growth:
+            if len(draft.decision.growth):
                 extend = len(ops)
-                grown = [worker.running[slot].sequence for slot, _ in draft.growth]
+                grown = worker.slots.sequence[draft.decision.growth].tolist()
                 ops.append(CacheOp(extend=ExtendOp(sequences=grown)))
-            for request in draft.admissions:
+            for admission in draft.decision.admissions:
                 admits.append(len(ops))
-                ops.append(CacheOp(admit=AdmitOp(sequence=request.sequence, worker=worker.id)))
+                sequence, new = admission.request.sequence, admission.num_new_tokens
+                ops.append(CacheOp(admit=AdmitOp(sequence=sequence, worker=worker.id, num_new_tokens=new)))
             sent.drafts.append((draft, extend, admits))
         if not ops:
             return None
+        known = [request.sequence for request in heads if request.matches is not None]
+        if known:
+            ops.append(CacheOp(rematch=RematchOp(sequences=known)))
         self.exchange += 1
         self.sent = sent
         return CacheServiceLinkRequest(epoch=self.epoch, exchange=self.exchange, ops=ops)

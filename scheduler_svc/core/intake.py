@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from paceline.v1.common_pb2 import FinishReason, ModelInfo
 from paceline.v1.inference_pb2 import Ending, Submission
 from paceline.v1.worker_pb2 import WorkerRegistration
+from scheduler_svc.core.budgets import Budgets
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.request import TOKEN_BYTES, Request
 from scheduler_svc.core.types import SchedulerConfig
@@ -39,6 +41,7 @@ class Limits:
 
     model: ModelInfo
     pool_tokens: int
+    max_loras: int = 0
 
     @property
     def max_total_tokens(self) -> int:
@@ -66,6 +69,11 @@ def check_submission(submission: Submission) -> None:
         raise invalid("temperature", f"{sampling.temperature} is not a finite number of at least 0")
     if not 0 < sampling.top_p <= 1:
         raise invalid("top_p", f"{sampling.top_p} is not in (0, 1]")
+    for name in ("priority", "deadline_s"):
+        if not math.isfinite(getattr(submission, name)):
+            raise invalid(name, f"{getattr(submission, name)} is not a finite number")
+    if submission.deadline_s < 0:
+        raise invalid("deadline_s", f"{submission.deadline_s} is negative; 0 means no deadline")
     if sampling.top_k < 0:
         raise invalid("top_k", f"{sampling.top_k} is negative; 0 keeps every token")
 
@@ -81,6 +89,8 @@ def check_limits(submission: Submission, limits: Limits) -> None:
     for token in submission.sampling.stop_token_ids:
         if token >= vocab:
             raise invalid("stop_token_ids", f"token id {token} is outside the vocabulary of {vocab}")
+    if submission.lora and not limits.max_loras:
+        raise invalid("lora", f"{submission.lora!r}: no attached worker serves adapters")
     prompt = len(submission.prompt_token_ids) // TOKEN_BYTES
     total = prompt + submission.sampling.max_tokens
     asked = f"prompt of {prompt} tokens and max_tokens of {submission.sampling.max_tokens}"
@@ -100,19 +110,31 @@ def new_request(session_id: str, seniority: int, submission: Submission, now_s: 
         output=bytearray(submission.output_token_ids),
         sampling=submission.sampling,
         arrival_s=now_s,
+        priority=submission.priority,
+        tenant=submission.tenant,
+        lora=submission.lora,
+        deadline_s=now_s + submission.deadline_s if submission.deadline_s else math.inf,
+        place=seniority,
         extra_stop_ids=frozenset(submission.sampling.stop_token_ids),
     )
 
 
-def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig) -> None:
+def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, budgets: Budgets) -> None:
     """Whether the queue takes one more. Raises Rejection."""
+    tokens = request.num_tokens
+    queued = queue.tenant_tokens.get(request.tenant, 0)
     if len(queue) >= config.max_queued_requests:
-        why = f"queue: full with {len(queue)} requests"
-    elif queue.num_tokens + request.num_tokens > config.max_queued_tokens:
+        why, excess = f"queue: full with {len(queue)} requests", tokens
+    elif queue.num_tokens + tokens > config.max_queued_tokens:
         why = f"queue: {queue.num_tokens} tokens wait, the limit is {config.max_queued_tokens}"
+        excess = queue.num_tokens + tokens - config.max_queued_tokens
+    elif config.tenant_max_queued_tokens and queued + tokens > config.tenant_max_queued_tokens:
+        limit = config.tenant_max_queued_tokens
+        why = f"tenant: {queued} tokens of tenant {request.tenant!r} wait, its limit is {limit}"
+        excess = queued + tokens - limit
     else:
         return
-    raise Rejection(CODE_RESOURCE_EXHAUSTED, why, retry_after_s=1.0)
+    raise Rejection(CODE_RESOURCE_EXHAUSTED, why, retry_after_s=budgets.retry_after_s(excess))
 
 
 def recheck(request: Request, limits: Limits) -> Rejection | None:

@@ -1,11 +1,11 @@
-"""One step of one worker: draft it, let the cache grant its blocks, turn it into a plan.
+"""One step of one worker: compose it, let the cache grant its blocks, turn it into a plan.
 
 A step reads top to bottom in `draft_step` (before the cache exchange) and `finish_step` (after it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,77 +13,64 @@ import numpy as np
 from paceline.v1.cache_pb2 import CacheServiceLinkResponse
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 from scheduler_svc.core.cache_link import admit_result
-from scheduler_svc.core.policy import Policies, PoolView
+from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.request import Phase, Request
-from scheduler_svc.core.worker import ROW_COST_TOKENS, Chunk, Draft, Prefill, StepInFlight, Worker, new_plan
+from scheduler_svc.core.step import Admission, OutOfBlocks, Paused, Running, Step
+from scheduler_svc.core.worker import Chunk, Draft, Prefill, StepInFlight, Worker, new_plan
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """`prefers` says whether a waiting request belongs to this worker rather than to another (late binding)."""
-
-    policies: Policies
-    prefers: Callable[[Request, Worker], bool]
     preempt: Callable[[Request], None]
+    over_budget: Callable[[Request, Collection[Admission]], str | None]
     session_index: Callable[[Request], int]
+    max_num_seqs: int = 0
 
     # ── before the exchange ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def draft_step(self, worker: Worker, waiting: Iterable[Request]) -> Draft | None:
-        """What the next step of `worker` needs from the cache, or None if there is no step to make now."""
-        growth = worker.growing_slots()
-        if len(growth) > worker.available_blocks:
-            self._make_room(worker, len(growth) - worker.available_blocks)
-            return None  # the blocks come back with the next exchange; then the step is drafted anew
-        admissions = self._admit(worker, waiting, len(growth))
-        if not (admissions or worker.prefills or worker.slots.decoding.any()):
-            return None
-        return Draft(worker.id, growth, admissions)
+    def draft_step(
+        self, worker: Worker, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
+    ) -> Step | None:
+        """The next step of `worker`, composed; it may be empty. `waiting` gives what it may bind, in order.
 
-    def _make_room(self, worker: Worker, shortfall_blocks: int) -> None:
+        None if somebody had to give way: the blocks come back with the next exchange, and then the step is composed
+        anew. Raises whatever a policy raises.
+        """
+        worker.binding_tokens = 0
+        step = Step(worker, waiting, policies.capacity, now_s, self.over_budget, self.max_num_seqs)
+        try:
+            policies.capacity.begin(step)
+            policies.batch.compose(step)
+        except OutOfBlocks as lack:
+            self._make_room(worker, policies, step, lack.shortfall_blocks)
+            return None
+        except Paused as paused:
+            for victim in paused.victims:
+                self._take_out(worker, victim)
+            return None
+        return step
+
+    def _make_room(self, worker: Worker, policies: Policies, step: Step, shortfall_blocks: int) -> None:
         """Preempt until the shortfall is covered, as far as can be told: a victim's shared blocks may stay in use.
 
         A sequence that runs alone and still has no room holds blocks twice: its own, and the equal ones that others had
         stored before. It gives way to itself: when it comes back it shares them, and then it fits.
         """
-        running = [request for slot, request in worker.running.items() if slot not in worker.finishing]
-        victims = list(self.policies.capacity.victims(running))
+        victims = list(policies.preemption.victims(step))
+        if len(victims) >= len(step.running):
+            victims.pop()
         if not victims and not worker.in_flight:
-            victims = running
+            victims = step.running
         for victim in victims:
-            shortfall_blocks -= int(worker.slots.capacity[victim.slot]) // worker.block_size
-            self.preempt(victim)
+            shortfall_blocks -= victim.num_blocks
+            self._take_out(worker, victim)
             if shortfall_blocks <= 0:
                 break
-        worker.just_preempted = True
 
-    def _admit(self, worker: Worker, waiting: Iterable[Request], growth_blocks: int) -> list[Request]:
-        """Bind waiting requests, in order, while slots, blocks and the token budget last. The first that finds no room
-        ends the search: nobody overtakes it for the resources it waits for."""
-        admissions: list[Request] = []
-        worker.binding_tokens = 0
-        just_preempted, worker.just_preempted = worker.just_preempted, False
-        if worker.draining or (just_preempted and worker.running):
-            return admissions  # what was preempted must not come straight back for the blocks it gave up
-        decodes = int(worker.slots.decoding.sum())
-        budget = self.policies.batch.prefill_budget(worker.registration.max_batched_tokens, decodes)
-        budget -= sum(prefill.remaining_tokens for prefill in worker.prefills.values())
-        available = worker.available_blocks - growth_blocks
-        for request in waiting:
-            if budget <= 0 or len(admissions) == worker.slots.num_free:
-                break
-            if not (worker.can_ever_hold(request) and self.prefers(request, worker)):
-                continue
-            need = worker.need_blocks(request)
-            view = PoolView(worker.num_blocks, available, len(worker.running) + len(admissions))
-            if not self.policies.capacity.may_admit(view, need):
-                break
-            available -= need
-            cost_tokens = request.num_tokens - request.matched_tokens(worker.id)
-            budget -= cost_tokens
-            worker.binding_tokens += cost_tokens + ROW_COST_TOKENS
-            admissions.append(request)
-        return admissions
+    def _take_out(self, worker: Worker, victim: Running) -> None:
+        worker.preempted.append(victim.request)
+        worker.knows_cache = False
+        self.preempt(victim.request)
 
     # ── after the exchange ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -94,30 +81,59 @@ class Planner:
 
         `extend` and `admits` are the indexes of the draft's operations in `response`.
         """
+        decision = draft.decision
         plan = new_plan(worker)
         worker.binding_tokens = 0
-        if draft.growth:
+        if len(decision.growth):
             assert response is not None, "growth needs an exchange"
             self._grow(worker, draft, response, extend, plan)
-        for request, index in zip(draft.admissions, admits, strict=True):
+        self._choose_decodes(worker, decision.decodes, plan)
+        generation = worker.slots.generation
+        sizes = {slot: size for slot, gen, size in decision.chunks if generation[slot] == gen}
+        for admission, index in zip(decision.admissions, admits, strict=True):
             assert response is not None, "an admission needs an exchange"
-            self._seat(worker, request, response, index, plan)
-        return self._run(worker, plan)
+            self._seat(worker, admission, response, index, plan, sizes)
+        return self._run(worker, plan, sizes)
 
     def _grow(
         self, worker: Worker, draft: Draft, response: CacheServiceLinkResponse, extend: int, plan: StepPlan
     ) -> None:
-        blocks = np.frombuffer(response.results[extend].extend.block_ids, np.int32)
-        # A sequence that ended while the exchange was on its way has been freed with its new block.
-        alive = [i for i, (slot, generation) in enumerate(draft.growth) if worker.slots.generation[slot] == generation]
-        slots = np.array([draft.growth[i][0] for i in alive], np.int32)
-        plan.grow_slots, plan.grow_blocks = slots.tobytes(), blocks[alive].tobytes()
-        for i in alive:
-            worker.grow(*draft.growth[i])
+        slots, packed = draft.decision.growth, response.results[extend].extend.block_ids
+        if worker.slots.num_releases != draft.num_releases:
+            # A sequence that ended while the exchange was on its way has been freed with its new block.
+            alive = worker.slots.generation[slots] == draft.decision.growth_generations
+            slots, packed = slots[alive], np.frombuffer(packed, np.int32)[alive].tobytes()
+        plan.grow_slots, plan.grow_blocks = slots.tobytes(), packed
+        worker.grow(slots)
+
+    def _choose_decodes(self, worker: Worker, chosen: list[int] | None, plan: StepPlan) -> None:
+        """Hold what decodes and was not chosen, resume what was. A step without decodes needs neither."""
+        if chosen == []:
+            plan.skip_decodes = worker.num_decoding > 0
+            return
+        wanted = None if chosen is None else set(chosen)
+        resumed = [slot for slot in worker.held if wanted is None or slot in wanted]
+        held = []
+        if wanted is not None:
+            held = [slot for slot in worker.slots.decode_rows().slots.tolist() if slot not in wanted]
+        for slot in held:
+            worker.hold(slot)
+        for slot in resumed:
+            worker.resume(slot)
+        if held or resumed:
+            plan.hold_slots = np.array(held, np.int32).tobytes()
+            plan.resume_slots = np.array(resumed, np.int32).tobytes()
 
     def _seat(
-        self, worker: Worker, request: Request, response: CacheServiceLinkResponse, index: int, plan: StepPlan
+        self,
+        worker: Worker,
+        admission: Admission,
+        response: CacheServiceLinkResponse,
+        index: int,
+        plan: StepPlan,
+        sizes: dict[int, int],
     ) -> None:
+        request = admission.request
         granted = admit_result(response, index)
         if granted is None or request.phase is Phase.ENDED:
             return  # the caller puts it back into the queue, or frees what it got
@@ -126,7 +142,9 @@ class Planner:
         if request.cached_tokens is None:
             request.cached_tokens = granted.num_cached_tokens
         worker.running[slot] = request
-        worker.prefills[slot] = Prefill(slot, request.num_tokens, granted.num_cached_tokens)
+        prefill = worker.prefills[slot] = Prefill(slot, request.num_tokens, granted.num_cached_tokens)
+        # The cache may hold more of it by now than when the step was composed.
+        sizes[slot] = min(admission.num_tokens, prefill.remaining_tokens)
         plan.new_sequences.append(
             NewSequence(
                 slot=slot,
@@ -139,45 +157,37 @@ class Planner:
             )
         )
 
-    def _run(self, worker: Worker, plan: StepPlan) -> StepPlan | None:
-        """Choose the rows and note them as in flight."""
+    def _run(self, worker: Worker, plan: StepPlan, sizes: dict[int, int]) -> StepPlan | None:
+        """Note the rows as in flight."""
         slots = worker.slots
-        rows, generations = slots.decode_rows()
-        chunks = self._chunks(worker, len(rows))
+        rows = slots.no_rows() if plan.skip_decodes else slots.decode_rows()
+        chunks = [self._chunk(worker, slot, size) for slot, size in sizes.items()]
         if not (len(rows) or chunks):
             self._withdraw(worker, plan)
             return None
-        plan.prefill_slots = np.array([chunk.slot for chunk in chunks], np.int32).tobytes()
-        plan.prefill_tokens = np.array(
-            [chunk.num_computed - worker.prefills[chunk.slot].num_planned for chunk in chunks], np.int32
-        ).tobytes()
+        if chunks:
+            plan.prefill_slots = np.array([chunk.slot for chunk in chunks], np.int32).tobytes()
+            plan.prefill_tokens = np.array(list(sizes.values()), np.int32).tobytes()
         sampled = len(rows) + sum(chunk.samples for chunk in chunks)
-        worker.in_flight.append(StepInFlight(plan.step, worker.decode_step, rows, generations, tuple(chunks), sampled))
+        step = StepInFlight(plan.step, rows, worker.decode_step, slots.num_releases, tuple(chunks), sampled)
+        worker.in_flight.append(step)
         if len(rows):
             self._advance_decodes(worker)
         for chunk in chunks:
             self._advance_prefill(worker, chunk)
         return plan
 
-    def _chunks(self, worker: Worker, num_decodes: int) -> list[Chunk]:
-        if not worker.prefills:
-            return []
-        prefills = list(worker.prefills.values())
-        budget = self.policies.batch.prefill_budget(worker.registration.max_batched_tokens, num_decodes)
-        sizes = self.policies.batch.chunks([prefill.remaining_tokens for prefill in prefills], budget)
-        return [
-            Chunk(p.slot, int(worker.slots.generation[p.slot]), p.num_planned + size, p.num_tokens)
-            for p, size in zip(prefills, sizes, strict=True)
-            if size
-        ]
+    def _chunk(self, worker: Worker, slot: int, size: int) -> Chunk:
+        prefill = worker.prefills[slot]
+        return Chunk(slot, int(worker.slots.generation[slot]), prefill.num_planned + size, prefill.num_tokens)
 
     def _advance_decodes(self, worker: Worker) -> None:
         step = worker.decode_step
         worker.decode_step += 1
-        for slot, generation in worker.last_steps.due(step):
-            if worker.slots.generation[slot] == generation:
+        if worker.last_steps.is_due(step):
+            for slot in worker.last_steps.due(step, worker.slots).tolist():
                 worker.finish_sending(slot)
-        worker.last_steps.discard(step)
+            worker.last_steps.discard(step)
         worker.growth.discard(step)
 
     def _advance_prefill(self, worker: Worker, chunk: Chunk) -> None:
@@ -185,9 +195,8 @@ class Planner:
         if not chunk.samples:
             return
         del worker.prefills[chunk.slot]
-        limit = worker.running[chunk.slot].max_total_tokens
-        if chunk.num_tokens + 1 < limit:
-            worker.begin_decoding(chunk.slot, chunk.num_tokens + 1, limit)
+        if chunk.num_tokens + 1 < worker.running[chunk.slot].max_total_tokens:
+            worker.begin_decoding(chunk.slot, chunk.num_tokens + 1)
         else:
             worker.finish_sending(chunk.slot)
 
@@ -195,4 +204,6 @@ class Planner:
         """Everything the step was for has ended meanwhile: it never was."""
         worker.steps_sent -= 1
         worker.frees[:0] = np.frombuffer(plan.free_slots, np.int32).tolist()
+        for slot in np.frombuffer(plan.hold_slots, np.int32).tolist():
+            worker.resume(slot)
         assert not plan.new_sequences, "a sequence that was seated has something to run"

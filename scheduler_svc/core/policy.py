@@ -1,63 +1,151 @@
-"""The three decisions of a step, as interfaces (DESIGN §4): order, capacity, batch.
+"""The decisions of a step, as interfaces (DESIGN §4): order, capacity, batch, and whom to preempt.
 
-Policies are pure: they see read-only views and return values. They hold no clock and no randomness but what they are
-given.
+A step of one worker is composed like this:
+
+    batch.compose(step)                  what runs, with how many tokens; it asks, for requests that wait,
+      order.ordered(now_s)                 in which order they are offered a place
+      capacity.admit(step, request, ...)   whether they may have one
+    preemption.victims(step)             only if what runs needs more blocks than there are
+
+and before that `capacity.begin(step)` looks at the whole. If somebody has to give way, the composition is dropped, the
+victims' blocks go back to the cache, and it starts over with what is there then; `step.preempted` names them.
+
+Policies decide on what they see and on nothing else: no clock, no randomness but a seeded one, no I/O. They may keep
+state of their own. One that raises, or asks for what cannot be, costs that step's composition and no request: the step
+is composed by the default policies, the error is logged and counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from scheduler_svc.core.queue import WaitingQueue
-from scheduler_svc.core.request import Request
+from sortedcontainers import SortedDict
 
-
-@dataclass(frozen=True, slots=True)
-class PoolView:
-    """A worker's blocks. `available_blocks` are free or cached without a user: what an allocation can get."""
-
-    total_blocks: int
-    available_blocks: int
-    num_running: int
+if TYPE_CHECKING:
+    from scheduler_svc.core.request import Request
+    from scheduler_svc.core.step import Running, Step
 
 
-class OrderPolicy(Protocol):
-    """In which order waiting requests are offered a place."""
-
-    def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Request]: ...
+class PolicyError(Exception):
+    """A policy asked for something that cannot be done."""
 
 
-class CapacityPolicy(Protocol):
+class Verdict(enum.Enum):
+    """What becomes of a waiting request in this step."""
+
+    ADMIT = "admit"
+    SKIP = "skip"  # not now; others may pass it
+    STOP = "stop"  # not now, and nobody may pass it
+
+
+class OrderPolicy(ABC):
+    """An index of the waiting requests: told what comes, goes and changes, asked for the order.
+
+    A request stands in it from `add` to `remove`, at most once. Nothing changes while `ordered` is iterated.
+    """
+
+    @abstractmethod
+    def add(self, request: Request) -> None: ...
+
+    @abstractmethod
+    def remove(self, request: Request) -> None: ...
+
+    @abstractmethod
+    def ordered(self, now_s: float) -> Iterator[Request]:
+        """Every request of the index, most deserving first. Lazily: mostly a few of the first are looked at."""
+
+    def rematched(self, request: Request) -> None:  # noqa: B027 - most orders do not care
+        """What the cache holds of the request's tokens has changed."""
+
+    def started(self, request: Request) -> None:  # noqa: B027
+        """It was removed because it runs now."""
+
+    def stopped(self, request: Request) -> None:  # noqa: B027
+        """It runs no more: it has ended, or `add` follows."""
+
+
+class KeyedOrder(OrderPolicy):
+    """An order by a key that changes with nothing but the request's match. Everything costs O(log waiting)."""
+
+    def __init__(self) -> None:
+        self._requests: SortedDict[Any, Request] = SortedDict()
+        self._keys: dict[int, Any] = {}
+
+    @abstractmethod
+    def key(self, request: Request) -> Any:
+        """Smaller goes first; among equals, whoever came first."""
+
+    def add(self, request: Request) -> None:
+        key = (self.key(request), request.place, request.seniority)
+        self._keys[request.seniority] = key
+        self._requests[key] = request
+
+    def remove(self, request: Request) -> None:
+        del self._requests[self._keys.pop(request.seniority)]
+
+    def rematched(self, request: Request) -> None:
+        if (self.key(request), request.place, request.seniority) != self._keys[request.seniority]:
+            self.remove(request)
+            self.add(request)
+
+    def ordered(self, now_s: float) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+
+class CapacityPolicy(ABC):
     """Which requests may hold blocks."""
 
-    def may_admit(self, pool: PoolView, need_blocks: int) -> bool:
-        """Whether a request that takes `need_blocks` from the pool may be admitted."""
-        ...
+    # Take blocks for all known tokens of a request when it is admitted, not chunk by chunk.
+    reserves_prompt: ClassVar[bool] = False
+    # A waiting request may push out a running one, so that it is looked at also when every seat is taken.
+    preempts_for_waiting: ClassVar[bool] = False
 
-    def victims(self, running: Sequence[Request]) -> Iterable[Request]:
-        """Running requests in the order in which they give way when a running one needs a block.
+    def begin(self, step: Step) -> None:  # noqa: B027
+        """Called once before each composition; may call `step.pause`."""
 
-        `running` is in order of admission; its first is never taken, so that something always makes progress.
+    def planned(self, step: Step) -> None:  # noqa: B027
+        """The composition stands: what is in `step` is what will run."""
+
+    @abstractmethod
+    def admit(self, step: Step, request: Request, need_blocks: int) -> Verdict:
+        """Whether a waiting request may have `need_blocks` now, and what that means for those behind it.
+
+        There is a seat for it, and `need_blocks <= step.available_blocks` has not been checked.
         """
-        ...
 
 
-class BatchPolicy(Protocol):
-    """How many tokens of which request run in a step."""
+class BatchPolicy(ABC):
+    """What runs in a step."""
 
-    def prefill_budget(self, budget_tokens: int, num_decodes: int) -> int:
-        """Tokens left for prefill when `num_decodes` rows decode under a budget of `budget_tokens`."""
-        ...
+    @abstractmethod
+    def compose(self, step: Step) -> None:
+        """Call `step.run`, `step.run_decodes` and `step.admit` for what shall be in the step."""
 
-    def chunks(self, remaining: Sequence[int], budget_tokens: int) -> list[int]:
-        """Share `budget_tokens` among prefills with so many tokens left each, in their order; 0 is allowed."""
-        ...
+    def planned(self, step: Step) -> None:  # noqa: B027
+        """The composition stands: what is in `step` is what will run."""
+
+
+class PreemptionPolicy(ABC):
+    """Who gives way when what runs needs more blocks than there are."""
+
+    # Where a preempted request stands in the queue: where its arrival puts it, before all others, or behind them.
+    requeue: Literal["seniority", "front", "back"] = "seniority"
+
+    @abstractmethod
+    def victims(self, step: Step) -> Iterable[Running]:
+        """Running sequences in the order in which they give way. If that is all of them, the last is never taken, so
+        that something always makes progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policies:
+    """What is in force."""
+
     order: OrderPolicy
     capacity: CapacityPolicy
     batch: BatchPolicy
+    preemption: PreemptionPolicy

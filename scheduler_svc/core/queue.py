@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from sortedcontainers import SortedDict
 
+from scheduler_svc.core.policy import OrderPolicy
 from scheduler_svc.core.request import Request
 
 
 class WaitingQueue:
-    """Waiting requests by seniority, oldest first, with their tokens counted.
+    """Waiting requests by seniority, with their tokens counted, in total and by tenant; the order is a policy's.
 
     Entering, leaving and cancelling cost O(log n) wherever in the queue the request stands, so that an abort at ten
     thousand waiting costs what it does at ten.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, order: OrderPolicy, fallback: Callable[[Exception], OrderPolicy]) -> None:
+        """`fallback` is called with the error of an order that raises, and returns the one that takes over."""
         self._by_seniority: SortedDict[int, Request] = SortedDict()
+        self._fallback = fallback
+        self.order = order
         self.num_tokens = 0
+        self.tenant_tokens: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._by_seniority)
@@ -33,8 +38,39 @@ class WaitingQueue:
     def add(self, request: Request) -> None:
         assert request.seniority not in self._by_seniority, "a request stands in the queue once"
         self._by_seniority[request.seniority] = request
-        self.num_tokens += request.num_tokens
+        self._count(request, request.num_tokens)
+        self._tell(self.order.add, request)
 
     def remove(self, request: Request) -> None:
         del self._by_seniority[request.seniority]
-        self.num_tokens -= request.num_tokens
+        self._count(request, -request.num_tokens)
+        self._tell(self.order.remove, request)
+
+    def rematched(self, request: Request) -> None:
+        self._tell(self.order.rematched, request)
+
+    def started(self, request: Request) -> None:
+        self._tell(self.order.started, request)
+
+    def stopped(self, request: Request) -> None:
+        self._tell(self.order.stopped, request)
+
+    def reorder(self, order: OrderPolicy) -> None:
+        """Another policy takes over. Raises what it raises; then nothing has changed."""
+        for request in self:
+            order.add(request)
+        self.order = order
+
+    def _tell(self, event: Callable[[Request], None], request: Request) -> None:
+        try:
+            event(request)
+        except Exception as error:  # a policy is a guest: what it raises costs no request
+            self.reorder(self._fallback(error))
+
+    def _count(self, request: Request, tokens: int) -> None:
+        self.num_tokens += tokens
+        left = self.tenant_tokens.get(request.tenant, 0) + tokens
+        if left:
+            self.tenant_tokens[request.tenant] = left
+        else:
+            del self.tenant_tokens[request.tenant]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 from paceline.v1.cache_pb2 import WorkerMatch
@@ -20,9 +21,10 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request and what is known of it, wherever it is.
+    """A request and what is known of it, wherever it is. Policies read it and change nothing.
 
-    `seniority` orders requests by arrival and survives preemption and the loss of a worker.
+    `seniority` orders requests by arrival, names them, and survives preemption and the loss of a worker. `place` is
+    the rank by which equals stand in the queue: the seniority, unless a preemption policy put the request elsewhere.
     `sequence` is the cache's name for the current attempt: a new one each time the request (re)enters the queue, so
     that an attempt never meets the late blocks of the one before. 0: the cache does not know it.
     """
@@ -35,11 +37,17 @@ class Request:
     output: bytearray  # tokens that are known here; while RUNNING the last few are still in the slot table's tail
     sampling: SamplingParams
     arrival_s: float
+    priority: float = 0.0  # larger is more urgent
+    tenant: str = ""
+    lora: str = ""
+    deadline_s: float = math.inf  # on the clock of arrival_s
     phase: Phase = Phase.WAITING
     sequence: int = 0
     matches: dict[int, WorkerMatch] | None = None  # by worker; None until the cache has answered
+    place: int = 0
     worker: int = 0  # while BINDING or RUNNING
     slot: int = -1  # while RUNNING
+    started_s: float | None = None  # first admission
     cached_tokens: int | None = None  # reused at the first admission
     num_preemptions: int = 0
     num_worker_losses: int = 0
@@ -55,6 +63,15 @@ class Request:
         return (len(self.prompt) + len(self.output)) // TOKEN_BYTES
 
     @property
+    def num_output_tokens(self) -> int:
+        """Exact while the request does not run."""
+        return len(self.output) // TOKEN_BYTES
+
+    @property
+    def max_new_tokens(self) -> int:
+        return int(self.sampling.max_tokens)
+
+    @property
     def max_total_tokens(self) -> int:
         return self.num_prompt_tokens + self.sampling.max_tokens
 
@@ -62,8 +79,12 @@ class Request:
     def token_ids(self) -> bytes:
         return self.prompt + bytes(self.output)
 
+    def ran_s(self, now_s: float) -> float:
+        """Since it first ran."""
+        return 0.0 if self.started_s is None else now_s - self.started_s
+
     def matched_tokens(self, worker: int) -> int:
-        """Tokens of the request that `worker` had in its cache when the request was matched."""
+        """Tokens of the request that `worker` has in its cache."""
         match = self.matches.get(worker) if self.matches else None
         return match.num_tokens if match else 0
 
@@ -71,3 +92,8 @@ class Request:
         """Of these, tokens in blocks that others use: reusing them takes nothing from the pool."""
         match = self.matches.get(worker) if self.matches else None
         return match.num_live_tokens if match else 0
+
+    @property
+    def best_matched_tokens(self) -> int:
+        """The most that any worker has of it."""
+        return max((match.num_tokens for match in self.matches.values()), default=0) if self.matches else 0

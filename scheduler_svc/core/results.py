@@ -11,8 +11,8 @@ import numpy.typing as npt
 from paceline.v1.common_pb2 import FinishReason
 from paceline.v1.worker_pb2 import StepResult
 from scheduler_svc.core.cache_link import CacheLink, ProtocolError
-from scheduler_svc.core.request import Request
-from scheduler_svc.core.slots import Slots
+from scheduler_svc.core.request import TOKEN_BYTES, Request
+from scheduler_svc.core.slots import Longs, Slots
 from scheduler_svc.core.worker import Chunk, StepInFlight, Worker
 
 Tokens = npt.NDArray[np.int32]
@@ -21,7 +21,7 @@ Tokens = npt.NDArray[np.int32]
 @dataclass(frozen=True, slots=True)
 class ResultReader:
     cache: CacheLink
-    publish: Callable[[Worker, Slots, Tokens], None]
+    publish: Callable[[int, Longs, Longs, Tokens], None]  # session of all or -1, sessions, handles, tokens
     finish: Callable[[Request, FinishReason.ValueType], None]
     fail: Callable[[Request, str], None]
 
@@ -51,32 +51,62 @@ class ResultReader:
 
     def _decodes(self, worker: Worker, step: StepInFlight, tokens: Tokens, failed: dict[int, str]) -> int:
         slots, rows = worker.slots, step.rows
-        current = slots.generation[rows] == step.generations
-        if failed:
-            self._fail_rows(worker, rows[current], failed)
-            current = slots.generation[rows] == step.generations
-        if not current.all():
-            rows, tokens = rows[current], tokens[current]
         if not len(rows):
             return 0
-        positions = slots.base[rows] + step.decode_step
+        positions = rows.bases + step.decode_step
+        if failed:
+            self._fail_rows(worker, rows.slots[slots.generation[rows.slots] == rows.generations], failed)
+        if slots.num_releases == step.num_releases:
+            seated = rows.slots
+            self._write(worker, seated, positions, tokens)
+            self.publish(rows.session, rows.sessions, rows.handles, tokens)
+        else:
+            current = slots.generation[rows.slots] == rows.generations
+            seated, tokens = rows.slots[current], tokens[current]
+            if not len(seated):
+                return 0
+            self._write(worker, seated, positions[current], tokens)
+            self.publish(rows.session, rows.sessions[current], rows.handles[current], tokens)
+        self._check_ends(worker, seated, tokens)
+        return len(seated)
+
+    def _write(self, worker: Worker, seated: Slots, positions: Longs, tokens: Tokens) -> None:
+        """The tokens into their tails; where the block before is whole by now, that goes to the cache first."""
+        slots = worker.slots
         columns = positions % slots.block_size
-        for slot in rows[columns == 0].tolist():  # the block before this token is whole, and its KV computed
+        whole = seated[columns == 0]
+        if len(whole):
+            self._commit_blocks(worker, whole)
+        slots.tail[seated, columns] = tokens
+        slots.known[seated] = positions + 1
+
+    def _commit_blocks(self, worker: Worker, seated: Slots) -> None:
+        """The last block of each of these is full, and its KV computed."""
+        slots, size = worker.slots, worker.block_size
+        known = slots.known[seated]
+        full = known - slots.given[seated] == size
+        for slot in seated[~full].tolist():  # part of the block was there when the sequence came
             request = worker.running[slot]
             request.output += self.cache.add_commit(request.sequence, slots, slot, int(slots.known[slot]))
-        slots.tail[rows, columns] = tokens
-        slots.known[rows] = positions + 1
-        self.publish(worker, rows, tokens)
-        self._check_ends(worker, rows, tokens)
-        return len(rows)
+        if not full.all():
+            seated, known = seated[full], known[full]
+        count = len(seated)
+        if not count:
+            return
+        tokens = slots.take_blocks(seated)
+        self.cache.add_commits(slots.sequence[seated].tolist(), [size] * count, known.tolist(), tokens)
+        size_bytes, running = size * TOKEN_BYTES, worker.running
+        for i, slot in enumerate(seated.tolist()):
+            running[slot].output += tokens[i * size_bytes : (i + 1) * size_bytes]
 
     def _check_ends(self, worker: Worker, rows: Slots, tokens: Tokens) -> None:
         slots = worker.slots
         stopped = np.zeros(len(rows), bool)
         for eos in worker.registration.model.eos_token_ids:
             stopped |= tokens == eos
-        stopped &= slots.stops_at_eos[rows]
-        ended = {int(rows[i]) for i in np.flatnonzero(stopped)}
+        ended = set()
+        if stopped.any():
+            ended = set(rows[stopped & slots.stops_at_eos[rows]].tolist())
         if slots.extra_stops:
             by_slot = dict(zip(rows.tolist(), tokens.tolist(), strict=True))
             ended |= {slot for slot, stops in slots.extra_stops.items() if by_slot.get(slot) in stops}
@@ -101,7 +131,7 @@ class ResultReader:
             return 0
         slots.write_token(slot, chunk.num_tokens, token)
         row, tokens = np.array([slot], np.int32), np.array([token], np.int32)
-        self.publish(worker, row, tokens)
+        self.publish(int(slots.session[slot]), slots.session[row], slots.handle[row], tokens)
         self._check_ends(worker, row, tokens)
         return 1
 

@@ -6,11 +6,15 @@ what is to be sent gathers until `poll` hands it over. Same events, same message
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
+from sortedcontainers import SortedDict
 
-from paceline.v1.cache_pb2 import AddWorkerOp, CacheServiceLinkResponse
+from paceline.v1.cache_pb2 import AddWorkerOp, CacheServiceLinkResponse, WorkerMatch
 from paceline.v1.common_pb2 import FinishReason
 from paceline.v1.inference_pb2 import Ending, SchedulerStatus, SessionOpened, SessionRequest, Submission
 from paceline.v1.worker_pb2 import (
@@ -20,8 +24,10 @@ from paceline.v1.worker_pb2 import (
     WorkerReleased,
     WorkerServiceLinkResponse,
 )
+from scheduler_svc.core.budgets import Budgets
 from scheduler_svc.core.cache_link import CacheLink, Sent, admit_result
 from scheduler_svc.core.intake import (
+    CODE_DEADLINE_EXCEEDED,
     CODE_FAILED_PRECONDITION,
     CODE_INTERNAL,
     Limits,
@@ -35,41 +41,63 @@ from scheduler_svc.core.intake import (
     recheck,
     rejected,
 )
+from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.placement import best_place
 from scheduler_svc.core.planner import Planner
-from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.policy import OrderPolicy, Policies
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.request import Phase, Request
 from scheduler_svc.core.results import ResultReader, Tokens
 from scheduler_svc.core.sessions import Session
-from scheduler_svc.core.slots import Slots, SlotTable
+from scheduler_svc.core.slots import Longs, SlotTable
+from scheduler_svc.core.step import Step
 from scheduler_svc.core.types import Counters, Outbox, SchedulerConfig
 from scheduler_svc.core.worker import Draft, Worker
 
+# Waiting requests whose matches are asked for anew, at the most.
+MAX_HEADS = 16
+
 
 class SchedulerCore:
-    def __init__(self, config: SchedulerConfig, policies: Policies, epoch: int) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policies: Policies,
+        fallback: Callable[[], Policies],
+        epoch: int,
+        on_policy_error: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
+        """`fallback` makes the policies that compose a step when those in force fail at it."""
         self.config = config
         self.policies = policies
         self.epoch = epoch
         self.counters = Counters()
-        self.queue = WaitingQueue()
+        self.journal = Journal()
+        self.budgets = Budgets(config)
+        self.now_s = 0.0
+        self._make_fallback, self._fallback = fallback, fallback()
+        self._on_policy_error = on_policy_error
+        self.queue = WaitingQueue(policies.order, self._order_failed)
         self.workers: dict[int, Worker] = {}
         self.limits: Limits | None = None  # of the last workers seen, so that intake can check while none is attached
         self._cache = CacheLink(epoch)
-        self._sessions: dict[str, Session] = {}
+        self.sessions: dict[str, Session] = {}
         self._session_at: dict[int, Session] = {}
         self._outbox = Outbox()
         self._next_worker = self._next_session = self._next_seniority = self._next_sequence = 1
-        self._planner = Planner(policies, self._is_best_place, self._preempt, self._session_index)
+        self._front = 0  # places before all others are below 0
+        self._matched: dict[int, Request] = {}  # by sequence: what the cache was asked to match
+        self._planner = Planner(self._preempt, self.budgets.exceeded, self._session_index, config.max_num_seqs)
         self._results = ResultReader(self._cache, self._publish, self._end, self._fail_row)
         self._told: bytes = b""
+        self._deadlines: SortedDict[tuple[float, int], Request] = SortedDict()
+        self._refusals = 0  # of an idle system, in a row
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open_session(self, session_id: str, window: int) -> None:
         """Raises Rejection if the id is taken or the window is 0."""
-        if session_id in self._sessions:
+        if session_id in self.sessions:
             raise Rejection(
                 CODE_FAILED_PRECONDITION, f"session_id: session {session_id!r} is open already", "session_id"
             )
@@ -79,11 +107,11 @@ class SchedulerCore:
         self._next_session += 1
         session.opened = SessionOpened(epoch=self.epoch)
         session.status = self._status()
-        self._sessions[session_id] = self._session_at[session.index] = session
+        self.sessions[session_id] = self._session_at[session.index] = session
 
     def close_session(self, session_id: str) -> None:
         """The gateway is gone: so are its requests."""
-        session = self._sessions.pop(session_id, None)
+        session = self.sessions.pop(session_id, None)
         if session is None:
             return
         for request in list(session.live.values()):
@@ -91,7 +119,7 @@ class SchedulerCore:
         del self._session_at[session.index]
 
     def session_message(self, session_id: str, message: SessionRequest, now_s: float) -> None:
-        session = self._sessions[session_id]
+        session = self.sessions[session_id]
         session.read = max(session.read, message.responses_read)
         for submission in message.submissions:
             try:
@@ -112,10 +140,13 @@ class SchedulerCore:
             raise Rejection(CODE_FAILED_PRECONDITION, f"handle: {submission.handle} is in use", "handle")
         request = new_request(session.id, self._next_seniority, submission, now_s)
         if not submission.accepted_before:  # nothing accepted is lost
-            check_queue(self.queue, request, self.config)
+            check_queue(self.queue, request, self.config, self.budgets)
         self._next_seniority += 1
         self.counters.accepted += 1
         session.live[request.handle] = request
+        self.journal.arrived(request, now_s)
+        if request.deadline_s < math.inf:
+            self._deadlines[request.deadline_s, request.seniority] = request
         if request.num_tokens >= request.max_total_tokens:  # resubmitted when only its ending was missing
             self._end(request, FinishReason.FINISH_REASON_LENGTH)
         else:
@@ -126,7 +157,7 @@ class SchedulerCore:
     def register_worker(self, registration: WorkerRegistration, now_s: float) -> int:
         """Attach a worker; returns its id. Raises Rejection if it does not fit those attached."""
         others = [worker.registration for worker in self.workers.values()]
-        live = any(session.live for session in self._sessions.values())
+        live = any(session.live for session in self.sessions.values())
         check_registration(registration, others, self.limits if live else None)
         worker = Worker(
             id=self._next_worker,
@@ -135,6 +166,7 @@ class SchedulerCore:
             slots=SlotTable(min(registration.max_num_seqs, registration.max_batched_tokens), registration.block_size),
             last_heard_s=now_s,
             available_blocks=0,  # until the cache has answered
+            prefix_caching=self.config.prefix_caching,
         )
         self._next_worker += 1
         self.workers[worker.id] = worker
@@ -179,19 +211,20 @@ class SchedulerCore:
         """Take every live request off the worker, with all its known tokens. Their sequences are dropped."""
         requests: list[Request] = []
         if worker.draft:
-            requests = [request for request in worker.draft.admissions if request.phase is not Phase.ENDED]
+            bound = [admission.request for admission in worker.draft.decision.admissions]
+            requests = [request for request in bound if request.phase is not Phase.ENDED]
             worker.draft.orphans = [
-                (request.sequence, i)
-                for i, request in enumerate(worker.draft.admissions)
-                if request.phase is not Phase.ENDED
+                (request.sequence, i) for i, request in enumerate(bound) if request.phase is not Phase.ENDED
             ]
             worker.draft, worker.binding_tokens = None, 0
         for slot in list(worker.running):
             self._recall_tokens(worker, slot)
             requests.append(worker.vacate(slot))
         for request in requests:
+            self._unbind(request)
             request.phase, request.sequence = Phase.WAITING, 0
             self.counters.requeued += 1
+            self.journal.event(request, "requeued", "its worker or the cache was lost", self.now_s)
         return sorted(requests, key=lambda request: request.seniority)
 
     def _workers_changed(self) -> None:
@@ -199,7 +232,7 @@ class SchedulerCore:
             first = next(iter(self.workers.values())).registration
             pool = max(worker.num_blocks * worker.block_size for worker in self.workers.values())
             fresh = self.limits is None or self.limits.model.fingerprint != first.model.fingerprint
-            self.limits = Limits(first.model, pool)
+            self.limits = Limits(first.model, pool, max(w.registration.max_loras for w in self.workers.values()))
             if fresh:
                 for request in list(self.queue):  # accepted before anybody knew the model
                     if (rejection := recheck(request, self.limits)) is not None:
@@ -212,7 +245,7 @@ class SchedulerCore:
         told = status.SerializeToString(deterministic=True)
         if told != self._told:
             self._told = told
-            for session in self._sessions.values():
+            for session in self.sessions.values():
                 session.status = status
 
     def _status(self) -> SchedulerStatus:
@@ -245,6 +278,7 @@ class SchedulerCore:
             request.sequence, request.matches = 0, None
         for worker in self.workers.values():
             worker.available_blocks = 0
+            worker.knows_cache = False
             for request in self._evacuate(worker):
                 self._enqueue(request)
         self._workers_changed()
@@ -257,8 +291,18 @@ class SchedulerCore:
                 worker.available_blocks = counters.free_blocks + counters.cached_blocks
         for index, request, sequence in sent.matches:
             if request.sequence == sequence and response.results[index].HasField("match"):
-                request.matches = {match.worker: match for match in response.results[index].match.matches}
+                self._set_matches(request, response.results[index].match.matches)
+        for update in response.match_updates:
+            if (waiting := self._matched.get(update.sequence)) is not None and waiting.phase is Phase.WAITING:
+                self._set_matches(waiting, update.matches)
+        for worker in sent.askers:
+            worker.knows_cache = True
         self._finish_drafts(sent, response)
+
+    def _set_matches(self, request: Request, matches: Iterable[WorkerMatch]) -> None:
+        request.matches = {match.worker: match for match in matches}
+        if request.phase is Phase.WAITING:
+            self.queue.rematched(request)
 
     def _finish_drafts(self, sent: Sent, response: CacheServiceLinkResponse) -> None:
         for draft, extend, admits in sent.drafts:
@@ -285,10 +329,11 @@ class SchedulerCore:
         if plan is not None:
             self.counters.steps += 1
             self._outbox.to_workers.append((worker.id, WorkerServiceLinkResponse(plan=plan)))
-        for request in draft.admissions:
+        for admission in draft.decision.admissions:
+            request = admission.request
             if request.phase is Phase.BINDING:  # the cache had less room than was thought
+                self._unbind(request)
                 request.phase, request.worker = Phase.WAITING, 0
-                request.matches = {}
                 self.queue.add(request)
 
     def _undo_draft(self, draft: Draft) -> None:
@@ -298,8 +343,10 @@ class SchedulerCore:
         takes an evictable block out of what was counted as available.
         """
         self.workers[draft.worker].binding_tokens = 0
-        for request in draft.admissions:
+        for admission in draft.decision.admissions:
+            request = admission.request
             if request.phase is Phase.BINDING:
+                self._unbind(request)
                 self._forget_sequence(request)
                 self._enqueue(request)
 
@@ -314,7 +361,7 @@ class SchedulerCore:
     def _ask_match(self, request: Request) -> None:
         request.sequence, request.matches = self._next_sequence, None
         self._next_sequence += 1
-        self._cache.matches[request.sequence] = request
+        self._cache.matches[request.sequence] = self._matched[request.sequence] = request
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -332,14 +379,38 @@ class SchedulerCore:
         worker = self.workers[request.worker]
         self._recall_tokens(worker, request.slot)
         worker.vacate(request.slot)
+        self._unbind(request)
         self._forget_sequence(request)
         request.num_preemptions += 1
         self.counters.preempted += 1
+        match self.policies.preemption.requeue:
+            case "front":
+                self._front -= 1
+                request.place = self._front
+            case "back":
+                self._next_seniority += 1  # ranks are drawn from the same numbers as arrivals
+                request.place = self._next_seniority
+        self.journal.event(request, "preempted", "gave its blocks to what runs", self.now_s)
         self._enqueue(request)
+
+    def _bind(self, worker: Worker, request: Request) -> None:
+        self.queue.remove(request)
+        self.queue.started(request)
+        self.budgets.bind(request)
+        request.phase, request.worker = Phase.BINDING, worker.id
+        if request.started_s is None:
+            request.started_s = self.now_s
+        self.journal.event(request, "running", f"on worker {worker.id}", self.now_s)
+
+    def _unbind(self, request: Request) -> None:
+        """It neither runs nor is about to; what becomes of it is the caller's business."""
+        self.budgets.unbind(request)
+        self.queue.stopped(request)
 
     def _forget_sequence(self, request: Request) -> None:
         if request.sequence and self._cache.connected:
             self._cache.forget_sequence(request.sequence)
+        self._matched.pop(request.sequence, None)
         request.sequence = 0
 
     def _fail_row(self, request: Request, message: str) -> None:
@@ -351,45 +422,66 @@ class SchedulerCore:
             self.workers[request.worker].vacate(request.slot)
         elif request.phase is Phase.WAITING and request in self.queue:
             self.queue.remove(request)
+        if request.phase in (Phase.RUNNING, Phase.BINDING):
+            self._unbind(request)
         self._forget_sequence(request)
+        self._deadlines.pop((request.deadline_s, request.seniority), None)
         request.phase = Phase.ENDED
         name = FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
         self.counters.finished[name] = self.counters.finished.get(name, 0) + 1
-        session = self._sessions.get(request.session_id)
+        self.journal.event(request, "ended", name if error is None else error.message, self.now_s)
+        session = self.sessions.get(request.session_id)
         if session is not None and session.live.pop(request.handle, None) is not None:
             ending = rejected(request.handle, error) if error else Ending(handle=request.handle, reason=reason)
             ending.cached_tokens = request.cached_tokens or 0
             session.add_ending(ending)
 
-    def _publish(self, worker: Worker, rows: Slots, tokens: Tokens) -> None:
-        indexes = worker.slots.session[rows]
-        handles = worker.slots.handle[rows]
-        first = int(indexes[0])
-        if (indexes == first).all():
-            self._session_at[first].add_tokens(handles, tokens)
+    def _publish(self, session: int, sessions: Longs, handles: Longs, tokens: Tokens) -> None:
+        if session >= 0:
+            self._session_at[session].add_tokens(handles, tokens)
             return
-        for index in np.unique(indexes).tolist():
-            mine = indexes == index
+        for index in np.unique(sessions).tolist():
+            mine = sessions == index
             self._session_at[index].add_tokens(handles[mine], tokens[mine])
 
     def _session_index(self, request: Request) -> int:
-        return self._sessions[request.session_id].index
+        return self.sessions[request.session_id].index
 
     # ── time and output ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def tick(self, now_s: float) -> None:
         """To be called a few times a second."""
+        self.now_s = now_s
+        self.budgets.measure(now_s)
         for worker in list(self.workers.values()):
             silent_s = now_s - worker.last_heard_s
             if silent_s > self.config.worker_timeout_s:
                 self._outbox.lost_workers.append((worker.id, f"nothing heard for {silent_s:.1f} s"))
                 self.worker_lost(worker.id)
+        self._end_late(now_s)
         self._announce()
+
+    def _end_late(self, now_s: float) -> None:
+        late: list[tuple[Request, str]] = []
+        for (deadline_s, _), request in self._deadlines.items():
+            if deadline_s > now_s:
+                break
+            late.append((request, f"deadline_s: {deadline_s - request.arrival_s:g} s are over"))
+        if (limit_s := self.config.waiting_timeout_s) > 0:
+            oldest = itertools.takewhile(lambda request: now_s - request.arrival_s > limit_s, self.queue)
+            late += [(r, f"queue: waited for more than {limit_s:g} s") for r in oldest if r.started_s is None]
+        if (limit_s := self.config.running_timeout_s) > 0:
+            running = (request for worker in self.workers.values() for request in worker.running.values())
+            late += [(r, f"request: ran for more than {limit_s:g} s") for r in running if r.ran_s(now_s) > limit_s]
+        for request, message in late:
+            if request.phase is not Phase.ENDED:
+                self._end(request, FinishReason.FINISH_REASON_ERROR, Rejection(CODE_DEADLINE_EXCEEDED, message))
 
     def poll(self, now_s: float) -> Outbox:
         """Everything there is to send, after planning whatever can be planned."""
+        self.now_s = now_s
         self._plan(now_s)
-        for session in self._sessions.values():
+        for session in self.sessions.values():
             if (message := session.next_message()) is not None:
                 self._outbox.to_sessions.append((session.id, message))
         self._release_drained()
@@ -397,37 +489,127 @@ class SchedulerCore:
         return outbox
 
     def _plan(self, now_s: float) -> None:
-        """Draft a step for every worker with credit; those that need nothing of the cache are plans at once."""
+        """Compose a step for every worker with credit; those that need nothing of the cache are plans at once."""
+        if not self._cache.connected:
+            return
         drafts: list[tuple[Worker, Draft]] = []
-        if self._cache.connected:
-            for worker in self.workers.values():
-                while worker.draft is None and worker.has_credit:
-                    draft = self._draft(worker, now_s)
-                    if draft is None:
-                        break
-                    if draft.growth or draft.admissions:
-                        worker.draft = draft
-                        drafts.append((worker, draft))
-                    else:
-                        self._finish_draft(worker, draft, None)
-        if self._cache.idle and (message := self._cache.compose(drafts)) is not None:
-            self._outbox.to_cache.append(message)
+        askers: list[Worker] = []
+        for worker in self.workers.values():
+            while worker.draft is None and worker.has_credit:
+                if self._must_ask(worker):
+                    askers.append(worker)
+                    break
+                step = self._compose(worker, now_s)
+                if step is None:
+                    askers.append(worker)  # somebody gave way
+                    break
+                if not self._accept(worker, step, drafts):
+                    break
+        if self._cache.idle:
+            heads = self._heads() if askers or drafts else []
+            if (message := self._cache.compose(drafts, askers, heads)) is not None:
+                self._outbox.to_cache.append(message)
 
-    def _draft(self, worker: Worker, now_s: float) -> Draft | None:
-        """None also while a draft would need the cache, and the cache is busy with the exchange before."""
-        if not self._cache.idle and (worker.growing_slots() or (self.queue and worker.slots.num_free)):
-            return None
-        waiting = self.policies.order.order(self.queue, now_s) if self.queue else ()
-        draft = self._planner.draft_step(worker, waiting)
-        for request in draft.admissions if draft else ():
-            self.queue.remove(request)
-            request.phase, request.worker = Phase.BINDING, worker.id
-        return draft
+    def _must_ask(self, worker: Worker) -> bool:
+        """Whether the next step has to wait for the cache. Decisions about who runs are made on what is there, so the
+        cache first answers for all that has happened; a step in which everything just goes on needs no answer."""
+        room = worker.slots.num_free > 0 or self.policies.capacity.preempts_for_waiting
+        may_admit = len(self.queue) > 0 and room and not worker.draining
+        if not (may_admit or worker.preempted or worker.prefills or worker.held or worker.may_grow):
+            return False
+        if not self._cache.idle:
+            return True
+        return (may_admit or bool(worker.preempted)) and self._cache.has_gathered and not worker.knows_cache
 
-    def _is_best_place(self, request: Request, worker: Worker) -> bool:
-        if len(self.workers) > 1 and request.matches is None:
-            return False  # the cache's answer is on its way
-        return best_place(request, self.workers.values()) in (worker, None)
+    def _compose(self, worker: Worker, now_s: float) -> Step | None:
+        try:
+            return self._planner.draft_step(worker, self.policies, self._waiting(worker, now_s), now_s)
+        except Exception as error:  # a policy is a guest: what it raises costs its turn, and no request
+            self.counters.policy_errors += 1
+            self._on_policy_error(error)
+        return self._planner.draft_step(worker, self._fallback, self._waiting(worker, None), now_s)
+
+    def _accept(self, worker: Worker, step: Step, drafts: list[tuple[Worker, Draft]]) -> bool:
+        """Turn a composed step into a plan, or into a draft that waits for the cache; False if it was empty."""
+        worker.knows_cache = False
+        preempted = bool(worker.preempted)
+        worker.preempted.clear()
+        for policy in (self.policies.capacity, self.policies.batch):
+            try:
+                policy.planned(step)
+            except Exception as error:
+                self.counters.policy_errors += 1
+                self._on_policy_error(error)
+        self.journal.decided(step.held_back, self.now_s)
+        if step.is_empty:
+            self.counters.barren_steps += preempted
+            self._watch_progress(step)
+            return preempted  # what gave way may be all that there is to run
+        self._refusals = 0
+        draft = Draft(worker.id, step.decision(), worker.slots.num_releases)
+        if len(draft.decision.growth) or draft.decision.admissions:
+            for admission in draft.decision.admissions:
+                self._bind(worker, admission.request)
+            worker.draft = draft
+            drafts.append((worker, draft))
+        else:
+            self._finish_draft(worker, draft, None)
+        return True
+
+    def _watch_progress(self, step: Step) -> None:
+        """Nothing runs anywhere, and still the policies let nobody in: after a while the first one is failed, so that
+        it does not block the others for ever."""
+        idle = not any(w.running or w.in_flight or w.draft for w in self.workers.values())
+        if not (idle and step.held_back and len(self.queue)):
+            return
+        self._refusals += 1
+        if self._refusals >= self.config.stuck_decisions * len(self.workers):
+            self._refusals = 0
+            request, reason, detail = step.held_back[0]
+            message = f"{reason}: no progress is possible for this request under the policies in force: {detail}"
+            self._end(request, FinishReason.FINISH_REASON_ERROR, Rejection(CODE_FAILED_PRECONDITION, message))
+
+    def _waiting(self, worker: Worker, ordered_at_s: float | None) -> Callable[[], Iterator[Request]]:
+        """What may be bound to the worker, in the order in force at that time, or (None) oldest first."""
+
+        def waiting() -> Iterator[Request]:
+            if worker.draining:
+                return
+            queue = self.queue
+            for request in iter(queue) if ordered_at_s is None else queue.order.ordered(ordered_at_s):
+                fits = request.matches is not None and worker.can_ever_hold(request)
+                if fits and best_place(request, self.workers.values()) in (worker, None):
+                    yield request
+
+        return waiting
+
+    def _heads(self) -> list[Request]:
+        """The requests that the next composition looks at first."""
+        seats = sum(worker.slots.num_free for worker in self.workers.values())
+        count = MAX_HEADS if self.policies.capacity.preempts_for_waiting else min(seats, MAX_HEADS)
+        if not count:
+            return []
+        try:
+            return list(itertools.islice(self.queue.order.ordered(self.now_s), count))
+        except Exception as error:
+            self.queue.reorder(self._order_failed(error))
+            return []
+
+    def set_policies(self, policies: Policies) -> None:
+        """Other policies from the next step on. Raises what their order raises; then nothing has changed."""
+        self.queue.reorder(policies.order)
+        for worker in self.workers.values():
+            for request in worker.running.values():
+                self.queue.started(request)
+        self.policies = policies
+
+    def _order_failed(self, error: Exception) -> OrderPolicy:
+        """The order policy can no longer be trusted to know what waits: the default one takes its place."""
+        self.counters.policy_errors += 1
+        self._on_policy_error(error)
+        order = self._make_fallback().order
+        self.policies = dataclasses.replace(self.policies, order=order)
+        return order
 
     def _release_drained(self) -> None:
         for worker in self.workers.values():

@@ -29,6 +29,7 @@ class Session:
     status: SchedulerStatus | None = None
     _handles: list[npt.NDArray[np.int64]] = field(default_factory=list)
     _tokens: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    _sent_handles: npt.NDArray[np.int64] | None = None  # all those of the last message, if they came as one array
     _endings: list[Ending] = field(default_factory=list)
 
     def add_tokens(self, handles: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32]) -> None:
@@ -45,8 +46,12 @@ class Session:
         if not (self._handles or self._endings or self.status or self.opened):
             return None
         message = SessionResponse(opened=self.opened, status=self.status)
-        for handles in self._handles:
-            message.handles.extend(handles.tolist())
+        if len(self._handles) == 1 and self._handles[0] is self._sent_handles:
+            message.same_handles = True
+        elif self._handles:
+            for handles in self._handles:
+                message.handles.extend(handles.tolist())
+            self._sent_handles = self._handles[0] if len(self._handles) == 1 else None
         message.token_ids = b"".join([tokens.tobytes() for tokens in self._tokens])
         message.endings.extend(self._endings)
         self.opened = self.status = None

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from scheduler_svc.core.request import Request
 
 Slots = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeRows:
+    """The sequences that decode, by ascending slot. The same object from step to step while they are the same."""
+
+    slots: Slots
+    generations: Longs
+    bases: Longs
+    handles: Longs
+    sessions: Longs
+    session: int  # of all of them; -1 if they differ
+
+    def __len__(self) -> int:
+        return len(self.slots)
 
 
 class SlotTable:
     """Slots 0..num_slots-1 of a worker; the one freed last is handed out first.
 
     A slot's `generation` goes up when its sequence leaves: a step in flight that still names the old one is recognised
-    by it, and its token dropped.
+    by it, and its token dropped. Its `stint` goes up whenever it begins to decode: what the calendars noted for an
+    earlier one is void.
 
     Tokens of a decoding sequence are found without touching it each step: the token that decode step t samples stands
     at position base + t. The tokens since the last whole block wait in `tail`, where one vectorised write puts a whole
@@ -31,17 +50,21 @@ class SlotTable:
         self.requests: list[Request | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self.generation = np.zeros(num_slots, np.int64)
+        self.stint = np.zeros(num_slots, np.int64)
         self.base = np.zeros(num_slots, np.int64)
         self.known = np.zeros(num_slots, np.int64)
         self.given = np.zeros(num_slots, np.int64)
         self.capacity = np.zeros(num_slots, np.int64)  # tokens that the slot's blocks hold
+        self.max_total = np.zeros(num_slots, np.int64)  # tokens that the sequence may grow to
         self.tail = np.zeros((num_slots, block_size), np.int32)
         self.handle = np.zeros(num_slots, np.int64)
         self.session = np.zeros(num_slots, np.int64)
         self.stops_at_eos = np.zeros(num_slots, bool)
         self.extra_stops: dict[int, frozenset[int]] = {}
         self.decoding = np.zeros(num_slots, bool)
-        self._decode_rows: tuple[Slots, npt.NDArray[np.int64]] | None = None
+        self.sequence = np.zeros(num_slots, np.int64)  # the cache's name
+        self.num_releases = 0  # of any slot; while it stands still, no sequence has left
+        self._rows: DecodeRows | None = None
 
     @property
     def num_free(self) -> int:
@@ -57,6 +80,8 @@ class SlotTable:
         self.requests[slot] = request
         self.known[slot] = self.given[slot] = request.num_tokens
         self.capacity[slot] = num_blocks * self.block_size
+        self.max_total[slot] = request.max_total_tokens
+        self.sequence[slot] = request.sequence
         self.handle[slot] = request.handle
         self.session[slot] = session_index
         self.stops_at_eos[slot] = not request.sampling.ignore_eos
@@ -67,6 +92,7 @@ class SlotTable:
     def release(self, slot: int) -> None:
         self.stop_decoding(slot)
         self.generation[slot] += 1
+        self.num_releases += 1
         self.requests[slot] = None
         self.extra_stops.pop(slot, None)
         self._free.append(slot)
@@ -74,20 +100,35 @@ class SlotTable:
     def start_decoding(self, slot: int, num_tokens: int, step: int) -> None:
         """From decode step `step` on, at which the sequence has `num_tokens` tokens."""
         self.decoding[slot] = True
+        self.stint[slot] += 1
         self.base[slot] = num_tokens - step
-        self._decode_rows = None
+        self._rows = None
 
     def stop_decoding(self, slot: int) -> None:
         if self.decoding[slot]:
             self.decoding[slot] = False
-            self._decode_rows = None
+            self._rows = None
 
-    def decode_rows(self) -> tuple[Slots, npt.NDArray[np.int64]]:
-        """Decoding slots in ascending order with their generations; the same arrays until the set changes."""
-        if self._decode_rows is None:
-            rows = np.flatnonzero(self.decoding).astype(np.int32)
-            self._decode_rows = rows, self.generation[rows]
-        return self._decode_rows
+    def decode_rows(self) -> DecodeRows:
+        if self._rows is None:
+            self._rows = self._decode_rows(np.flatnonzero(self.decoding).astype(np.int32))
+        return self._rows
+
+    def no_rows(self) -> DecodeRows:
+        return self._decode_rows(np.zeros(0, np.int32))
+
+    def _decode_rows(self, slots: Slots) -> DecodeRows:
+        sessions = self.session[slots]
+        session = int(sessions[0]) if len(slots) and bool((sessions == sessions[0]).all()) else -1
+        return DecodeRows(slots, self.generation[slots], self.base[slots], self.handle[slots], sessions, session)
+
+    def still_decoding(self, slots: list[int], stints: list[int]) -> Slots:
+        """Those that decode, without a break since that stint."""
+        found = np.array(slots, np.int32)
+        if not slots:
+            return found
+        kept: Slots = found[(self.stint[found] == stints) & self.decoding[found]]
+        return kept
 
     def write_token(self, slot: int, position: int, token: int) -> None:
         self.tail[slot, position % self.block_size] = token
@@ -99,4 +140,10 @@ class SlotTable:
         start = given % self.block_size
         tokens: bytes = self.tail[slot, start : start + known - given].tobytes()
         self.given[slot] = known
+        return tokens
+
+    def take_blocks(self, slots: Slots) -> bytes:
+        """take_tail() of slots whose tails are whole blocks, one after the other."""
+        tokens: bytes = self.tail[slots].tobytes()
+        self.given[slots] = self.known[slots]
         return tokens

@@ -17,6 +17,13 @@ class SchedulerConfig:
     worker_timeout_s: float = 10.0
     max_worker_losses: int = 10
     prefix_caching: bool = True
+    max_num_seqs: int = 0  # running on one worker; 0: as many as the worker has slots
+    max_loras: int = 0  # distinct adapters in the batch; 0: any
+    tenant_max_running_tokens: int = 0  # that one tenant's running requests may grow to; 0: any
+    tenant_max_queued_tokens: int = 0
+    waiting_timeout_s: float = 0.0  # until a request first runs; 0: for ever
+    running_timeout_s: float = 0.0  # from then until it ends
+    stuck_decisions: int = 40  # so often may an idle system refuse its queue before the first of it is failed
 
 
 @dataclass(slots=True)
@@ -37,4 +44,6 @@ class Counters:
     tokens: int = 0
     preempted: int = 0
     steps: int = 0
+    barren_steps: int = 0  # composed after a preemption, with nothing in them
+    policy_errors: int = 0
     requeued: int = 0

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.v1.worker_pb2 import StepPlan, WorkerRegistration
 from scheduler_svc.core.calendar import Calendar
-from scheduler_svc.core.policy import PoolView
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.slots import Slots, SlotTable
+from scheduler_svc.core.slots import DecodeRows, Slots, SlotTable
+
+if TYPE_CHECKING:
+    from scheduler_svc.core.step import Decision
 
 # A decoding row costs a step about as much as so many prefill tokens; it spreads equal requests evenly.
 ROW_COST_TOKENS = 16
@@ -50,9 +53,9 @@ class StepInFlight:
     """What a plan asked for, kept until its result comes back."""
 
     step: int
-    decode_step: int
-    rows: Slots
-    generations: npt.NDArray[np.int64]
+    rows: DecodeRows
+    decode_step: int  # row i's token stands at bases[i] + decode_step
+    num_releases: int  # of the slot table when the plan was made
     chunks: tuple[Chunk, ...]
     num_sampled: int
 
@@ -62,8 +65,8 @@ class Draft:
     """A plan whose cache exchange is on its way."""
 
     worker: int
-    growth: list[tuple[int, int]]  # (slot, generation), one block each
-    admissions: list[Request]
+    decision: Decision
+    num_releases: int  # of the slot table when it was composed
     orphans: list[tuple[int, int]] = field(default_factory=list)  # (sequence, index) when the worker is lost meanwhile
 
 
@@ -75,6 +78,7 @@ class Worker:
     slots: SlotTable
     last_heard_s: float
     available_blocks: int
+    prefix_caching: bool = True
     steps_sent: int = 0
     decode_step: int = 0  # the next one
     in_flight: deque[StepInFlight] = field(default_factory=deque)
@@ -87,7 +91,10 @@ class Worker:
     draft: Draft | None = None
     draining: bool = False
     released: bool = False
-    just_preempted: bool = False
+    preempted: list[Request] = field(default_factory=list)  # while the next step was composed
+    knows_cache: bool = False  # since the last plan, the cache has answered what had been gathered then
+    held: dict[int, int] = field(default_factory=dict)  # decode, but not now: slot -> tokens
+    num_departed: int = 0  # sequences that ever left
     binding_tokens: int = 0  # load of the requests that the draft binds
 
     @property
@@ -103,8 +110,9 @@ class Worker:
         return len(self.in_flight) < self.window
 
     @property
-    def pool(self) -> PoolView:
-        return PoolView(self.num_blocks, self.available_blocks, len(self.running))
+    def num_decoding(self) -> int:
+        """Sequences that decode, those on hold among them."""
+        return len(self.slots.decode_rows()) + len(self.held)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -114,8 +122,32 @@ class Worker:
         return self.blocks_for(request.max_total_tokens - 1) <= self.num_blocks
 
     def need_blocks(self, request: Request) -> int:
-        """Blocks that admitting the request takes from the pool."""
+        """Blocks that admitting all of the request takes from the pool."""
         return self.blocks_for(request.num_tokens) - request.live_tokens(self.id) // self.block_size
+
+    def num_tokens(self, slot: int) -> int:
+        """Tokens of the slot's sequence once the steps in flight have run."""
+        if (prefill := self.prefills.get(slot)) is not None:
+            return prefill.num_tokens
+        return self.held.get(slot) or int(self.slots.base[slot]) + self.decode_step
+
+    def remaining_new_tokens(self) -> npt.NDArray[np.int64]:
+        """For each running sequence: tokens it may still generate, those in flight not counted. [running]"""
+        slots = np.fromiter(self.running, np.int64, len(self.running))
+        tokens = self.slots.base[slots] + self.decode_step
+        for i, slot in enumerate(slots.tolist() if self.prefills or self.held or self.finishing else ()):
+            if slot in self.finishing:
+                tokens[i] = self.slots.max_total[slot]
+            elif slot in self.prefills or slot in self.held:
+                tokens[i] = self.num_tokens(slot)
+        left: npt.NDArray[np.int64] = np.maximum(self.slots.max_total[slots] - tokens, 0)
+        return left
+
+    def promised_blocks(self) -> int:
+        """Blocks that the running sequences will still take if they generate all they may."""
+        slots = np.fromiter(self.running, np.int64, len(self.running))
+        total_blocks = -(-self.slots.max_total[slots] // self.block_size)
+        return int(np.maximum(total_blocks - self.slots.capacity[slots] // self.block_size, 0).sum())
 
     @property
     def load_tokens(self) -> int:
@@ -123,25 +155,41 @@ class Worker:
         prefill = sum(prefill.remaining_tokens for prefill in self.prefills.values())
         return prefill + self.binding_tokens + ROW_COST_TOKENS * len(self.running)
 
-    def growing_slots(self) -> list[tuple[int, int]]:
-        """Slots that need one more block before the next decode step."""
-        slots = self.slots
-        due = self.growth.due(self.decode_step)
-        return [(slot, gen) for slot, gen in due if slots.generation[slot] == gen and slots.decoding[slot]]
+    @property
+    def may_grow(self) -> bool:
+        return self.growth.is_due(self.decode_step)
 
-    def begin_decoding(self, slot: int, num_tokens: int, max_total_tokens: int) -> None:
+    def growing_slots(self) -> Slots:
+        """Those that need one more block before all decode again."""
+        due = self.growth.due(self.decode_step, self.slots)
+        if not self.held:
+            return due
+        held = [slot for slot, num_tokens in self.held.items() if self.slots.capacity[slot] < num_tokens]
+        return np.concatenate((due, np.array(held, np.int32)))
+
+    def begin_decoding(self, slot: int, num_tokens: int) -> None:
         """From the next decode step on; `num_tokens` counts the token that is being sampled now."""
-        step, generation = self.decode_step, int(self.slots.generation[slot])
-        self.slots.start_decoding(slot, num_tokens, step)
+        slots, step = self.slots, self.decode_step
+        slots.start_decoding(slot, num_tokens, step)
+        stint = int(slots.stint[slot])
         # At step t the sequence computes position base + t - 1 and needs room for base + t tokens.
         base = num_tokens - step
-        self.growth.add(int(self.slots.capacity[slot]) - base + 1, slot, generation)
-        self.last_steps.add(max_total_tokens - 1 - base, slot, generation)
+        self.growth.add(int(slots.capacity[slot]) - base + 1, [slot], [stint])
+        self.last_steps.add(int(slots.max_total[slot]) - 1 - base, [slot], [stint])
 
-    def grow(self, slot: int, generation: int) -> None:
-        """The slot got the block it needed for the next decode step."""
-        self.slots.capacity[slot] += self.block_size
-        self.growth.add(self.decode_step + self.block_size, slot, generation)
+    def grow(self, slots: Slots) -> None:
+        """A block for each slot (one that prefills may stand several times). For one that decodes it is the block that
+        it needs for the next decode step."""
+        np.add.at(self.slots.capacity, slots, self.block_size)
+        self.growth.add(self.decode_step + self.block_size, slots.tolist(), self.slots.stint[slots].tolist())
+
+    def hold(self, slot: int) -> None:
+        """The sequence takes part in no step until it is resumed."""
+        self.held[slot] = self.num_tokens(slot)
+        self.slots.stop_decoding(slot)
+
+    def resume(self, slot: int) -> None:
+        self.begin_decoding(slot, self.held.pop(slot))
 
     def finish_sending(self, slot: int) -> None:
         """The last token of the slot is in flight: it takes part in no later plan."""
@@ -153,11 +201,13 @@ class Worker:
         """The slot's sequence is over here, for whatever reason; what is in flight for it will be dropped."""
         request = self.running.pop(slot)
         self.prefills.pop(slot, None)
+        self.held.pop(slot, None)
         if slot in self.finishing:
             self.finishing.remove(slot)
         else:
             self.frees.append(slot)
         self.slots.release(slot)
+        self.num_departed += 1
         request.worker, request.slot = 0, -1
         return request
 

@@ -1,1 +1,1 @@
-"""Scheduling policies, one small file each, with its source named."""
+"""Scheduling policies: a folder for each decision, a file for each policy, its source named on top."""

@@ -26,6 +26,9 @@ usage: paceline COMMAND [flags]
   up                 start all services on this machine and serve a model
   worker             start one more worker: paceline worker --scheduler HOST:PORT
   serve SERVICE      start one service: cache, scheduler, worker or gateway
+  policy             show or change the scheduling policies of a running scheduler
+  explain ID         why a request waited
+  scenario FILE      what every step of a small workload decides, under any preset
   bench              measure the whole path on this machine
   version            print the version
 
@@ -60,10 +63,9 @@ def fail(message: str, code: int = 1) -> int:
     return code
 
 
-def up(argv: list[str]) -> int:
-    from services.cli.up import main as up_main
-
-    return up_main(argv)
+def lazily(module: str, argv: list[str]) -> int:
+    result: int = importlib.import_module(module).main(argv)
+    return result
 
 
 def serve_command(argv: list[str]) -> int:
@@ -85,9 +87,12 @@ def bench(argv: list[str]) -> int:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     commands: dict[str, Callable[[list[str]], int]] = {
-        "up": up,
+        "up": lambda rest: lazily("services.cli.up", rest),
         "serve": serve_command,
         "worker": lambda rest: serve("worker", rest, "paceline worker"),
+        "policy": lambda rest: lazily("services.cli.policy", rest),
+        "explain": lambda rest: lazily("services.cli.explain", rest),
+        "scenario": lambda rest: lazily("services.cli.scenario", rest),
         "bench": bench,
     }
     command, rest = (argv[0], argv[1:]) if argv else ("--help", [])

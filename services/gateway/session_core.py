@@ -152,6 +152,7 @@ class SessionCore:
         it ends here.
         """
         self.connected, self.opened = True, False
+        self._handles: list[int] = []  # of the last message that had any
         # A name of its own: the scheduler may not have seen yet that the last stream is gone.
         self._num_streams += 1
         self._open_sent = False
@@ -211,9 +212,10 @@ class SessionCore:
         if response.HasField("status"):
             self.status = response.status
         touched: list[LiveRequest] = []
-        handles = response.handles
-        if handles:
-            data = response.token_ids
+        if response.handles:
+            self._handles = response.handles[:]
+        if response.handles or response.same_handles:
+            handles, data = self._handles, response.token_ids
             if len(data) != 4 * len(handles):
                 raise SessionProtocolError(f"{len(handles)} handles but {len(data)} bytes of token ids")
             live = self._live

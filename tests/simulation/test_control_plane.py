@@ -10,7 +10,10 @@ import random
 import pytest
 
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
+from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.types import SchedulerConfig
+from scheduler_svc.policies.presets import PRESETS
+from scheduler_svc.policies.registry import KINDS, build, choose, names
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker, expected_output
 
@@ -25,7 +28,7 @@ class Run:
         self.rng = random.Random(seed)
         self.block_size = self.rng.choice([1, 2, 4, 8, 16])
         self.num_blocks = self.rng.choice([40, 80, 200, 1000]) // self.block_size + 2
-        self.system = LocalSystem(SchedulerConfig(window=self.rng.choice([1, 2, 3])))
+        self.system = LocalSystem(SchedulerConfig(window=self.rng.choice([1, 2, 3])), self.policies())
         self.families = [[self.rng.randrange(8, 100) for _ in range(40)] for _ in range(3)]
         self.asked: dict[tuple[str, int], tuple[list[int], SamplingParams]] = {}
         self.cancelled: set[tuple[str, int]] = set()
@@ -35,6 +38,25 @@ class Run:
             self.attach()
         for session in "ab":
             self.system.open(session, self.rng.choice([1, 2, 64]))
+
+    def policies(self) -> Policies:
+        """Any preset, or any combination of policies."""
+        rng = self.rng
+        preset = rng.choice([*PRESETS])
+        overrides = {kind: rng.choice(sorted(names(kind))) for kind in KINDS if rng.random() < 0.3}
+        options = {
+            "chunked_prefill": True,  # else a prompt longer than the budget could never run
+            "watermark": rng.choice([0.0, 0.01, 0.2]),
+            "chunking": rng.choice(["first-come", "equal-progress"]),
+            "chunk_unit_tokens": rng.choice([0, 1, 4]),
+            "long_prefill_token_threshold": rng.choice([0, 3]),
+            "requeue": rng.choice(["seniority", "front", "back"]),
+            "prefill_decode_interval": rng.choice([0, 2]),
+            "batch_wait_iters": rng.choice([0, 3]),
+            "batch_wait_max_tokens_ratio": 0.5,
+            "ageing_per_s": rng.choice([0.0, 0.1]),
+        }
+        return build(choose(preset, overrides, options))
 
     def attach(self) -> None:
         worker = ToyWorker(
@@ -59,7 +81,7 @@ class Run:
         key = rng.choice("ab"), self.requests_left
         self.requests_left -= 1
         self.asked[key] = prompt, sampling
-        self.system.submit(*key, prompt, sampling)
+        self.system.submit(*key, prompt, sampling, priority=rng.randrange(3), tenant=rng.choice("xyz"))
 
     def fault(self) -> None:
         self.faults_left -= 1
@@ -82,6 +104,9 @@ class Run:
                 self.system.cancel(*key)
             elif self.faults_left and dice < 0.063:
                 self.fault()
+            elif dice < 0.066:
+                self.system.scheduler.set_policies(self.policies())
+                self.system.poll()
             elif moves:
                 self.system.move(*self.rng.choice(moves))
             elif not self.requests_left:

@@ -12,6 +12,8 @@ from gpu_worker.settings import WorkerSettings
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.worker_pb2 import StepPlan, StepResult, WorkerRegistration
 from scheduler_svc.core.types import SchedulerConfig
+from scheduler_svc.policies.presets import PRESETS
+from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem
 from tests.support import checkpoints, reference
 
@@ -60,12 +62,13 @@ def check(
     window: int = 2,
     workers: int = 1,
     waves: int = 1,
+    preset: str = "",
     expect_preemption: bool = False,
     expect_hits: bool = False,
     **settings: int,
 ) -> None:
     """Everything at once, `waves` times over; each output compared with transformers' own."""
-    system = LocalSystem(SchedulerConfig(window=window))
+    system = LocalSystem(SchedulerConfig(window=window), build(choose(preset, options={"chunked_prefill": True})))
     for _ in range(workers):
         system.attach(ModelWorker(path, **{"num_blocks": 400, "max_num_seqs": 16} | settings))
     client = system.open("s")
@@ -115,6 +118,13 @@ def test_preemption_in_a_tiny_pool(models: dict[str, Path], family: str) -> None
 @pytest.mark.parametrize("workers", [1, 2])
 def test_windows_and_workers(models: dict[str, Path], window: int, workers: int) -> None:
     check(models["llama3"], MIXED, window=window, workers=workers, block_size=16)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets(models: dict[str, Path], preset: str) -> None:
+    """Prefill-only steps, held decodes, blocks that come chunk by chunk: the tokens stay the same."""
+    settings = {"block_size": 4, "num_blocks": 40, "max_batched_tokens": 20}
+    check(models["qwen3"], MIXED, preset=preset, waves=2, **settings)
 
 
 def test_seeded_sampling_is_the_same_alone_in_a_batch_and_after_preemption(models: dict[str, Path]) -> None:

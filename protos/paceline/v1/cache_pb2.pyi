@@ -59,6 +59,7 @@ class CacheOp(_message.Message):
     EXTEND_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
     FREE_FIELD_NUMBER: _builtins.int
+    REMATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def add_worker(self) -> Global___AddWorkerOp: ...
     @_builtins.property
@@ -73,6 +74,8 @@ class CacheOp(_message.Message):
     def commit(self) -> Global___CommitOp: ...
     @_builtins.property
     def free(self) -> Global___FreeOp: ...
+    @_builtins.property
+    def rematch(self) -> Global___RematchOp: ...
     def __init__(
         self,
         *,
@@ -83,12 +86,13 @@ class CacheOp(_message.Message):
         extend: Global___ExtendOp | None = ...,
         commit: Global___CommitOp | None = ...,
         free: Global___FreeOp | None = ...,
+        rematch: Global___RematchOp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "match", b"match", "op", b"op", "remove_worker", b"remove_worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "match", b"match", "op", b"op", "remove_worker", b"remove_worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["add_worker", "remove_worker", "match", "admit", "extend", "commit", "free"]  # noqa: Y015
+    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["add_worker", "remove_worker", "match", "admit", "extend", "commit", "free", "rematch"]  # noqa: Y015
     _WhichOneofArgType_op: _TypeAlias = _typing.Literal["op", b"op"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_op) -> _WhichOneofReturnType_op | None: ...
 
@@ -148,7 +152,9 @@ Global___RemoveWorkerOp: _TypeAlias = RemoveWorkerOp  # noqa: Y015
 
 @_typing.final
 class MatchOp(_message.Message):
-    """Make a sequence known with its tokens so far, and ask what of it is cached. The sequence must then be admitted or freed."""
+    """Make a sequence known with its tokens so far, and ask what of it is cached. The sequence must then be admitted or
+    freed. While it waits the cache keeps its place in the tree, and reports in match_updates when that place changes.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -171,26 +177,52 @@ class MatchOp(_message.Message):
 Global___MatchOp: _TypeAlias = MatchOp  # noqa: Y015
 
 @_typing.final
+class RematchOp(_message.Message):
+    """Report the sequences named, which wait, in match_updates: also what a change of users alone does to num_live_tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        sequences: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequences", b"sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RematchOp: _TypeAlias = RematchOp  # noqa: Y015
+
+@_typing.final
 class AdmitOp(_message.Message):
     """Bind a known sequence to a worker: reuse the longest cached prefix (whole blocks, never the last token) and take new
-    blocks for the rest of its tokens. RESOURCE_EXHAUSTED if there are too few.
+    blocks. RESOURCE_EXHAUSTED if there are too few.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     WORKER_FIELD_NUMBER: _builtins.int
+    NUM_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     worker: _builtins.int
+    num_new_tokens: _builtins.int
+    """New blocks for so many tokens after the cached prefix; more than there are, or 0, means all the rest."""
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         worker: _builtins.int = ...,
+        num_new_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_new_tokens", b"num_new_tokens", "sequence", b"sequence", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -287,6 +319,7 @@ class CacheServiceLinkResponse(_message.Message):
     EXCHANGE_FIELD_NUMBER: _builtins.int
     RESULTS_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
+    MATCH_UPDATES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     exchange: _builtins.int
     @_builtins.property
@@ -297,6 +330,10 @@ class CacheServiceLinkResponse(_message.Message):
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolCounters]:
         """Of every worker whose counters changed."""
 
+    @_builtins.property
+    def match_updates(self) -> _containers.RepeatedCompositeFieldContainer[Global___MatchUpdate]:
+        """Waiting sequences whose match is another one after this exchange, as it is then; and those that were rematched."""
+
     def __init__(
         self,
         *,
@@ -304,14 +341,38 @@ class CacheServiceLinkResponse(_message.Message):
         exchange: _builtins.int = ...,
         results: _abc.Iterable[Global___CacheOpResult] | None = ...,
         pools: _abc.Iterable[Global___PoolCounters] | None = ...,
+        match_updates: _abc.Iterable[Global___MatchUpdate] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "exchange", b"exchange", "pools", b"pools", "results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "exchange", b"exchange", "match_updates", b"match_updates", "pools", b"pools", "results", b"results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CacheServiceLinkResponse: _TypeAlias = CacheServiceLinkResponse  # noqa: Y015
+
+@_typing.final
+class MatchUpdate(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    MATCHES_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    @_builtins.property
+    def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerMatch]: ...
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        matches: _abc.Iterable[Global___WorkerMatch] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["matches", b"matches", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MatchUpdate: _TypeAlias = MatchUpdate  # noqa: Y015
 
 @_typing.final
 class CacheOpResult(_message.Message):

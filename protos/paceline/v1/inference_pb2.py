@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpaceline/v1/inference.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.paceline.v1.ChatMessage\"\x9d\x02\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\x05\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"\xd9\x01\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12-\n\x08messages\x18\x02 \x01(\x0b\x32\x19.paceline.v1.ChatMessagesH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.paceline.v1.SamplingOptions\x12\r\n\x05model\x18\x05 \x01(\t\x12\x12\n\nrequest_id\x18\x06 \x01(\tB\x08\n\x06prompt\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x9c\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.paceline.v1.Usage\"\x8f\x01\n\x0eSessionRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x18.paceline.v1.SessionOpen\x12,\n\x0bsubmissions\x18\x02 \x03(\x0b\x32\x17.paceline.v1.Submission\x12\x0f\n\x07\x63\x61ncels\x18\x03 \x03(\r\x12\x16\n\x0eresponses_read\x18\x04 \x01(\x04\":\n\x0bSessionOpen\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x17\n\x0fresponse_window\x18\x02 \x01(\r\"\xac\x01\n\nSubmission\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x18\n\x10output_token_ids\x18\x04 \x01(\x0c\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x17\n\x0f\x61\x63\x63\x65pted_before\x18\x06 \x01(\x08\"\xb5\x01\n\x0fSessionResponse\x12*\n\x06opened\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.SessionOpened\x12\x0f\n\x07handles\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12$\n\x07\x65ndings\x18\x04 \x03(\x0b\x32\x13.paceline.v1.Ending\x12,\n\x06status\x18\x05 \x01(\x0b\x32\x1c.paceline.v1.SchedulerStatus\"\x1e\n\rSessionOpened\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\x9f\x01\n\x06\x45nding\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x0c\n\x04\x63ode\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\r\n\x05\x66ield\x18\x05 \x01(\t\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x15\n\rretry_after_s\x18\x07 \x01(\x02\"\\\n\x0fSchedulerStatus\x12\x13\n\x0bnum_workers\x18\x01 \x01(\r\x12\r\n\x05ready\x18\x02 \x01(\x08\x12%\n\x05model\x18\x03 \x01(\x0b\x32\x16.paceline.v1.ModelInfo2\xa7\x01\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12H\n\x07Session\x12\x1b.paceline.v1.SessionRequest\x1a\x1c.paceline.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpaceline/v1/inference.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.paceline.v1.ChatMessage\"\x9d\x02\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\x05\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"\x8f\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12-\n\x08messages\x18\x02 \x01(\x0b\x32\x19.paceline.v1.ChatMessagesH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.paceline.v1.SamplingOptions\x12\r\n\x05model\x18\x05 \x01(\t\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x02\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x12\n\ndeadline_s\x18\t \x01(\x02\x42\x08\n\x06prompt\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x9c\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.paceline.v1.Usage\"\x8f\x01\n\x0eSessionRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x18.paceline.v1.SessionOpen\x12,\n\x0bsubmissions\x18\x02 \x03(\x0b\x32\x17.paceline.v1.Submission\x12\x0f\n\x07\x63\x61ncels\x18\x03 \x03(\r\x12\x16\n\x0eresponses_read\x18\x04 \x01(\x04\":\n\x0bSessionOpen\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x17\n\x0fresponse_window\x18\x02 \x01(\r\"\xf0\x01\n\nSubmission\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x18\n\x10output_token_ids\x18\x04 \x01(\x0c\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x17\n\x0f\x61\x63\x63\x65pted_before\x18\x06 \x01(\x08\x12\x10\n\x08priority\x18\x07 \x01(\x02\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x12\n\ndeadline_s\x18\t \x01(\x02\x12\x0c\n\x04lora\x18\n \x01(\t\"\xcb\x01\n\x0fSessionResponse\x12*\n\x06opened\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.SessionOpened\x12\x0f\n\x07handles\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12$\n\x07\x65ndings\x18\x04 \x03(\x0b\x32\x13.paceline.v1.Ending\x12,\n\x06status\x18\x05 \x01(\x0b\x32\x1c.paceline.v1.SchedulerStatus\x12\x14\n\x0csame_handles\x18\x06 \x01(\x08\"\x1e\n\rSessionOpened\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\x9f\x01\n\x06\x45nding\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x0c\n\x04\x63ode\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\r\n\x05\x66ield\x18\x05 \x01(\t\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x15\n\rretry_after_s\x18\x07 \x01(\x02\"\\\n\x0fSchedulerStatus\x12\x13\n\x0bnum_workers\x18\x01 \x01(\r\x12\r\n\x05ready\x18\x02 \x01(\x08\x12%\n\x05model\x18\x03 \x01(\x0b\x32\x16.paceline.v1.ModelInfo2\xa7\x01\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12H\n\x07Session\x12\x1b.paceline.v1.SessionRequest\x1a\x1c.paceline.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,25 +41,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGOPTIONS']._serialized_start=202
   _globals['_SAMPLINGOPTIONS']._serialized_end=487
   _globals['_GENERATEREQUEST']._serialized_start=490
-  _globals['_GENERATEREQUEST']._serialized_end=707
-  _globals['_USAGE']._serialized_start=709
-  _globals['_USAGE']._serialized_end=789
-  _globals['_GENERATERESPONSE']._serialized_start=792
-  _globals['_GENERATERESPONSE']._serialized_end=948
-  _globals['_SESSIONREQUEST']._serialized_start=951
-  _globals['_SESSIONREQUEST']._serialized_end=1094
-  _globals['_SESSIONOPEN']._serialized_start=1096
-  _globals['_SESSIONOPEN']._serialized_end=1154
-  _globals['_SUBMISSION']._serialized_start=1157
-  _globals['_SUBMISSION']._serialized_end=1329
-  _globals['_SESSIONRESPONSE']._serialized_start=1332
-  _globals['_SESSIONRESPONSE']._serialized_end=1513
-  _globals['_SESSIONOPENED']._serialized_start=1515
-  _globals['_SESSIONOPENED']._serialized_end=1545
-  _globals['_ENDING']._serialized_start=1548
-  _globals['_ENDING']._serialized_end=1707
-  _globals['_SCHEDULERSTATUS']._serialized_start=1709
-  _globals['_SCHEDULERSTATUS']._serialized_end=1801
-  _globals['_INFERENCESERVICE']._serialized_start=1804
-  _globals['_INFERENCESERVICE']._serialized_end=1971
+  _globals['_GENERATEREQUEST']._serialized_end=761
+  _globals['_USAGE']._serialized_start=763
+  _globals['_USAGE']._serialized_end=843
+  _globals['_GENERATERESPONSE']._serialized_start=846
+  _globals['_GENERATERESPONSE']._serialized_end=1002
+  _globals['_SESSIONREQUEST']._serialized_start=1005
+  _globals['_SESSIONREQUEST']._serialized_end=1148
+  _globals['_SESSIONOPEN']._serialized_start=1150
+  _globals['_SESSIONOPEN']._serialized_end=1208
+  _globals['_SUBMISSION']._serialized_start=1211
+  _globals['_SUBMISSION']._serialized_end=1451
+  _globals['_SESSIONRESPONSE']._serialized_start=1454
+  _globals['_SESSIONRESPONSE']._serialized_end=1657
+  _globals['_SESSIONOPENED']._serialized_start=1659
+  _globals['_SESSIONOPENED']._serialized_end=1689
+  _globals['_ENDING']._serialized_start=1692
+  _globals['_ENDING']._serialized_end=1851
+  _globals['_SCHEDULERSTATUS']._serialized_start=1853
+  _globals['_SCHEDULERSTATUS']._serialized_end=1945
+  _globals['_INFERENCESERVICE']._serialized_start=1948
+  _globals['_INFERENCESERVICE']._serialized_end=2115
 # @@protoc_insertion_point(module_scope)

@@ -162,11 +162,20 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    DEADLINE_S_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     model: _builtins.str
     """Empty: the model that is served."""
     request_id: _builtins.str
     """Echoed and logged; the server makes one up if empty."""
+    priority: _builtins.float
+    """Larger is more urgent. What it does depends on the policies in force."""
+    tenant: _builtins.str
+    """On whose account; budgets and fair order are per tenant."""
+    deadline_s: _builtins.float
+    """Seconds from now within which the answer is of use; 0: no deadline."""
     @_builtins.property
     def messages(self) -> Global___ChatMessages: ...
     @_builtins.property
@@ -182,10 +191,13 @@ class GenerateRequest(_message.Message):
         sampling: Global___SamplingOptions | None = ...,
         model: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        priority: _builtins.float = ...,
+        tenant: _builtins.str = ...,
+        deadline_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -329,6 +341,10 @@ class Submission(_message.Message):
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     ACCEPTED_BEFORE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    DEADLINE_S_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     request_id: _builtins.str
     prompt_token_ids: _builtins.bytes
@@ -337,6 +353,12 @@ class Submission(_message.Message):
     """Packed int32: output that was already delivered by an earlier attempt; generation goes on after it."""
     accepted_before: _builtins.bool
     """The request was accepted before (by this scheduler or the one it replaces): a full queue does not refuse it."""
+    priority: _builtins.float
+    """As in GenerateRequest."""
+    tenant: _builtins.str
+    deadline_s: _builtins.float
+    lora: _builtins.str
+    """The adapter it runs with; empty: none."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     def __init__(
@@ -348,10 +370,14 @@ class Submission(_message.Message):
         output_token_ids: _builtins.bytes = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         accepted_before: _builtins.bool = ...,
+        priority: _builtins.float = ...,
+        tenant: _builtins.str = ...,
+        deadline_s: _builtins.float = ...,
+        lora: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "handle", b"handle", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "deadline_s", b"deadline_s", "handle", b"handle", "lora", b"lora", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -366,8 +392,11 @@ class SessionResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ENDINGS_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
+    SAME_HANDLES_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """Packed int32, as many as handles."""
+    same_handles: _builtins.bool
+    """The handles are those of the last message that had any, and are not repeated."""
     @_builtins.property
     def opened(self) -> Global___SessionOpened:
         """In the first message, and only there."""
@@ -392,10 +421,11 @@ class SessionResponse(_message.Message):
         token_ids: _builtins.bytes = ...,
         endings: _abc.Iterable[Global___Ending] | None = ...,
         status: Global___SchedulerStatus | None = ...,
+        same_handles: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["opened", b"opened", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endings", b"endings", "handles", b"handles", "opened", b"opened", "status", b"status", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endings", b"endings", "handles", b"handles", "opened", b"opened", "same_handles", b"same_handles", "status", b"status", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -67,6 +67,7 @@ class WorkerRegistration(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     MAX_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_LORAS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """For logs."""
     block_size: _builtins.int
@@ -77,6 +78,8 @@ class WorkerRegistration(_message.Message):
     """Slots are 0..max_num_seqs-1."""
     max_batched_tokens: _builtins.int
     """Token budget of one step."""
+    max_loras: _builtins.int
+    """Distinct LoRA adapters in one step at the most; 0: it serves none."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo: ...
     def __init__(
@@ -88,10 +91,11 @@ class WorkerRegistration(_message.Message):
         num_blocks: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
         max_batched_tokens: _builtins.int = ...,
+        max_loras: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_batched_tokens", b"max_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_batched_tokens", b"max_batched_tokens", "max_loras", b"max_loras", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -210,9 +214,11 @@ Global___WorkerReleased: _TypeAlias = WorkerReleased  # noqa: Y015
 class StepPlan(_message.Message):
     """What changes, then one step of everything that decodes.
 
-    Effects, in this order: free_slots; new_sequences; grow_*; then the forward pass with these rows:
-      1. decode rows: every slot that has sampled in an earlier step of this link since it was seated, in ascending slot
-         order; the row's input is its last token (which may not have left the device yet);
+    Effects, in this order: free_slots; new_sequences; grow_*; hold_slots; resume_slots; then the forward pass with these
+    rows:
+      1. decode rows: every slot that has sampled in an earlier step of this link since it was seated, and is not on hold,
+         in ascending slot order; the row's input is its last token (which may not have left the device yet). None if
+         skip_decodes;
       2. prefill rows: the slots of prefill_slots, in that order, with prefill_tokens[i] tokens each.
     A prefill that reaches the last known token samples, and its slot decodes from the next step on.
     A steady decode step is thus an (almost) empty message.
@@ -227,6 +233,9 @@ class StepPlan(_message.Message):
     GROW_BLOCKS_FIELD_NUMBER: _builtins.int
     PREFILL_SLOTS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    SKIP_DECODES_FIELD_NUMBER: _builtins.int
+    HOLD_SLOTS_FIELD_NUMBER: _builtins.int
+    RESUME_SLOTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Plan n+1 follows plan n; the first of a link is 1."""
     free_slots: _builtins.bytes
@@ -236,6 +245,11 @@ class StepPlan(_message.Message):
     grow_blocks: _builtins.bytes
     prefill_slots: _builtins.bytes
     prefill_tokens: _builtins.bytes
+    skip_decodes: _builtins.bool
+    """A step of prefills alone: what decodes waits for the next one."""
+    hold_slots: _builtins.bytes
+    """Slots that have sampled and take part in no step from this one on, until they are resumed."""
+    resume_slots: _builtins.bytes
     @_builtins.property
     def new_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewSequence]: ...
     def __init__(
@@ -248,10 +262,13 @@ class StepPlan(_message.Message):
         grow_blocks: _builtins.bytes = ...,
         prefill_slots: _builtins.bytes = ...,
         prefill_tokens: _builtins.bytes = ...,
+        skip_decodes: _builtins.bool = ...,
+        hold_slots: _builtins.bytes = ...,
+        resume_slots: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_slots", b"free_slots", "grow_blocks", b"grow_blocks", "grow_slots", b"grow_slots", "new_sequences", b"new_sequences", "prefill_slots", b"prefill_slots", "prefill_tokens", b"prefill_tokens", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_slots", b"free_slots", "grow_blocks", b"grow_blocks", "grow_slots", b"grow_slots", "hold_slots", b"hold_slots", "new_sequences", b"new_sequences", "prefill_slots", b"prefill_slots", "prefill_tokens", b"prefill_tokens", "resume_slots", b"resume_slots", "skip_decodes", b"skip_decodes", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,8 +36,12 @@ def match_op(sequence: int, tokens: Sequence[int]) -> pb.CacheOp:
     return pb.CacheOp(match=pb.MatchOp(sequence=sequence, token_ids=pack(tokens)))
 
 
-def admit_op(sequence: int, worker: int) -> pb.CacheOp:
-    return pb.CacheOp(admit=pb.AdmitOp(sequence=sequence, worker=worker))
+def rematch_op(sequences: Sequence[int]) -> pb.CacheOp:
+    return pb.CacheOp(rematch=pb.RematchOp(sequences=sequences))
+
+
+def admit_op(sequence: int, worker: int, new_tokens: int = 0) -> pb.CacheOp:
+    return pb.CacheOp(admit=pb.AdmitOp(sequence=sequence, worker=worker, num_new_tokens=new_tokens))
 
 
 def extend_op(sequences: Sequence[int]) -> pb.CacheOp:

@@ -101,13 +101,27 @@ class Model:
                 matches[worker_id] = len(hit) * self.block_size, len(live) * self.block_size
         return "match", matches
 
-    def admit(self, sequence: int, worker_id: int) -> Result:
+    def rematch(self, sequences: Sequence[int]) -> Result:
+        if any(sequence not in self.waiting for sequence in sequences):
+            raise ModelRefusal(Code.NOT_FOUND)
+        return OK
+
+    def matches(self, sequence: int) -> dict[int, tuple[int, int]]:
+        """What a fresh match of a waiting sequence would report."""
+        tokens = self.waiting.pop(sequence)
+        _, matches = self.match(sequence, tokens)
+        assert isinstance(matches, dict)
+        return matches
+
+    def admit(self, sequence: int, worker_id: int, new_tokens: int = 0) -> Result:
         if sequence not in self.waiting:
             raise ModelRefusal(Code.FAILED_PRECONDITION if sequence in self.running else Code.NOT_FOUND)
         worker = self._worker(worker_id)
         tokens = self.waiting[sequence]
         hit = self._hit(worker, tokens)
         needed = -(-len(tokens) // self.block_size) - len(hit)
+        if new_tokens:
+            needed = min(needed, -(-new_tokens // self.block_size))
         if needed > len(worker.free) + len([p for p in worker.unused if p not in hit]):
             raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
         for prefix in hit:

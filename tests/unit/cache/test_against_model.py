@@ -28,6 +28,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.model = Model()
         self.ops: list[pb.CacheOp] = []
         self.expected: list[Result] = []
+        self.longest: dict[int, int] = {}  # as last reported of each waiting sequence
         self.block_size = block_size
         for worker, blocks in enumerate(num_blocks):
             self.do(
@@ -46,6 +47,7 @@ class CacheMachine(RuleBasedStateMachine):
     def send(self) -> None:
         known = dict(self.link.pools)
         response = self.link.exchange(*self.ops)
+        self.check_matches(response)
         assert [self.result(result) for result in response.results] == self.expected
         self.ops, self.expected = [], []
         now = {worker_id: worker.counters() for worker_id, worker in self.model.workers.items()}
@@ -56,6 +58,24 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(worker_id in told for worker_id in now if now[worker_id] != known.get(worker_id))
         assert {worker_id: self.link.pools[worker_id] for worker_id in now} == now
         self.compare_states()
+
+    def check_matches(self, response: pb.CacheServiceLinkResponse) -> None:
+        """A sequence that waits is known to match as far as it does; what is reported of it is the whole truth."""
+        for op, result in zip(self.ops, response.results, strict=True):
+            if result.HasField("match"):
+                self.longest[op.match.sequence] = max((m.num_tokens for m in result.match.matches), default=0)
+        updated = [update.sequence for update in response.match_updates]
+        assert len(set(updated)) == len(updated)
+        for update in response.match_updates:
+            matches = {m.worker: (m.num_tokens, m.num_live_tokens) for m in update.matches}
+            assert matches == self.model.matches(update.sequence)
+            self.longest[update.sequence] = max((tokens for tokens, _ in matches.values()), default=0)
+        for op, result in zip(self.ops, response.results, strict=True):
+            if op.HasField("rematch") and not result.HasField("error"):
+                assert all(s in updated for s in op.rematch.sequences if s in self.model.waiting)
+        for sequence in list(self.model.waiting) if self.model.workers else ():
+            matches = self.model.matches(sequence)
+            assert self.longest[sequence] == max((tokens for tokens, _ in matches.values()), default=0)
 
     @staticmethod
     def result(result: pb.CacheOpResult) -> Result:
@@ -74,7 +94,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def compare_states(self) -> None:
         core = self.link.core
-        assert {s: d.unpack(tokens) for s, tokens in core.waiting.items()} == self.model.waiting
+        assert {s: d.unpack(waiter.token_ids) for s, waiter in core.waiting.items()} == self.model.waiting
         assert core.admitted.keys() == self.model.running.keys()
         for sequence_id, sequence in core.admitted.items():
             expected = self.model.running[sequence_id]
@@ -91,12 +111,25 @@ class CacheMachine(RuleBasedStateMachine):
         assert (core.tree.num_nodes if core.tree else 0) == len(prefixes)
 
     @precondition(lambda self: self.model.workers)
-    @rule(tokens=tokens, data=st.data(), hold=held)
-    def start(self, tokens: list[int], data: st.DataObject, hold: bool) -> None:
+    @rule(tokens=tokens, hold=held)
+    def wait(self, tokens: list[int], hold: bool) -> None:
+        sequence = next(s for s in range(100) if s not in self.everything())
+        self.do(d.match_op(sequence, tokens), self.model.match, sequence, tokens, hold=hold)
+
+    @precondition(lambda self: self.model.waiting)
+    @rule(data=st.data(), hold=held)
+    def rematch(self, data: st.DataObject, hold: bool) -> None:
+        sequences = data.draw(st.lists(st.sampled_from(sorted(self.model.waiting)), max_size=3))
+        self.do(d.rematch_op(sequences), self.model.rematch, sequences, hold=hold)
+
+    @precondition(lambda self: self.model.workers)
+    @rule(tokens=tokens, new_tokens=st.integers(0, 8), data=st.data(), hold=held)
+    def start(self, tokens: list[int], new_tokens: int, data: st.DataObject, hold: bool) -> None:
         sequence = next(s for s in range(100) if s not in self.everything())
         worker = data.draw(st.sampled_from(sorted(self.model.workers)))
         self.do(d.match_op(sequence, tokens), self.model.match, sequence, tokens, hold=True)
-        self.do(d.admit_op(sequence, worker), self.model.admit, sequence, worker, hold=hold)
+        op = d.admit_op(sequence, worker, new_tokens)
+        self.do(op, self.model.admit, sequence, worker, new_tokens, hold=hold)
 
     @precondition(lambda self: self.model.running)
     @rule(hold=held)
@@ -145,7 +178,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), sequence=sequences, several=st.lists(sequences, max_size=4), hold=held)
     def anything(self, data: st.DataObject, sequence: int, several: list[int], hold: bool) -> None:
         """Whether it makes sense or not."""
-        match data.draw(st.sampled_from(["match", "admit", "extend", "commit", "free"])):
+        match data.draw(st.sampled_from(["match", "admit", "extend", "commit", "free", "rematch"])):
             case "match":
                 prompt = data.draw(tokens)
                 self.do(d.match_op(sequence, prompt), self.model.match, sequence, prompt, hold=hold)
@@ -157,6 +190,8 @@ class CacheMachine(RuleBasedStateMachine):
             case "commit":
                 entries = [(s, data.draw(tokens), data.draw(st.integers(0, 20))) for s in several]
                 self.do(d.commit_op(entries), self.model.commit, entries, hold=hold)
+            case "rematch":
+                self.do(d.rematch_op(several), self.model.rematch, several, hold=hold)
             case "free":
                 self.do(d.free_op(several), self.model.free, several, hold=hold)
 

@@ -122,7 +122,7 @@ def test_a_prefix_is_reused_and_reported(system: LocalSystem, client: Client) ->
 def test_long_prompts_are_chunked_and_decodes_go_on(system: LocalSystem, client: Client) -> None:
     end = system.attach(toy(max_batched_tokens=8))
     system.submit("s", 1, [9], params(20))
-    system.run_for(6)
+    system.run_for(9)
     system.submit("s", 2, list(range(10, 60)), params(2))
     chunks: dict[int, list[int]] = {}
     while not system.run_for(1):

@@ -109,6 +109,28 @@ def test_two_slots_decode_past_their_block_together(table: SlotTable) -> None:
         table.apply(StepPlan(step=4))
 
 
+def test_a_held_slot_waits_and_a_step_may_skip_all(table: SlotTable) -> None:
+    """Slot 0 decodes. What is on hold, and what is skipped, stays where it was."""
+    table.commit(table.apply(prefill(2, 1, 3, hold_slots=pack([0]))))
+    rows = table.apply(prefill(3, 1, 2))
+    assert rows.slots.tolist() == [1]
+    table.commit(rows)
+    rows = table.apply(prefill(4, 1, 1, resume_slots=pack([0]), skip_decodes=True))
+    assert (rows.slots.tolist(), rows.samples.tolist()) == ([1], [True])
+    table.commit(rows)
+    rows = table.apply(StepPlan(step=5))
+    assert (rows.slots.tolist(), rows.starts.tolist()) == ([0, 1], [6, 9])
+
+
+def test_blocks_of_a_prefill_may_come_with_its_chunks(table: SlotTable) -> None:
+    plan = prefill(2, 2, 4, new_sequences=[new(2, 9, (6,))])
+    table.commit(table.apply(plan))
+    plan = prefill(3, 2, 5, grow_slots=pack([2, 2]), grow_blocks=pack([7, 8]))
+    rows = table.apply(plan)
+    assert (rows.starts[-1], rows.counts[-1], bool(rows.samples[-1])) == (4, 5, True)
+    assert table.block_table[2, :3].tolist() == [6, 7, 8]
+
+
 def test_reset_forgets_everything(table: SlotTable) -> None:
     table.reset()
     assert table.apply(prefill(1, 0, 6, new_sequences=[new()])).slots.tolist() == [0]
@@ -160,6 +182,10 @@ VIOLATIONS: dict[str, tuple[Callable[[], StepPlan], str]] = {
         ),
         "21 rows in a step of at most 20",
     ),
+    "hold of a prefill": (lambda: StepPlan(step=2, hold_slots=pack([1])), "hold_slots"),
+    "hold of an empty slot": (lambda: StepPlan(step=2, hold_slots=pack([3])), "no sequence"),
+    "hold twice": (lambda: StepPlan(step=2, hold_slots=pack([0, 0])), "hold_slots"),
+    "resume of what is not held": (lambda: StepPlan(step=2, resume_slots=pack([0])), "resume_slots"),
     "odd bytes": (lambda: StepPlan(step=2, free_slots=b"abc"), "not packed int32"),
     "negative temperature": (
         lambda: StepPlan(step=2, new_sequences=[new(2, sampling=SamplingParams(temperature=-1))]),

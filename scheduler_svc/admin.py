@@ -1,0 +1,99 @@
+"""AdminService: which policies decide, and why a request waited."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+import grpc
+
+from paceline.v1.admin_pb2 import (
+    ExplainRequest,
+    ExplainResponse,
+    Explanation,
+    GetPolicyRequest,
+    GetPolicyResponse,
+    PolicyChoice,
+    SetPolicyRequest,
+    SetPolicyResponse,
+)
+from paceline.v1.admin_pb2_grpc import AdminServiceServicer
+from scheduler_svc.core.policy import PolicyError
+from scheduler_svc.core.scheduler import SchedulerCore
+from scheduler_svc.policies.presets import PRESETS, Choice
+from scheduler_svc.policies.registry import KINDS, build, choose, names
+from services.runtime.logs import get_logger
+
+log = get_logger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Admin(AdminServiceServicer):
+    def __init__(self, core: SchedulerCore, choice: Choice) -> None:
+        self.core = core
+        self.choice = choice
+
+    async def GetPolicy(self, request: GetPolicyRequest, context: Context) -> GetPolicyResponse:
+        return GetPolicyResponse(
+            choice=self._message(),
+            presets=list(PRESETS),
+            orders=sorted(names("order")),
+            capacities=sorted(names("capacity")),
+            batches=sorted(names("batch")),
+            preemptions=sorted(names("preemption")),
+        )
+
+    async def SetPolicy(self, request: SetPolicyRequest, context: Context) -> SetPolicyResponse:
+        wanted = request.choice
+        options = {}
+        for name, text in wanted.options.items():
+            try:
+                options[name] = json.loads(text)
+            except ValueError:
+                await _invalid(context, f"options.{name}: {text!r} is not JSON")
+        try:
+            choice = choose(wanted.preset, {kind: getattr(wanted, kind) for kind in KINDS}, options, self.choice)
+            self.core.set_policies(build(choice))
+        except PolicyError as error:
+            await _invalid(context, str(error))
+        except Exception as error:  # a policy that cannot even take over what waits
+            await _invalid(context, f"order: {error!r} when it took over the queue")
+        self.choice = choice
+        log.info("policies changed", **{kind: getattr(choice, kind) for kind in KINDS}, options=choice.options)
+        return SetPolicyResponse(choice=self._message())
+
+    async def Explain(self, request: ExplainRequest, context: Context) -> ExplainResponse:
+        spans = self.core.journal.explain(request.request_id)
+        if spans is None:
+            message = f"request_id: nothing is known (any more) of {request.request_id!r}"
+            await context.abort(grpc.StatusCode.NOT_FOUND, message)
+        return ExplainResponse(
+            explanations=[
+                Explanation(
+                    first_decision=span.first,
+                    last_decision=span.last,
+                    from_s=span.from_s,
+                    to_s=span.to_s,
+                    reason=span.reason,
+                    detail=span.detail,
+                )
+                for span in spans
+            ]
+        )
+
+    def _message(self) -> PolicyChoice:
+        preset = next((name for name, known in PRESETS.items() if known == self.choice), "")
+        return PolicyChoice(
+            preset=preset,
+            order=self.choice.order,
+            capacity=self.choice.capacity,
+            batch=self.choice.batch,
+            preemption=self.choice.preemption,
+            options={name: json.dumps(value) for name, value in self.choice.options.items()},
+        )
+
+
+async def _invalid(context: Context, message: str) -> NoReturn:
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
+    raise AssertionError("abort returns never")

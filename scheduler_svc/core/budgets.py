@@ -1,0 +1,75 @@
+"""Budgets that are not a policy's: tenants' tokens, adapters in a batch; and when a refused client may come back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.step import Admission
+from scheduler_svc.core.types import SchedulerConfig
+
+# What a client is told at the least and at the most to wait, in seconds.
+RETRY_AFTER_S = (0.1, 600.0)
+# Share of a new measurement in the average.
+RATE_SMOOTHING = 0.3
+
+
+@dataclass(slots=True)
+class Budgets:
+    """What is bound or running, by tenant and adapter."""
+
+    config: SchedulerConfig
+    tenant_tokens: Counter[str] = field(default_factory=Counter)  # that they may grow to
+    loras: Counter[str] = field(default_factory=Counter)
+    _admitted_tokens: int = 0
+    _measured_s: float | None = None
+    _tokens_per_s: float = 0.0
+
+    def bind(self, request: Request) -> None:
+        self.tenant_tokens[request.tenant] += request.max_total_tokens
+        if request.lora:
+            self.loras[request.lora] += 1
+        self._admitted_tokens += request.num_tokens
+
+    def unbind(self, request: Request) -> None:
+        self.tenant_tokens[request.tenant] -= request.max_total_tokens
+        if not self.tenant_tokens[request.tenant]:
+            del self.tenant_tokens[request.tenant]
+        if request.lora:
+            self.loras[request.lora] -= 1
+            if not self.loras[request.lora]:
+                del self.loras[request.lora]
+
+    def exceeded(self, request: Request, admitted: Collection[Admission]) -> str | None:
+        """Which budget the request does not fit in beside what is bound and `admitted`; "name: numbers"."""
+        if (limit := self.config.tenant_max_running_tokens) > 0:
+            running = self.tenant_tokens[request.tenant]
+            running += sum(a.request.max_total_tokens for a in admitted if a.request.tenant == request.tenant)
+            # A tenant whose one request is larger than its budget still gets it served, alone.
+            if running and running + request.max_total_tokens > limit:
+                return f"tenant: {running} tokens of tenant {request.tenant!r} run, its limit is {limit}"
+        if self.config.max_loras and request.lora:
+            loras = {*self.loras, *(a.request.lora for a in admitted if a.request.lora)}
+            if request.lora not in loras and len(loras) >= self.config.max_loras:
+                return f"lora: {len(loras)} adapters are in the batch, the limit is {self.config.max_loras}"
+        return None
+
+    def measure(self, now_s: float) -> None:
+        """To be called a few times a second."""
+        if self._measured_s is None:
+            self._measured_s, self._admitted_tokens = now_s, 0
+        elapsed_s = now_s - self._measured_s
+        if elapsed_s < 1.0:
+            return
+        rate = self._admitted_tokens / elapsed_s
+        self._tokens_per_s += RATE_SMOOTHING * (rate - self._tokens_per_s) if self._tokens_per_s else rate
+        self._measured_s, self._admitted_tokens = now_s, 0
+
+    def retry_after_s(self, excess_tokens: int) -> float:
+        """When so many tokens will have left the queue, at the rate at which they left it lately."""
+        if not self._tokens_per_s:
+            return 1.0
+        low, high = RETRY_AFTER_S
+        return min(max(excess_tokens / self._tokens_per_s, low), high)

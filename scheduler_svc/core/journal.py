@@ -1,0 +1,111 @@
+"""Why requests wait, kept in bounded memory, for `paceline explain`.
+
+A decision costs what it names, not what waits: it notes the requests that it looked at and left out. Whoever stood
+behind the first of those waited for their turn, which is told from the same notes when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from scheduler_svc.core.request import Request
+
+MAX_REQUESTS = 4096
+MAX_SPANS = 64  # of one request
+MAX_HEADS = 4096
+WAITING = ("waiting", "preempted", "requeued")
+EVENTS = (*WAITING, "running", "ended")
+
+
+@dataclass(slots=True)
+class Span:
+    """One reason over consecutive decisions, or an event."""
+
+    reason: str
+    detail: str
+    first: int
+    last: int
+    from_s: float
+    to_s: float
+
+
+@dataclass(slots=True)
+class Record:
+    request_id: str
+    arrival_s: float
+    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
+    waits: deque[tuple[int, int | None]] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))  # decisions from, to
+
+
+@dataclass(slots=True)
+class Journal:
+    decisions: int = 0
+    _records: OrderedDict[str, Record] = field(default_factory=OrderedDict)
+    _heads: deque[tuple[str, Span]] = field(default_factory=lambda: deque(maxlen=MAX_HEADS))
+
+    def arrived(self, request: Request, now_s: float) -> None:
+        self._records[request.request_id] = Record(request.request_id, now_s)
+        if len(self._records) > MAX_REQUESTS:
+            self._records.popitem(last=False)
+        self.event(request, "waiting", f"{request.num_tokens} tokens", now_s)
+
+    def event(self, request: Request, reason: str, detail: str, now_s: float) -> None:
+        """It waits, runs, was preempted, has ended."""
+        record = self._records.get(request.request_id)
+        if record is None:
+            return
+        if record.waits and record.waits[-1][1] is None:
+            record.waits[-1] = (record.waits[-1][0], self.decisions)
+        if reason in WAITING:
+            record.waits.append((self.decisions, None))
+        record.spans.append(Span(reason, detail, self.decisions, self.decisions, now_s, now_s))
+
+    def decided(self, held_back: list[tuple[Request, str, str]], now_s: float) -> None:
+        """A decision looked at these and left them out, the first one first."""
+        self.decisions += 1
+        for request, reason, detail in held_back:
+            record = self._records.get(request.request_id)
+            if record is not None:
+                self._extend(record.spans, reason, detail, now_s)
+        if held_back:
+            request, reason, _ = held_back[0]
+            if self._heads and self._heads[-1][0] == request.request_id and self._heads[-1][1].reason == reason:
+                self._heads[-1][1].last, self._heads[-1][1].to_s = self.decisions, now_s
+            else:
+                span = Span(reason, "", self.decisions, self.decisions, now_s, now_s)
+                self._heads.append((request.request_id, span))
+
+    def explain(self, request_id: str) -> list[Span] | None:
+        """Oldest first, times in seconds since the arrival; None if nothing is known of it."""
+        record = self._records.get(request_id)
+        if record is None:
+            return None
+        spans = list(record.spans)
+        for first, last in record.waits:
+            spans += self._turns(record, first, self.decisions if last is None else last)
+        spans.sort(key=lambda span: (span.from_s, span.first))
+        return [
+            Span(s.reason, s.detail, s.first, s.last, s.from_s - record.arrival_s, s.to_s - record.arrival_s)
+            for s in spans
+        ]
+
+    def _turns(self, record: Record, first: int, last: int) -> list[Span]:
+        """While it waited: who stood before it, and what that one waited for."""
+        turns = []
+        for request_id, head in self._heads:
+            if head.last <= first or head.first > last or request_id == record.request_id:
+                continue
+            if any(s.reason not in EVENTS and s.first <= head.first and s.last >= head.last for s in record.spans):
+                continue  # it was looked at itself
+            detail = f"behind {request_id}, which waits for {head.reason}"
+            from_s = max(head.from_s, record.arrival_s)
+            turns.append(Span("order", detail, max(head.first, first + 1), min(head.last, last), from_s, head.to_s))
+        return turns
+
+    def _extend(self, spans: deque[Span], reason: str, detail: str, now_s: float) -> None:
+        last = spans[-1] if spans else None
+        if last is not None and last.reason == reason and last.last == self.decisions - 1:
+            last.last, last.to_s, last.detail = self.decisions, now_s, detail
+        else:
+            spans.append(Span(reason, detail, self.decisions, self.decisions, now_s, now_s))

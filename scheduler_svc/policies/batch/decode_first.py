@@ -1,0 +1,53 @@
+"""What runs first, then who waits, until the token budget is spent; prefill in chunks (vLLM V1, after Sarathi-Serve).
+
+There are no phases: every sequence has tokens to compute, one if it decodes. Running ones get theirs in order of
+admission; what the budget leaves goes to waiting ones, unless something had to give way in this very step.
+"""
+
+from __future__ import annotations
+
+from scheduler_svc.core.policy import BatchPolicy, Verdict
+from scheduler_svc.core.step import Running, Step
+
+
+class DecodeFirst(BatchPolicy):
+    def __init__(self, chunked_prefill: bool = True, long_prefill_token_threshold: int = 0) -> None:
+        """No chunk is longer than the threshold (0: no limit). Without chunks a prompt runs whole or waits."""
+        if long_prefill_token_threshold < 0:
+            raise ValueError("long_prefill_token_threshold: negative")
+        self.chunked_prefill = chunked_prefill
+        self.threshold = long_prefill_token_threshold
+
+    def compose(self, step: Step) -> None:
+        self._run(step)
+        if step.preempted:
+            return
+        for request in step.waiting():
+            if not step.budget_tokens:
+                step.hold_back(request, Verdict.STOP, "budget", f"{step.max_batched_tokens} tokens are spent")
+                break
+            tokens = self._limit(step.uncached_tokens(request))
+            if tokens > step.budget_tokens and not self.chunked_prefill:
+                step.hold_back(request, Verdict.STOP, "budget", f"{tokens} tokens, {step.budget_tokens} are left")
+                break
+            if step.admit(request, min(tokens, step.budget_tokens)) is Verdict.STOP:
+                break
+
+    def _run(self, step: Step) -> None:
+        prefills = step.prefills
+        wanted = step.num_decoding + sum(self._limit(sequence.remaining_tokens) for sequence in prefills)
+        if wanted <= step.budget_tokens:  # in whatever order, all of it fits
+            step.run_decodes()
+            for sequence in prefills:
+                step.run(sequence, self._limit(sequence.remaining_tokens))
+            return
+        for sequence in step.running:
+            self._run_one(step, sequence)
+
+    def _run_one(self, step: Step, sequence: Running) -> None:
+        tokens = min(self._limit(sequence.remaining_tokens), step.budget_tokens)
+        if tokens:
+            step.run(sequence, tokens)
+
+    def _limit(self, tokens: int) -> int:
+        return min(tokens, self.threshold) if self.threshold else tokens

@@ -1,0 +1,1 @@
+"""Who may hold blocks."""

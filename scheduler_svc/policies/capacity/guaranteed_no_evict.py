@@ -1,0 +1,35 @@
+"""Reserve to completion (TensorRT-LLM GUARANTEED_NO_EVICT): who is admitted never gives way.
+
+A request may start if, after everything that runs has got all the blocks it can ever need, enough are left for all
+that this one can ever need. The first that does not fit ends the search. A request whose prefix another one is just
+computing waits for it (`prefix_aware`), and others may pass it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from scheduler_svc.core.policy import CapacityPolicy, Verdict
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.step import Step
+
+
+class GuaranteedNoEvict(CapacityPolicy):
+    reserves_prompt: ClassVar[bool] = True
+
+    def __init__(self, prefix_aware: bool = True) -> None:
+        self.prefix_aware = prefix_aware
+        self._unpromised_blocks = 0
+
+    def begin(self, step: Step) -> None:
+        self._unpromised_blocks = step.available_blocks - step.promised_blocks()
+
+    def admit(self, step: Step, request: Request, need_blocks: int) -> Verdict:
+        if self.prefix_aware and step.another_computes_prefix_of(request):
+            return Verdict.SKIP
+        shared_blocks = step.blocks_for(request.num_tokens) - need_blocks
+        to_completion = step.blocks_for(request.max_total_tokens) - shared_blocks
+        if to_completion > self._unpromised_blocks:
+            return Verdict.STOP
+        self._unpromised_blocks -= to_completion
+        return Verdict.ADMIT

@@ -1,0 +1,68 @@
+"""Reserve a share of what may still be generated, and let experience set the share (SGLang's `new_token_ratio`).
+
+A request is admitted if its prompt, the tokens it may generate (at most `clip_max_new_tokens` of them) and a block
+fit what is left after every running sequence has been promised `ratio` of what it may still generate. The ratio sinks
+a little with every decode step, so admission gets bolder, down to `min_ratio_factor` of where it began; a preemption
+shows that it was too bold, and sets it to what the remaining sequences have used of their allowance,
+`retract_decode_steps` tokens ahead each; it starts afresh when nothing runs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scheduler_svc.core.policy import CapacityPolicy, Verdict
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.step import Step
+
+
+class TokenRatio(CapacityPolicy):
+    def __init__(
+        self,
+        init_new_token_ratio: float = 0.7,
+        min_ratio_factor: float = 0.14,
+        ratio_decay_steps: int = 600,
+        retract_decode_steps: int = 20,
+        clip_max_new_tokens: int = 4096,
+    ) -> None:
+        if not 0 < init_new_token_ratio <= 1:
+            raise ValueError(f"init_new_token_ratio: {init_new_token_ratio} is not in (0, 1]")
+        self.initial = init_new_token_ratio
+        self.lowest = init_new_token_ratio * min_ratio_factor
+        self.decay = (self.initial - self.lowest) / ratio_decay_steps
+        self.retract_decode_steps = retract_decode_steps
+        self.clip = clip_max_new_tokens
+        self._ratios: dict[int, float] = {}  # by worker
+        self._left_tokens = 0.0
+
+    def ratio(self, step: Step) -> float:
+        return self._ratios.get(step.worker_id, self.initial)
+
+    def begin(self, step: Step) -> None:
+        if not step.num_running and not step.preempted:
+            self._ratios.pop(step.worker_id, None)
+        expected = np.minimum(step.remaining_new_tokens(), self.clip).sum() * self.ratio(step)
+        self._left_tokens = step.available_blocks * step.block_size - float(expected)
+
+    def admit(self, step: Step, request: Request, need_blocks: int) -> Verdict:
+        tokens = step.uncached_tokens(request)
+        # What it may generate counts only as far as it would fit if it were alone, so that everyone can start.
+        pool_tokens = step.total_blocks * step.block_size
+        fitting = pool_tokens - (step.blocks_for(request.num_tokens) + 1) * step.block_size - 1
+        new_tokens = min(request.max_total_tokens - request.num_tokens, self.clip, fitting)
+        own_blocks = step.blocks_for(request.num_tokens) - step.cached_tokens(request) // step.block_size
+        whole_need = step.need_blocks(request, tokens)
+        left = self._left_tokens - (whole_need - own_blocks) * step.block_size  # its cached prefix is taken, too
+        if tokens + new_tokens + step.block_size >= left:
+            return Verdict.STOP
+        self._left_tokens = left - (own_blocks + 1) * step.block_size - new_tokens
+        return Verdict.ADMIT
+
+    def planned(self, step: Step) -> None:
+        if step.preempted and step.running:
+            out = sum(sequence.num_output_tokens for sequence in step.running)
+            allowed = sum(sequence.request.max_new_tokens for sequence in step.running)
+            ahead = self.retract_decode_steps * len(step.running)
+            self._ratios[step.worker_id] = min(1.0, (out + ahead) / (allowed + 1))
+        elif step.runs_decodes:
+            self._ratios[step.worker_id] = max(self.lowest, self.ratio(step) - self.decay)

@@ -1,0 +1,31 @@
+"""Allocate now, preempt later (vLLM): admit while the blocks fit and a watermark stays free."""
+
+from __future__ import annotations
+
+import math
+
+from scheduler_svc.core.policy import CapacityPolicy, Verdict
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.step import Step
+
+
+class Watermark(CapacityPolicy):
+    """`watermark` of the pool stays free at an admission, so that running sequences can grow before they preempt, and
+    `resume_watermark` when a request that was preempted comes back: without that hysteresis it would be preempted again
+    by the growth of those it gave way to. Neither holds when nothing runs: then nobody could ever start.
+
+    The whole prompt has to fit though only its first chunk is allocated (vLLM's `scheduler_reserve_full_isl`).
+    """
+
+    def __init__(self, watermark: float = 0.0, resume_watermark: float | None = None) -> None:
+        for name, share in (("watermark", watermark), ("resume_watermark", resume_watermark or 0.0)):
+            if not 0 <= share < 1:
+                raise ValueError(f"{name}: {share} is not in [0, 1)")
+        self.watermark = watermark
+        self.resume_watermark = watermark if resume_watermark is None else resume_watermark
+
+    def admit(self, step: Step, request: Request, need_blocks: int) -> Verdict:
+        share = self.resume_watermark if request.num_preemptions else self.watermark
+        reserve = math.ceil(share * step.total_blocks) if step.num_running or step.admissions else 0
+        whole = step.need_blocks(request, step.uncached_tokens(request))
+        return Verdict.ADMIT if whole + reserve <= step.available_blocks else Verdict.STOP

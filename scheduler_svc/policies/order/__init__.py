@@ -1,0 +1,1 @@
+"""Who is offered a place first."""

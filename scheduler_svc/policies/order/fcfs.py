@@ -1,0 +1,11 @@
+"""First come, first served, by arrival (the default of vLLM, SGLang and TensorRT-LLM)."""
+
+from __future__ import annotations
+
+from scheduler_svc.core.policy import KeyedOrder
+from scheduler_svc.core.request import Request
+
+
+class FirstComeFirstServed(KeyedOrder):
+    def key(self, request: Request) -> int:
+        return 0  # equals stand by their place

@@ -1,0 +1,64 @@
+"""Longest cached prefix first (SGLang `lpm`), with its in-batch rule: of requests that share a prefix nobody has
+computed yet, one goes first and the others wait behind everything, so that they find it cached.
+
+SGLang matches every waiting request anew in every pass and builds a throw-away tree of those that match little; above
+128 waiting it gives up and becomes fcfs. Here a request is matched on arrival and moves when the cache reports a
+change. And the tree comes down to groups: a request meets an earlier one's first `in_batch_deprioritize_threshold`
+tokens in that tree exactly if its own are equal, so the first request of each group of equal beginnings is its
+leader, and the rest are deprioritised. Everything is O(log waiting), at any length of the queue.
+"""
+
+from __future__ import annotations
+
+from sortedcontainers import SortedDict
+
+from scheduler_svc.core.policy import KeyedOrder
+from scheduler_svc.core.request import TOKEN_BYTES, Request
+
+
+class LongestPrefixMatch(KeyedOrder):
+    def __init__(self, in_batch_check_threshold: int = 32, in_batch_deprioritize_threshold: int = 32) -> None:
+        """Requests with at most `in_batch_check_threshold` cached tokens are compared with one another; -1: none."""
+        super().__init__()
+        self.check_threshold = in_batch_check_threshold
+        self.beginning_bytes = max(1, in_batch_deprioritize_threshold) * TOKEN_BYTES
+        self._groups: dict[bytes, SortedDict[tuple[int, int], Request]] = {}
+        self._group_of: dict[int, bytes] = {}  # by seniority
+
+    def key(self, request: Request) -> tuple[bool, int]:
+        group = self._groups.get(self._group_of.get(request.seniority, b""))
+        follows = group is not None and group.peekitem(0)[1] is not request
+        return (follows, -request.best_matched_tokens)
+
+    def add(self, request: Request) -> None:
+        beginning = request.token_ids[: self.beginning_bytes]
+        if request.best_matched_tokens <= self.check_threshold and len(beginning) == self.beginning_bytes:
+            group = self._groups.setdefault(beginning, SortedDict())
+            led_before = group.peekitem(0)[1] if group else None
+            group[request.place, request.seniority] = request
+            self._group_of[request.seniority] = beginning
+            if led_before is not None and group.peekitem(0)[1] is request:  # it came back to a place before theirs
+                super().rematched(led_before)
+        super().add(request)
+
+    def remove(self, request: Request) -> None:
+        super().remove(request)
+        beginning = self._group_of.pop(request.seniority, None)
+        if beginning is None:
+            return
+        group = self._groups[beginning]
+        led = group.peekitem(0)[1] is request
+        del group[request.place, request.seniority]
+        if not group:
+            del self._groups[beginning]
+        elif led:
+            super().rematched(group.peekitem(0)[1])
+
+    def rematched(self, request: Request) -> None:
+        """It may enter or leave its group by this, and so make way for the next leader."""
+        grouped = request.seniority in self._group_of
+        if grouped == (request.best_matched_tokens <= self.check_threshold):
+            super().rematched(request)
+        else:
+            self.remove(request)
+            self.add(request)

@@ -1,0 +1,21 @@
+"""Most urgent first, stable within a priority (vLLM `--scheduling-policy priority`; TensorRT-LLM's PRIORITY queue).
+
+Both order by (priority, arrival) and let low priorities starve; ageing is ours. A request gains `ageing_per_s` for each
+second since its arrival. All gain at the same rate, so who of two is ahead never changes: the key is a constant.
+"""
+
+from __future__ import annotations
+
+from scheduler_svc.core.policy import KeyedOrder
+from scheduler_svc.core.request import Request
+
+
+class Priority(KeyedOrder):
+    def __init__(self, ageing_per_s: float = 0.0) -> None:
+        if ageing_per_s < 0:
+            raise ValueError(f"ageing_per_s: {ageing_per_s} is negative")
+        super().__init__()
+        self.ageing_per_s = ageing_per_s
+
+    def key(self, request: Request) -> float:
+        return self.ageing_per_s * request.arrival_s - request.priority

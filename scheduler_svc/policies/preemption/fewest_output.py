@@ -1,0 +1,19 @@
+"""Who has generated least gives way first, of equals the one with the longest prompt (SGLang's retraction): the least
+work is lost, and the most blocks come free. SGLang puts it at the tail of the queue; here it keeps its seniority unless
+`requeue` says "back"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from scheduler_svc.core.policy import PreemptionPolicy
+from scheduler_svc.core.step import Running, Step
+
+
+class FewestOutput(PreemptionPolicy):
+    def __init__(self, requeue: Literal["seniority", "front", "back"] = "seniority") -> None:
+        self.requeue = requeue
+
+    def victims(self, step: Step) -> Iterable[Running]:
+        return sorted(step.running, key=lambda s: (s.num_output_tokens, -s.request.num_prompt_tokens))

@@ -1,0 +1,17 @@
+"""Who was admitted last gives way first (vLLM fcfs; TensorRT-LLM pauses from the tail)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from scheduler_svc.core.policy import PreemptionPolicy
+from scheduler_svc.core.step import Running, Step
+
+
+class LastIn(PreemptionPolicy):
+    def __init__(self, requeue: Literal["seniority", "front", "back"] = "seniority") -> None:
+        self.requeue = requeue
+
+    def victims(self, step: Step) -> Iterable[Running]:
+        return reversed(step.running)

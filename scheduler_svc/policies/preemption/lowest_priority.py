@@ -1,0 +1,17 @@
+"""The least urgent gives way first, of equals the one that arrived last (vLLM priority)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from scheduler_svc.core.policy import PreemptionPolicy
+from scheduler_svc.core.step import Running, Step
+
+
+class LowestPriority(PreemptionPolicy):
+    def __init__(self, requeue: Literal["seniority", "front", "back"] = "seniority") -> None:
+        self.requeue = requeue
+
+    def victims(self, step: Step) -> Iterable[Running]:
+        return sorted(step.running, key=lambda sequence: (sequence.request.priority, -sequence.request.seniority))

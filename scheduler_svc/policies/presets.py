@@ -1,0 +1,44 @@
+"""Combinations that behave as a known system does, and ours. docs/presets.md says how each was checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One policy of each kind by name ("module:Class" for one's own), and the options that they share."""
+
+    order: str
+    capacity: str
+    batch: str
+    preemption: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+DEFAULT = "paceline"
+
+PRESETS: dict[str, Choice] = {
+    # Prompts in chunks beside decodes; admit while it fits, preempt the last. A preempted request comes back only when
+    # there is room to grow.
+    "paceline": Choice("fcfs", "watermark", "decode-first", "last-in", {"watermark": 0.01, "resume_watermark": 0.05}),
+    # https://github.com/vllm-project/vllm, the last V0 scheduler: prefill batches, then decode batches.
+    "vllm-v0": Choice(
+        "fcfs",
+        "watermark",
+        "prefill-first",
+        "last-in",
+        {"watermark": 0.01, "chunked_prefill": False, "requeue": "front"},
+    ),
+    # vLLM V1 with its defaults.
+    "vllm-v1": Choice("fcfs", "watermark", "decode-first", "last-in", {"watermark": 0.0, "requeue": "front"}),
+    "vllm-v1-priority": Choice("priority", "watermark", "decode-first", "lowest-priority", {"watermark": 0.0}),
+    # SGLang with its defaults, and with --schedule-policy lpm.
+    "sglang": Choice("fcfs", "token-ratio", "prefill-first", "fewest-output", {"requeue": "back"}),
+    "sglang-lpm": Choice("lpm", "token-ratio", "prefill-first", "fewest-output", {"requeue": "back"}),
+    # TensorRT-LLM's three capacity schedulers, each with its micro-batch scheduler.
+    "trtllm-no-evict": Choice("priority", "guaranteed-no-evict", "two-stage", "last-in"),
+    "trtllm-max-util": Choice("priority", "max-utilization", "two-stage", "last-in"),
+    "trtllm-static": Choice("priority", "static-batch", "two-stage", "last-in"),
+}

@@ -1,0 +1,86 @@
+"""`paceline policy`: which policies decide in a running scheduler, and others in their place."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import grpc
+from rich.console import Console
+
+from paceline.v1.admin_pb2 import GetPolicyRequest, PolicyChoice, SetPolicyRequest
+from paceline.v1.admin_pb2_grpc import AdminServiceStub
+
+KINDS = ("order", "capacity", "batch", "preemption")
+TIMEOUT_S = 10.0
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="paceline policy", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True)
+    get = commands.add_parser("get", help="what is in force, and what there is")
+    change = commands.add_parser("set", help="put a preset, other policies or options in force; no request is dropped")
+    change.add_argument("preset", nargs="?", default="", help="a preset; without one, what is in force is changed")
+    for kind in KINDS:
+        change.add_argument(f"--{kind}", default="", help="a policy's name, or module:Class")
+    change.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="an option of a policy; the value is JSON"
+    )
+    for command in (get, change):
+        command.add_argument("--scheduler", default="127.0.0.1:50051", metavar="HOST:PORT")
+    return top
+
+
+def main(argv: list[str]) -> int:
+    arguments = parser().parse_args(argv)
+    with grpc.insecure_channel(arguments.scheduler) as channel:
+        stub = AdminServiceStub(channel)
+        try:
+            if arguments.command == "get":
+                _show(stub)
+            else:
+                answer = stub.SetPolicy(SetPolicyRequest(choice=_choice(arguments)), timeout=TIMEOUT_S)
+                Console().print(f"in force from the next step on: {_describe(answer.choice)}", highlight=False)
+        except ValueError as error:
+            print(f"paceline policy: {error}", file=sys.stderr)
+            return 2
+        except grpc.RpcError as error:
+            print(f"paceline policy: {arguments.scheduler}: {error.details()}", file=sys.stderr)
+            return 2 if error.code() is grpc.StatusCode.INVALID_ARGUMENT else 1
+    return 0
+
+
+def _choice(arguments: argparse.Namespace) -> PolicyChoice:
+    """Raises ValueError."""
+    options = {}
+    for option in arguments.option:
+        name, equals, value = option.partition("=")
+        if not equals:
+            raise ValueError(f"--option {option}: NAME=VALUE is needed")
+        try:
+            json.loads(value)
+        except ValueError:
+            value = json.dumps(value)  # a bare word is a string
+        options[name] = value
+    return PolicyChoice(preset=arguments.preset, options=options, **{kind: getattr(arguments, kind) for kind in KINDS})
+
+
+def _show(stub: AdminServiceStub) -> None:
+    answer = stub.GetPolicy(GetPolicyRequest(), timeout=TIMEOUT_S)
+    console = Console()
+    console.print(f"in force    {_describe(answer.choice)}", highlight=False)
+    for title, known in (
+        ("presets", answer.presets),
+        ("order", answer.orders),
+        ("capacity", answer.capacities),
+        ("batch", answer.batches),
+        ("preemption", answer.preemptions),
+    ):
+        console.print(f"{title:11} {', '.join(known)}", highlight=False)
+
+
+def _describe(choice: PolicyChoice) -> str:
+    parts = [f"{kind} {getattr(choice, kind)}" for kind in KINDS]
+    parts += [f"{name}={value}" for name, value in sorted(choice.options.items())]
+    return f"{choice.preset or 'no preset'}: " + ", ".join(parts)

@@ -1,0 +1,344 @@
+"""`paceline scenario`: what every step of a small workload decides, on the real cores (shared/SCENARIOS.md).
+
+Scheduler and cache run in this process with a null worker whose steps take no time; the window is 1, so that a step is
+decided on all that the one before it did.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from cache_svc.core.cache import CacheCore
+from paceline.v1.common_pb2 import FinishReason, ModelInfo, SamplingParams
+from paceline.v1.inference_pb2 import SessionRequest, Submission
+from paceline.v1.worker_pb2 import StepPlan, StepResult, WorkerRegistration
+from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.scheduler import SchedulerCore
+from scheduler_svc.core.types import SchedulerConfig
+from scheduler_svc.policies.registry import build, choose
+
+VOCAB = 2**31 - 1
+# A run that decides nothing for so many steps in a row is given up.
+MAX_IDLE_STEPS = 50
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Prefix(Strict):
+    family: str
+    len: int = Field(ge=0)
+
+
+class ScenarioRequest(Strict):
+    id: str
+    arrive: int = Field(0, ge=0)
+    prompt: list[int] | None = None
+    prompt_len: int | None = Field(None, ge=1)
+    prefix: Prefix | None = None
+    max_new_tokens: int = Field(ge=1)
+    priority: float = 0.0
+    tenant: str = ""
+    lora: str | None = None
+
+    @model_validator(mode="after")
+    def _has_a_prompt(self) -> ScenarioRequest:
+        if (self.prompt is None) == (self.prompt_len is None):
+            raise ValueError("exactly one of prompt and prompt_len is needed")
+        if self.prompt is not None and self.prefix is not None:
+            raise ValueError("prefix goes with prompt_len, not with prompt")
+        if self.prefix and self.prompt_len and self.prefix.len > self.prompt_len:
+            raise ValueError(f"prefix.len {self.prefix.len} is more than prompt_len {self.prompt_len}")
+        if self.prompt is not None and not self.prompt:
+            raise ValueError("prompt: at least one token is needed")
+        return self
+
+
+class PolicyNames(Strict):
+    order: str = ""
+    capacity: str = ""
+    batch: str = ""
+    preemption: str = ""
+
+
+class Scenario(Strict):
+    block_size: int = Field(ge=1)
+    num_blocks: int = Field(ge=1)
+    num_host_blocks: Literal[0] = 0
+    max_num_seqs: int = Field(ge=1)
+    max_batched_tokens: int = Field(ge=1)
+    max_model_len: int = Field(ge=2)
+    prefix_caching: bool = True
+    preset: str | PolicyNames = ""
+    options: dict[str, Any] = Field(default_factory=dict)
+    max_loras: int = Field(0, ge=0)
+    requests: list[ScenarioRequest] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _names_each_request_once(self) -> Scenario:
+        ids = [request.id for request in self.requests]
+        if twice := {name for name in ids if ids.count(name) > 1}:
+            raise ValueError(f"requests: id {min(twice)!r} stands more than once")
+        return self
+
+    def policies(self) -> Policies:
+        """Raises PolicyError."""
+        if isinstance(self.preset, str):
+            return build(choose(self.preset, options=self.options))
+        return build(choose(overrides=self.preset.model_dump(), options=self.options))
+
+
+@dataclass(slots=True)
+class Scheduled:
+    id: str
+    tokens: int
+    cached_tokens: int
+    phase: str
+
+
+@dataclass(slots=True)
+class Step:
+    step: int
+    scheduled: list[Scheduled] = field(default_factory=list)
+    preempted: list[dict[str, str]] = field(default_factory=list)
+    rejected: list[dict[str, str]] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    waiting: int = 0
+    running: int = 0
+
+
+@dataclass(slots=True)
+class Outcome:
+    steps: list[Step]
+    num_steps: int
+    generated_tokens: dict[str, int]
+    stuck: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        result = asdict(self)
+        if not self.stuck:
+            del result["stuck"]
+        return result
+
+
+@dataclass(slots=True)
+class Seat:
+    """What the null worker knows of a slot."""
+
+    name: str
+    remaining: int  # tokens to compute before it samples
+    cached: int
+    held: bool = False
+
+    @property
+    def decodes(self) -> bool:
+        return self.remaining == 0
+
+
+class NullWorker:
+    """Runs plans by arithmetic alone. Every token it "samples" is one that nobody else has."""
+
+    def __init__(self) -> None:
+        self.seats: dict[int, Seat] = {}
+        self._tokens = itertools.count(VOCAB - 2, -1)
+
+    def run(self, plan: StepPlan) -> tuple[list[Scheduled], StepResult]:
+        for slot in _ints(plan.free_slots):
+            del self.seats[slot]
+        for new in plan.new_sequences:
+            cached = new.num_cached_tokens
+            self.seats[new.slot] = Seat(new.request_id, len(new.token_ids) // 4 - cached, cached)
+        for slot in _ints(plan.hold_slots):
+            self.seats[slot].held = True
+        for slot in _ints(plan.resume_slots):
+            self.seats[slot].held = False
+        decodes = [] if plan.skip_decodes else sorted(s for s, seat in self.seats.items() if seat.decodes)
+        scheduled = [Scheduled(self.seats[slot].name, 1, 0, "decode") for slot in decodes if not self.seats[slot].held]
+        num_sampled = len(scheduled)
+        for slot, tokens in zip(_ints(plan.prefill_slots), _ints(plan.prefill_tokens), strict=True):
+            seat = self.seats[slot]
+            scheduled.append(Scheduled(seat.name, tokens, seat.cached, "prefill"))
+            seat.remaining -= tokens
+            seat.cached = 0
+            num_sampled += seat.decodes
+        sampled = np.array(list(itertools.islice(self._tokens, num_sampled)), np.int32)
+        return scheduled, StepResult(step=plan.step, token_ids=sampled.tobytes())
+
+
+class Run:
+    def __init__(self, scenario: Scenario, policies: Policies) -> None:
+        self.scenario = scenario
+        loras = scenario.max_loras or len({request.lora for request in scenario.requests if request.lora})
+        config = SchedulerConfig(
+            window=1,
+            prefix_caching=scenario.prefix_caching,
+            max_queued_requests=1 << 30,
+            max_queued_tokens=1 << 60,
+            max_loras=loras,
+        )
+        self.core = SchedulerCore(config, policies, lambda: build(choose()), epoch=1, on_policy_error=_raise)
+        self.cache = CacheCore()
+        self.worker = NullWorker()
+        self.core.open_session("scenario", window=1 << 30)
+        self.core.cache_connected(1)
+        registration = WorkerRegistration(
+            name="null",
+            model=ModelInfo(name="null", fingerprint="null", vocab_size=VOCAB, max_model_len=scenario.max_model_len),
+            block_size=scenario.block_size,
+            num_blocks=scenario.num_blocks,
+            max_num_seqs=scenario.max_num_seqs,
+            max_batched_tokens=scenario.max_batched_tokens,
+            max_loras=loras,
+        )
+        self.worker_id = self.core.register_worker(registration, 0.0)
+        self.generated: dict[str, int] = {request.id: 0 for request in scenario.requests}
+        self.requests: list[Request] = []
+        self._submissions = self._make_submissions()
+        self._names = {submission.handle: submission.request_id for _, submission in self._submissions}
+        self._num_preemptions: dict[str, int] = defaultdict(int)
+        self._barren_steps = 0
+        self._handles: list[int] = []
+        self._plan: StepPlan | None = None
+
+    def play(self) -> Outcome:
+        """Until nothing is waiting or running."""
+        steps: list[Step] = []
+        idle = 0
+        arrivals = sorted({at for at, _ in self._submissions})
+        self._settle(Step(-1))
+        while True:
+            step = Step(len(steps))
+            self._submit(step)
+            barren = Step(step.step)
+            self._settle(step, barren)
+            if self.core.counters.barren_steps > self._barren_steps:
+                self._barren_steps = self.core.counters.barren_steps
+                self._observe(barren)
+                steps.append(barren)
+                step.step, step.preempted = len(steps), []
+            result = None
+            if self._plan is not None:
+                step.scheduled, result = self.worker.run(self._plan)
+                self._plan = None
+            self._observe(step)
+            if result is not None:
+                self.core.worker_result(self.worker_id, result, 0.0)
+                self._endings(step)
+            pending = any(at > step.step for at in arrivals)
+            if not (step.scheduled or step.waiting or step.running or step.rejected or pending):
+                return Outcome(steps, len(steps), self.generated)
+            steps.append(step)
+            idle = 0 if step.scheduled or pending else idle + 1
+            if not (step.waiting or step.running or pending) and not step.scheduled:
+                return Outcome(steps, len(steps), self.generated)
+            if idle > MAX_IDLE_STEPS:
+                return Outcome(steps[: -idle + 1], len(steps) - idle + 1, self.generated, stuck=True)
+            if not pending and not self.core.queue and not self._live():
+                return Outcome(steps, len(steps), self.generated)
+
+    def _live(self) -> bool:
+        return any(worker.running or worker.draft for worker in self.core.workers.values())
+
+    def _submit(self, step: Step) -> None:
+        arriving = [submission for at, submission in self._submissions if at == step.step]
+        if arriving:
+            self.core.session_message("scenario", SessionRequest(submissions=arriving), 0.0)
+            self.requests += list(self.core.queue)[-len(arriving) :]
+
+    def _settle(self, step: Step, barren: Step | None = None) -> None:
+        """Let scheduler and cache talk until neither has anything to say."""
+        while True:
+            outbox = self.core.poll(0.0)
+            for _, message in outbox.to_workers:
+                if message.HasField("plan"):
+                    self._plan = message.plan
+            for _, response in outbox.to_sessions:
+                self._take(response, step)
+            for request in self.requests:
+                if request.num_preemptions > self._num_preemptions[request.request_id]:
+                    self._num_preemptions[request.request_id] = request.num_preemptions
+                    for record in (step, barren) if barren else (step,):
+                        record.preempted.append({"id": request.request_id, "mode": "recompute"})
+            if not outbox.to_cache:
+                return
+            for exchange in outbox.to_cache:
+                self.core.cache_response(self.cache.exchange(exchange))
+
+    def _endings(self, step: Step) -> None:
+        """Deliver what the step's result brought about, without deciding the next one."""
+        session = self.core.sessions["scenario"]
+        while (message := session.next_message()) is not None:
+            self._take(message, step)
+
+    def _take(self, message: Any, step: Step) -> None:
+        self._handles = list(message.handles) or self._handles
+        for handle in self._handles if message.handles or message.same_handles else ():
+            self.generated[self._names[handle]] += 1
+        for ending in message.endings:
+            name = self._names[ending.handle]
+            if ending.reason == FinishReason.FINISH_REASON_ERROR:
+                step.rejected.append({"id": name, "reason": ending.message})
+            else:
+                step.finished.append(name)
+
+    def _observe(self, step: Step) -> None:
+        order = {request.request_id: i for i, request in enumerate(self.core.workers[self.worker_id].running.values())}
+        step.scheduled.sort(key=lambda scheduled: order.get(scheduled.id, 0))
+        for pool in self.cache.pool_counters():
+            step.free_blocks, step.cached_blocks = pool.free_blocks, pool.cached_blocks
+        step.waiting = len(self.core.queue)
+        step.running = len(order)
+
+    def _make_submissions(self) -> list[tuple[int, Submission]]:
+        ids = itertools.count(1)
+        families: dict[str, list[int]] = {}
+        submissions = []
+        for handle, request in enumerate(self.scenario.requests):
+            prompt = request.prompt
+            if prompt is None:
+                shared = request.prefix.len if request.prefix else 0
+                family = families.setdefault(request.prefix.family, []) if request.prefix else []
+                family += itertools.islice(ids, max(0, shared - len(family)))
+                own = itertools.islice(ids, (request.prompt_len or 0) - shared)
+                prompt = [*family[:shared], *own]
+            else:
+                # Token ids that a scenario names are its own business: none of the made-up ones is among them.
+                ids = itertools.count(max(next(ids), max(prompt) + 1))
+            submissions.append((request.arrive, self._submission(handle, request, prompt)))
+        return submissions
+
+    @staticmethod
+    def _submission(handle: int, request: ScenarioRequest, prompt: list[int]) -> Submission:
+        return Submission(
+            handle=handle,
+            request_id=request.id,
+            prompt_token_ids=np.array(prompt, np.int32).tobytes(),
+            sampling=SamplingParams(max_tokens=request.max_new_tokens, top_p=1.0, ignore_eos=True),
+            priority=request.priority,
+            tenant=request.tenant,
+            lora=request.lora or "",
+        )
+
+
+def play(scenario: Scenario) -> Outcome:
+    """Raises PolicyError for a preset or an option that there is not."""
+    return Run(scenario, scenario.policies()).play()
+
+
+def _ints(packed: bytes) -> list[int]:
+    numbers: list[int] = np.frombuffer(packed, np.int32).tolist()
+    return numbers
+
+
+def _raise(error: Exception) -> None:
+    raise error

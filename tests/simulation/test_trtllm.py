@@ -1,0 +1,216 @@
+"""The trtllm-* presets against TensorRT-LLM's own test scenarios (shared/anchors/tensorrt-llm.md §4.1, §4.2; the
+numbers are its rows).
+
+Left out, because Paceline has no such thing: cross-attention KV (2, 3), adapter pages (4, 5: an adapter budget counts
+adapters, as in 46), disaggregated init requests (8), draft tokens (35-39), beams (41), micro-batches of a pipeline
+(30), attention-DP routing (50-52), the V2 scheduler (54), and rows about that system's own classes (9, 42, 47-49,
+53).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from simulator.scenario import Outcome, Scenario, play
+
+NO_EVICT, MAX_UTIL, STATIC = "trtllm-no-evict", "trtllm-max-util", "trtllm-static"
+ALL = (NO_EVICT, MAX_UTIL, STATIC)
+CHUNKS_OF_20 = {"chunked_prefill": True, "chunk_unit_tokens": 20, "max_context_tokens": 20}
+
+
+def request(name: int, prompt: int | range, new: int, **fields: Any) -> dict[str, Any]:
+    given = {"prompt_len": prompt} if isinstance(prompt, int) else {"prompt": list(prompt)}
+    return {"id": str(name), "max_new_tokens": new, **given, **fields}
+
+
+def run(preset: str, requests: list[dict[str, Any]], **fields: Any) -> Outcome:
+    """Ten tokens in a block, as there; 20 blocks and 2 seats unless told."""
+    scenario: dict[str, Any] = {
+        "block_size": 10,
+        "num_blocks": 20,
+        "max_num_seqs": 2,
+        "max_batched_tokens": 8192,
+        "max_model_len": 4096,
+        "prefix_caching": False,
+        "preset": preset,
+        "requests": requests,
+    }
+    outcome = play(Scenario.model_validate(scenario | fields))
+    assert not outcome.stuck
+    assert outcome.generated_tokens == {r["id"]: r["max_new_tokens"] for r in requests}
+    return outcome
+
+
+def ranges(outcome: Outcome) -> str:
+    """Who was in the step, folded: "0-79 {0,1}; 80-119 {2}"."""
+    folded: list[tuple[str, int, int]] = []
+    for step in outcome.steps:
+        ids = "{" + ",".join(sorted(scheduled.id for scheduled in step.scheduled)) + "}"
+        if folded and folded[-1][0] == ids:
+            folded[-1] = (ids, folded[-1][1], step.step)
+        else:
+            folded.append((ids, step.step, step.step))
+    return "; ".join(f"{first}-{last} {ids}" for ids, first, last in folded)
+
+
+def prefills(outcome: Outcome, name: str) -> list[tuple[int, int, int]]:
+    """(step, tokens, cached tokens) of each chunk of a request."""
+    return [
+        (step.step, s.tokens, s.cached_tokens)
+        for step in outcome.steps
+        for s in step.scheduled
+        if s.id == name and s.phase == "prefill"
+    ]
+
+
+@pytest.mark.parametrize("preset", ALL)
+def test_1_both_fit(preset: str) -> None:
+    assert ranges(run(preset, [request(0, 10, 80), request(1, 10, 80)])) == "0-79 {0,1}"
+
+
+@pytest.mark.parametrize("preset", ALL)
+def test_6_prompts_in_chunks_of_20(preset: str) -> None:
+    outcome = run(preset, [request(0, 50, 40), request(1, 50, 40)], options=CHUNKS_OF_20)
+    assert prefills(outcome, "0") == [(0, 20, 0), (1, 20, 0), (2, 10, 0)]
+    assert outcome.num_steps == 42
+
+
+def test_7_max_utilization_pauses_the_last() -> None:
+    outcome = run(MAX_UTIL, [request(0, 10, 80), request(1, 10, 80)], num_blocks=10)
+    assert ranges(outcome) == "0-40 {0,1}; 41-79 {0}; 80-118 {1}"
+    assert [p["id"] for p in outcome.steps[41].preempted] == ["1"]
+    assert prefills(outcome, "1") == [(0, 10, 0), (80, 51, 0)]
+
+
+def test_10_and_the_less_urgent() -> None:
+    outcome = run(MAX_UTIL, [request(0, 10, 80, priority=0.5), request(1, 10, 80, priority=0.6)], num_blocks=10)
+    assert ranges(outcome) == "0-40 {0,1}; 41-79 {1}; 80-118 {0}"
+    assert [s.id for s in outcome.steps[5].scheduled] == ["1", "0"]
+
+
+def test_11_a_paused_one_comes_back_with_its_output_as_prompt() -> None:
+    outcome = run(MAX_UTIL, [request(0, 30, 60), request(1, 30, 60)], num_blocks=10, options=CHUNKS_OF_20)
+    # There a resumed prompt is computed in one piece; here it is chunked like any other, two steps more.
+    assert ranges(outcome) == "0-21 {0,1}; 22-60 {0}; 61-101 {1}"
+    assert prefills(outcome, "1")[2:] == [(61, 20, 0), (62, 20, 0), (63, 11, 0)]
+
+
+@pytest.mark.parametrize("preset", [NO_EVICT, STATIC])
+def test_14_no_evict_runs_one_after_the_other(preset: str) -> None:
+    outcome = run(preset, [request(0, 10, 80), request(1, 10, 80)], num_blocks=10)
+    assert ranges(outcome) == "0-79 {0}; 80-159 {1}"
+
+
+@pytest.mark.parametrize("preset", [NO_EVICT, STATIC])
+def test_15_also_with_chunks(preset: str) -> None:
+    outcome = run(preset, [request(0, 30, 60), request(1, 30, 60)], num_blocks=10, options=CHUNKS_OF_20)
+    assert ranges(outcome) == "0-60 {0}; 61-121 {1}"
+
+
+def test_17_newcomers_of_higher_priority_push_out_what_runs() -> None:
+    requests = [
+        request(0, 10, 10, priority=0.5),
+        request(1, 10, 10, priority=0.5),
+        request(2, 10, 10, priority=0.6, arrive=2),
+        request(3, 10, 10, priority=0.7, arrive=2),
+    ]
+    outcome = run(MAX_UTIL, requests, num_blocks=10)
+    assert ranges(outcome) == "0-1 {0,1}; 2-11 {2,3}; 12-19 {0,1}"
+    assert [s.id for s in outcome.steps[2].scheduled] == ["3", "2"]
+    assert prefills(outcome, "0") == [(0, 10, 0), (12, 12, 0)]
+
+
+@pytest.mark.parametrize("preset", [NO_EVICT, MAX_UTIL])
+def test_20_wait_for_a_prefix_that_is_being_computed(preset: str) -> None:
+    requests = [request(i, range(21), 2) for i in range(3)]
+    outcome = run(preset, requests, max_num_seqs=3, prefix_caching=True)
+    assert ranges(outcome) == "0-0 {0}; 1-1 {0,1,2}; 2-2 {1,2}"
+    assert prefills(outcome, "1") == prefills(outcome, "2") == [(1, 1, 20)]  # 4 reused blocks
+
+
+def test_20_a_static_batch_does_not_wait() -> None:
+    requests = [request(i, range(21), 2) for i in range(3)]
+    assert ranges(run(STATIC, requests, max_num_seqs=3, prefix_caching=True)) == "0-1 {0,1,2}"
+
+
+@pytest.mark.parametrize("preset", [NO_EVICT, MAX_UTIL])
+def test_21_for_all_of_its_chunks(preset: str) -> None:
+    requests = [request(i, range(50), 40) for i in range(2)]
+    outcome = run(preset, requests, prefix_caching=True, options=CHUNKS_OF_20)
+    assert ranges(outcome) == "0-2 {0}; 3-41 {0,1}; 42-42 {1}"
+    assert prefills(outcome, "1") == [(3, 10, 40)]
+
+
+def test_23_static_batches_follow_one_another() -> None:
+    outcome = run(STATIC, [request(0, 10, 80), request(1, 10, 40), request(2, 10, 80)])
+    assert ranges(outcome) == "0-39 {0,1}; 40-79 {0}; 80-159 {2}"
+
+
+def test_24_no_evict_waits_for_the_prefix() -> None:
+    requests = [request(i, range(20), 5) for i in range(2)]
+    outcome = run(NO_EVICT, requests, num_blocks=10, prefix_caching=True)
+    assert ranges(outcome) == "0-0 {0}; 1-4 {0,1}; 5-5 {1}"
+
+
+def test_26_different_prompts_do_not_wait() -> None:
+    requests = [request(0, range(20), 5), request(1, range(100, 120), 5)]
+    assert ranges(run(NO_EVICT, requests, num_blocks=10, prefix_caching=True)) == "0-4 {0,1}"
+
+
+def test_28_nor_equal_ones_without_reuse() -> None:
+    requests = [request(i, range(20), 5) for i in range(2)]
+    assert ranges(run(NO_EVICT, requests, num_blocks=10)) == "0-4 {0,1}"
+
+
+def test_29_two_seats() -> None:
+    outcome = run(NO_EVICT, [request(i, 10, 80) for i in range(4)], num_blocks=1000)
+    assert ranges(outcome) == "0-79 {0,1}; 80-159 {2,3}"
+
+
+def test_31_equal_progress_in_units_of_5() -> None:
+    options = {"chunked_prefill": True, "chunk_unit_tokens": 5, "chunking": "equal-progress"}
+    outcome = run(NO_EVICT, [request(0, 12, 5), request(1, 12, 5)], max_batched_tokens=7, options=options)
+    assert [p[:2] for p in prefills(outcome, "0")] == [(0, 5), (1, 7)]
+    assert [p[:2] for p in prefills(outcome, "1")] == [(2, 5), (3, 5), (4, 2)]
+
+
+def test_33_decodes_and_whole_prompts_share_the_budget() -> None:
+    requests = [request(i, 10, 10) for i in range(4)]
+    outcome = run(NO_EVICT, requests, num_blocks=1000, max_num_seqs=4, max_batched_tokens=12)
+    assert [len(step.scheduled) for step in outcome.steps[:4]] == [1, 2, 3, 3]
+    assert prefills(outcome, "3") == [(10, 10, 0)]
+
+
+def test_43_a_budget_of_15_takes_one_context_of_10() -> None:
+    outcome = run(NO_EVICT, [request(0, 10, 2), request(1, 10, 2)], num_blocks=1000, max_batched_tokens=15)
+    assert [s.id for s in outcome.steps[0].scheduled] == ["0"]
+
+
+def test_44_45_only_what_fits_to_completion() -> None:
+    outcome = run(NO_EVICT, [request(i, 10, 40) for i in range(2)], num_blocks=7)
+    assert [s.id for s in outcome.steps[0].scheduled] == ["0"]
+    outcome = run(NO_EVICT, [request(i, 10, 40) for i in range(3)], num_blocks=12, max_num_seqs=3)
+    assert [s.id for s in outcome.steps[0].scheduled] == ["0", "1"]
+
+
+def test_46_a_batch_has_so_many_adapters() -> None:
+    requests = [request(i, 10, 4, lora=f"adapter-{i}") for i in range(3)]
+    outcome = run(NO_EVICT, requests, max_num_seqs=3, max_loras=2)
+    assert [s.id for s in outcome.steps[0].scheduled] == ["0", "1"]
+    repeated = [request(i, 10, 4, lora=f"adapter-{i % 2}") for i in range(3)]
+    outcome = run(NO_EVICT, repeated, max_num_seqs=3, max_loras=1)
+    assert [s.id for s in outcome.steps[0].scheduled] == ["0", "2"]  # a resident adapter passes
+
+
+def test_cached_tokens_cost_nothing_of_the_budget() -> None:
+    """Two prompts of 20 with 15 there cached each fit a budget of 20; here reuse is by whole blocks, so 10 each."""
+    requests = [
+        request(0, range(11), 1),
+        request(1, range(100, 111), 1),
+        request(2, range(20), 1, arrive=2),
+        request(3, range(100, 120), 1, arrive=2),
+    ]
+    outcome = run(NO_EVICT, requests, max_batched_tokens=22, prefix_caching=True)
+    assert prefills(outcome, "2") == prefills(outcome, "3") == [(2, 10, 10)]
