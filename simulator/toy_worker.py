@@ -93,25 +93,32 @@ class ToyWorker:
         for new in plan.new_sequences:
             self._seat(new)
         for slot, block in zip(_ints(plan.grow_slots), _ints(plan.grow_blocks), strict=True):
-            self.slots[slot].table.append(block)
+            self._at(slot, "grown").table.append(block)
         for slot in _ints(plan.hold_slots):
-            self._expect(self.slots[slot].has_sampled and not self.slots[slot].held, f"slot {slot} cannot be held")
-            self.slots[slot].held = True
+            sequence = self._at(slot, "held")
+            self._expect(sequence.has_sampled and not sequence.held, f"slot {slot} cannot be held")
+            sequence.held = True
         for slot in _ints(plan.resume_slots):
-            self._expect(self.slots[slot].held, f"slot {slot} is resumed, but not on hold")
-            self.slots[slot].held = False
+            sequence = self._at(slot, "resumed")
+            self._expect(sequence.held, f"slot {slot} is resumed, but not on hold")
+            sequence.held = False
         decodes = [slot for slot in sorted(self.slots) if self.slots[slot].has_sampled and not self.slots[slot].held]
         if plan.skip_decodes:
             decodes = []
         chunks = list(zip(_ints(plan.prefill_slots), _ints(plan.prefill_tokens), strict=True))
         budget = len(decodes) + sum(tokens for _, tokens in chunks)
         self._expect(0 < budget <= self.registration.max_batched_tokens, f"{budget} tokens in a step")
+        for slot, _ in chunks:
+            self._expect(not self._at(slot, "prefilled").has_sampled, f"slot {slot} has sampled, and prefills")
+        self._expect(len(dict(chunks)) == len(chunks), "a slot prefills twice in a step")
         sampled = [self._compute(self.slots[slot], 1) for slot in decodes]
-        for slot, num_tokens in chunks:
-            self._expect(slot not in decodes, f"slot {slot} decodes and prefills")
-            sampled.append(self._compute(self.slots[slot], num_tokens))
+        sampled += [self._compute(self.slots[slot], num_tokens) for slot, num_tokens in chunks]
         tokens = [token for token in sampled if token is not None]
         return StepResult(step=plan.step, token_ids=np.array(tokens, np.int32).tobytes())
+
+    def _at(self, slot: int, what: str) -> ToySequence:
+        self._expect(slot in self.slots, f"slot {slot} {what}, but empty")
+        return self.slots[slot]
 
     def _seat(self, new: NewSequence) -> None:
         self._expect(new.slot not in self.slots, f"slot {new.slot} is taken")
