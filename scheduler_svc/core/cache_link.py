@@ -31,7 +31,7 @@ class ProtocolError(Exception):
 class Sent:
     """An exchange that is on its way: which operation of it belongs to whom, by index."""
 
-    matches: list[tuple[int, Request, int]] = field(default_factory=list)  # (operation, request, its sequence)
+    matches: list[tuple[int, int]] = field(default_factory=list)  # (operation, sequence)
     askers: list[Worker] = field(default_factory=list)  # whose next step waits for the answer
     drafts: list[tuple[Draft, int, list[int]]] = field(default_factory=list)  # (draft, extend or -1, admits)
 
@@ -125,7 +125,7 @@ class CacheLink:
         ops = self._gathered()
         sent = Sent(askers=askers)
         for sequence, request in self.matches.items():
-            sent.matches.append((len(ops), request, sequence))
+            sent.matches.append((len(ops), sequence))
             ops.append(CacheOp(match=MatchOp(sequence=sequence, token_ids=request.token_ids)))
         self.matches.clear()
         for worker, draft in drafts:

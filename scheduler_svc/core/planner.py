@@ -21,7 +21,7 @@ from scheduler_svc.core.worker import Chunk, Draft, Prefill, StepInFlight, Worke
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    preempt: Callable[[Request], None]
+    preempt: Callable[[Request, str], None]  # with its place in the queue, as in PreemptionPolicy.requeue
     over_budget: Callable[[Request, Collection[Admission]], str | None]
     session_index: Callable[[Request], int]
     max_num_seqs: int = 0
@@ -46,7 +46,7 @@ class Planner:
             return None
         except Paused as paused:
             for victim in paused.victims:
-                self._take_out(worker, victim)
+                self._take_out(worker, victim, policies)
             return None
         return step
 
@@ -63,14 +63,14 @@ class Planner:
             victims = step.running
         for victim in victims:
             shortfall_blocks -= victim.num_blocks
-            self._take_out(worker, victim)
+            self._take_out(worker, victim, policies)
             if shortfall_blocks <= 0:
                 break
 
-    def _take_out(self, worker: Worker, victim: Running) -> None:
+    def _take_out(self, worker: Worker, victim: Running, policies: Policies) -> None:
         worker.preempted.append(victim.request)
         worker.knows_cache = False
-        self.preempt(victim.request)
+        self.preempt(victim.request, policies.preemption.requeue)
 
     # ── after the exchange ───────────────────────────────────────────────────────────────────────────────────────────
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from paceline.v1.worker_pb2 import StepPlan, WorkerRegistration
 from scheduler_svc.core.calendar import Calendar
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Phase, Request
 from scheduler_svc.core.slots import DecodeRows, Slots, SlotTable
 
 if TYPE_CHECKING:
@@ -196,6 +196,17 @@ class Worker:
         self.slots.stop_decoding(slot)
         self.finishing.add(slot)
         self.frees.append(slot)
+
+    def drop_draft(self) -> list[Request]:
+        """Forget the draft, if there is one: it will find that it is an orphan. Returns the live requests it binds."""
+        draft, self.draft = self.draft, None
+        if draft is None:
+            return []
+        self.binding_tokens = 0
+        bound = enumerate(admission.request for admission in draft.decision.admissions)
+        alive = [(i, request) for i, request in bound if request.phase is not Phase.ENDED]
+        draft.orphans = [(request.sequence, i) for i, request in alive]
+        return [request for _, request in alive]
 
     def vacate(self, slot: int) -> Request:
         """The slot's sequence is over here, for whatever reason; what is in flight for it will be dropped."""

@@ -1,0 +1,113 @@
+"""Composes steps under the policies in force, and goes on without those that fail at it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+
+from scheduler_svc.core.cache_link import CacheLink
+from scheduler_svc.core.placement import best_place
+from scheduler_svc.core.planner import Planner
+from scheduler_svc.core.policy import OrderPolicy, Policies
+from scheduler_svc.core.queue import WaitingQueue
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.step import Step
+from scheduler_svc.core.types import Counters
+from scheduler_svc.core.worker import Worker
+
+# Waiting requests whose matches are asked for anew, at the most.
+MAX_HEADS = 16
+
+
+class Composer:
+    """`policies` are in force. They are guests: what one raises costs its turn, is counted, and costs no request."""
+
+    def __init__(
+        self,
+        policies: Policies,
+        fallback: Callable[[], Policies],
+        counters: Counters,
+        on_policy_error: Callable[[Exception], None],
+    ) -> None:
+        """`fallback` makes the policies that compose a step when those in force fail at it."""
+        self.policies = policies
+        self.queue = WaitingQueue(policies.order, self._order_failed)
+        self._make_fallback, self._fallback = fallback, fallback()
+        self._counters = counters
+        self._on_policy_error = on_policy_error
+
+    def set_policies(self, policies: Policies, workers: dict[int, Worker]) -> None:
+        """Other policies from the next step on. Raises what their order raises; then nothing has changed."""
+        self.queue.reorder(policies.order)
+        for worker in workers.values():
+            for request in worker.running.values():
+                self.queue.started(request)
+        self.policies = policies
+
+    def must_ask(self, worker: Worker, cache: CacheLink) -> bool:
+        """Whether the next step has to wait for the cache. Decisions about who runs are made on what is there, so the
+        cache first answers for all that has happened; a step in which everything just goes on needs no answer."""
+        room = worker.slots.num_free > 0 or self.policies.capacity.preempts_for_waiting
+        may_admit = len(self.queue) > 0 and room and not worker.draining
+        if not (may_admit or worker.preempted or worker.prefills or worker.held or worker.may_grow):
+            return False
+        if not cache.idle:
+            return True
+        return (may_admit or bool(worker.preempted)) and cache.has_gathered and not worker.knows_cache
+
+    def compose(self, planner: Planner, worker: Worker, workers: dict[int, Worker], now_s: float) -> Step | None:
+        """The worker's next step; None if somebody gave way, and it has to be composed anew when the cache knows."""
+        waiting = self._waiting(worker, workers, now_s)
+        try:
+            return planner.draft_step(worker, self.policies, waiting, now_s)
+        except Exception as error:
+            self._failed(error)
+        return planner.draft_step(worker, self._fallback, self._waiting(worker, workers, None), now_s)
+
+    def planned(self, step: Step) -> None:
+        """The composition stands."""
+        for policy in (self.policies.capacity, self.policies.batch):
+            try:
+                policy.planned(step)
+            except Exception as error:
+                self._failed(error)
+
+    def heads(self, workers: dict[int, Worker], now_s: float) -> list[Request]:
+        """The requests that the next composition looks at first."""
+        seats = sum(worker.slots.num_free for worker in workers.values())
+        count = MAX_HEADS if self.policies.capacity.preempts_for_waiting else min(seats, MAX_HEADS)
+        if not count:
+            return []
+        try:
+            return list(itertools.islice(self.queue.order.ordered(now_s), count))
+        except Exception as error:
+            self.queue.reorder(self._order_failed(error))
+            return []
+
+    def _waiting(
+        self, worker: Worker, workers: dict[int, Worker], ordered_at_s: float | None
+    ) -> Callable[[], Iterator[Request]]:
+        """What may be bound to the worker, in the order in force at that time, or (None) oldest first."""
+
+        def waiting() -> Iterator[Request]:
+            if worker.draining:
+                return
+            queue = self.queue
+            for request in iter(queue) if ordered_at_s is None else queue.order.ordered(ordered_at_s):
+                fits = request.matches is not None and worker.can_ever_hold(request)
+                if fits and best_place(request, workers.values()) in (worker, None):
+                    yield request
+
+        return waiting
+
+    def _failed(self, error: Exception) -> None:
+        self._counters.policy_errors += 1
+        self._on_policy_error(error)
+
+    def _order_failed(self, error: Exception) -> OrderPolicy:
+        """The order policy can no longer be trusted to know what waits: the default one takes its place."""
+        self._failed(error)
+        order = self._make_fallback().order
+        self.policies = dataclasses.replace(self.policies, order=order)
+        return order

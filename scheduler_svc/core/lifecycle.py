@@ -1,0 +1,209 @@
+"""What happens to requests: they enter the queue, are bound to a worker, give way, come back, end.
+
+Every change of a request's phase is here, so that the books beside it (queue, budgets, deadlines, the cache's names,
+the journal) change with it and never apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+
+from sortedcontainers import SortedDict
+
+from paceline.v1.cache_pb2 import WorkerMatch
+from paceline.v1.common_pb2 import FinishReason
+from paceline.v1.inference_pb2 import Ending
+from scheduler_svc.core.budgets import Budgets
+from scheduler_svc.core.cache_link import CacheLink
+from scheduler_svc.core.intake import CODE_DEADLINE_EXCEEDED, CODE_INTERNAL, Rejection, rejected
+from scheduler_svc.core.journal import Journal
+from scheduler_svc.core.queue import WaitingQueue
+from scheduler_svc.core.request import Phase, Request
+from scheduler_svc.core.sessions import Session
+from scheduler_svc.core.types import Counters, SchedulerConfig
+from scheduler_svc.core.worker import Worker
+
+
+class Lifecycle:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        queue: WaitingQueue,
+        cache: CacheLink,
+        workers: dict[int, Worker],
+        sessions: dict[str, Session],
+        counters: Counters,
+    ) -> None:
+        self.config = config
+        self.queue = queue
+        self.budgets = Budgets(config)
+        self.counters = counters
+        self.journal = Journal()
+        self.now_s = 0.0
+        self._cache = cache
+        self._workers = workers
+        self._sessions = sessions
+        self._matched: dict[int, Request] = {}  # by sequence: what the cache was asked to match
+        self._deadlines: SortedDict[tuple[float, int], Request] = SortedDict()
+        self._ranks = itertools.count(1)  # seniorities and places
+        self._fronts = itertools.count(-1, -1)  # places before all others
+        self._sequences = itertools.count(1)
+
+    # ── waiting ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def next_seniority(self) -> int:
+        return next(self._ranks)
+
+    def accept(self, session: Session, request: Request) -> None:
+        self.counters.accepted += 1
+        session.live[request.handle] = request
+        self.journal.arrived(request, request.arrival_s)
+        if request.deadline_s < math.inf:
+            self._deadlines[request.deadline_s, request.seniority] = request
+        if request.num_tokens >= request.max_total_tokens:  # resubmitted when only its ending was missing
+            self.end(request, FinishReason.FINISH_REASON_LENGTH)
+        else:
+            self.enqueue(request)
+
+    def enqueue(self, request: Request) -> None:
+        request.phase, request.worker, request.slot = Phase.WAITING, 0, -1
+        self.queue.add(request)
+        if self._cache.connected:
+            self.ask_match(request)
+
+    def ask_match(self, request: Request) -> None:
+        """Make the request known to the cache, by a new name."""
+        request.sequence, request.matches = next(self._sequences), None
+        self._cache.matches[request.sequence] = self._matched[request.sequence] = request
+
+    def set_matches(self, sequence: int, matches: Iterable[WorkerMatch]) -> None:
+        """What the cache holds of a waiting request. It may have moved on meanwhile; then nobody cares."""
+        request = self._matched.get(sequence)
+        if request is not None and request.phase is Phase.WAITING:
+            request.matches = {match.worker: match for match in matches}
+            self.queue.rematched(request)
+
+    def forget_matches(self) -> None:
+        """The cache is gone, and all that it knew."""
+        self._matched.clear()
+        for request in self.queue:
+            request.sequence, request.matches = 0, None
+
+    # ── bound and running ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def bind(self, worker: Worker, request: Request) -> None:
+        self.queue.remove(request)
+        self.queue.started(request)
+        self.budgets.bind(request)
+        request.phase, request.worker = Phase.BINDING, worker.id
+        if request.started_s is None:
+            request.started_s = self.now_s
+        self.journal.event(request, "running", f"on worker {worker.id}", self.now_s)
+
+    def refused(self, request: Request) -> None:
+        """The cache had less room than was thought: the request waits on, known to the cache as before."""
+        self._unbind(request)
+        request.phase, request.worker = Phase.WAITING, 0
+        self.queue.add(request)
+
+    def requeue(self, request: Request) -> None:
+        """Take back a request whose blocks the cache has granted, or may have granted, in vain."""
+        self._unbind(request)
+        self._forget_sequence(request)
+        self.enqueue(request)
+
+    def preempt(self, request: Request, place: str) -> None:
+        """It gives way and waits again, with all its known tokens; `place` as in PreemptionPolicy.requeue."""
+        worker = self._workers[request.worker]
+        self._recall_tokens(worker, request.slot)
+        worker.vacate(request.slot)
+        request.num_preemptions += 1
+        self.counters.preempted += 1
+        match place:
+            case "front":
+                request.place = next(self._fronts)
+            case "back":
+                request.place = next(self._ranks)
+        self.journal.event(request, "preempted", "gave its blocks to what runs", self.now_s)
+        self.requeue(request)
+
+    def evacuate(self, worker: Worker) -> list[Request]:
+        """Take every live request off the worker, with all its known tokens. Their sequences are dropped."""
+        requests = worker.drop_draft()
+        for slot in list(worker.running):
+            self._recall_tokens(worker, slot)
+            requests.append(worker.vacate(slot))
+        for request in requests:
+            self._unbind(request)
+            self._matched.pop(request.sequence, None)
+            request.phase, request.sequence = Phase.WAITING, 0
+            self.counters.requeued += 1
+            self.journal.event(request, "requeued", "its worker or the cache was lost", self.now_s)
+        return sorted(requests, key=lambda request: request.seniority)
+
+    def lost_worker(self, request: Request) -> None:
+        """What becomes of a request whose worker is gone: it waits again, unless it has lost too many."""
+        request.num_worker_losses += 1
+        if request.num_worker_losses > self.config.max_worker_losses:
+            self.fail(request, f"worker: lost {request.num_worker_losses} times while it ran this request")
+        else:
+            self.enqueue(request)
+
+    def _recall_tokens(self, worker: Worker, slot: int) -> None:
+        """Complete the request's own record with what still stands in the slot's tail."""
+        worker.running[slot].output += worker.slots.take_tail(slot)
+
+    def _unbind(self, request: Request) -> None:
+        """It neither runs nor is about to; what becomes of it is the caller's business."""
+        self.budgets.unbind(request)
+        self.queue.stopped(request)
+
+    def _forget_sequence(self, request: Request) -> None:
+        if request.sequence and self._cache.connected:
+            self._cache.forget_sequence(request.sequence)
+        self._matched.pop(request.sequence, None)
+        request.sequence = 0
+
+    # ── over ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def fail(self, request: Request, message: str) -> None:
+        self.end(request, FinishReason.FINISH_REASON_ERROR, Rejection(CODE_INTERNAL, message))
+
+    def end(self, request: Request, reason: FinishReason.ValueType, error: Rejection | None = None) -> None:
+        """The request is over, wherever it stands; its session is told."""
+        if request.phase is Phase.RUNNING:
+            self._workers[request.worker].vacate(request.slot)
+        elif request.phase is Phase.WAITING and request in self.queue:
+            self.queue.remove(request)
+        if request.phase in (Phase.RUNNING, Phase.BINDING):
+            self._unbind(request)
+        self._forget_sequence(request)
+        self._deadlines.pop((request.deadline_s, request.seniority), None)
+        request.phase = Phase.ENDED
+        name = FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+        self.counters.finished[name] = self.counters.finished.get(name, 0) + 1
+        self.journal.event(request, "ended", name if error is None else error.message, self.now_s)
+        session = self._sessions.get(request.session_id)
+        if session is not None and session.live.pop(request.handle, None) is not None:
+            ending = rejected(request.handle, error) if error else Ending(handle=request.handle, reason=reason)
+            ending.cached_tokens = request.cached_tokens or 0
+            session.add_ending(ending)
+
+    def end_late(self, now_s: float) -> None:
+        """End what has missed its deadline or one of the time-outs."""
+        for request, message in list(self._late(now_s)):
+            if request.phase is not Phase.ENDED:
+                self.end(request, FinishReason.FINISH_REASON_ERROR, Rejection(CODE_DEADLINE_EXCEEDED, message))
+
+    def _late(self, now_s: float) -> Iterator[tuple[Request, str]]:
+        due = itertools.takewhile(lambda item: item[0][0] <= now_s, self._deadlines.items())
+        for (deadline_s, _), request in due:
+            yield request, f"deadline_s: {deadline_s - request.arrival_s:g} s are over"
+        if (limit_s := self.config.waiting_timeout_s) > 0:
+            oldest = itertools.takewhile(lambda request: now_s - request.arrival_s > limit_s, self.queue)
+            yield from ((r, f"queue: waited for more than {limit_s:g} s") for r in oldest if r.started_s is None)
+        if (limit_s := self.config.running_timeout_s) > 0:
+            running = (request for worker in self._workers.values() for request in worker.running.values())
+            yield from ((r, f"request: ran for more than {limit_s:g} s") for r in running if r.ran_s(now_s) > limit_s)
