@@ -227,21 +227,21 @@ class CacheCore:
 
     def _extend(self, op: pb.ExtendOp, result: pb.CacheOpResult) -> None:
         sequences = self._all_admitted(op.sequences[:])
-        needed: dict[Worker, int] = {}
-        for sequence in sequences:
-            worker = sequence.worker
-            needed[worker] = needed.get(worker, 0) + 1
+        workers = [sequence.worker for sequence in sequences]
+        needed = Counter(workers) if len(set(workers)) > 1 else dict.fromkeys(workers[:1], len(workers))
         for worker, num_blocks in needed.items():
             worker.check_room(num_blocks)
         taken = {}
         for worker, num_blocks in needed.items():
-            taken[worker] = iter(worker.pool.take(num_blocks))
+            taken[worker] = worker.pool.take(num_blocks)
             self._touched[worker.worker_id] = worker
-        block_ids = []
-        for sequence in sequences:
-            block = next(taken[sequence.worker])
+        if len(taken) == 1:
+            (block_ids,) = taken.values()
+        else:
+            grants = {worker: iter(blocks) for worker, blocks in taken.items()}
+            block_ids = [next(grants[worker]) for worker in workers]
+        for sequence, block in zip(sequences, block_ids, strict=True):
             sequence.table.append(block)
-            block_ids.append(block)
         result.extend.block_ids = pack_int32(block_ids)
 
     def _commit(self, op: pb.CommitOp, _: pb.CacheOpResult) -> None:

@@ -19,7 +19,6 @@ from paceline.v1.cache_pb2 import (
     RemoveWorkerOp,
 )
 from scheduler_svc.core.request import TOKEN_BYTES, Request
-from scheduler_svc.core.slots import SlotTable
 from scheduler_svc.core.worker import Draft, Worker
 
 
@@ -86,18 +85,13 @@ class CacheLink:
         if len(self.added) == waiting:
             self.removed.append(worker)
 
-    def add_commit(self, sequence: int, slots: SlotTable, slot: int, num_computed_tokens: int) -> bytes:
-        """Hand over the slot's new tokens (returned) and say how many of the sequence's tokens are computed."""
-        tokens = slots.take_tail(slot)
-        self.add_commits([sequence], [len(tokens) // TOKEN_BYTES], [num_computed_tokens], tokens)
-        return tokens
-
-    def add_commits(self, sequences: list[int], new_tokens: list[int], computed: list[int], tokens: bytes) -> None:
-        """The same for many; `tokens` are theirs, one after the other."""
-        self._commits[0].extend(sequences)
-        self._commits[1].extend(new_tokens)
-        self._commits[2].extend(computed)
-        self._commits[3].append(tokens)
+    def add_commit(self, sequence: int, new_tokens: bytes, num_computed_tokens: int) -> None:
+        """The sequence has new tokens, and so many of all its tokens are computed."""
+        sequences, num_new_tokens, num_computed, tokens = self._commits
+        sequences.append(sequence)
+        num_new_tokens.append(len(new_tokens) // TOKEN_BYTES)
+        num_computed.append(num_computed_tokens)
+        tokens.append(new_tokens)
 
     def _gathered(self) -> list[CacheOp]:
         ops: list[CacheOp] = []

@@ -20,7 +20,7 @@ from scheduler_svc.core.cache_link import CacheLink
 from scheduler_svc.core.intake import CODE_DEADLINE_EXCEEDED, CODE_INTERNAL, Rejection, rejected
 from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.queue import WaitingQueue
-from scheduler_svc.core.request import Phase, Request
+from scheduler_svc.core.request import TOKEN_BYTES, Phase, Request
 from scheduler_svc.core.sessions import Session
 from scheduler_svc.core.types import Counters, SchedulerConfig
 from scheduler_svc.core.worker import Worker
@@ -76,6 +76,7 @@ class Lifecycle:
     def ask_match(self, request: Request) -> None:
         """Make the request known to the cache, by a new name."""
         request.sequence, request.matches = next(self._sequences), None
+        request.num_registered = request.num_tokens
         self._cache.matches[request.sequence] = self._matched[request.sequence] = request
 
     def set_matches(self, sequence: int, matches: Iterable[WorkerMatch]) -> None:
@@ -116,9 +117,7 @@ class Lifecycle:
 
     def preempt(self, request: Request, place: str) -> None:
         """It gives way and waits again, with all its known tokens; `place` as in PreemptionPolicy.requeue."""
-        worker = self._workers[request.worker]
-        self._recall_tokens(worker, request.slot)
-        worker.vacate(request.slot)
+        self._vacate(request)
         request.num_preemptions += 1
         self.counters.preempted += 1
         match place:
@@ -151,6 +150,17 @@ class Lifecycle:
         else:
             self.enqueue(request)
 
+    def _vacate(self, request: Request) -> None:
+        """Take the request out of its slot. Only now the cache learns the tokens that it generated: nobody is likely to
+        ask for them earlier, and a steady step need not tell what every sequence adds (as SGLang does)."""
+        worker = self._workers[request.worker]
+        self._recall_tokens(worker, request.slot)
+        worker.vacate(request.slot)
+        num_computed = request.num_tokens - 1  # the last token is never computed
+        if worker.prefix_caching and num_computed // worker.block_size > request.num_registered // worker.block_size:
+            new_tokens = request.token_ids[request.num_registered * TOKEN_BYTES :]
+            self._cache.add_commit(request.sequence, new_tokens, num_computed)
+
     def _recall_tokens(self, worker: Worker, slot: int) -> None:
         """Complete the request's own record with what still stands in the slot's tail."""
         worker.running[slot].output += worker.slots.take_tail(slot)
@@ -174,7 +184,7 @@ class Lifecycle:
     def end(self, request: Request, reason: FinishReason.ValueType, error: Rejection | None = None) -> None:
         """The request is over, wherever it stands; its session is told."""
         if request.phase is Phase.RUNNING:
-            self._workers[request.worker].vacate(request.slot)
+            self._vacate(request)
         elif request.phase is Phase.WAITING and request in self.queue:
             self.queue.remove(request)
         if request.phase in (Phase.RUNNING, Phase.BINDING):

@@ -43,6 +43,7 @@ class Request:
     deadline_s: float = math.inf  # on the clock of arrival_s
     phase: Phase = Phase.WAITING
     sequence: int = 0
+    num_registered: int = 0  # tokens that the cache knows of that sequence
     matches: dict[int, WorkerMatch] | None = None  # by worker; None until the cache has answered
     place: int = 0
     worker: int = 0  # while BINDING or RUNNING

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from paceline.v1.common_pb2 import FinishReason
 from paceline.v1.worker_pb2 import StepResult
 from scheduler_svc.core.cache_link import CacheLink, ProtocolError
-from scheduler_svc.core.request import TOKEN_BYTES, Request
-from scheduler_svc.core.slots import Longs, Slots
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.slots import TAIL_TOKENS, Longs, Slots
 from scheduler_svc.core.worker import Chunk, StepInFlight, Worker
 
 Tokens = npt.NDArray[np.int32]
@@ -71,33 +71,13 @@ class ResultReader:
         return len(seated)
 
     def _write(self, worker: Worker, seated: Slots, positions: Longs, tokens: Tokens) -> None:
-        """The tokens into their tails; where the block before is whole by now, that goes to the cache first."""
+        """The tokens into their tails; a tail that is full goes into its request's own record first."""
         slots = worker.slots
-        columns = positions % slots.block_size
-        whole = seated[columns == 0]
-        if len(whole):
-            self._commit_blocks(worker, whole)
+        columns = positions % TAIL_TOKENS
+        for slot in seated[columns == 0].tolist():
+            worker.running[slot].output += slots.take_tail(slot)
         slots.tail[seated, columns] = tokens
         slots.known[seated] = positions + 1
-
-    def _commit_blocks(self, worker: Worker, seated: Slots) -> None:
-        """The last block of each of these is full, and its KV computed."""
-        slots, size = worker.slots, worker.block_size
-        known = slots.known[seated]
-        full = known - slots.given[seated] == size
-        for slot in seated[~full].tolist():  # part of the block was there when the sequence came
-            request = worker.running[slot]
-            request.output += self.cache.add_commit(request.sequence, slots, slot, int(slots.known[slot]))
-        if not full.all():
-            seated, known = seated[full], known[full]
-        count = len(seated)
-        if not count:
-            return
-        tokens = slots.take_blocks(seated)
-        self.cache.add_commits(slots.sequence[seated].tolist(), [size] * count, known.tolist(), tokens)
-        size_bytes, running = size * TOKEN_BYTES, worker.running
-        for i, slot in enumerate(seated.tolist()):
-            running[slot].output += tokens[i * size_bytes : (i + 1) * size_bytes]
 
     def _check_ends(self, worker: Worker, rows: Slots, tokens: Tokens) -> None:
         slots = worker.slots
@@ -126,7 +106,7 @@ class ResultReader:
         if slot in failed:
             self.fail(request, failed[slot])
             return 0
-        self.cache.add_commit(request.sequence, slots, slot, chunk.num_computed)
+        self.cache.add_commit(request.sequence, b"", chunk.num_computed)
         if token is None:
             return 0
         slots.write_token(slot, chunk.num_tokens, token)

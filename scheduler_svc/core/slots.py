@@ -12,6 +12,9 @@ from scheduler_svc.core.request import Request
 Slots = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
+# Tokens of a sequence that wait for being taken out together.
+TAIL_TOKENS = 256
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeRows:
@@ -36,12 +39,12 @@ class SlotTable:
     earlier one is void.
 
     Tokens of a decoding sequence are found without touching it each step: the token that decode step t samples stands
-    at position base + t. The tokens since the last whole block wait in `tail`, where one vectorised write puts a whole
-    step; they leave it block by block:
+    at position base + t. The latest tokens wait in `tail`, where one vectorised write puts a whole step; they leave it
+    for the request's own record when it is full, or when the sequence leaves:
 
-        positions   0 ........ given | given .. known-1 | known ..
-                    cache knows them |  in tail[slot]   | not sampled yet
-                                       (at position % block_size)
+        positions   0 ............. given | given .. known-1 | known ..
+                    in request.output     |  in tail[slot]   | not sampled yet
+                                            (at position % TAIL_TOKENS)
     """
 
     def __init__(self, num_slots: int, block_size: int) -> None:
@@ -56,7 +59,7 @@ class SlotTable:
         self.given = np.zeros(num_slots, np.int64)
         self.capacity = np.zeros(num_slots, np.int64)  # tokens that the slot's blocks hold
         self.max_total = np.zeros(num_slots, np.int64)  # tokens that the sequence may grow to
-        self.tail = np.zeros((num_slots, block_size), np.int32)
+        self.tail = np.zeros((num_slots, TAIL_TOKENS), np.int32)
         self.handle = np.zeros(num_slots, np.int64)
         self.session = np.zeros(num_slots, np.int64)
         self.stops_at_eos = np.zeros(num_slots, bool)
@@ -131,19 +134,13 @@ class SlotTable:
         return kept
 
     def write_token(self, slot: int, position: int, token: int) -> None:
-        self.tail[slot, position % self.block_size] = token
+        self.tail[slot, position % TAIL_TOKENS] = token
         self.known[slot] = position + 1
 
     def take_tail(self, slot: int) -> bytes:
         """The tokens between `given` and `known`, which count as given from now on. Packed int32."""
         given, known = int(self.given[slot]), int(self.known[slot])
-        start = given % self.block_size
+        start = given % TAIL_TOKENS
         tokens: bytes = self.tail[slot, start : start + known - given].tobytes()
         self.given[slot] = known
-        return tokens
-
-    def take_blocks(self, slots: Slots) -> bytes:
-        """take_tail() of slots whose tails are whole blocks, one after the other."""
-        tokens: bytes = self.tail[slots].tobytes()
-        self.given[slots] = self.known[slots]
         return tokens
