@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from scheduler_svc.core.slots import Slots, SlotTable
+from scheduler_svc.core.arrays import Slots
+from scheduler_svc.core.slots import SlotTable
 
 NOTHING: tuple[list[int], list[int]] = ([], [])
 
@@ -10,9 +11,9 @@ NOTHING: tuple[list[int], list[int]] = ([], [])
 class Calendar:
     """What happens to which slot at which decode step.
 
-    A decoding sequence advances by one token a step, so the step at which it crosses its last block or reaches its
-    limit is known when it starts to decode. Noting it here makes a step cost what happens in it: nothing scans the
-    running sequences. An entry carries the slot's stint; one whose sequence has left or stopped since is dropped when
+    A decoding sequence advances by one token a step, so the step at which it reaches its limit is known when it starts
+    to decode. Noting it here makes a step cost what happens in it: nothing scans the running sequences. An entry
+    carries the slot's stint; one whose sequence has left or stopped since is dropped when
     it is due.
     """
 

@@ -188,7 +188,6 @@ class Planner:
             for slot in worker.last_steps.due(step, worker.slots).tolist():
                 worker.finish_sending(slot)
             worker.last_steps.discard(step)
-        worker.growth.discard(step)
 
     def _advance_prefill(self, worker: Worker, chunk: Chunk) -> None:
         worker.prefills[chunk.slot].num_planned = chunk.num_computed

@@ -6,16 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.v1.common_pb2 import FinishReason
 from paceline.v1.worker_pb2 import StepResult
+from scheduler_svc.core.arrays import Longs, Slots, Tokens
 from scheduler_svc.core.cache_link import CacheLink, ProtocolError
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.slots import TAIL_TOKENS, Longs, Slots
 from scheduler_svc.core.worker import Chunk, StepInFlight, Worker
-
-Tokens = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,49 +50,33 @@ class ResultReader:
         slots, rows = worker.slots, step.rows
         if not len(rows):
             return 0
-        positions = rows.bases + step.decode_step
         if failed:
             self._fail_rows(worker, rows.slots[slots.generation[rows.slots] == rows.generations], failed)
-        if slots.num_releases == step.num_releases:
-            seated = rows.slots
-            self._write(worker, seated, positions, tokens)
-            self.publish(rows.session, rows.sessions, rows.handles, tokens)
-        else:
-            current = slots.generation[rows.slots] == rows.generations
-            seated, tokens = rows.slots[current], tokens[current]
-            if not len(seated):
-                return 0
-            self._write(worker, seated, positions[current], tokens)
-            self.publish(rows.session, rows.sessions[current], rows.handles[current], tokens)
-        self._check_ends(worker, seated, tokens)
+        seated, handles, sessions = rows.slots, rows.handles, rows.sessions
+        if slots.num_releases != step.num_releases:
+            current = slots.generation[seated] == rows.generations
+            seated, tokens, handles, sessions = seated[current], tokens[current], handles[current], sessions[current]
+        slots.write_tokens(step.decode_step, seated, tokens)
+        if len(seated):
+            self.publish(rows.session, sessions, handles, tokens)
+            self._check_ends(worker, seated, tokens)
         return len(seated)
-
-    def _write(self, worker: Worker, seated: Slots, positions: Longs, tokens: Tokens) -> None:
-        """The tokens into their tails; a tail that is full goes into its request's own record first."""
-        slots = worker.slots
-        columns = positions % TAIL_TOKENS
-        for slot in seated[columns == 0].tolist():
-            worker.running[slot].output += slots.take_tail(slot)
-        slots.tail[seated, columns] = tokens
-        slots.known[seated] = positions + 1
 
     def _check_ends(self, worker: Worker, rows: Slots, tokens: Tokens) -> None:
         slots = worker.slots
-        stopped = np.zeros(len(rows), bool)
-        for eos in worker.registration.model.eos_token_ids:
-            stopped |= tokens == eos
         ended = set()
-        if stopped.any():
-            ended = set(rows[stopped & slots.stops_at_eos[rows]].tolist())
+        for eos in worker.registration.model.eos_token_ids:
+            stopped = tokens == eos
+            if stopped.any():
+                ended |= set(rows[stopped & slots.stops_at_eos[rows]].tolist())
         if slots.extra_stops:
             by_slot = dict(zip(rows.tolist(), tokens.tolist(), strict=True))
             ended |= {slot for slot, stops in slots.extra_stops.items() if by_slot.get(slot) in stops}
         for slot in sorted(ended):
             self.finish(worker.running[slot], FinishReason.FINISH_REASON_STOP)
         for slot in sorted(worker.finishing - ended):
-            request = worker.running[slot]
-            if slots.known[slot] == request.max_total_tokens:
-                self.finish(request, FinishReason.FINISH_REASON_LENGTH)
+            if slots.has_all_tokens(slot):
+                self.finish(worker.running[slot], FinishReason.FINISH_REASON_LENGTH)
 
     def _chunk(self, worker: Worker, chunk: Chunk, token: int | None, failed: dict[int, str]) -> int:
         """A prefill row: its whole blocks are in place; if it was the last one, the first token is here."""
@@ -109,8 +90,8 @@ class ResultReader:
         self.cache.add_commit(request.sequence, b"", chunk.num_computed)
         if token is None:
             return 0
-        slots.write_token(slot, chunk.num_tokens, token)
         row, tokens = np.array([slot], np.int32), np.array([token], np.int32)
+        request.output += tokens.tobytes()
         self.publish(int(slots.session[slot]), slots.session[row], slots.handle[row], tokens)
         self._check_ends(worker, row, tokens)
         return 1

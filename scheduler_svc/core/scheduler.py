@@ -20,6 +20,7 @@ from paceline.v1.worker_pb2 import (
     WorkerReleased,
     WorkerServiceLinkResponse,
 )
+from scheduler_svc.core.arrays import Longs, Tokens
 from scheduler_svc.core.cache_link import CacheLink, Sent, admit_result
 from scheduler_svc.core.composer import Composer
 from scheduler_svc.core.intake import (
@@ -40,9 +41,9 @@ from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.request import Phase, Request
-from scheduler_svc.core.results import ResultReader, Tokens
+from scheduler_svc.core.results import ResultReader
 from scheduler_svc.core.sessions import Session
-from scheduler_svc.core.slots import Longs, SlotTable
+from scheduler_svc.core.slots import SlotTable
 from scheduler_svc.core.step import Step
 from scheduler_svc.core.types import Counters, Outbox, SchedulerConfig
 from scheduler_svc.core.worker import Draft, Worker

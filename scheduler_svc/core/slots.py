@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from scheduler_svc.core.arrays import Longs, Slots, Tokens
+from scheduler_svc.core.borders import Borders
 from scheduler_svc.core.request import Request
 
-Slots = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
-
-# Tokens of a sequence that wait for being taken out together.
-TAIL_TOKENS = 256
+# Decode steps whose tokens are kept here, and after how many of them a sequence's are taken out. The difference leaves
+# room for the steps in flight.
+TAIL_STEPS = 256
+TAKE_EVERY_STEPS = 192
+FAR = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,7 +23,6 @@ class DecodeRows:
 
     slots: Slots
     generations: Longs
-    bases: Longs
     handles: Longs
     sessions: Longs
     session: int  # of all of them; -1 if they differ
@@ -35,16 +35,16 @@ class SlotTable:
     """Slots 0..num_slots-1 of a worker; the one freed last is handed out first.
 
     A slot's `generation` goes up when its sequence leaves: a step in flight that still names the old one is recognised
-    by it, and its token dropped. Its `stint` goes up whenever it begins to decode: what the calendars noted for an
+    by it, and its token dropped. Its `stint` goes up whenever it begins to decode: what the calendar noted for an
     earlier one is void.
 
-    Tokens of a decoding sequence are found without touching it each step: the token that decode step t samples stands
-    at position base + t. The latest tokens wait in `tail`, where one vectorised write puts a whole step; they leave it
-    for the request's own record when it is full, or when the sequence leaves:
+    What decode steps sample is found without touching each sequence each step. At decode step t a sequence has
+    base + t tokens; `tail` has a row for each of the latest steps, which one vectorised write fills:
 
-        positions   0 ............. given | given .. known-1 | known ..
-                    in request.output     |  in tail[slot]   | not sampled yet
-                                            (at position % TAIL_TOKENS)
+        decode steps   0 ............. taken | taken .. seen-1  | seen ..
+                       in request.output     |  in tail[t, slot]| in flight, or not planned yet
+
+    Tokens leave the tail for the request's own record every TAKE_EVERY_STEPS, and when the sequence leaves.
     """
 
     def __init__(self, num_slots: int, block_size: int) -> None:
@@ -55,11 +55,8 @@ class SlotTable:
         self.generation = np.zeros(num_slots, np.int64)
         self.stint = np.zeros(num_slots, np.int64)
         self.base = np.zeros(num_slots, np.int64)
-        self.known = np.zeros(num_slots, np.int64)
-        self.given = np.zeros(num_slots, np.int64)
         self.capacity = np.zeros(num_slots, np.int64)  # tokens that the slot's blocks hold
         self.max_total = np.zeros(num_slots, np.int64)  # tokens that the sequence may grow to
-        self.tail = np.zeros((num_slots, TAIL_TOKENS), np.int32)
         self.handle = np.zeros(num_slots, np.int64)
         self.session = np.zeros(num_slots, np.int64)
         self.stops_at_eos = np.zeros(num_slots, bool)
@@ -67,7 +64,13 @@ class SlotTable:
         self.decoding = np.zeros(num_slots, bool)
         self.sequence = np.zeros(num_slots, np.int64)  # the cache's name
         self.num_releases = 0  # of any slot; while it stands still, no sequence has left
+        self.borders = Borders(block_size)
+        self._border = [0] * num_slots  # as `borders` knows it
         self._rows: DecodeRows | None = None
+        self._tail = np.zeros((TAIL_STEPS, num_slots), np.int32)
+        self._seen = 0  # decode steps whose results are here
+        self._taken = [0] * num_slots
+        self._stints: list[list[tuple[int, int]]] = [[] for _ in range(num_slots)]  # that are over: [first, end) step
 
     @property
     def num_free(self) -> int:
@@ -81,7 +84,6 @@ class SlotTable:
         """Seat a request whose known tokens are in `num_blocks` blocks."""
         slot = self._free.pop()
         self.requests[slot] = request
-        self.known[slot] = self.given[slot] = request.num_tokens
         self.capacity[slot] = num_blocks * self.block_size
         self.max_total[slot] = request.max_total_tokens
         self.sequence[slot] = request.sequence
@@ -92,11 +94,12 @@ class SlotTable:
             self.extra_stops[slot] = request.extra_stop_ids
         return slot
 
-    def release(self, slot: int) -> None:
-        self.stop_decoding(slot)
+    def release(self, slot: int, step: int) -> None:
+        self.stop_decoding(slot, step)
         self.generation[slot] += 1
         self.num_releases += 1
         self.requests[slot] = None
+        self._stints[slot].clear()
         self.extra_stops.pop(slot, None)
         self._free.append(slot)
 
@@ -105,11 +108,20 @@ class SlotTable:
         self.decoding[slot] = True
         self.stint[slot] += 1
         self.base[slot] = num_tokens - step
+        if not self._stints[slot]:
+            self._taken[slot] = step
+        self._stints[slot].append((step, FAR))
+        # At step t the sequence computes position base + t - 1 and needs room for base + t tokens.
+        self._border[slot] = int(self.capacity[slot]) - num_tokens + step + 1
+        self.borders.add(slot, self._border[slot])
         self._rows = None
 
-    def stop_decoding(self, slot: int) -> None:
+    def stop_decoding(self, slot: int, step: int) -> None:
+        """From decode step `step` on, if it decodes."""
         if self.decoding[slot]:
             self.decoding[slot] = False
+            self._stints[slot][-1] = (self._stints[slot][-1][0], step)
+            self.borders.remove(slot, self._border[slot])
             self._rows = None
 
     def decode_rows(self) -> DecodeRows:
@@ -123,7 +135,7 @@ class SlotTable:
     def _decode_rows(self, slots: Slots) -> DecodeRows:
         sessions = self.session[slots]
         session = int(sessions[0]) if len(slots) and bool((sessions == sessions[0]).all()) else -1
-        return DecodeRows(slots, self.generation[slots], self.base[slots], self.handle[slots], sessions, session)
+        return DecodeRows(slots, self.generation[slots], self.handle[slots], sessions, session)
 
     def still_decoding(self, slots: list[int], stints: list[int]) -> Slots:
         """Those that decode, without a break since that stint."""
@@ -133,14 +145,33 @@ class SlotTable:
         kept: Slots = found[(self.stint[found] == stints) & self.decoding[found]]
         return kept
 
-    def write_token(self, slot: int, position: int, token: int) -> None:
-        self.tail[slot, position % TAIL_TOKENS] = token
-        self.known[slot] = position + 1
+    # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def write_tokens(self, step: int, slots: Slots, tokens: Tokens) -> None:
+        """What decode step `step` sampled for these slots, for the first time. Steps come in their order."""
+        for slot in range(-step % TAKE_EVERY_STEPS, self.num_slots, TAKE_EVERY_STEPS):
+            if (request := self.requests[slot]) is not None:
+                request.output += self.take_tail(slot)
+        self._tail[step % TAIL_STEPS][slots] = tokens
+        self._seen = step + 1
+
+    def has_all_tokens(self, slot: int) -> bool:
+        """Whether the slot's sequence, which has stopped decoding, has every token that it sampled."""
+        request, stints = self.requests[slot], self._stints[slot]
+        if stints:
+            return stints[-1][1] <= self._seen
+        return request is not None and request.num_tokens >= request.max_total_tokens  # its one token was a prefill's
 
     def take_tail(self, slot: int) -> bytes:
-        """The tokens between `given` and `known`, which count as given from now on. Packed int32."""
-        given, known = int(self.given[slot]), int(self.known[slot])
-        start = given % TAIL_TOKENS
-        tokens: bytes = self.tail[slot, start : start + known - given].tobytes()
-        self.given[slot] = known
-        return tokens
+        """The tokens that the request's own record lacks. Packed int32."""
+        taken, seen = self._taken[slot], self._seen
+        self._taken[slot] = seen
+        parts = []
+        for first, end in self._stints[slot]:
+            step = max(first, taken)
+            while step < min(end, seen):
+                row = step % TAIL_STEPS
+                count = min(min(end, seen) - step, TAIL_STEPS - row)
+                parts.append(self._tail[row : row + count, slot].tobytes())
+                step += count
+        return b"".join(parts)

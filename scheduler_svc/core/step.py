@@ -9,9 +9,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.core.arrays import Longs, Slots
+from scheduler_svc.core.borders import NONE
 from scheduler_svc.core.policy import CapacityPolicy, PolicyError, Verdict
 from scheduler_svc.core.request import TOKEN_BYTES, Request
-from scheduler_svc.core.slots import Longs, Slots
 from scheduler_svc.core.worker import ROW_COST_TOKENS, Worker
 
 
@@ -302,7 +303,13 @@ class Step:
 
     def decision(self) -> Decision:
         generation = self._worker.slots.generation
-        growth = np.concatenate(self._growth) if self._growth else np.zeros(0, np.int32)
+        match self._growth:
+            case []:
+                growth = NONE
+            case [growth]:
+                pass
+            case several:
+                growth = np.concatenate(several)
         return Decision(
             growth=growth,
             growth_generations=generation[growth],

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.v1.worker_pb2 import StepPlan, WorkerRegistration
+from scheduler_svc.core.arrays import Slots
 from scheduler_svc.core.calendar import Calendar
 from scheduler_svc.core.request import Phase, Request
-from scheduler_svc.core.slots import DecodeRows, Slots, SlotTable
+from scheduler_svc.core.slots import DecodeRows, SlotTable
 
 if TYPE_CHECKING:
     from scheduler_svc.core.step import Decision
@@ -54,7 +55,7 @@ class StepInFlight:
 
     step: int
     rows: DecodeRows
-    decode_step: int  # row i's token stands at bases[i] + decode_step
+    decode_step: int  # if it has rows
     num_releases: int  # of the slot table when the plan was made
     chunks: tuple[Chunk, ...]
     num_sampled: int
@@ -86,7 +87,6 @@ class Worker:
     prefills: dict[int, Prefill] = field(default_factory=dict)  # by slot, in order of admission
     finishing: set[int] = field(default_factory=set)  # their last token is in flight; the worker has been told
     frees: list[int] = field(default_factory=list)  # slots the worker has not been told to free yet
-    growth: Calendar = field(default_factory=Calendar)
     last_steps: Calendar = field(default_factory=Calendar)
     draft: Draft | None = None
     draining: bool = False
@@ -157,11 +157,12 @@ class Worker:
 
     @property
     def may_grow(self) -> bool:
-        return self.growth.is_due(self.decode_step)
+        return len(self.growing_slots()) > 0
 
     def growing_slots(self) -> Slots:
         """Those that need one more block before all decode again."""
-        due = self.growth.due(self.decode_step, self.slots)
+        slots = self.slots
+        due = slots.borders.due(self.decode_step, slots.base, slots.capacity)
         if not self.held:
             return due
         held = [slot for slot, num_tokens in self.held.items() if self.slots.capacity[slot] < num_tokens]
@@ -171,29 +172,28 @@ class Worker:
         """From the next decode step on; `num_tokens` counts the token that is being sampled now."""
         slots, step = self.slots, self.decode_step
         slots.start_decoding(slot, num_tokens, step)
-        stint = int(slots.stint[slot])
-        # At step t the sequence computes position base + t - 1 and needs room for base + t tokens.
-        base = num_tokens - step
-        self.growth.add(int(slots.capacity[slot]) - base + 1, [slot], [stint])
-        self.last_steps.add(int(slots.max_total[slot]) - 1 - base, [slot], [stint])
+        last_step = int(slots.max_total[slot]) - 1 - num_tokens + step
+        self.last_steps.add(last_step, [slot], [int(slots.stint[slot])])
 
     def grow(self, slots: Slots) -> None:
         """A block for each slot (one that prefills may stand several times). For one that decodes it is the block that
         it needs for the next decode step."""
-        np.add.at(self.slots.capacity, slots, self.block_size)
-        self.growth.add(self.decode_step + self.block_size, slots.tolist(), self.slots.stint[slots].tolist())
+        if self.slots.borders.grown(slots, self.decode_step):
+            self.slots.capacity[slots] += self.block_size
+        else:
+            np.add.at(self.slots.capacity, slots, self.block_size)
 
     def hold(self, slot: int) -> None:
         """The sequence takes part in no step until it is resumed."""
         self.held[slot] = self.num_tokens(slot)
-        self.slots.stop_decoding(slot)
+        self.slots.stop_decoding(slot, self.decode_step)
 
     def resume(self, slot: int) -> None:
         self.begin_decoding(slot, self.held.pop(slot))
 
     def finish_sending(self, slot: int) -> None:
         """The last token of the slot is in flight: it takes part in no later plan."""
-        self.slots.stop_decoding(slot)
+        self.slots.stop_decoding(slot, self.decode_step)
         self.finishing.add(slot)
         self.frees.append(slot)
 
@@ -217,7 +217,7 @@ class Worker:
             self.finishing.remove(slot)
         else:
             self.frees.append(slot)
-        self.slots.release(slot)
+        self.slots.release(slot, self.decode_step)
         self.num_departed += 1
         request.worker, request.slot = 0, -1
         return request
