@@ -68,6 +68,8 @@ class ModelRunner:
         """ProtocolViolation if the plan breaks the contract; after that, or any other exception, reset()."""
         started_us = _now_us()
         rows = self._slots.apply(plan)
+        if len(rows.copies[0]):
+            self._pool.copy(*rows.copies)
         if len(rows.granted_blocks):
             self._pool.clear(rows.granted_blocks)
         sampled, errors = self._forward(rows) if rows.num_rows else (b"", [])

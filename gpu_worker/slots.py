@@ -43,6 +43,7 @@ class StepRows:
     counts: Int32s  # [sequences] rows
     samples: Bools  # [sequences] whether its last row samples
     granted_blocks: Int32s  # blocks that have a new owner in this step
+    copies: tuple[Int32s, Int32s]  # blocks whose KV is to be copied first, and where to
 
     @property
     def num_rows(self) -> int:
@@ -105,6 +106,7 @@ class SlotTable:
             raise ProtocolViolation(f"step {plan.step} follows step {self._last_step}")
         self._last_step = plan.step
         self._granted = [np.zeros(0, np.int32)]
+        copies = self._copies(plan)
         if plan.free_slots:
             self._free(unpack(plan.free_slots, "free_slots"))
         for sequence in plan.new_sequences:
@@ -119,7 +121,18 @@ class SlotTable:
             np.flatnonzero(self.decoding & ~self.held if not plan.skip_decodes else []).astype(np.int32),
             unpack(plan.prefill_slots, "prefill_slots"),
             unpack(plan.prefill_tokens, "prefill_tokens"),
+            copies,
         )
+
+    def _copies(self, plan: StepPlan) -> tuple[Int32s, Int32s]:
+        sources, targets = unpack(plan.copy_from, "copy_from"), unpack(plan.copy_to, "copy_to")
+        if len(sources) != len(targets):
+            raise ProtocolViolation(f"{len(sources)} blocks in copy_from and {len(targets)} in copy_to")
+        self._check_blocks(sources)
+        self._check_blocks(targets)
+        if len(np.unique(targets)) != len(targets) or np.isin(sources, targets).any():
+            raise ProtocolViolation("copy_to names a block twice, or one of copy_from")
+        return sources, targets
 
     def _free(self, slots: Int32s) -> None:
         self._check_occupied(slots, "free_slots")
@@ -202,7 +215,9 @@ class SlotTable:
 
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _rows(self, decodes: Int32s, prefills: Int32s, prefill_tokens: Int32s) -> StepRows:
+    def _rows(
+        self, decodes: Int32s, prefills: Int32s, prefill_tokens: Int32s, copies: tuple[Int32s, Int32s]
+    ) -> StepRows:
         if len(prefills) != len(prefill_tokens):
             raise ProtocolViolation(f"{len(prefills)} prefill_slots and {len(prefill_tokens)} prefill_tokens")
         if len(prefills):
@@ -223,7 +238,7 @@ class SlotTable:
         if too_long.any():
             raise ProtocolViolation(f"slot {slots[too_long.argmax()]}: longer than {self.limits.max_model_len} tokens")
         samples = ends == self.num_tokens[slots]
-        return StepRows(slots, len(decodes), starts, counts, samples, np.concatenate(self._granted))
+        return StepRows(slots, len(decodes), starts, counts, samples, np.concatenate(self._granted), copies)
 
     def _check_prefills(self, slots: Int32s, counts: Int32s) -> None:
         self._check_occupied(slots, "prefill_slots")

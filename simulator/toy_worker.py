@@ -87,6 +87,9 @@ class ToyWorker:
         """One step. Raises Corruption."""
         self._expect(plan.step == self.step + 1, f"plan {plan.step} after {self.step}")
         self.step = plan.step
+        for source, target in zip(_ints(plan.copy_from), _ints(plan.copy_to), strict=True):
+            self._expect(target not in _ints(plan.copy_from), f"block {target} is copied from and to")
+            self.blocks[target][:] = self.blocks[source]
         for slot in _ints(plan.free_slots):
             self._expect(slot in self.slots, f"slot {slot} freed, but empty")
             del self.slots[slot]

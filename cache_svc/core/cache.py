@@ -28,6 +28,7 @@ class CacheCounters:
     # Of admitted sequences on workers with prefix caching: their tokens, and how many of them were reused.
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    forked_sequences: int = 0
     refused_ops: int = 0
 
 
@@ -58,7 +59,7 @@ class CacheCore:
         self.waiting: dict[int, Waiter] = {}  # matched, not admitted
         self.admitted: dict[int, Sequence] = {}
         self._touched: dict[int, Worker] = {}  # by worker id: counters may have changed in this exchange
-        self._asked: dict[int, Waiter] = {}  # by RematchOps of this exchange
+        self._asked: list[int] = []  # by RematchOps of this exchange
 
     def exchange(self, request: pb.CacheServiceLinkRequest) -> pb.CacheServiceLinkResponse:
         """Execute the operations in order; a failed one has an error for its result and has changed nothing.
@@ -146,6 +147,7 @@ class CacheCore:
         self._touched.pop(op.worker, None)
         if not self.workers:
             self.tree = None
+            self._asked += [waiter.sequence_id for waiter in self.waiting.values() if waiter.path]
             for waiter in self.waiting.values():
                 waiter.path, waiter.watched = [], None
 
@@ -175,12 +177,14 @@ class CacheCore:
         unknown = [sequence_id for sequence_id in sequence_ids if sequence_id not in self.waiting]
         if unknown:
             raise OpError(Code.NOT_FOUND, f"not waiting: {_named(unknown)}; nothing is reported")
-        for sequence_id in sequence_ids:
-            self._asked[sequence_id] = self.waiting[sequence_id]
+        self._asked += sequence_ids
 
     def _report_matches(self, response: pb.CacheServiceLinkResponse) -> None:
         """As it is now: what was asked for, and what has changed."""
-        tree, asked = self.tree, self._asked
+        tree = self.tree
+        # By id: one that was asked for may have been admitted, freed or even made anew since.
+        asked = {sequence_id: self.waiting[sequence_id] for sequence_id in self._asked if sequence_id in self.waiting}
+        self._asked.clear()
         if tree is not None and (asked or tree.stale):
             changed = [waiter for waiter in list(tree.stale.values())[:MAX_SETTLED] if waiter.settle(tree)]
             for waiter in asked.values():
@@ -188,9 +192,7 @@ class CacheCore:
                     waiter.settle(tree)
             asked.update((waiter.sequence_id, waiter) for waiter in changed)
         for sequence_id, waiter in asked.items():
-            if sequence_id in self.waiting:  # not admitted or freed after it was asked for
-                self._report_match(waiter, response.match_updates.add(sequence=sequence_id).matches)
-        asked.clear()
+            self._report_match(waiter, response.match_updates.add(sequence=sequence_id).matches)
 
     def _report_match(self, waiter: Waiter, matches: Any) -> None:
         path = waiter.path
@@ -212,9 +214,14 @@ class CacheCore:
                 raise OpError(Code.FAILED_PRECONDITION, f"sequence {op.sequence} is admitted already")
             raise OpError(Code.NOT_FOUND, f"sequence {op.sequence} is not known")
         worker = self._worker(op.worker)
-        if op.sequence in worker.tree.stale:
-            waiter.settle(worker.tree)
-        sequence = worker.admit(op.sequence, waiter.token_ids, waiter.path, op.num_new_tokens)
+        if op.fork_of:
+            (parent,) = self._all_admitted([op.fork_of])
+            sequence, result.admit.copy_from = worker.fork(op.sequence, waiter.token_ids, parent)
+            self.counters.forked_sequences += 1
+        else:
+            if op.sequence in worker.tree.stale:
+                waiter.settle(worker.tree)
+            sequence = worker.admit(op.sequence, waiter.token_ids, waiter.path, op.num_new_tokens)
         waiter.leave(worker.tree)
         del self.waiting[op.sequence]
         self.admitted[op.sequence] = sequence

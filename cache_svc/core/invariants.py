@@ -75,7 +75,8 @@ def _check_pool(worker: Worker) -> None:
         writable = sequence.table[len(shared) :]
         _require(not any(block in worker.node_of for block in writable), f"{name}: a stored block can be written")
     for block, count in users.items():
-        _require(count == 1 or block in worker.node_of, f"{name}: block {block} has {count} users and is not stored")
+        may_share = block in worker.node_of or not worker.prefix_caching
+        _require(count == 1 or may_share, f"{name}: block {block} has {count} users and is not stored")
     counted = {block: count for block, count in enumerate(pool.users) if count}
     _require(counted == users, f"{name}: the pool's users are not those of the sequences")
     free, cached = pool.free_block_ids(), pool.cached_block_ids()

@@ -77,7 +77,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: list[int]) -> None:
-        """One more user of each of these blocks in the tree, all of which are in use."""
+        """One more user of each of these blocks, all of which are in use."""
         users = self.users
         for block in blocks:
             users[block] += 1
@@ -104,10 +104,11 @@ class BlockPool:
         return no_users
 
     def recycle(self, blocks: list[int]) -> None:
-        """The only user of these blocks, which are not in the tree, leaves: they are free now."""
+        """A user of these blocks, which are not in the tree, leaves. Those that nobody else uses are free now."""
+        users = self.users
         for block in blocks:
-            self.users[block] = 0
-        self._recycled += blocks
+            users[block] -= 1
+        self._recycled += [block for block in blocks if not users[block]]
 
     def free_block_ids(self) -> list[int]:
         """The free blocks that were in use before, for checks and tests; the next one handed out is last."""

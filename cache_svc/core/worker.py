@@ -70,6 +70,30 @@ class Worker:
         self.sequences[sequence_id] = sequence
         return sequence
 
+    def fork(self, sequence_id: int, token_ids: bytes, parent: Sequence) -> tuple[Sequence, int]:
+        """A table for tokens of which the parent has computed all but the last: its whole blocks, which nobody writes
+        any more, and a new one for the rest. Also the block whose content belongs into that new one (0: none).
+
+        Raises OpError, having changed nothing: FAILED_PRECONDITION if the parent is not such a one, RESOURCE_EXHAUSTED.
+        """
+        num_shared = len(token_ids) // TOKEN_BYTES - 1
+        shared_bytes = num_shared * TOKEN_BYTES
+        begins = parent.tokens[:shared_bytes] == token_ids[:shared_bytes]
+        if parent.worker is not self or not begins or parent.num_computed_tokens < num_shared:
+            raise OpError(
+                Code.FAILED_PRECONDITION,
+                f"sequence {sequence_id} cannot fork sequence {parent.sequence_id}, which has not computed the first "
+                f"{num_shared} tokens of it on worker {self.worker_id}",
+            )
+        self.check_room(1)
+        num_whole, rest = divmod(num_shared, self.tree.block_size)
+        nodes = parent.nodes[:num_whole]
+        table = [node.block_of[self.index] for node in nodes] if self.prefix_caching else parent.table[:num_whole]
+        self.pool.share(table)
+        sequence = Sequence(sequence_id, self, token_ids, table + self.pool.take(1), nodes, num_shared)
+        self.sequences[sequence_id] = sequence
+        return sequence, parent.table[num_whole] if rest else 0
+
     def store(self, sequence: Sequence) -> None:
         """Put every whole computed block that is not in the tree yet into it."""
         if not self.prefix_caching:

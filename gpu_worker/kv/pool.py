@@ -44,6 +44,12 @@ class KvPool:
         """Usable blocks; their ids are 1..num_blocks."""
         return self.storage.shape[2] - 1
 
+    def copy(self, sources: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -> None:
+        """Block sources[i] to block targets[i], in every layer. No block stands in both."""
+        kv, device = self.storage.flatten(0, 1), self.storage.device
+        source_ids, target_ids = (torch.from_numpy(ids.astype(np.int64)).to(device) for ids in (sources, targets))
+        kv.index_copy_(1, target_ids, kv.index_select(1, source_ids))
+
     def clear(self, block_ids: npt.NDArray[np.int32]) -> None:
         """Zeros into blocks that got a new owner. Attention reads a block's unused rest with weight 0, and 0 x NaN of
         whoever failed there before would be NaN."""

@@ -130,8 +130,11 @@ class CacheLink:
                 ops.append(CacheOp(extend=ExtendOp(sequences=grown)))
             for admission in draft.decision.admissions:
                 admits.append(len(ops))
-                sequence, new = admission.request.sequence, admission.num_new_tokens
-                ops.append(CacheOp(admit=AdmitOp(sequence=sequence, worker=worker.id, num_new_tokens=new)))
+                request = admission.request
+                admit = AdmitOp(sequence=request.sequence, worker=worker.id, num_new_tokens=admission.num_new_tokens)
+                if request.parent is not None and request.can_fork_on(worker.id):
+                    admit.fork_of = request.parent.sequence
+                ops.append(CacheOp(admit=admit))
             sent.drafts.append((draft, extend, admits))
         if not ops:
             return None

@@ -96,7 +96,7 @@ class Composer:
             queue = self.queue
             for request in iter(queue) if ordered_at_s is None else queue.order.ordered(ordered_at_s):
                 fits = request.matches is not None and worker.can_ever_hold(request)
-                if fits and best_place(request, workers.values()) in (worker, None):
+                if fits and not request.waits_for_parent and best_place(request, workers.values()) in (worker, None):
                     yield request
 
         return waiting

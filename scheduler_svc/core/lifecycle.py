@@ -106,6 +106,7 @@ class Lifecycle:
     def refused(self, request: Request) -> None:
         """The cache had less room than was thought: the request waits on, known to the cache as before."""
         self._unbind(request)
+        request.parent = None
         request.phase, request.worker = Phase.WAITING, 0
         self.queue.add(request)
 
@@ -133,7 +134,7 @@ class Lifecycle:
         requests = worker.drop_draft()
         for slot in list(worker.running):
             self._recall_tokens(worker, slot)
-            requests.append(worker.vacate(slot))
+            requests.append(self._leave(worker, slot))
         for request in requests:
             self._unbind(request)
             self._matched.pop(request.sequence, None)
@@ -155,11 +156,17 @@ class Lifecycle:
         ask for them earlier, and a steady step need not tell what every sequence adds (as SGLang does)."""
         worker = self._workers[request.worker]
         self._recall_tokens(worker, request.slot)
-        worker.vacate(request.slot)
+        self._leave(worker, request.slot)
         num_computed = request.num_tokens - 1  # the last token is never computed
         if worker.prefix_caching and num_computed // worker.block_size > request.num_registered // worker.block_size:
             new_tokens = request.token_ids[request.num_registered * TOKEN_BYTES :]
             self._cache.add_commit(request.sequence, new_tokens, num_computed)
+
+    def _leave(self, worker: Worker, slot: int) -> Request:
+        request = worker.vacate(slot)
+        request.prompt_is_computed = False
+        request.parent = None
+        return request
 
     def _recall_tokens(self, worker: Worker, slot: int) -> None:
         """Complete the request's own record with what still stands in the slot's tail."""

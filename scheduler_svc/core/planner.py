@@ -145,6 +145,9 @@ class Planner:
         prefill = worker.prefills[slot] = Prefill(slot, request.num_tokens, granted.num_cached_tokens)
         # The cache may hold more of it by now than when the step was composed.
         sizes[slot] = min(admission.num_tokens, prefill.remaining_tokens)
+        if granted.copy_from:
+            plan.copy_from += granted.copy_from.to_bytes(4, "little")
+            plan.copy_to += granted.block_table[-4:]
         plan.new_sequences.append(
             NewSequence(
                 slot=slot,

@@ -53,6 +53,8 @@ class Request:
     num_preemptions: int = 0
     num_worker_losses: int = 0
     extra_stop_ids: frozenset[int] = field(default_factory=frozenset)
+    parent: Request | None = None  # to fork from, as long as that is possible
+    prompt_is_computed: bool = False  # and known to be, of the attempt that runs
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -86,13 +88,30 @@ class Request:
 
     def matched_tokens(self, worker: int) -> int:
         """Tokens of the request that `worker` has in its cache."""
+        if self.can_fork_on(worker):
+            return self.num_tokens - 1
         match = self.matches.get(worker) if self.matches else None
         return match.num_tokens if match else 0
 
     def live_tokens(self, worker: int) -> int:
         """Of these, tokens in blocks that others use: reusing them takes nothing from the pool."""
+        if self.can_fork_on(worker):
+            return self.num_tokens - 1
         match = self.matches.get(worker) if self.matches else None
         return match.num_live_tokens if match else 0
+
+    def can_fork_on(self, worker: int) -> bool:
+        """Whether its parent runs there and has computed what they have in common."""
+        return self.parent is not None and self.parent.worker == worker and self.parent.prompt_is_computed
+
+    @property
+    def waits_for_parent(self) -> bool:
+        """Whether its parent is about to compute what they have in common. One that had to give way is not: by then
+        others may have come in between."""
+        parent = self.parent
+        if parent is None or parent.prompt_is_computed or parent.num_preemptions:
+            return False
+        return parent.phase is not Phase.ENDED
 
     @property
     def best_matched_tokens(self) -> int:

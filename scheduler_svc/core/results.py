@@ -92,6 +92,7 @@ class ResultReader:
             return 0
         row, tokens = np.array([slot], np.int32), np.array([token], np.int32)
         request.output += tokens.tobytes()
+        request.prompt_is_computed = True
         self.publish(int(slots.session[slot]), slots.session[row], slots.handle[row], tokens)
         self._check_ends(worker, row, tokens)
         return 1

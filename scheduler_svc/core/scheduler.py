@@ -140,6 +140,10 @@ class SchedulerCore:
         if submission.handle in session.live:
             raise Rejection(CODE_FAILED_PRECONDITION, f"handle: {submission.handle} is in use", "handle")
         request = new_request(session.id, self.life.next_seniority(), submission, now_s)
+        if submission.fork_of and not submission.output_token_ids:
+            parent = session.live.get(submission.fork_of)
+            if parent is not None and parent.prompt == request.prompt:
+                request.parent = parent
         if not submission.accepted_before:  # nothing accepted is lost
             check_queue(self.queue, request, self.config, self.life.budgets)
         self.life.accept(session, request)

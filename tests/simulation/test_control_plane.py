@@ -28,7 +28,8 @@ class Run:
         self.rng = random.Random(seed)
         self.block_size = self.rng.choice([1, 2, 4, 8, 16])
         self.num_blocks = self.rng.choice([40, 80, 200, 1000]) // self.block_size + 2
-        self.system = LocalSystem(SchedulerConfig(window=self.rng.choice([1, 2, 3])), self.policies())
+        config = SchedulerConfig(window=self.rng.choice([1, 2, 3]), prefix_caching=self.rng.random() < 0.9)
+        self.system = LocalSystem(config, self.policies())
         self.families = [[self.rng.randrange(8, 100) for _ in range(40)] for _ in range(3)]
         self.asked: dict[tuple[str, int], tuple[list[int], SamplingParams]] = {}
         self.cancelled: set[tuple[str, int]] = set()
@@ -72,16 +73,19 @@ class Run:
         length = rng.randrange(1, min(30, room - 2))
         shared = rng.choice(self.families)[: rng.randrange(length + 1)]
         prompt = (shared + [rng.randrange(8, 1000) for _ in range(length)])[:length]
-        sampling = SamplingParams(
-            top_p=1,
-            max_tokens=rng.randrange(1, max(2, min(40, room - length))),
-            seed=rng.randrange(5),
-            ignore_eos=rng.random() < 0.3,
-        )
-        key = rng.choice("ab"), self.requests_left
-        self.requests_left -= 1
-        self.asked[key] = prompt, sampling
-        self.system.submit(*key, prompt, sampling, priority=rng.randrange(3), tenant=rng.choice("xyz"))
+        session, first = rng.choice("ab"), self.requests_left
+        fields = {"priority": rng.randrange(3), "tenant": rng.choice("xyz")}
+        max_tokens = rng.randrange(1, max(2, min(40, room - length)))
+        ignore_eos = rng.random() < 0.3
+        for _ in range(rng.choice([1, 1, 1, 2, 4])):  # several samples of one prompt fork from the first one
+            seed = rng.randrange(5)
+            sampling = SamplingParams(top_p=1, max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos)
+            handle = self.requests_left
+            self.asked[session, handle] = prompt, sampling
+            self.system.submit(session, handle, prompt, sampling, fork_of=first if handle != first else 0, **fields)
+            self.requests_left -= 1
+            if not self.requests_left:
+                return
 
     def fault(self) -> None:
         self.faults_left -= 1
@@ -140,7 +144,7 @@ def test_every_stream_is_the_undisturbed_one(first: int) -> None:
 
 def test_the_seeds_reach_what_they_are_meant_to() -> None:
     """Preemption, prefix hits, evictions and lost workers all happened, or the test above shows little."""
-    preempted = requeued = hits = evicted = 0
+    preempted = requeued = hits = evicted = forked = 0
     for seed in range(60):
         run = Run(seed)
         run.play()
@@ -148,7 +152,8 @@ def test_the_seeds_reach_what_they_are_meant_to() -> None:
         requeued += run.system.scheduler.counters.requeued
         hits += run.system.cache.counters.prefix_hit_tokens
         evicted += run.system.cache.counters.evicted_blocks
-    assert min(preempted, requeued, hits, evicted) > 10
+        forked += run.system.cache.counters.forked_sequences
+    assert min(preempted, requeued, hits, evicted, forked) > 10
 
 
 def test_same_seed_same_decisions() -> None:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/cache.proto\x12\x0bpaceline.v1\"]\n\x17\x43\x61\x63heServiceLinkRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08\x65xchange\x18\x02 \x01(\x04\x12!\n\x03ops\x18\x03 \x03(\x0b\x32\x14.paceline.v1.CacheOp\"\xe5\x02\n\x07\x43\x61\x63heOp\x12.\n\nadd_worker\x18\x01 \x01(\x0b\x32\x18.paceline.v1.AddWorkerOpH\x00\x12\x34\n\rremove_worker\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.RemoveWorkerOpH\x00\x12%\n\x05match\x18\x03 \x01(\x0b\x32\x14.paceline.v1.MatchOpH\x00\x12%\n\x05\x61\x64mit\x18\x04 \x01(\x0b\x32\x14.paceline.v1.AdmitOpH\x00\x12\'\n\x06\x65xtend\x18\x05 \x01(\x0b\x32\x15.paceline.v1.ExtendOpH\x00\x12\'\n\x06\x63ommit\x18\x06 \x01(\x0b\x32\x15.paceline.v1.CommitOpH\x00\x12#\n\x04\x66ree\x18\x07 \x01(\x0b\x32\x13.paceline.v1.FreeOpH\x00\x12)\n\x07rematch\x18\x08 \x01(\x0b\x32\x16.paceline.v1.RematchOpH\x00\x42\x04\n\x02op\"]\n\x0b\x41\x64\x64WorkerOp\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x16\n\x0eprefix_caching\x18\x04 \x01(\x08\" \n\x0eRemoveWorkerOp\x12\x0e\n\x06worker\x18\x01 \x01(\r\".\n\x07MatchOp\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\"\x1e\n\tRematchOp\x12\x11\n\tsequences\x18\x01 \x03(\x04\"C\n\x07\x41\x64mitOp\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06worker\x18\x02 \x01(\r\x12\x16\n\x0enum_new_tokens\x18\x03 \x01(\r\"\x1d\n\x08\x45xtendOp\x12\x11\n\tsequences\x18\x01 \x03(\x04\"e\n\x08\x43ommitOp\x12\x11\n\tsequences\x18\x01 \x03(\x04\x12\x16\n\x0enum_new_tokens\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x1b\n\x13num_computed_tokens\x18\x04 \x03(\r\"\x1b\n\x06\x46reeOp\x12\x11\n\tsequences\x18\x01 \x03(\x04\"\xc3\x01\n\x18\x43\x61\x63heServiceLinkResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08\x65xchange\x18\x02 \x01(\x04\x12+\n\x07results\x18\x03 \x03(\x0b\x32\x1a.paceline.v1.CacheOpResult\x12(\n\x05pools\x18\x04 \x03(\x0b\x32\x19.paceline.v1.PoolCounters\x12/\n\rmatch_updates\x18\x05 \x03(\x0b\x32\x18.paceline.v1.MatchUpdate\"J\n\x0bMatchUpdate\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12)\n\x07matches\x18\x02 \x03(\x0b\x32\x18.paceline.v1.WorkerMatch\"\xc8\x01\n\rCacheOpResult\x12*\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x19.paceline.v1.CacheOpErrorH\x00\x12)\n\x05match\x18\x02 \x01(\x0b\x32\x18.paceline.v1.MatchResultH\x00\x12)\n\x05\x61\x64mit\x18\x03 \x01(\x0b\x32\x18.paceline.v1.AdmitResultH\x00\x12+\n\x06\x65xtend\x18\x04 \x01(\x0b\x32\x19.paceline.v1.ExtendResultH\x00\x42\x08\n\x06result\"-\n\x0c\x43\x61\x63heOpError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\"8\n\x0bMatchResult\x12)\n\x07matches\x18\x01 \x03(\x0b\x32\x18.paceline.v1.WorkerMatch\"J\n\x0bWorkerMatch\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x17\n\x0fnum_live_tokens\x18\x03 \x01(\r\"=\n\x0b\x41\x64mitResult\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x13\n\x0b\x62lock_table\x18\x02 \x01(\x0c\"!\n\x0c\x45xtendResult\x12\x11\n\tblock_ids\x18\x01 \x01(\x0c\"}\n\x0cPoolCounters\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_blocks\x18\x03 \x01(\r\x12\x13\n\x0bused_blocks\x18\x04 \x01(\r\x12\x1c\n\x14\x65victed_blocks_total\x18\x05 \x01(\x04\"\x14\n\x12WatchEventsRequest\"\xc0\x01\n\x13WatchEventsResponse\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12*\n\x06stored\x18\x02 \x01(\x0b\x32\x18.paceline.v1.BlockStoredH\x00\x12,\n\x07removed\x18\x03 \x01(\x0b\x32\x19.paceline.v1.BlockRemovedH\x00\x12-\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x1a.paceline.v1.WorkerClearedH\x00\x42\x07\n\x05\x65vent\"o\n\x0b\x42lockStored\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12\x10\n\x08\x62lock_id\x18\x02 \x01(\r\x12\x11\n\tprefix_id\x18\x03 \x01(\x04\x12\x18\n\x10parent_prefix_id\x18\x04 \x01(\x04\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\"C\n\x0c\x42lockRemoved\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12\x10\n\x08\x62lock_id\x18\x02 \x01(\r\x12\x11\n\tprefix_id\x18\x03 \x01(\x04\"\x1f\n\rWorkerCleared\x12\x0e\n\x06worker\x18\x01 \x01(\r2\xbb\x01\n\x0c\x43\x61\x63heService\x12W\n\x04Link\x12$.paceline.v1.CacheServiceLinkRequest\x1a%.paceline.v1.CacheServiceLinkResponse(\x01\x30\x01\x12R\n\x0bWatchEvents\x12\x1f.paceline.v1.WatchEventsRequest\x1a .paceline.v1.WatchEventsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/cache.proto\x12\x0bpaceline.v1\"]\n\x17\x43\x61\x63heServiceLinkRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08\x65xchange\x18\x02 \x01(\x04\x12!\n\x03ops\x18\x03 \x03(\x0b\x32\x14.paceline.v1.CacheOp\"\xe5\x02\n\x07\x43\x61\x63heOp\x12.\n\nadd_worker\x18\x01 \x01(\x0b\x32\x18.paceline.v1.AddWorkerOpH\x00\x12\x34\n\rremove_worker\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.RemoveWorkerOpH\x00\x12%\n\x05match\x18\x03 \x01(\x0b\x32\x14.paceline.v1.MatchOpH\x00\x12%\n\x05\x61\x64mit\x18\x04 \x01(\x0b\x32\x14.paceline.v1.AdmitOpH\x00\x12\'\n\x06\x65xtend\x18\x05 \x01(\x0b\x32\x15.paceline.v1.ExtendOpH\x00\x12\'\n\x06\x63ommit\x18\x06 \x01(\x0b\x32\x15.paceline.v1.CommitOpH\x00\x12#\n\x04\x66ree\x18\x07 \x01(\x0b\x32\x13.paceline.v1.FreeOpH\x00\x12)\n\x07rematch\x18\x08 \x01(\x0b\x32\x16.paceline.v1.RematchOpH\x00\x42\x04\n\x02op\"]\n\x0b\x41\x64\x64WorkerOp\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x16\n\x0eprefix_caching\x18\x04 \x01(\x08\" \n\x0eRemoveWorkerOp\x12\x0e\n\x06worker\x18\x01 \x01(\r\".\n\x07MatchOp\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\"\x1e\n\tRematchOp\x12\x11\n\tsequences\x18\x01 \x03(\x04\"T\n\x07\x41\x64mitOp\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06worker\x18\x02 \x01(\r\x12\x16\n\x0enum_new_tokens\x18\x03 \x01(\r\x12\x0f\n\x07\x66ork_of\x18\x04 \x01(\x04\"\x1d\n\x08\x45xtendOp\x12\x11\n\tsequences\x18\x01 \x03(\x04\"e\n\x08\x43ommitOp\x12\x11\n\tsequences\x18\x01 \x03(\x04\x12\x16\n\x0enum_new_tokens\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x1b\n\x13num_computed_tokens\x18\x04 \x03(\r\"\x1b\n\x06\x46reeOp\x12\x11\n\tsequences\x18\x01 \x03(\x04\"\xc3\x01\n\x18\x43\x61\x63heServiceLinkResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08\x65xchange\x18\x02 \x01(\x04\x12+\n\x07results\x18\x03 \x03(\x0b\x32\x1a.paceline.v1.CacheOpResult\x12(\n\x05pools\x18\x04 \x03(\x0b\x32\x19.paceline.v1.PoolCounters\x12/\n\rmatch_updates\x18\x05 \x03(\x0b\x32\x18.paceline.v1.MatchUpdate\"J\n\x0bMatchUpdate\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12)\n\x07matches\x18\x02 \x03(\x0b\x32\x18.paceline.v1.WorkerMatch\"\xc8\x01\n\rCacheOpResult\x12*\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x19.paceline.v1.CacheOpErrorH\x00\x12)\n\x05match\x18\x02 \x01(\x0b\x32\x18.paceline.v1.MatchResultH\x00\x12)\n\x05\x61\x64mit\x18\x03 \x01(\x0b\x32\x18.paceline.v1.AdmitResultH\x00\x12+\n\x06\x65xtend\x18\x04 \x01(\x0b\x32\x19.paceline.v1.ExtendResultH\x00\x42\x08\n\x06result\"-\n\x0c\x43\x61\x63heOpError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\"8\n\x0bMatchResult\x12)\n\x07matches\x18\x01 \x03(\x0b\x32\x18.paceline.v1.WorkerMatch\"J\n\x0bWorkerMatch\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x17\n\x0fnum_live_tokens\x18\x03 \x01(\r\"P\n\x0b\x41\x64mitResult\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x13\n\x0b\x62lock_table\x18\x02 \x01(\x0c\x12\x11\n\tcopy_from\x18\x03 \x01(\r\"!\n\x0c\x45xtendResult\x12\x11\n\tblock_ids\x18\x01 \x01(\x0c\"}\n\x0cPoolCounters\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_blocks\x18\x03 \x01(\r\x12\x13\n\x0bused_blocks\x18\x04 \x01(\r\x12\x1c\n\x14\x65victed_blocks_total\x18\x05 \x01(\x04\"\x14\n\x12WatchEventsRequest\"\xc0\x01\n\x13WatchEventsResponse\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12*\n\x06stored\x18\x02 \x01(\x0b\x32\x18.paceline.v1.BlockStoredH\x00\x12,\n\x07removed\x18\x03 \x01(\x0b\x32\x19.paceline.v1.BlockRemovedH\x00\x12-\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x1a.paceline.v1.WorkerClearedH\x00\x42\x07\n\x05\x65vent\"o\n\x0b\x42lockStored\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12\x10\n\x08\x62lock_id\x18\x02 \x01(\r\x12\x11\n\tprefix_id\x18\x03 \x01(\x04\x12\x18\n\x10parent_prefix_id\x18\x04 \x01(\x04\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\"C\n\x0c\x42lockRemoved\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12\x10\n\x08\x62lock_id\x18\x02 \x01(\r\x12\x11\n\tprefix_id\x18\x03 \x01(\x04\"\x1f\n\rWorkerCleared\x12\x0e\n\x06worker\x18\x01 \x01(\r2\xbb\x01\n\x0c\x43\x61\x63heService\x12W\n\x04Link\x12$.paceline.v1.CacheServiceLinkRequest\x1a%.paceline.v1.CacheServiceLinkResponse(\x01\x30\x01\x12R\n\x0bWatchEvents\x12\x1f.paceline.v1.WatchEventsRequest\x1a .paceline.v1.WatchEventsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,41 +44,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REMATCHOP']._serialized_start=672
   _globals['_REMATCHOP']._serialized_end=702
   _globals['_ADMITOP']._serialized_start=704
-  _globals['_ADMITOP']._serialized_end=771
-  _globals['_EXTENDOP']._serialized_start=773
-  _globals['_EXTENDOP']._serialized_end=802
-  _globals['_COMMITOP']._serialized_start=804
-  _globals['_COMMITOP']._serialized_end=905
-  _globals['_FREEOP']._serialized_start=907
-  _globals['_FREEOP']._serialized_end=934
-  _globals['_CACHESERVICELINKRESPONSE']._serialized_start=937
-  _globals['_CACHESERVICELINKRESPONSE']._serialized_end=1132
-  _globals['_MATCHUPDATE']._serialized_start=1134
-  _globals['_MATCHUPDATE']._serialized_end=1208
-  _globals['_CACHEOPRESULT']._serialized_start=1211
-  _globals['_CACHEOPRESULT']._serialized_end=1411
-  _globals['_CACHEOPERROR']._serialized_start=1413
-  _globals['_CACHEOPERROR']._serialized_end=1458
-  _globals['_MATCHRESULT']._serialized_start=1460
-  _globals['_MATCHRESULT']._serialized_end=1516
-  _globals['_WORKERMATCH']._serialized_start=1518
-  _globals['_WORKERMATCH']._serialized_end=1592
-  _globals['_ADMITRESULT']._serialized_start=1594
-  _globals['_ADMITRESULT']._serialized_end=1655
-  _globals['_EXTENDRESULT']._serialized_start=1657
-  _globals['_EXTENDRESULT']._serialized_end=1690
-  _globals['_POOLCOUNTERS']._serialized_start=1692
-  _globals['_POOLCOUNTERS']._serialized_end=1817
-  _globals['_WATCHEVENTSREQUEST']._serialized_start=1819
-  _globals['_WATCHEVENTSREQUEST']._serialized_end=1839
-  _globals['_WATCHEVENTSRESPONSE']._serialized_start=1842
-  _globals['_WATCHEVENTSRESPONSE']._serialized_end=2034
-  _globals['_BLOCKSTORED']._serialized_start=2036
-  _globals['_BLOCKSTORED']._serialized_end=2147
-  _globals['_BLOCKREMOVED']._serialized_start=2149
-  _globals['_BLOCKREMOVED']._serialized_end=2216
-  _globals['_WORKERCLEARED']._serialized_start=2218
-  _globals['_WORKERCLEARED']._serialized_end=2249
-  _globals['_CACHESERVICE']._serialized_start=2252
-  _globals['_CACHESERVICE']._serialized_end=2439
+  _globals['_ADMITOP']._serialized_end=788
+  _globals['_EXTENDOP']._serialized_start=790
+  _globals['_EXTENDOP']._serialized_end=819
+  _globals['_COMMITOP']._serialized_start=821
+  _globals['_COMMITOP']._serialized_end=922
+  _globals['_FREEOP']._serialized_start=924
+  _globals['_FREEOP']._serialized_end=951
+  _globals['_CACHESERVICELINKRESPONSE']._serialized_start=954
+  _globals['_CACHESERVICELINKRESPONSE']._serialized_end=1149
+  _globals['_MATCHUPDATE']._serialized_start=1151
+  _globals['_MATCHUPDATE']._serialized_end=1225
+  _globals['_CACHEOPRESULT']._serialized_start=1228
+  _globals['_CACHEOPRESULT']._serialized_end=1428
+  _globals['_CACHEOPERROR']._serialized_start=1430
+  _globals['_CACHEOPERROR']._serialized_end=1475
+  _globals['_MATCHRESULT']._serialized_start=1477
+  _globals['_MATCHRESULT']._serialized_end=1533
+  _globals['_WORKERMATCH']._serialized_start=1535
+  _globals['_WORKERMATCH']._serialized_end=1609
+  _globals['_ADMITRESULT']._serialized_start=1611
+  _globals['_ADMITRESULT']._serialized_end=1691
+  _globals['_EXTENDRESULT']._serialized_start=1693
+  _globals['_EXTENDRESULT']._serialized_end=1726
+  _globals['_POOLCOUNTERS']._serialized_start=1728
+  _globals['_POOLCOUNTERS']._serialized_end=1853
+  _globals['_WATCHEVENTSREQUEST']._serialized_start=1855
+  _globals['_WATCHEVENTSREQUEST']._serialized_end=1875
+  _globals['_WATCHEVENTSRESPONSE']._serialized_start=1878
+  _globals['_WATCHEVENTSRESPONSE']._serialized_end=2070
+  _globals['_BLOCKSTORED']._serialized_start=2072
+  _globals['_BLOCKSTORED']._serialized_end=2183
+  _globals['_BLOCKREMOVED']._serialized_start=2185
+  _globals['_BLOCKREMOVED']._serialized_end=2252
+  _globals['_WORKERCLEARED']._serialized_start=2254
+  _globals['_WORKERCLEARED']._serialized_end=2285
+  _globals['_CACHESERVICE']._serialized_start=2288
+  _globals['_CACHESERVICE']._serialized_end=2475
 # @@protoc_insertion_point(module_scope)

@@ -209,20 +209,27 @@ class AdmitOp(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     WORKER_FIELD_NUMBER: _builtins.int
     NUM_NEW_TOKENS_FIELD_NUMBER: _builtins.int
+    FORK_OF_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     worker: _builtins.int
     num_new_tokens: _builtins.int
     """New blocks for so many tokens after the cached prefix; more than there are, or 0, means all the rest."""
+    fork_of: _builtins.int
+    """Not 0: fork this admitted sequence of the same worker, which begins with all tokens of the new one but its last and
+    has computed them. Whole blocks are shared; what was begun of the next one is to be copied. FAILED_PRECONDITION if
+    it is not such a one.
+    """
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         worker: _builtins.int = ...,
         num_new_tokens: _builtins.int = ...,
+        fork_of: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_new_tokens", b"num_new_tokens", "sequence", b"sequence", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fork_of", b"fork_of", "num_new_tokens", b"num_new_tokens", "sequence", b"sequence", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -486,18 +493,22 @@ class AdmitResult(_message.Message):
 
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCK_TABLE_FIELD_NUMBER: _builtins.int
+    COPY_FROM_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     block_table: _builtins.bytes
     """Packed int32: the whole block table."""
+    copy_from: _builtins.int
+    """Before the sequence runs, the content of this block has to be copied to the last block of the table; 0: none."""
     def __init__(
         self,
         *,
         num_cached_tokens: _builtins.int = ...,
         block_table: _builtins.bytes = ...,
+        copy_from: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "num_cached_tokens", b"num_cached_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "copy_from", b"copy_from", "num_cached_tokens", b"num_cached_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -345,6 +345,7 @@ class Submission(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
+    FORK_OF_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     request_id: _builtins.str
     prompt_token_ids: _builtins.bytes
@@ -359,6 +360,10 @@ class Submission(_message.Message):
     deadline_s: _builtins.float
     lora: _builtins.str
     """The adapter it runs with; empty: none."""
+    fork_of: _builtins.int
+    """Not 0: the handle of a request of this session with the same prompt, submitted before. This one waits until that
+    one's prompt is computed, and forks from it. If it is gone, or this one has output already, it runs by itself.
+    """
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     def __init__(
@@ -374,10 +379,11 @@ class Submission(_message.Message):
         tenant: _builtins.str = ...,
         deadline_s: _builtins.float = ...,
         lora: _builtins.str = ...,
+        fork_of: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "deadline_s", b"deadline_s", "handle", b"handle", "lora", b"lora", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "deadline_s", b"deadline_s", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -393,6 +399,7 @@ class SessionResponse(_message.Message):
     ENDINGS_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     SAME_HANDLES_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """Packed int32, as many as handles."""
     same_handles: _builtins.bool
@@ -413,6 +420,10 @@ class SessionResponse(_message.Message):
     def status(self) -> Global___SchedulerStatus:
         """Present when it changed, and in the first message."""
 
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenScore]:
+        """Of requests whose sampling asks for log probabilities: one for each of their tokens in this message, in order."""
+
     def __init__(
         self,
         *,
@@ -422,14 +433,37 @@ class SessionResponse(_message.Message):
         endings: _abc.Iterable[Global___Ending] | None = ...,
         status: Global___SchedulerStatus | None = ...,
         same_handles: _builtins.bool = ...,
+        scores: _abc.Iterable[Global___TokenScore] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["opened", b"opened", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endings", b"endings", "handles", b"handles", "opened", b"opened", "same_handles", b"same_handles", "status", b"status", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endings", b"endings", "handles", b"handles", "opened", b"opened", "same_handles", b"same_handles", "scores", b"scores", "status", b"status", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
+
+@_typing.final
+class TokenScore(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    logprob: _builtins.float
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        logprob: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "logprob", b"logprob"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenScore: _TypeAlias = TokenScore  # noqa: Y015
 
 @_typing.final
 class SessionOpened(_message.Message):

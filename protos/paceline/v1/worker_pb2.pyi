@@ -214,8 +214,8 @@ Global___WorkerReleased: _TypeAlias = WorkerReleased  # noqa: Y015
 class StepPlan(_message.Message):
     """What changes, then one step of everything that decodes.
 
-    Effects, in this order: free_slots; new_sequences; grow_*; hold_slots; resume_slots; then the forward pass with these
-    rows:
+    Effects, in this order: copy_*; free_slots; new_sequences; grow_*; hold_slots; resume_slots; then the forward pass with
+    these rows:
       1. decode rows: every slot that has sampled in an earlier step of this link since it was seated, and is not on hold,
          in ascending slot order; the row's input is its last token (which may not have left the device yet). None if
          skip_decodes;
@@ -236,6 +236,8 @@ class StepPlan(_message.Message):
     SKIP_DECODES_FIELD_NUMBER: _builtins.int
     HOLD_SLOTS_FIELD_NUMBER: _builtins.int
     RESUME_SLOTS_FIELD_NUMBER: _builtins.int
+    COPY_FROM_FIELD_NUMBER: _builtins.int
+    COPY_TO_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Plan n+1 follows plan n; the first of a link is 1."""
     free_slots: _builtins.bytes
@@ -250,6 +252,9 @@ class StepPlan(_message.Message):
     hold_slots: _builtins.bytes
     """Slots that have sampled and take part in no step from this one on, until they are resumed."""
     resume_slots: _builtins.bytes
+    copy_from: _builtins.bytes
+    """Entry i: copy the KV in block copy_from[i] to block copy_to[i]. No block stands in both."""
+    copy_to: _builtins.bytes
     @_builtins.property
     def new_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewSequence]: ...
     def __init__(
@@ -265,10 +270,12 @@ class StepPlan(_message.Message):
         skip_decodes: _builtins.bool = ...,
         hold_slots: _builtins.bytes = ...,
         resume_slots: _builtins.bytes = ...,
+        copy_from: _builtins.bytes = ...,
+        copy_to: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_slots", b"free_slots", "grow_blocks", b"grow_blocks", "grow_slots", b"grow_slots", "hold_slots", b"hold_slots", "new_sequences", b"new_sequences", "prefill_slots", b"prefill_slots", "prefill_tokens", b"prefill_tokens", "resume_slots", b"resume_slots", "skip_decodes", b"skip_decodes", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_from", b"copy_from", "copy_to", b"copy_to", "free_slots", b"free_slots", "grow_blocks", b"grow_blocks", "grow_slots", b"grow_slots", "hold_slots", b"hold_slots", "new_sequences", b"new_sequences", "prefill_slots", b"prefill_slots", "prefill_tokens", b"prefill_tokens", "resume_slots", b"resume_slots", "skip_decodes", b"skip_decodes", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -324,6 +331,7 @@ class StepResult(_message.Message):
     ERRORS_FIELD_NUMBER: _builtins.int
     STARTED_US_FIELD_NUMBER: _builtins.int
     FINISHED_US_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     token_ids: _builtins.bytes
     """Packed int32: one sampled token for each row that samples: decode rows, then the prefills that ended, in row order.
@@ -334,6 +342,10 @@ class StepResult(_message.Message):
     finished_us: _builtins.int
     @_builtins.property
     def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowError]: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """One for each row that sampled and whose parameters ask for it, in row order."""
+
     def __init__(
         self,
         *,
@@ -342,14 +354,45 @@ class StepResult(_message.Message):
         errors: _abc.Iterable[Global___RowError] | None = ...,
         started_us: _builtins.int = ...,
         finished_us: _builtins.int = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "finished_us", b"finished_us", "started_us", b"started_us", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "finished_us", b"finished_us", "logprobs", b"logprobs", "started_us", b"started_us", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class TokenLogprobs(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    logprob: _builtins.float
+    """Of the sampled token."""
+    top_token_ids: _builtins.bytes
+    """Packed int32 and packed float32: the most likely tokens, best first, and their log probabilities."""
+    top_logprobs: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        logprob: _builtins.float = ...,
+        top_token_ids: _builtins.bytes = ...,
+        top_logprobs: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "slot", b"slot", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class RowError(_message.Message):

@@ -44,6 +44,10 @@ def admit_op(sequence: int, worker: int, new_tokens: int = 0) -> pb.CacheOp:
     return pb.CacheOp(admit=pb.AdmitOp(sequence=sequence, worker=worker, num_new_tokens=new_tokens))
 
 
+def fork_op(sequence: int, worker: int, parent: int) -> pb.CacheOp:
+    return pb.CacheOp(admit=pb.AdmitOp(sequence=sequence, worker=worker, fork_of=parent))
+
+
 def extend_op(sequences: Sequence[int]) -> pb.CacheOp:
     return pb.CacheOp(extend=pb.ExtendOp(sequences=sequences))
 

@@ -129,7 +129,27 @@ class Model:
         table = [worker.stored[prefix] for prefix in hit] + worker.take(needed)
         computed = len(hit) * self.block_size
         self.running[sequence] = ModelSequence(worker_id, self.waiting.pop(sequence), table, computed, hit)
-        return "admit", computed, list(table)
+        return "admit", computed, list(table), 0
+
+    def fork(self, sequence: int, worker_id: int, parent_id: int) -> Result:
+        if sequence not in self.waiting:
+            raise ModelRefusal(Code.FAILED_PRECONDITION if sequence in self.running else Code.NOT_FOUND)
+        worker, parent, tokens = self._worker(worker_id), self._running(parent_id), self.waiting[sequence]
+        shared = len(tokens) - 1
+        if parent.worker != worker_id or parent.tokens[:shared] != tokens[:shared] or parent.computed < shared:
+            raise ModelRefusal(Code.FAILED_PRECONDITION)
+        if not worker.available:
+            raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
+        whole = shared // self.block_size
+        prefixes = parent.prefixes[:whole]
+        for prefix in prefixes:
+            worker.use(prefix, sequence)
+        # Without prefix caching the blocks are shared as they are; with it, those that the tree has.
+        table = [worker.stored[prefix] for prefix in prefixes] if worker.prefix_caching else parent.table[:whole]
+        copy_from = parent.table[whole] if shared % self.block_size else 0
+        table += worker.take(1)
+        self.running[sequence] = ModelSequence(worker_id, self.waiting.pop(sequence), table, shared, prefixes)
+        return "admit", shared, list(table), copy_from
 
     def extend(self, sequences: Sequence[int]) -> Result:
         running = [self._running(s) for s in sequences]
@@ -179,8 +199,11 @@ class Model:
                 continue
             sequence = self.running.pop(s)
             worker = self.workers[sequence.worker]
+            others = {
+                block for other in self.running.values() if other.worker == sequence.worker for block in other.table
+            }
             for block in reversed(sequence.table):
-                if block not in worker.stored.values():
+                if block not in worker.stored.values() and block not in others:
                     worker.free.append(block)
             for prefix in reversed(sequence.prefixes):
                 worker.users[prefix].remove(s)

@@ -86,7 +86,8 @@ class CacheMachine(RuleBasedStateMachine):
             case "match":
                 return "match", {m.worker: (m.num_tokens, m.num_live_tokens) for m in result.match.matches}
             case "admit":
-                return "admit", result.admit.num_cached_tokens, d.unpack(result.admit.block_table)
+                admit = result.admit
+                return "admit", admit.num_cached_tokens, d.unpack(admit.block_table), admit.copy_from
             case "extend":
                 return "extend", d.unpack(result.extend.block_ids)
             case _:
@@ -113,7 +114,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.workers)
     @rule(tokens=tokens, hold=held)
     def wait(self, tokens: list[int], hold: bool) -> None:
-        sequence = next(s for s in range(100) if s not in self.everything())
+        sequence = next(s for s in range(1, 100) if s not in self.everything())
         self.do(d.match_op(sequence, tokens), self.model.match, sequence, tokens, hold=hold)
 
     @precondition(lambda self: self.model.waiting)
@@ -125,7 +126,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.workers)
     @rule(tokens=tokens, new_tokens=st.integers(0, 8), data=st.data(), hold=held)
     def start(self, tokens: list[int], new_tokens: int, data: st.DataObject, hold: bool) -> None:
-        sequence = next(s for s in range(100) if s not in self.everything())
+        sequence = next(s for s in range(1, 100) if s not in self.everything())
         worker = data.draw(st.sampled_from(sorted(self.model.workers)))
         self.do(d.match_op(sequence, tokens), self.model.match, sequence, tokens, hold=True)
         op = d.admit_op(sequence, worker, new_tokens)
@@ -149,6 +150,19 @@ class CacheMachine(RuleBasedStateMachine):
             most = min(len(sequence.tokens) + len(new), len(sequence.table) * self.block_size)
             entries.append((s, new, data.draw(st.integers(sequence.computed, max(sequence.computed, most)))))
         self.do(d.commit_op(entries), self.model.commit, entries, hold=hold)
+
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data(), last=st.integers(1, 2), hold=held)
+    def fork(self, data: st.DataObject, last: int, hold: bool) -> None:
+        """Of something that has computed enough, as a rule."""
+        sequence = next(s for s in range(1, 100) if s not in self.everything())
+        parent = data.draw(st.sampled_from(sorted(self.model.running)))
+        known = self.model.running[parent]
+        shared = data.draw(st.integers(0, known.computed + (data.draw(st.integers(0, 9)) == 9)))
+        tokens = [*known.tokens[:shared], last]
+        self.do(d.match_op(sequence, tokens), self.model.match, sequence, tokens, hold=True)
+        op = d.fork_op(sequence, known.worker, parent)
+        self.do(op, self.model.fork, sequence, known.worker, parent, hold=hold)
 
     @precondition(lambda self: self.model.running)
     @rule(data=st.data(), hold=held)
@@ -178,13 +192,16 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), sequence=sequences, several=st.lists(sequences, max_size=4), hold=held)
     def anything(self, data: st.DataObject, sequence: int, several: list[int], hold: bool) -> None:
         """Whether it makes sense or not."""
-        match data.draw(st.sampled_from(["match", "admit", "extend", "commit", "free", "rematch"])):
+        match data.draw(st.sampled_from(["match", "admit", "fork", "extend", "commit", "free", "rematch"])):
             case "match":
                 prompt = data.draw(tokens)
                 self.do(d.match_op(sequence, prompt), self.model.match, sequence, prompt, hold=hold)
             case "admit":
                 worker = data.draw(workers)
                 self.do(d.admit_op(sequence, worker), self.model.admit, sequence, worker, hold=hold)
+            case "fork":
+                worker, parent = data.draw(workers), data.draw(st.integers(1, 9))
+                self.do(d.fork_op(sequence, worker, parent), self.model.fork, sequence, worker, parent, hold=hold)
             case "extend":
                 self.do(d.extend_op(several), self.model.extend, several, hold=hold)
             case "commit":
