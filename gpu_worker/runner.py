@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +13,9 @@ from torch import Tensor
 from gpu_worker.attention.base import AttentionBackend, AttentionMetadata
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.decoder import Decoder
-from gpu_worker.sampling.sampler import sample
+from gpu_worker.sampling.sampler import Scores, sample
 from gpu_worker.slots import SlotLimits, SlotTable, StepRows
-from paceline.v1.worker_pb2 import RowError, StepPlan, StepResult
+from paceline.v1.worker_pb2 import RowError, StepPlan, StepResult, TokenLogprobs
 
 NO_NUMBER = "the model gave no number (NaN or infinity in the logits)"
 
@@ -72,7 +73,7 @@ class ModelRunner:
             self._pool.copy(*rows.copies)
         if len(rows.granted_blocks):
             self._pool.clear(rows.granted_blocks)
-        sampled, errors = self._forward(rows) if rows.num_rows else (b"", [])
+        result = self._forward(rows) if rows.num_rows else StepResult()
         self._slots.commit(rows)
         self.last_stats = StepStats(
             decode_tokens=rows.num_decodes,
@@ -80,23 +81,27 @@ class ModelRunner:
             sequences=len(rows.slots),
             table_blocks=self._slots.table_blocks,
         )
-        return StepResult(
-            step=plan.step, token_ids=sampled, errors=errors, started_us=started_us, finished_us=_now_us()
-        )
+        result.step, result.started_us, result.finished_us = plan.step, started_us, _now_us()
+        return result
 
-    def _forward(self, rows: StepRows) -> tuple[bytes, list[RowError]]:
-        """The sampled tokens, packed, and the rows that failed."""
+    def _forward(self, rows: StepRows) -> StepResult:
+        """The sampled tokens, the rows that failed, the log probabilities that were asked for."""
         step = self._stage(rows)
         self._attention.plan(step.attention)
         logits = self._decoder.forward(step.tokens, step.positions, step.sampling_rows)
         if not rows.samples.any():
-            return b"", []
-        result = sample(logits, self._slots.sampling_rows(rows))
+            return StepResult()
+        parameters = self._slots.sampling_rows(rows)
+        result = sample(logits, parameters)
         slots = rows.slots[rows.samples]
         self._last_tokens.index_copy_(0, self._to_device(slots), result.tokens)
         tokens, failed = result.tokens.cpu().numpy().astype("<i4"), result.failed.cpu().numpy()
         tokens[failed] = -1
-        return tokens.tobytes(), [RowError(slot=slot, message=NO_NUMBER) for slot in slots[failed].tolist()]
+        return StepResult(
+            token_ids=tokens.tobytes(),
+            errors=[RowError(slot=slot, message=NO_NUMBER) for slot in slots[failed].tolist()],
+            logprobs=_token_logprobs(result.scores, slots[parameters.scored], parameters.num_top),
+        )
 
     def _stage(self, rows: StepRows) -> StepInput:
         """What the forward pass reads, from the slots' state. All of it vectorised: no Python per decoding row."""
@@ -129,6 +134,19 @@ class ModelRunner:
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.int64, copy=False)).to(self._device)
+
+
+def _token_logprobs(scores: Scores | None, slots: np.ndarray, num_top: np.ndarray) -> Iterator[TokenLogprobs]:
+    if scores is None:
+        return
+    sampled, ids, values = scores.sampled.tolist(), scores.top_tokens.cpu().numpy(), scores.top.cpu().numpy()
+    for i, (slot, count) in enumerate(zip(slots.tolist(), num_top.tolist(), strict=True)):
+        yield TokenLogprobs(
+            slot=slot,
+            logprob=sampled[i],
+            top_token_ids=ids[i, :count].astype("<i4").tobytes(),
+            top_logprobs=values[i, :count].astype("<f4").tobytes(),
+        )
 
 
 def _indptr(counts: np.ndarray) -> np.ndarray:

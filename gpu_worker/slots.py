@@ -66,6 +66,7 @@ class SlotTable:
     top_k: Int64s = field(init=False)
     seed: npt.NDArray[np.uint64] = field(init=False)
     min_tokens: Int64s = field(init=False)
+    num_top: Int64s = field(init=False)  # most likely tokens to report with each sampled one; -1: report nothing
     banned: dict[int, Int64s] = field(init=False)  # by slot: what min_tokens keeps from being sampled
     tokens: dict[int, Int32s] = field(init=False)  # by slot, of those that prefill: all known tokens
     request_ids: dict[int, str] = field(init=False)
@@ -85,7 +86,7 @@ class SlotTable:
         self.block_table = np.zeros((slots, min(longest_blocks, self.limits.num_blocks)), np.int32)
         self.temperature, self.top_p = np.zeros(slots, np.float32), np.ones(slots, np.float32)
         self.top_k, self.min_tokens = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
-        self.seed = np.zeros(slots, np.uint64)
+        self.seed, self.num_top = np.zeros(slots, np.uint64), np.full(slots, -1, np.int64)
         self.banned, self.tokens, self.request_ids = {}, {}, {}
         self._last_step = 0
         self._granted = []
@@ -173,6 +174,7 @@ class SlotTable:
         self.temperature[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
         self.top_k[slot], self.seed[slot] = max(sampling.top_k, 0), sampling.seed
         self.min_tokens[slot] = sampling.min_tokens
+        self.num_top[slot] = sampling.num_top_logprobs if sampling.logprobs else -1
         if sampling.min_tokens:
             ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(limits.eos_token_ids))
             self.banned[slot] = np.array(sorted(token for token in ends if token < limits.vocab_size), np.int64)
@@ -273,6 +275,7 @@ class SlotTable:
         slots = rows.slots[rows.samples]
         positions = self.num_tokens[slots].astype(np.int64)
         banned_rows, banned_tokens = self._banned(slots, positions)
+        scored = np.flatnonzero(self.num_top[slots] >= 0)
         return SamplingRows(
             temperature=self.temperature[slots],
             top_p=self.top_p[slots],
@@ -281,6 +284,8 @@ class SlotTable:
             position=positions,
             banned_rows=banned_rows,
             banned_tokens=banned_tokens,
+            scored=scored,
+            num_top=self.num_top[slots[scored]],
         )
 
     def _banned(self, slots: Int32s, positions: Int64s) -> tuple[Int64s, Int64s]:

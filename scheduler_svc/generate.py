@@ -54,6 +54,9 @@ def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission
             ignore_eos=options.ignore_eos,
             stop_token_ids=options.stop_token_ids,
         ),
+        priority=request.priority,
+        tenant=request.tenant,
+        deadline_s=request.deadline_s,
     )
 
 

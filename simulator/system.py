@@ -60,6 +60,7 @@ class Client:
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     endings: dict[int, Ending] = field(default_factory=dict)
+    scores: dict[int, list[float]] = field(default_factory=dict)
     num_read: int = 0
     handles: list[int] = field(default_factory=list)  # of the last message that had any
 
@@ -71,6 +72,8 @@ class Client:
         for handle, token in zip(handles, np.frombuffer(message.token_ids, np.int32).tolist(), strict=True):
             assert handle not in self.endings, f"a token of {handle} after its ending"
             self.tokens.setdefault(handle, []).append(token)
+        for score in message.scores:
+            self.scores.setdefault(score.handle, []).append(score.logprob)
         for ending in message.endings:
             assert ending.handle not in self.endings, f"{ending.handle} ended twice"
             self.endings[ending.handle] = ending

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.v1.common_pb2 import ModelInfo, SamplingParams
-from paceline.v1.worker_pb2 import NewSequence, StepPlan, StepResult, WorkerRegistration
+from paceline.v1.worker_pb2 import NewSequence, StepPlan, StepResult, TokenLogprobs, WorkerRegistration
 
 VOCAB = 50_000
 EOS = 7
@@ -27,6 +27,11 @@ def next_token(tokens: list[int], sampling: SamplingParams) -> int:
     """The toy model: any token of the vocabulary, about one in forty the end of the sequence."""
     digest = zlib.crc32(np.array([*tokens, sampling.seed & 0x7FFFFFFF], np.int64).tobytes())
     return EOS if digest % 40 == 0 else 8 + digest % (VOCAB - 8)
+
+
+def toy_logprob(tokens: list[int]) -> float:
+    """Of the last one."""
+    return -((tokens[-1] * 31 + len(tokens)) % 64) / 8
 
 
 def expected_output(prompt: list[int], sampling: SamplingParams) -> list[int]:
@@ -117,7 +122,13 @@ class ToyWorker:
         sampled = [self._compute(self.slots[slot], 1) for slot in decodes]
         sampled += [self._compute(self.slots[slot], num_tokens) for slot, num_tokens in chunks]
         tokens = [token for token in sampled if token is not None]
-        return StepResult(step=plan.step, token_ids=np.array(tokens, np.int32).tobytes())
+        scored = [slot for slot in [*decodes, *dict(chunks)] if self.slots[slot].sampling.logprobs]
+        scores = [
+            TokenLogprobs(slot=slot, logprob=toy_logprob(self.slots[slot].tokens))
+            for slot in scored
+            if self.slots[slot].has_sampled
+        ]
+        return StepResult(step=plan.step, token_ids=np.array(tokens, np.int32).tobytes(), logprobs=scores)
 
     def _at(self, slot: int, what: str) -> ToySequence:
         self._expect(slot in self.slots, f"slot {slot} {what}, but empty")

@@ -26,17 +26,30 @@ class SamplingRows:
     # Entries of the logits that must not be sampled (min_tokens): row and token.
     banned_rows: npt.NDArray[np.int64]
     banned_tokens: npt.NDArray[np.int64]
+    scored: npt.NDArray[np.int64]  # rows whose log probabilities are wanted
+    num_top: npt.NDArray[np.int64]  # [scored] and of how many of the most likely tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     tokens: Tensor  # int64 [rows] on the device; 0 where the row failed
     failed: Tensor  # bool [rows] on the device: no number came out of the model
+    scores: Scores | None  # of rows.scored, if there are any
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log probabilities as the model gives them, before temperature and filters; on the device."""
+
+    sampled: Tensor  # float32 [scored]
+    top_tokens: Tensor  # int64 [scored, most of num_top], best first; of equals the one with the lower id
+    top: Tensor  # float32, as top_tokens
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
     """logits [rows, vocab], any float type. A row's token depends on its own logits and parameters alone."""
     logits = logits.float()
+    logprobs = _logprobs(logits, rows)
     if len(rows.banned_rows):
         banned = torch.from_numpy(rows.banned_rows), torch.from_numpy(rows.banned_tokens)
         logits.index_put_(tuple(index.to(logits.device) for index in banned), logits.new_tensor(-torch.inf))
@@ -48,7 +61,27 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
         # A failed row must not spoil the sums; its token is replaced below.
         chosen = logits if len(random) == len(logits) else logits.index_select(0, where)
         tokens.index_copy_(0, where, _sample_random(chosen.nan_to_num(), rows, random))
-    return Sampled(tokens.masked_fill_(failed, 0), failed)
+    tokens.masked_fill_(failed, 0)
+    return Sampled(tokens, failed, _scores(logprobs, tokens, rows))
+
+
+def _logprobs(logits: Tensor, rows: SamplingRows) -> Tensor | None:
+    """float32 [scored, vocab]; computed first, since what follows writes into the logits."""
+    if not len(rows.scored):
+        return None
+    return logits.index_select(0, torch.from_numpy(rows.scored).to(logits.device)).log_softmax(-1)
+
+
+def _scores(logprobs: Tensor | None, tokens: Tensor, rows: SamplingRows) -> Scores | None:
+    if logprobs is None:
+        return None
+    chosen = tokens.index_select(0, torch.from_numpy(rows.scored).to(tokens.device))
+    count = min(int(rows.num_top.max()), logprobs.shape[-1])
+    # A stable sort of the few best: topk alone leaves open which of two equals comes first.
+    values, ids = logprobs.topk(count, dim=-1)
+    ids, order = ids.sort(dim=-1)
+    values, best = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return Scores(logprobs.gather(1, chosen.unsqueeze(-1)).squeeze(-1), ids.gather(1, best), values)
 
 
 def _sample_random(logits: Tensor, rows: SamplingRows, which: npt.NDArray[np.int64]) -> Tensor:

@@ -41,7 +41,7 @@ class Composer:
         """Other policies from the next step on. Raises what their order raises; then nothing has changed."""
         self.queue.reorder(policies.order)
         for worker in workers.values():
-            for request in worker.running.values():
+            for request in worker.bound:
                 self.queue.started(request)
         self.policies = policies
 

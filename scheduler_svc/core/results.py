@@ -21,6 +21,7 @@ class ResultReader:
     publish: Callable[[int, Longs, Longs, Tokens], None]  # session of all or -1, sessions, handles, tokens
     finish: Callable[[Request, FinishReason.ValueType], None]
     fail: Callable[[Request, str], None]
+    publish_score: Callable[[Request, float], None]
 
     def apply(self, worker: Worker, result: StepResult) -> int:
         """Take in the result of the oldest step in flight; returns how many tokens were new.
@@ -30,10 +31,11 @@ class ResultReader:
         step = self._matching_step(worker, result)
         tokens = np.frombuffer(result.token_ids, np.int32)
         failed = {error.slot: error.message for error in result.errors}
-        accepted = self._decodes(worker, step, tokens[: len(step.rows)], failed)
+        scores = {item.slot: item.logprob for item in result.logprobs}
+        accepted = self._decodes(worker, step, tokens[: len(step.rows)], failed, scores)
         sampled = iter(tokens[len(step.rows) :].tolist())
         for chunk in step.chunks:
-            accepted += self._chunk(worker, chunk, next(sampled) if chunk.samples else None, failed)
+            accepted += self._chunk(worker, chunk, next(sampled) if chunk.samples else None, failed, scores)
         return accepted
 
     def _matching_step(self, worker: Worker, result: StepResult) -> StepInFlight:
@@ -46,7 +48,9 @@ class ResultReader:
             raise ProtocolError(f"step {step.step}: {len(result.token_ids)} bytes for {step.num_sampled} tokens")
         return step
 
-    def _decodes(self, worker: Worker, step: StepInFlight, tokens: Tokens, failed: dict[int, str]) -> int:
+    def _decodes(
+        self, worker: Worker, step: StepInFlight, tokens: Tokens, failed: dict[int, str], scores: dict[int, float]
+    ) -> int:
         slots, rows = worker.slots, step.rows
         if not len(rows):
             return 0
@@ -59,6 +63,9 @@ class ResultReader:
         slots.write_tokens(step.decode_step, seated, tokens)
         if len(seated):
             self.publish(rows.session, sessions, handles, tokens)
+            for slot in seated.tolist() if scores else ():
+                if slot in scores:
+                    self.publish_score(worker.running[slot], scores[slot])
             self._check_ends(worker, seated, tokens)
         return len(seated)
 
@@ -78,7 +85,9 @@ class ResultReader:
             if slots.has_all_tokens(slot):
                 self.finish(worker.running[slot], FinishReason.FINISH_REASON_LENGTH)
 
-    def _chunk(self, worker: Worker, chunk: Chunk, token: int | None, failed: dict[int, str]) -> int:
+    def _chunk(
+        self, worker: Worker, chunk: Chunk, token: int | None, failed: dict[int, str], scores: dict[int, float]
+    ) -> int:
         """A prefill row: its whole blocks are in place; if it was the last one, the first token is here."""
         slots, slot = worker.slots, chunk.slot
         if slots.generation[slot] != chunk.generation:
@@ -94,6 +103,8 @@ class ResultReader:
         request.output += tokens.tobytes()
         request.prompt_is_computed = True
         self.publish(int(slots.session[slot]), slots.session[row], slots.handle[row], tokens)
+        if slot in scores:
+            self.publish_score(request, scores[slot])
         self._check_ends(worker, row, tokens)
         return 1
 

@@ -79,7 +79,7 @@ class SchedulerCore:
         self.life = Lifecycle(config, self.queue, self._cache, self.workers, self.sessions, self.counters)
         exceeded = self.life.budgets.exceeded
         self._planner = Planner(self.life.preempt, exceeded, self._session_index, config.max_num_seqs)
-        self._results = ResultReader(self._cache, self._publish, self.life.end, self.life.fail)
+        self._results = ResultReader(self._cache, self._publish, self.life.end, self.life.fail, self._publish_score)
 
     @property
     def policies(self) -> Policies:
@@ -407,6 +407,9 @@ class SchedulerCore:
         for index in np.unique(sessions).tolist():
             mine = sessions == index
             self._session_at[index].add_tokens(handles[mine], tokens[mine])
+
+    def _publish_score(self, request: Request, logprob: float) -> None:
+        self.sessions[request.session_id].add_score(request.handle, logprob)
 
     def _session_index(self, request: Request) -> int:
         return self.sessions[request.session_id].index

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from paceline.v1.inference_pb2 import Ending, SchedulerStatus, SessionOpened, SessionResponse
+from paceline.v1.inference_pb2 import Ending, SchedulerStatus, SessionOpened, SessionResponse, TokenScore
 from scheduler_svc.core.request import Request
 
 
@@ -31,10 +31,15 @@ class Session:
     _tokens: list[npt.NDArray[np.int32]] = field(default_factory=list)
     _sent_handles: npt.NDArray[np.int64] | None = None  # all those of the last message, if they came as one array
     _endings: list[Ending] = field(default_factory=list)
+    _scores: list[TokenScore] = field(default_factory=list)
 
     def add_tokens(self, handles: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32]) -> None:
         self._handles.append(handles)
         self._tokens.append(tokens)
+
+    def add_score(self, handle: int, logprob: float) -> None:
+        """The log probability of the token of this request that was added last."""
+        self._scores.append(TokenScore(handle=handle, logprob=logprob))
 
     def add_ending(self, ending: Ending) -> None:
         self._endings.append(ending)
@@ -54,6 +59,9 @@ class Session:
             self._sent_handles = self._handles[0] if len(self._handles) == 1 else None
         message.token_ids = b"".join([tokens.tobytes() for tokens in self._tokens])
         message.endings.extend(self._endings)
+        if self._scores:
+            message.scores.extend(self._scores)
+            self._scores.clear()
         self.opened = self.status = None
         self._handles.clear()
         self._tokens.clear()

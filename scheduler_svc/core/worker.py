@@ -114,6 +114,12 @@ class Worker:
         """Sequences that decode, those on hold among them."""
         return len(self.slots.decode_rows()) + len(self.held)
 
+    @property
+    def bound(self) -> list[Request]:
+        """What runs here, and what the draft binds."""
+        admissions = self.draft.decision.admissions if self.draft else []
+        return [*self.running.values(), *(a.request for a in admissions if a.request.phase is Phase.BINDING)]
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

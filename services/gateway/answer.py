@@ -79,11 +79,30 @@ class _Answer(Response):
 
 
 class WholeAnswer(_Answer):
-    """One JSON body when everything is done."""
+    """One JSON body when everything is done: of each prompt's samples the `keep` most likely ones."""
+
+    def __init__(self, generations: Sequence[Generation], envelope: Envelope, *, keep: int = 1) -> None:
+        super().__init__(generations, envelope)
+        self._keep = keep
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         texts = await asyncio.gather(*[self._collect(generation) for generation in self._generations])
-        await JsonResponse(self._envelope.whole(self._generations, texts))(scope, receive, send)
+        await JsonResponse(self._envelope.whole(self._generations, texts, self._best()))(scope, receive, send)
+
+    def _best(self) -> list[int]:
+        """Which samples to answer with, those of one prompt with the highest log probability per token first (as OpenAI
+        defines `best_of`)."""
+        best: list[int] = []
+        start = 0
+        for end in range(1, len(self._generations) + 1):
+            if end < len(self._generations) and self._generations[end].job.sample:
+                continue
+            samples = list(range(start, end))
+            if len(samples) > self._keep:
+                samples.sort(key=lambda i: -self._generations[i].mean_logprob)
+            best += samples[: self._keep]
+            start = end
+        return best
 
     async def _collect(self, generation: Generation) -> str:
         parts = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from services.gateway.errors import ApiError, from_scheduler
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request import GenerateJob
 from services.gateway.session import SchedulerSession
+from services.gateway.session_core import LiveRequest
 
 # How long an answer that a stop string ended waits for the scheduler's account of it.
 _ENDING_WAIT_S = 0.25
@@ -47,7 +49,10 @@ class Generation:
         "token_ids",
     )
 
-    def __init__(self, job: GenerateJob, session: SchedulerSession, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, job: GenerateJob, session: SchedulerSession, metrics: GatewayMetrics, first: Generation | None = None
+    ) -> None:
+        """`first`: the first sample of the same prompt; its computation of the prompt serves this one too."""
         self.job = job
         self.text_stream = TextStream(job.detokenizer, job.stop, job.sampling.min_tokens, job.final_tokens)
         # FinishReason once the sequence has ended, else 0 (unspecified).
@@ -64,7 +69,8 @@ class Generation:
         self._taken = 0
         self._start_s = self._last_s = job.arrival_s
         prompt = np.asarray(job.prompt_ids, "<i4").tobytes()
-        self._live = session.submit(job.request_id, prompt, job.sampling, job.final_tokens)
+        terms = job.terms if first is None else replace(job.terms, fork_of=first._live.handle)
+        self._live: LiveRequest = session.submit(job.request_id, prompt, job.sampling, job.final_tokens, terms)
         self._live.wake = self._wake
         metrics.live_requests += 1
         metrics.prompt_tokens += len(job.prompt_ids)
@@ -73,6 +79,12 @@ class Generation:
     def num_tokens(self) -> int:
         """Output tokens so far."""
         return self.text_stream.num_tokens
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of the tokens that count, if the sampling asks for log probabilities."""
+        logprobs = self._live.logprobs[: self.num_tokens]
+        return sum(logprobs) / max(len(logprobs), 1)
 
     async def next(self) -> str:
         """Wait for tokens or the end, return the text that can be shown now (it may be empty).

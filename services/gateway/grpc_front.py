@@ -13,7 +13,7 @@ from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.errors import ApiError, invalid
 from services.gateway.generation import Generation
 from services.gateway.http import sanitised_request_id
-from services.gateway.request import FieldNames, GenerateJob, SamplingChoices
+from services.gateway.request import FieldNames, GenerateJob, SamplingChoices, check_terms
 from services.gateway.state import Gateway
 
 SERVICE_NAME = "paceline.v1.InferenceService"
@@ -73,8 +73,15 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
                 ids = builder.check_token_ids(request.token_ids.ids, "token_ids")
             case _:
                 raise invalid("prompt", "prompt: one of text, messages and token_ids is required")
+        deadline_s = request.deadline_s or None
         return builder.job(
-            ids, _choices(request.sampling), request_id=request_id, endpoint="grpc", names=names, arrival_s=arrival_s
+            ids,
+            _choices(request.sampling),
+            request_id=request_id,
+            endpoint="grpc",
+            names=names,
+            arrival_s=arrival_s,
+            terms=check_terms(request.priority, request.tenant, deadline_s),
         )
 
 

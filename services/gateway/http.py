@@ -24,7 +24,7 @@ from services.gateway.body import read_json
 from services.gateway.errors import ApiError, invalid
 from services.gateway.generation import Generation
 from services.gateway.openai_format import Envelope, Kind
-from services.gateway.request import FieldNames, GenerateJob
+from services.gateway.request import FieldNames, GenerateJob, check_samples
 from services.gateway.state import Gateway
 from services.runtime.logs import bind_request_id, get_logger
 
@@ -228,7 +228,7 @@ async def _answer(
         raise
     envelope = Envelope(kind, parsed.model or gateway.model_name)
     if not parsed.stream:
-        return WholeAnswer(generations, envelope)
+        return WholeAnswer(generations, envelope, keep=parsed.n or 1)
     options = parsed.stream_options or schema.StreamOptions()
     return StreamAnswer(
         generations,
@@ -241,9 +241,12 @@ async def _answer(
 def _submit(gateway: Gateway, jobs: Sequence[GenerateJob]) -> list[Generation]:
     """All jobs or none."""
     generations: list[Generation] = []
+    first = None
     try:
         for job in jobs:
-            generations.append(Generation(job, gateway.session, gateway.metrics))  # noqa: PERF401 - undone one by one
+            first = first if job.sample else None
+            generations.append(Generation(job, gateway.session, gateway.metrics, first))
+            first = first or generations[-1]
     except ApiError:
         for generation in generations:
             generation.close()
@@ -259,8 +262,9 @@ async def _completion_jobs(gateway: Gateway, request: Request) -> _Jobs:
     prompts: Sequence[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if isinstance(prompts[0], int):
         prompts = [prompts]
-    choices = body.sampling()
-    jobs = []
+    choices, terms = body.sampling(), body.terms()
+    n, best_of = check_samples(body.n, body.best_of, bool(body.stream))
+    jobs: list[GenerateJob] = []
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str):
             add = body.add_special_tokens is not False
@@ -269,17 +273,17 @@ async def _completion_jobs(gateway: Gateway, request: Request) -> _Jobs:
                 raise invalid("prompt", "the prompt is empty")
         else:
             ids = builder.check_token_ids(prompt, "prompt")
-        jobs.append(
-            builder.job(
-                ids,
-                choices,
-                request_id=_request_id(request, index),
-                endpoint="completion",
-                names=_PROMPT,
-                default_max_tokens=_COMPLETION_MAX_TOKENS,
-                arrival_s=arrival_s,
-            )
+        job = builder.job(
+            ids,
+            choices,
+            request_id=_request_id(request, index),
+            endpoint="completion",
+            names=_PROMPT,
+            default_max_tokens=_COMPLETION_MAX_TOKENS,
+            arrival_s=arrival_s,
+            terms=terms,
         )
+        jobs += builder.samples(job, choices, n, best_of)
     return body, jobs
 
 
@@ -296,15 +300,18 @@ async def _chat_jobs(gateway: Gateway, request: Request) -> _Jobs:
         add_generation_prompt=body.add_generation_prompt is not False,
         variables=body.chat_template_kwargs,
     )
+    n, best_of = check_samples(body.n, body.best_of, bool(body.stream))
+    choices = body.sampling()
     job = gateway.builder.job(
         ids,
-        body.sampling(),
+        choices,
         request_id=_request_id(request, 0),
         endpoint="chat",
         names=names,
         arrival_s=arrival_s,
+        terms=body.terms(),
     )
-    return body, [job]
+    return body, gateway.builder.samples(job, choices, n, best_of)
 
 
 def _request_id(request: Request, index: int) -> str:

@@ -20,15 +20,16 @@ def usage(generations: Sequence[Generation]) -> dict[str, Any]:
 
     `cached_tokens` is left out while it is not known: it is the scheduler that reports it, with a request's ending.
     """
-    prompt = sum(len(g.job.prompt_ids) for g in generations)
+    prompts = [g for g in generations if not g.job.sample] or generations  # samples of one prompt have it in common
+    prompt = sum(len(g.job.prompt_ids) for g in prompts)
     completion = sum(g.num_tokens for g in generations)
     value: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
     }
-    cached = [g.cached_tokens for g in generations if g.cached_tokens is not None]
-    if len(cached) == len(generations):
+    cached = [g.cached_tokens for g in prompts if g.cached_tokens is not None]
+    if len(cached) == len(prompts):
         value["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
     return value
 
@@ -46,9 +47,9 @@ class Envelope:
         """The fields every body begins with."""
         return {"id": self.id, "object": object_name, "created": self.created, "model": self.model}
 
-    def whole(self, generations: Sequence[Generation], texts: Sequence[str]) -> bytes:
-        """The body of an answer that is not streamed."""
-        choices = [self._choice(i, g, text) for i, (g, text) in enumerate(zip(generations, texts, strict=True))]
+    def whole(self, generations: Sequence[Generation], texts: Sequence[str], chosen: Sequence[int]) -> bytes:
+        """The body of an answer that is not streamed: the chosen samples, and the usage of all."""
+        choices = [self._choice(i, generations[of], texts[of]) for i, of in enumerate(chosen)]
         head = self.head("chat.completion" if self.kind == "chat" else "text_completion")
         return orjson.dumps({**head, "choices": choices, "usage": usage(generations)})
 

@@ -9,15 +9,14 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from services.gateway.errors import ApiError, invalid
-from services.gateway.request import SamplingChoices
+from services.gateway.request import MAX_TENANT_CHARS, SamplingChoices, check_terms
+from services.gateway.session_core import Terms
 
 MAX_PROMPTS = 128
 
 # Fields that change the result and that we cannot honour: the values with which they change nothing (null always is
 # one).
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "use_beam_search": (False,),
     "logprobs": (False,),
     "top_logprobs": (0,),
@@ -55,7 +54,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "logits_processors": ([],),
     "kv_transfer_params": (),
-    "priority": (0,),
 }
 
 
@@ -140,6 +138,20 @@ class SamplingFields(_Request):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    n: int | None = None
+    best_of: int | None = None
+    # Larger is more urgent. What it does depends on the policies in force.
+    priority: float | None = None
+    # On whose account; OpenAI's `user` says it where this is left out.
+    tenant: str | None = None
+    user: str | None = None
+    # Seconds within which the answer is of use.
+    deadline_s: float | None = None
+
+    def terms(self) -> Terms:
+        """Its place among others. Raises ApiError 400."""
+        tenant = self.tenant if self.tenant is not None else (self.user or "")[:MAX_TENANT_CHARS]
+        return check_terms(self.priority, tenant, self.deadline_s)
 
     def sampling(self) -> SamplingChoices:
         """The sampling part, for RequestBuilder."""

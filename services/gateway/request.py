@@ -7,7 +7,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.v1 import common_pb2
@@ -15,12 +15,15 @@ from services.gateway.detokenizer import Detokenizer
 from services.gateway.errors import ApiError, invalid
 from services.gateway.id_tokenizer import IdTokenizer
 from services.gateway.model_files import ModelFiles
+from services.gateway.session_core import NO_TERMS, Terms
 from services.gateway.tokenizer import TextTokenizer
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_TEMPERATURE = 100.0
+MAX_SAMPLES = 64  # of one prompt
+MAX_TENANT_CHARS = 128
 # Below this a softmax overflows float32; it is greedy for all purposes.
 _GREEDY_TEMPERATURE = 1e-5
 # Longer texts are encoded off the event loop (the tokenizer lets go of the GIL).
@@ -55,6 +58,8 @@ class GenerateJob:
     final_tokens: frozenset[int]
     detokenizer: Detokenizer
     arrival_s: float
+    terms: Terms = NO_TERMS
+    sample: int = 0  # which of several of one prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +165,7 @@ class RequestBuilder:
         names: FieldNames,
         default_max_tokens: int | None = None,
         arrival_s: float | None = None,
+        terms: Terms = NO_TERMS,
     ) -> GenerateJob:
         """Check everything and fill in what was left open. Raises ApiError 400.
 
@@ -205,13 +211,53 @@ class RequestBuilder:
             final_tokens=frozenset(stop_token_ids) | (frozenset() if choices.ignore_eos else self.eos_token_ids),
             detokenizer=self.tokenizer.detokenizer(prompt_ids, skip_special_tokens=choices.skip_special_tokens),
             arrival_s=time.perf_counter() if arrival_s is None else arrival_s,
+            terms=terms,
         )
+
+    def samples(self, job: GenerateJob, choices: SamplingChoices, n: int, best_of: int) -> list[GenerateJob]:
+        """The job `best_of` times, each with a seed of its own. If not all are wanted, the model's own probabilities
+        decide which are."""
+        jobs = [job]
+        job.sampling.logprobs = best_of > n
+        for i in range(1, best_of):
+            sampling = common_pb2.SamplingParams()
+            sampling.CopyFrom(job.sampling)
+            sampling.seed = (job.sampling.seed + i) % 2**64
+            detokenizer = self.tokenizer.detokenizer(job.prompt_ids, skip_special_tokens=choices.skip_special_tokens)
+            request_id = f"{job.request_id}.{i}"
+            jobs.append(replace(job, request_id=request_id, sampling=sampling, detokenizer=detokenizer, sample=i))
+        return jobs
 
     def _stop_token_ids(self, choices: SamplingChoices, names: FieldNames) -> list[int]:
         name = names.of("stop_token_ids")
         if len(choices.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise invalid(name, f"at most {MAX_STOP_TOKEN_IDS} stop tokens are possible")
         return sorted(set(self.check_token_ids(choices.stop_token_ids, name)))
+
+
+def check_samples(n: int | None, best_of: int | None, stream: bool) -> tuple[int, int]:
+    """How many samples of a prompt are wanted, and the best of how many. Raises ApiError 400."""
+    n = 1 if n is None else n
+    _check_range("n", n, 1, MAX_SAMPLES)
+    best_of = n if best_of is None else best_of
+    _check_range("best_of", best_of, 1, MAX_SAMPLES)
+    if best_of < n:
+        raise invalid("best_of", f"best_of must be at least n ({n}), not {best_of}")
+    if best_of > n and stream:
+        raise invalid("best_of", "which samples are the best is known in the end only: stream needs best_of equal to n")
+    return n, best_of
+
+
+def check_terms(priority: float | None, tenant: str | None, deadline_s: float | None) -> Terms:
+    """What a request says of its place among others; None takes the default. Raises ApiError 400."""
+    for name, value in (("priority", priority), ("deadline_s", deadline_s)):
+        if value is not None and not math.isfinite(value):
+            raise invalid(name, f"{name} must be a finite number")
+    if deadline_s is not None and deadline_s <= 0:
+        raise invalid("deadline_s", f"deadline_s must be above 0, not {deadline_s:g}")
+    if tenant is not None and len(tenant) > MAX_TENANT_CHARS:
+        raise invalid("tenant", f"tenant has {len(tenant)} characters; at most {MAX_TENANT_CHARS} are possible")
+    return Terms(priority or 0.0, tenant or "", deadline_s or 0.0)
 
 
 def _too_long(param: str, num_tokens: str, max_model_len: int) -> ApiError:

@@ -12,7 +12,7 @@ import grpc.aio
 
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.errors import ApiError
-from services.gateway.session_core import LiveRequest, SessionCore, SessionFull, SessionProtocolError
+from services.gateway.session_core import NO_TERMS, LiveRequest, SessionCore, SessionFull, SessionProtocolError, Terms
 from services.runtime.logs import get_logger
 from services.runtime.rpc import open_channel
 
@@ -91,13 +91,14 @@ class SchedulerSession:
         prompt_token_ids: bytes,
         sampling: common_pb2.SamplingParams,
         final_tokens: frozenset[int] = frozenset(),
+        terms: Terms = NO_TERMS,
     ) -> LiveRequest:
         """Queue a request for the scheduler (token ids: packed int32). Raises ApiError 429 or 503."""
         if self._closing:
             raise ApiError(503, "the server is shutting down", retry_after_s=1.0)
         now_s = asyncio.get_running_loop().time()
         try:
-            request = self._core.submit(request_id, prompt_token_ids, sampling, now_s, final_tokens)
+            request = self._core.submit(request_id, prompt_token_ids, sampling, now_s, final_tokens, terms)
         except SessionFull:
             raise ApiError(429, "the server has too many requests in flight", retry_after_s=1.0) from None
         self._outgoing.set()

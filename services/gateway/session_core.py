@@ -33,6 +33,19 @@ class SessionFull(Exception):
     """More live requests than the gateway may hold."""
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a request says of its place among others; fields as in inference.proto's Submission."""
+
+    priority: float = 0.0
+    tenant: str = ""
+    deadline_s: float = 0.0
+    fork_of: int = 0
+
+
+NO_TERMS = Terms()
+
+
 @dataclass(slots=True, eq=False)
 class LiveRequest:
     """One request at the scheduler, from this side.
@@ -48,11 +61,14 @@ class LiveRequest:
     # Tokens that end the sequence when sampled: stop tokens and, unless ignored, end of sequence.
     final_tokens: frozenset[int]
     submitted_s: float
+    terms: Terms = NO_TERMS
     # How often it was submitted, and whether on the stream of now.
     attempt: int = 0
     sent: bool = False
     cancelled: bool = False
     tokens: list[int] = field(default_factory=list)
+    # Log probability of each of the tokens, if the sampling asks for them.
+    logprobs: list[float] = field(default_factory=list)
     ending: inference_pb2.Ending | None = None
     wake: Callable[[], None] | None = None
 
@@ -82,6 +98,7 @@ class SessionCore:
         self._open_sent = False
         self._read = 0
         self._read_sent = 0
+        self._now_s = 0.0  # when time was last heard of
 
     @property
     def num_live(self) -> int:
@@ -97,6 +114,7 @@ class SessionCore:
         sampling: common_pb2.SamplingParams,
         now_s: float,
         final_tokens: frozenset[int] = frozenset(),
+        terms: Terms = NO_TERMS,
     ) -> LiveRequest:
         """A new request. Raises SessionFull."""
         if len(self._live) >= self._max_live:
@@ -105,7 +123,8 @@ class SessionCore:
             self._next_handle = self._next_handle % _MAX_HANDLE + 1
         handle = self._next_handle
         self._next_handle = handle % _MAX_HANDLE + 1
-        request = LiveRequest(handle, request_id, prompt_token_ids, sampling, final_tokens, now_s)
+        request = LiveRequest(handle, request_id, prompt_token_ids, sampling, final_tokens, now_s, terms)
+        self._now_s = now_s
         self._live[handle] = request
         self._unsent[handle] = request
         return request
@@ -126,6 +145,7 @@ class SessionCore:
 
     def tick(self, now_s: float) -> list[LiveRequest]:
         """Time passes: requests that have waited too long for a scheduler fail. Returns them."""
+        self._now_s = now_s
         if self._down_since_s is None:
             return []
         down_since_s = self._down_since_s
@@ -211,6 +231,17 @@ class SessionCore:
             raise SessionProtocolError("the first message has no `opened`")
         if response.HasField("status"):
             self.status = response.status
+        touched = self._take_tokens(response)
+        for ending in response.endings:
+            request = self._live.get(ending.handle)
+            if request is not None:
+                self._end(request, ending)
+                touched.append(request)
+        return touched
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _take_tokens(self, response: inference_pb2.SessionResponse) -> list[LiveRequest]:
         touched: list[LiveRequest] = []
         if response.handles:
             self._handles = response.handles[:]
@@ -224,14 +255,11 @@ class SessionCore:
                 if request is not None and not request.cancelled:
                     request.tokens.append(token)
                     touched.append(request)
-        for ending in response.endings:
-            request = self._live.get(ending.handle)
-            if request is not None:
-                self._end(request, ending)
-                touched.append(request)
+        for score in response.scores:
+            request = self._live.get(score.handle)
+            if request is not None and not request.cancelled:
+                request.logprobs.append(score.logprob)
         return touched
-
-    # -- inside ------------------------------------------------------------------------------------
 
     def _submissions(self) -> Iterator[inference_pb2.Submission]:
         budget_bytes = _MAX_REQUEST_BYTES
@@ -248,7 +276,16 @@ class SessionCore:
                 output_token_ids=output,
                 sampling=request.sampling,
                 accepted_before=request.attempt > 1,
+                priority=request.terms.priority,
+                tenant=request.terms.tenant,
+                deadline_s=self._deadline_left_s(request),
+                fork_of=request.terms.fork_of,
             )
+
+    def _deadline_left_s(self, request: LiveRequest) -> float:
+        if not request.terms.deadline_s:
+            return 0.0
+        return max(request.terms.deadline_s - (self._now_s - request.submitted_s), 0.001)
 
     def _end(self, request: LiveRequest, ending: inference_pb2.Ending) -> None:
         request.ending = ending

@@ -15,7 +15,7 @@ from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.presets import PRESETS
 from scheduler_svc.policies.registry import KINDS, build, choose, names
 from simulator.system import LocalSystem
-from simulator.toy_worker import ToyWorker, expected_output
+from simulator.toy_worker import ToyWorker, expected_output, toy_logprob
 
 NUM_SEEDS = 300
 MAX_MOVES = 50_000
@@ -80,6 +80,7 @@ class Run:
         for _ in range(rng.choice([1, 1, 1, 2, 4])):  # several samples of one prompt fork from the first one
             seed = rng.randrange(5)
             sampling = SamplingParams(top_p=1, max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos)
+            sampling.logprobs = rng.random() < 0.2
             handle = self.requests_left
             self.asked[session, handle] = prompt, sampling
             self.system.submit(session, handle, prompt, sampling, fork_of=first if handle != first else 0, **fields)
@@ -121,6 +122,8 @@ class Run:
         for (session, handle), (prompt, sampling) in self.asked.items():
             client = self.system.clients[session]
             got, right = client.tokens.get(handle, []), expected_output(prompt, sampling)
+            scores = [toy_logprob([*prompt, *got[: i + 1]]) for i in range(len(got))]
+            assert client.scores.get(handle, []) == (scores if sampling.logprobs else [])
             reason = client.endings[handle].reason
             if reason == FinishReason.FINISH_REASON_ABORT:
                 assert (session, handle) in self.cancelled

@@ -50,6 +50,7 @@ class Stream:
     sent: int = 0
     running: dict[int, Running] = field(default_factory=dict)
     endings: list[inference_pb2.Ending] = field(default_factory=list)
+    scores: list[inference_pb2.TokenScore] = field(default_factory=list)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     broken: bool = False
 
@@ -186,6 +187,8 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
                 continue
             if handles or stream.endings or self.ready != reported:
                 response = inference_pb2.SessionResponse(handles=handles, token_ids=np.asarray(tokens, "<i4").tobytes())
+                response.scores.extend(stream.scores)
+                stream.scores = []
                 response.endings.extend(stream.endings)
                 if self.ready != reported:
                     reported = self.ready
@@ -203,6 +206,8 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
                 running.output += 1
                 handles.append(handle)
                 tokens.append(token)
+                if sampling.logprobs:
+                    stream.scores.append(inference_pb2.TokenScore(handle=handle, logprob=-(sampling.seed % 10)))
                 final = token in sampling.stop_token_ids or (
                     token in self.model.eos_token_ids and not sampling.ignore_eos
                 )

@@ -151,10 +151,9 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"model": 5}, "model"),
-    ({"n": 2}, "n"),
-    ({"n": 0}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"best_of": "2"}, "best_of"),
     ({"n": True}, "n"),
-    ({"best_of": 2}, "best_of"),
     ({"logprobs": 0}, "logprobs"),
     ({"echo": True}, "echo"),
     ({"suffix": "x"}, "suffix"),
@@ -163,7 +162,7 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"1": 5}}, "logit_bias"),
     ({"min_p": 0.1}, "min_p"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"priority": 1}, "priority"),
+    ({"priority": "1"}, "priority"),
 ]
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),

@@ -33,6 +33,8 @@ def make_rows(count: int, **values: object) -> SamplingRows:
         "position": np.zeros(count, np.int64),
         "banned_rows": EMPTY,
         "banned_tokens": EMPTY,
+        "scored": EMPTY,
+        "num_top": EMPTY,
     }
     return SamplingRows(**{**defaults, **values})
 
@@ -209,3 +211,43 @@ def test_nan_logits_fail_the_row_and_not_the_step(
     driver.run()
     assert good.output == checkpoint.greedy([1, 2, 3], 8)
     assert heir.output == checkpoint.greedy([7, 8], 8)
+
+
+def test_log_probabilities_are_those_of_the_model_itself() -> None:
+    """Before temperature, filters and bans; only of the rows that ask; equals in the order of their ids."""
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    logits[3] = 0.0
+    rows = make_rows(
+        4,
+        temperature=np.array([0, 0.5, 2, 0], np.float32),
+        top_k=np.array([0, 1, 3, 0]),
+        banned_rows=np.array([0]),
+        banned_tokens=logits[0].argmax().numpy()[None],
+        scored=np.array([0, 2, 3]),
+        num_top=np.array([2, 0, 5]),
+    )
+    result = sample(logits.clone(), rows)
+    expected = logits.log_softmax(-1)[[0, 2, 3]]
+    assert result.scores is not None
+    torch.testing.assert_close(result.scores.sampled, expected.gather(1, result.tokens[[0, 2, 3], None]).squeeze(-1))
+    torch.testing.assert_close(result.scores.top[:2], expected.topk(5).values[:2])
+    assert result.scores.top_tokens[0].tolist() == expected[0].topk(5).indices.tolist()
+    assert result.tokens[0] == expected[0].topk(2).indices[1], "the likeliest was banned"
+    assert len(set(result.scores.top_tokens[2].tolist())) == 5
+
+
+def test_a_result_carries_log_probabilities_for_whom_they_are_wanted(
+    reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
+) -> None:
+    driver = Driver(build(reference("qwen2").folder).runner)
+    for i in range(3):
+        sampling = SamplingParams(top_p=1.0, max_tokens=3, logprobs=i != 1, num_top_logprobs=2 * i)
+        driver.add([5 + i, 6, 7], 3, sampling)
+    results = [driver.run_step() for _ in range(2)]
+    for result in results:
+        assert [item.slot for item in result.logprobs] == [0, 2]
+        assert [len(item.top_token_ids) // 4 for item in result.logprobs] == [0, 4]
+        tokens = np.frombuffer(result.token_ids, "<i4")
+        best = result.logprobs[1]
+        assert np.frombuffer(best.top_token_ids, "<i4")[0] == tokens[2], "greedy"
+        assert np.frombuffer(best.top_logprobs, "<f4")[0] == best.logprob < 0

@@ -1,0 +1,74 @@
+"""Several samples of one prompt, and what a request says of its place among others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc.aio
+
+from paceline.v1 import inference_pb2, inference_pb2_grpc
+from tests.contract.gateway.conftest import MODEL, Running
+
+CHAT: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+async def test_n_samples_fork_from_the_first(running: Running) -> None:
+    answer = await running.openai.chat.completions.create(
+        model=MODEL, messages=CHAT, n=3, seed=2**64 - 1, max_tokens=5, extra_headers={"X-Request-ID": "abc"}
+    )
+    first, *others = running.scheduler.submissions
+    assert [s.request_id for s in (first, *others)] == ["abc", "abc.1", "abc.2"]
+    assert [s.sampling.seed for s in (first, *others)] == [2**64 - 1, 0, 1]
+    assert first.fork_of == 0
+    assert [s.fork_of for s in others] == [first.handle] * 2
+    assert {s.prompt_token_ids for s in others} == {first.prompt_token_ids}
+    assert not any(s.sampling.logprobs for s in (first, *others))
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in answer.choices}) == 3
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(first.prompt_token_ids) // 4, "the prompt counts once"
+    assert answer.usage.completion_tokens == 15
+
+
+async def test_samples_of_several_prompts_stream_what_they_return_whole(running: Running) -> None:
+    options: dict[str, Any] = {"model": MODEL, "prompt": ["a", "b c"], "n": 2, "seed": 3, "max_tokens": 6}
+    whole = await running.openai.completions.create(**options)
+    texts = [""] * 4
+    async for chunk in await running.lenient.completions.create(**options, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+    handles = [s.handle for s in running.scheduler.submissions]
+    assert [s.fork_of for s in running.scheduler.submissions[:4]] == [0, handles[0], 0, handles[2]]
+
+
+async def test_best_of_answers_with_the_likeliest_and_counts_all(running: Running) -> None:
+    """The fake scheduler's log probabilities are the worse the larger the seed's last digit."""
+    options: dict[str, Any] = {"model": MODEL, "prompt": "a", "max_tokens": 4}
+    answer = await running.openai.completions.create(**options, seed=8, best_of=4, n=2)
+    alone = [await running.openai.completions.create(**options, seed=seed) for seed in (10, 11)]
+    assert [choice.text for choice in answer.choices] == [other.choices[0].text for other in alone]
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 16
+    assert all(s.sampling.logprobs for s in running.scheduler.submissions[:4])
+
+
+async def test_the_best_of_several_cannot_be_streamed(running: Running) -> None:
+    body = {"model": MODEL, "prompt": "x", "best_of": 2, "stream": True}
+    answer = await running.http.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "best_of"
+
+
+async def test_priority_tenant_and_deadline_reach_the_scheduler(running: Running) -> None:
+    terms = {"priority": 2.5, "tenant": "team", "deadline_s": 30.0}
+    await running.openai.completions.create(model=MODEL, prompt="a", max_tokens=1, extra_body=terms)
+    await running.openai.completions.create(model=MODEL, prompt="a", max_tokens=1, user="someone")
+    async with grpc.aio.insecure_channel(str(running.addresses.grpc)) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        request = inference_pb2.GenerateRequest(text="a", priority=-1, tenant="other", deadline_s=5)
+        request.sampling.max_tokens = 1
+        assert [response async for response in stub.Generate(request)]
+    seen = [(s.priority, s.tenant, s.deadline_s) for s in running.scheduler.submissions]
+    assert seen == [(2.5, "team", 30.0), (0.0, "someone", 0.0), (-1.0, "other", 5.0)]
