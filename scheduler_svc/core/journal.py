@@ -7,6 +7,7 @@ behind the first of those waited for their turn, which is told from the same not
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.request import Request
@@ -61,7 +62,7 @@ class Journal:
             record.waits.append((self.decisions, None))
         record.spans.append(Span(reason, detail, self.decisions, self.decisions, now_s, now_s))
 
-    def decided(self, held_back: list[tuple[Request, str, str]], now_s: float) -> None:
+    def decided(self, held_back: Sequence[tuple[Request, str, str]], now_s: float) -> None:
         """A decision looked at these and left them out, the first one first."""
         self.decisions += 1
         for request, reason, detail in held_back:

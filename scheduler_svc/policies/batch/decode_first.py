@@ -7,7 +7,8 @@ admission; what the budget leaves goes to waiting ones, unless something had to 
 from __future__ import annotations
 
 from scheduler_svc.core.policy import BatchPolicy, Verdict
-from scheduler_svc.core.step import Running, Step
+from scheduler_svc.core.step import Step
+from scheduler_svc.core.view import Running
 
 
 class DecodeFirst(BatchPolicy):

@@ -50,7 +50,7 @@ class PrefillFirst(BatchPolicy):
             return
         for request in step.waiting():
             tokens = step.uncached_tokens(request)
-            if budget <= 0 or (tokens > budget and not self.chunked_prefill and step.admissions):
+            if budget <= 0 or (tokens > budget and not self.chunked_prefill and step.num_admissions):
                 step.hold_back(request, Verdict.STOP, "budget", f"{tokens} tokens, {max(budget, 0)} are left")
                 break
             cut = tokens > budget and self.chunked_prefill

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scheduler_svc.core.policy import BatchPolicy, Verdict
-from scheduler_svc.core.request import Request
-from scheduler_svc.core.step import Running, Step
+from scheduler_svc.core.step import Step
+from scheduler_svc.core.view import RequestView, Running
 
 
 def first_come(remaining: list[int], unit: int, capacity: int, longest: int) -> list[int]:
@@ -47,7 +47,7 @@ def equal_progress(remaining: list[int], unit: int, capacity: int, longest: int)
 class Context:
     """A prompt, or what is left of one, that could run."""
 
-    item: Running | Request
+    item: Running | RequestView
     tokens: int
 
 

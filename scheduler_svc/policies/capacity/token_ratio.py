@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from scheduler_svc.core.policy import CapacityPolicy, Verdict
-from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import Step
+from scheduler_svc.core.view import RequestView
 
 
 class TokenRatio(CapacityPolicy):
@@ -44,7 +44,7 @@ class TokenRatio(CapacityPolicy):
         expected = np.minimum(step.remaining_new_tokens(), self.clip).sum() * self.ratio(step)
         self._left_tokens = step.available_blocks * step.block_size - float(expected)
 
-    def admit(self, step: Step, request: Request, need_blocks: int) -> Verdict:
+    def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
         tokens = step.uncached_tokens(request)
         # What it may generate counts only as far as it would fit if it were alone, so that everyone can start.
         pool_tokens = step.total_blocks * step.block_size

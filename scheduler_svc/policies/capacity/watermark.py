@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from scheduler_svc.core.policy import CapacityPolicy, Verdict
-from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import Step
+from scheduler_svc.core.view import RequestView
 
 
 class Watermark(CapacityPolicy):
@@ -24,8 +24,8 @@ class Watermark(CapacityPolicy):
         self.watermark = watermark
         self.resume_watermark = watermark if resume_watermark is None else resume_watermark
 
-    def admit(self, step: Step, request: Request, need_blocks: int) -> Verdict:
+    def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
         share = self.resume_watermark if request.num_preemptions else self.watermark
-        reserve = math.ceil(share * step.total_blocks) if step.num_running or step.admissions else 0
+        reserve = math.ceil(share * step.total_blocks) if step.num_running or step.num_admissions else 0
         whole = step.need_blocks(request, step.uncached_tokens(request))
         return Verdict.ADMIT if whole + reserve <= step.available_blocks else Verdict.STOP

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 
 from scheduler_svc.core.policy import KeyedOrder
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.view import RequestView
 
 
 class EarliestDeadlineFirst(KeyedOrder):
@@ -18,16 +18,16 @@ class EarliestDeadlineFirst(KeyedOrder):
         super().__init__()
         self.prefill_tokens_per_s = prefill_tokens_per_s
 
-    def key(self, request: Request) -> float:
+    def key(self, request: RequestView) -> float:
         return request.deadline_s
 
-    def is_hopeless(self, request: Request, now_s: float) -> bool:
+    def is_hopeless(self, request: RequestView, now_s: float) -> bool:
         if not self.prefill_tokens_per_s:
             return False
         uncached = request.num_tokens - request.best_matched_tokens
         return now_s + uncached / self.prefill_tokens_per_s > request.deadline_s
 
-    def ordered(self, now_s: float) -> Iterator[Request]:
+    def ordered(self, now_s: float) -> Iterator[RequestView]:
         hopeless = []
         for request in super().ordered(now_s):
             if self.is_hopeless(request, now_s):

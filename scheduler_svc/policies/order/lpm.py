@@ -13,7 +13,8 @@ from __future__ import annotations
 from sortedcontainers import SortedDict
 
 from scheduler_svc.core.policy import KeyedOrder
-from scheduler_svc.core.request import TOKEN_BYTES, Request
+from scheduler_svc.core.request import TOKEN_BYTES
+from scheduler_svc.core.view import RequestView
 
 
 class LongestPrefixMatch(KeyedOrder):
@@ -22,15 +23,15 @@ class LongestPrefixMatch(KeyedOrder):
         super().__init__()
         self.check_threshold = in_batch_check_threshold
         self.beginning_bytes = max(1, in_batch_deprioritize_threshold) * TOKEN_BYTES
-        self._groups: dict[bytes, SortedDict[tuple[int, int], Request]] = {}
+        self._groups: dict[bytes, SortedDict[tuple[int, int], RequestView]] = {}
         self._group_of: dict[int, bytes] = {}  # by seniority
 
-    def key(self, request: Request) -> tuple[bool, int]:
+    def key(self, request: RequestView) -> tuple[bool, int]:
         group = self._groups.get(self._group_of.get(request.seniority, b""))
         follows = group is not None and group.peekitem(0)[1] is not request
         return (follows, -request.best_matched_tokens)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestView) -> None:
         beginning = request.token_ids[: self.beginning_bytes]
         if request.best_matched_tokens <= self.check_threshold and len(beginning) == self.beginning_bytes:
             group = self._groups.setdefault(beginning, SortedDict())
@@ -41,7 +42,7 @@ class LongestPrefixMatch(KeyedOrder):
                 super().rematched(led_before)
         super().add(request)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: RequestView) -> None:
         super().remove(request)
         beginning = self._group_of.pop(request.seniority, None)
         if beginning is None:
@@ -54,7 +55,7 @@ class LongestPrefixMatch(KeyedOrder):
         elif led:
             super().rematched(group.peekitem(0)[1])
 
-    def rematched(self, request: Request) -> None:
+    def rematched(self, request: RequestView) -> None:
         """It may enter or leave its group by this, and so make way for the next leader."""
         grouped = request.seniority in self._group_of
         if grouped == (request.best_matched_tokens <= self.check_threshold):

@@ -7,7 +7,7 @@ second since its arrival. All gain at the same rate, so who of two is ahead neve
 from __future__ import annotations
 
 from scheduler_svc.core.policy import KeyedOrder
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.view import RequestView
 
 
 class Priority(KeyedOrder):
@@ -17,5 +17,5 @@ class Priority(KeyedOrder):
         super().__init__()
         self.ageing_per_s = ageing_per_s
 
-    def key(self, request: Request) -> float:
+    def key(self, request: RequestView) -> float:
         return self.ageing_per_s * request.arrival_s - request.priority
