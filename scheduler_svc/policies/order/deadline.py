@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 from scheduler_svc.core.policy import KeyedOrder
 from scheduler_svc.core.view import RequestView
+from scheduler_svc.policies.options import Amount
 
 
 class EarliestDeadlineFirst(KeyedOrder):
-    def __init__(self, prefill_tokens_per_s: float = 0.0) -> None:
+    def __init__(self, prefill_tokens_per_s: Amount = 0.0) -> None:
         """`prefill_tokens_per_s`: how fast a prompt is computed at best; 0: not known, nobody is hopeless."""
         super().__init__()
         self.prefill_tokens_per_s = prefill_tokens_per_s

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from scheduler_svc.core.policy import OrderPolicy
 from scheduler_svc.core.request import TOKEN_BYTES
 from scheduler_svc.core.view import RequestView
+from scheduler_svc.policies.options import Positive
 
 
 class Node:
@@ -24,10 +25,8 @@ class Node:
 
 
 class DepthFirstByWeight(OrderPolicy):
-    def __init__(self, stride_tokens: int = 16) -> None:
+    def __init__(self, stride_tokens: Positive = 16) -> None:
         """`stride_tokens`: the grain at which prefixes are told apart; the block size is the natural one."""
-        if stride_tokens < 1:
-            raise ValueError("stride_tokens: must be at least 1")
         self._stride_bytes = stride_tokens * TOKEN_BYTES
         self._root = Node()
         self._paths: dict[int, list[bytes]] = {}

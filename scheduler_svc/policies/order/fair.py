@@ -15,6 +15,7 @@ from sortedcontainers import SortedDict
 
 from scheduler_svc.core.policy import OrderPolicy
 from scheduler_svc.core.view import RequestView
+from scheduler_svc.policies.options import Amount, PositiveAmount
 
 
 @dataclass(slots=True)
@@ -32,11 +33,11 @@ class Tenant:
 
 
 class FairAmongTenants(OrderPolicy):
-    def __init__(self, tenant_weights: dict[str, float] | None = None, output_token_weight: float = 2.0) -> None:
+    def __init__(
+        self, tenant_weights: dict[str, PositiveAmount] | None = None, output_token_weight: Amount = 2.0
+    ) -> None:
         """A tenant of weight 2 gets twice the tokens of one of weight 1, which is what an unnamed one has."""
         self._weights = tenant_weights or {}
-        if bad := [name for name, weight in self._weights.items() if weight <= 0]:
-            raise ValueError(f"tenant_weights: {bad[0]!r} has a weight that is not positive")
         self._output_weight = output_token_weight
         self._tenants: dict[str, Tenant] = {}
 

@@ -15,10 +15,13 @@ from sortedcontainers import SortedDict
 from scheduler_svc.core.policy import KeyedOrder
 from scheduler_svc.core.request import TOKEN_BYTES
 from scheduler_svc.core.view import RequestView
+from scheduler_svc.policies.options import AtLeastMinusOne, Count
 
 
 class LongestPrefixMatch(KeyedOrder):
-    def __init__(self, in_batch_check_threshold: int = 32, in_batch_deprioritize_threshold: int = 32) -> None:
+    def __init__(
+        self, in_batch_check_threshold: AtLeastMinusOne = 32, in_batch_deprioritize_threshold: Count = 32
+    ) -> None:
         """Requests with at most `in_batch_check_threshold` cached tokens are compared with one another; -1: none."""
         super().__init__()
         self.check_threshold = in_batch_check_threshold
