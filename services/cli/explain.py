@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 import grpc
@@ -11,12 +10,13 @@ from rich.table import Table
 
 from paceline.v1.admin_pb2 import ExplainRequest
 from paceline.v1.admin_pb2_grpc import AdminServiceStub
+from services.cli.arguments import Parser
 
 TIMEOUT_S = 10.0
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="paceline explain", description=__doc__)
+    parser = Parser(prog="paceline explain", description=__doc__)
     parser.add_argument("request_id", help="the id of the request (its X-Request-ID)")
     parser.add_argument("--scheduler", default="127.0.0.1:50051", metavar="HOST:PORT")
     arguments = parser.parse_args(argv)

@@ -11,13 +11,15 @@ from rich.console import Console
 
 from paceline.v1.admin_pb2 import GetPolicyRequest, PolicyChoice, SetPolicyRequest
 from paceline.v1.admin_pb2_grpc import AdminServiceStub
+from services.cli.arguments import Parser, usage_error
 
+PROG = "paceline policy"
 KINDS = ("order", "capacity", "batch", "preemption")
 TIMEOUT_S = 10.0
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="paceline policy", description=__doc__)
+def parser() -> Parser:
+    top = Parser(prog=PROG, description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     get = commands.add_parser("get", help="what is in force, and what there is")
     change = commands.add_parser("set", help="put a preset, other policies or options in force; no request is dropped")
@@ -43,11 +45,12 @@ def main(argv: list[str]) -> int:
                 answer = stub.SetPolicy(SetPolicyRequest(choice=_choice(arguments)), timeout=TIMEOUT_S)
                 Console().print(f"in force from the next step on: {_describe(answer.choice)}", highlight=False)
         except ValueError as error:
-            print(f"paceline policy: {error}", file=sys.stderr)
-            return 2
+            return usage_error(PROG, str(error))
         except grpc.RpcError as error:
-            print(f"paceline policy: {arguments.scheduler}: {error.details()}", file=sys.stderr)
-            return 2 if error.code() is grpc.StatusCode.INVALID_ARGUMENT else 1
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                return usage_error(PROG, str(error.details()))
+            print(f"{PROG}: {arguments.scheduler}: {error.details()}", file=sys.stderr)
+            return 1
     return 0
 
 
