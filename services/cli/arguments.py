@@ -6,8 +6,11 @@ import argparse
 import sys
 from typing import NoReturn
 
+from rich.console import Console
+
 USAGE_ERROR = 2
 MAX_LINE = 600
+PIPE_WIDTH = 160
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,3 +23,8 @@ def usage_error(prog: str, message: str) -> int:
     line = " ".join(message.split()).encode("utf-8", "backslashreplace").decode()
     print(f"{prog}: {line if len(line) <= MAX_LINE else line[:MAX_LINE] + '…'}", file=sys.stderr)
     return USAGE_ERROR
+
+
+def console() -> Console:
+    """Standard output; a file or a pipe has room for a long line."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)

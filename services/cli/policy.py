@@ -7,11 +7,10 @@ import json
 import sys
 
 import grpc
-from rich.console import Console
 
 from paceline.v1.admin_pb2 import GetPolicyRequest, PolicyChoice, SetPolicyRequest
 from paceline.v1.admin_pb2_grpc import AdminServiceStub
-from services.cli.arguments import Parser, usage_error
+from services.cli.arguments import Parser, console, usage_error
 
 PROG = "paceline policy"
 KINDS = ("order", "capacity", "batch", "preemption")
@@ -43,7 +42,7 @@ def main(argv: list[str]) -> int:
                 _show(stub)
             else:
                 answer = stub.SetPolicy(SetPolicyRequest(choice=_choice(arguments)), timeout=TIMEOUT_S)
-                Console().print(f"in force from the next step on: {_describe(answer.choice)}", highlight=False)
+                console().print(f"in force from the next step on: {_describe(answer.choice)}", soft_wrap=True)
         except ValueError as error:
             return usage_error(PROG, str(error))
         except grpc.RpcError as error:
@@ -71,8 +70,8 @@ def _choice(arguments: argparse.Namespace) -> PolicyChoice:
 
 def _show(stub: AdminServiceStub) -> None:
     answer = stub.GetPolicy(GetPolicyRequest(), timeout=TIMEOUT_S)
-    console = Console()
-    console.print(f"in force    {_describe(answer.choice)}", highlight=False)
+    out = console()
+    out.print(f"in force    {_describe(answer.choice)}", soft_wrap=True)
     for title, known in (
         ("presets", answer.presets),
         ("order", answer.orders),
@@ -80,7 +79,7 @@ def _show(stub: AdminServiceStub) -> None:
         ("batch", answer.batches),
         ("preemption", answer.preemptions),
     ):
-        console.print(f"{title:11} {', '.join(known)}", highlight=False)
+        out.print(f"{title:11} {', '.join(known)}", soft_wrap=True)
 
 
 def _describe(choice: PolicyChoice) -> str:

@@ -6,14 +6,14 @@ import json
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
 from scheduler_svc.core.policy import PolicyError
-from services.cli.arguments import Parser, usage_error
+from services.cli.arguments import Parser, console, usage_error
 from simulator.scenario import Outcome, PolicyFailed, Scenario, Step, play
 
 PROG = "paceline scenario"
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     if arguments.json:
         print(json.dumps(outcome.as_json()))
     else:
-        show(outcome, Console())
+        show(outcome, console())
     return 0
 
 
@@ -73,11 +73,12 @@ def _first(error: ValidationError) -> str:
     return f"{'.'.join(parts)}: {message}" if parts else message
 
 
-def show(outcome: Outcome, console: Console) -> None:
+def show(outcome: Outcome, out: Console) -> None:
     """A row a step; steps that decide the same are one row."""
     table = Table(box=None, pad_edge=False)
     for title in ("step", "prefill", "decode", "preempted", "finished", "free", "cached", "waiting", "running"):
-        table.add_column(title, justify="right" if title in ("free", "cached", "waiting", "running") else "left")
+        justify: Literal["left", "right"] = "right" if title in ("free", "cached", "waiting", "running") else "left"
+        table.add_column(title, justify=justify, overflow="fold")
     steps = outcome.steps
     i = 0
     while i < len(steps):
@@ -92,10 +93,10 @@ def show(outcome: Outcome, console: Console) -> None:
         counts = (step.free_blocks, step.cached_blocks, step.waiting, step.running)
         table.add_row(number, prefill, decode, preempted, finished, *map(str, counts))
         i = last + 1
-    console.print(table)
+    out.print(table)
     if outcome.stuck:
-        console.print("no further progress: what waits can never run under these policies")
-    console.print(f"{outcome.num_steps} steps, {sum(outcome.generated_tokens.values())} tokens", highlight=False)
+        out.print("no further progress: what waits can never run under these policies")
+    out.print(f"{outcome.num_steps} steps, {sum(outcome.generated_tokens.values())} tokens")
 
 
 def _decides(step: Step) -> tuple[str, str, str, str]:
