@@ -40,10 +40,10 @@ class Composer:
     def set_policies(self, policies: Policies, workers: dict[int, Worker]) -> None:
         """Other policies from the next step on. Raises what their order raises; then nothing has changed."""
         self.queue.reorder(policies.order)
+        self.policies = policies  # before `started`, at which the order may fail and be replaced
         for worker in workers.values():
             for request in worker.running.values():
                 self.queue.started(request)
-        self.policies = policies
 
     def must_ask(self, worker: Worker, cache: CacheLink) -> bool:
         """Whether the next step has to wait for the cache. Decisions about who runs are made on what is there, so the

@@ -104,6 +104,9 @@ class Step(StepFacts):
             raise AttributeError(f"step.{name}: is read-only")
         object.__setattr__(self, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"step.{name}: is read-only")
+
     # ── what policies see ────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
@@ -318,10 +321,12 @@ class Step(StepFacts):
 
     def own(self, sequences: Iterable[Running]) -> list[Running]:
         """What a policy named, checked: running sequences of this step, each once. Raises PolicyError."""
-        own = [self._own(sequence) for sequence in sequences]
-        if len({sequence.slot for sequence in own}) < len(own):
-            raise PolicyError("the same sequence is named twice")
-        return own
+        own: dict[int, Running] = {}
+        for sequence in map(self._own, sequences):
+            if sequence.slot in own:
+                raise PolicyError(f"{sequence.request} is named twice")
+            own[sequence.slot] = sequence
+        return list(own.values())
 
     def close(self) -> None:
         """The composition is over. Raises the lack of blocks that a policy kept to itself."""

@@ -134,7 +134,7 @@ def random_scenario(seed: int, capacity: str) -> dict[str, Any]:
     for i in range(rng.randrange(3, 25)):
         prompt = rng.randrange(2, max(3, room // 2))
         request = {"id": str(i), "arrive": rng.randrange(30), "prompt_len": prompt}
-        request["max_new_tokens"] = rng.randrange(1, max(2, room - prompt))
+        request["max_new_tokens"] = rng.randrange(1, max(2, min(30, room - prompt)))
         if rng.random() < 0.5:
             request["prefix"] = {"family": rng.choice("ab"), "len": rng.randrange(prompt)}
         requests.append(request)
