@@ -60,6 +60,23 @@ class Step(StepFacts):
     checked before it changes anything, and after the composition none is taken any more.
     """
 
+    _worker: Worker
+    _waiting: Callable[[], Iterator[Request]]
+    _capacity: CapacityPolicy
+    _over_budget: Callable[[Request, Collection[Admission]], str | None]
+    _available_blocks: int
+    _budget_tokens: int
+    _num_seats: int
+    _growth: list[Slots]
+    _decodes: list[int] | None  # slots; None: all that decode
+    _chunks: dict[int, int]  # tokens by slot
+    _offered: dict[RequestView, Request]  # what `waiting` gave
+    _considered: dict[int, Admission]  # by seniority
+    _placed: dict[int, Admission]  # by seniority
+    _held_back: list[tuple[Request, str, str]]
+    _open: bool
+    _lack: OutOfBlocks | None  # of blocks: then the composition has failed
+
     def __init__(
         self,
         worker: Worker,
@@ -71,7 +88,8 @@ class Step(StepFacts):
     ) -> None:
         """`over_budget` says which budget, of those that are not the policies', a request exceeds, if any."""
         seats = worker.slots.num_slots if not max_num_seqs else min(max_num_seqs, worker.slots.num_slots)
-        super().__init__(
+        # Past __setattr__, and quick: a step is made for every one that a worker runs.
+        vars(self).update(
             now_s=now_s,
             worker_id=worker.id,
             block_size=worker.block_size,
@@ -80,24 +98,24 @@ class Step(StepFacts):
             max_num_seqs=seats,
             num_running=len(worker.running),
             num_departed=worker.num_departed,
-            preempted=tuple(RequestView(request) for request in worker.preempted),
+            preempted=tuple(map(RequestView, worker.preempted)),
+            _worker=worker,
+            _waiting=waiting,
+            _capacity=capacity,
+            _over_budget=over_budget,
+            _available_blocks=worker.available_blocks,
+            _budget_tokens=worker.registration.max_batched_tokens,
+            _num_seats=min(worker.slots.num_free, seats - len(worker.running)),
+            _growth=[],
+            _decodes=[],
+            _chunks={},
+            _offered={},
+            _considered={},
+            _placed={},
+            _held_back=[],
+            _open=True,
+            _lack=None,
         )
-        self._available_blocks = worker.available_blocks
-        self._budget_tokens = self.max_batched_tokens
-        self._num_seats = min(worker.slots.num_free, seats - self.num_running)
-        self._worker = worker
-        self._waiting = waiting
-        self._capacity = capacity
-        self._over_budget = over_budget
-        self._growth: list[Slots] = []
-        self._decodes: list[int] | None = []
-        self._chunks: dict[int, int] = {}
-        self._considered: dict[int, Admission] = {}  # by seniority
-        self._offered: dict[RequestView, Request] = {}
-        self._placed: dict[int, Admission] = {}  # by seniority
-        self._held_back: list[tuple[Request, str, str]] = []
-        self._open = True
-        self._lack: OutOfBlocks | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
         if not name.startswith("_"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.worker import Worker
@@ -165,9 +164,8 @@ class Running:
         return int(self._worker.slots.capacity[self._slot]) // self._worker.block_size
 
 
-@dataclass(frozen=True, eq=False)
 class StepFacts:
-    """What does not change while a step is composed."""
+    """What does not change while a step is composed. Set once, by Step, which lets nobody write."""
 
     now_s: float
     worker_id: int

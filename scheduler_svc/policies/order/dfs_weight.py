@@ -65,7 +65,7 @@ class DepthFirstByWeight(OrderPolicy):
         stack: list[Node | RequestView] = [self._root]
         while stack:
             top = stack.pop()
-            if isinstance(top, RequestView):
+            if not isinstance(top, Node):
                 yield top
                 continue
             own = sorted(top.requests.values(), key=lambda request: (request.place, request.seniority))
