@@ -68,7 +68,7 @@ class WaitingQueue:
         named: set[int] = set()
         for view in self.order.ordered(now_s):
             request = self._by_seniority.get(view.seniority) if isinstance(view, RequestView) else None
-            if request is None or view != RequestView(request):
+            if request is None or view._request is not request:
                 raise PolicyError(f"order: {view!r} does not wait")
             if request.seniority in named:
                 raise PolicyError(f"order: {view!r} comes twice")

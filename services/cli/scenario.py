@@ -14,7 +14,8 @@ from rich.table import Table
 
 from scheduler_svc.core.policy import PolicyError
 from services.cli.arguments import Parser, console, usage_error
-from simulator.scenario import Outcome, PolicyFailed, Scenario, Step, play
+from simulator.scenario import Outcome, PolicyFailed, Step, play
+from simulator.scenario_file import Scenario
 
 PROG = "paceline scenario"
 
