@@ -13,9 +13,10 @@ import numpy as np
 from paceline.v1.cache_pb2 import CacheServiceLinkResponse
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 from scheduler_svc.core.cache_link import admit_result
+from scheduler_svc.core.decision import Admission, OutOfBlocks, Paused
 from scheduler_svc.core.policy import Policies, PolicyError
 from scheduler_svc.core.request import Phase, Request
-from scheduler_svc.core.step import Admission, OutOfBlocks, Paused, Step
+from scheduler_svc.core.step import Step
 from scheduler_svc.core.view import Running
 from scheduler_svc.core.worker import Chunk, Draft, Prefill, StepInFlight, Worker, new_plan
 

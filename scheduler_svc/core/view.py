@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.worker import Worker
 
@@ -162,17 +160,3 @@ class Running:
     @property
     def num_blocks(self) -> int:
         return int(self._worker.slots.capacity[self._slot]) // self._worker.block_size
-
-
-class StepFacts:
-    """What does not change while a step is composed. Set once, by Step, which lets nobody write."""
-
-    now_s: float
-    worker_id: int
-    block_size: int
-    total_blocks: int
-    max_batched_tokens: int
-    max_num_seqs: int
-    num_running: int  # that hold a slot
-    num_departed: int  # that ever left this worker
-    preempted: Sequence[RequestView]  # that gave way while this step was composed

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from scheduler_svc.core.step import OutOfBlocks, Paused
+from scheduler_svc.core.decision import OutOfBlocks, Paused
 from scheduler_svc.policies.api import CapacityPolicy, PolicyError, RequestView, Running, Step, Verdict
 from scheduler_svc.policies.batch.decode_first import DecodeFirst
 from scheduler_svc.policies.capacity.watermark import Watermark
