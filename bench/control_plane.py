@@ -25,6 +25,7 @@ from paceline.v1.worker_pb2 import StepPlan, StepResult, WorkerRegistration
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
+from scheduler_svc.core.view import RequestView
 from scheduler_svc.policies.registry import build, choose, find, names
 
 BLOCK_SIZE = 16
@@ -203,7 +204,7 @@ def order_cost() -> list[dict[str, Any]]:
         for waiting in WAITING:
             rng = np.random.default_rng(0)
             policy = find("order", name)()
-            requests = [_waiting_request(rng, i) for i in range(waiting)]
+            requests = [RequestView(_waiting_request(rng, i)) for i in range(waiting)]
             for request in requests:
                 policy.add(request)
             times = []

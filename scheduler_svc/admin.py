@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ from paceline.v1.admin_pb2 import (
 from paceline.v1.admin_pb2_grpc import AdminServiceServicer
 from scheduler_svc.core.policy import PolicyError
 from scheduler_svc.core.scheduler import SchedulerCore
-from scheduler_svc.policies.presets import PRESETS, Choice
+from scheduler_svc.policies.presets import DEFAULT, PRESETS, Choice
 from scheduler_svc.policies.registry import KINDS, build, choose, names
 from services.runtime.logs import get_logger
 
@@ -33,6 +34,7 @@ class Admin(AdminServiceServicer):
     def __init__(self, core: SchedulerCore, choice: Choice) -> None:
         self.core = core
         self.choice = choice
+        self._order = core.policies.order  # of the choice
 
     async def GetPolicy(self, request: GetPolicyRequest, context: Context) -> GetPolicyResponse:
         return GetPolicyResponse(
@@ -54,12 +56,13 @@ class Admin(AdminServiceServicer):
                 await _invalid(context, f"options.{name}: {text!r} is not JSON")
         try:
             choice = choose(wanted.preset, {kind: getattr(wanted, kind) for kind in KINDS}, options, self.choice)
-            self.core.set_policies(build(choice))
+            policies = build(choice)
+            self.core.set_policies(policies)
         except PolicyError as error:
             await _invalid(context, str(error))
         except Exception as error:  # a policy that cannot even take over what waits
             await _invalid(context, f"order: {error!r} when it took over the queue")
-        self.choice = choice
+        self.choice, self._order = choice, policies.order
         log.info("policies changed", **{kind: getattr(choice, kind) for kind in KINDS}, options=choice.options)
         return SetPolicyResponse(choice=self._message())
 
@@ -83,10 +86,13 @@ class Admin(AdminServiceServicer):
         )
 
     def _message(self) -> PolicyChoice:
-        preset = next((name for name, known in PRESETS.items() if known == self.choice), "")
+        choice = self.choice
+        if self.core.policies.order is not self._order:  # it failed, and the default one took its place
+            choice = dataclasses.replace(choice, order=PRESETS[DEFAULT].order)
+        preset = next((name for name, known in PRESETS.items() if known == choice), "")
         return PolicyChoice(
             preset=preset,
-            order=self.choice.order,
+            order=choice.order,
             capacity=self.choice.capacity,
             batch=self.choice.batch,
             preemption=self.choice.preemption,

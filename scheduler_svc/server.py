@@ -24,6 +24,7 @@ from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.generate import generate
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.policies.registry import KINDS, build, choose
+from scheduler_svc.policy_errors import PolicyErrors
 from scheduler_svc.settings import SchedulerSettings
 from services.runtime.logs import get_logger
 from services.runtime.metrics import start_metrics_server
@@ -258,10 +259,6 @@ async def stream(
         await asyncio.gather(reader, return_exceptions=True)
 
 
-def _log_policy_error(error: Exception) -> None:
-    log.error("a policy failed; the default ones decided this step", exc_info=error)
-
-
 async def serve(
     settings: SchedulerSettings, stop: asyncio.Event, *, on_ready: Callable[[Addresses], None] | None = None
 ) -> None:
@@ -286,7 +283,7 @@ async def serve(
         raise CannotStart(str(error)) from error
     # Later schedulers have larger epochs, so that a peer can tell an old one.
     epoch = time.time_ns() // 1_000_000
-    core = SchedulerCore(config, policies, lambda: build(choose()), epoch, on_policy_error=_log_policy_error)
+    core = SchedulerCore(config, policies, lambda: build(choose()), epoch, on_policy_error=PolicyErrors(log.error))
     server = SchedulerServer(core, settings.cache)
     admin = Admin(core, choice)
     grpc_server = GrpcServer(settings.host, settings.port)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cache_svc.core.cache import CacheCore
 from paceline.v1.common_pb2 import FinishReason, ModelInfo, SamplingParams
@@ -23,77 +22,18 @@ from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose
+from simulator.scenario_file import VOCAB, Scenario, ScenarioRequest
 
-VOCAB = 2**31 - 1
 # A run that decides nothing for so many steps in a row is given up.
 MAX_IDLE_STEPS = 50
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class PolicyFailed(Exception):
+    """One of the scenario's policies raised, or asked for what cannot be."""
 
-
-class Prefix(Strict):
-    family: str
-    len: int = Field(ge=0)
-
-
-class ScenarioRequest(Strict):
-    id: str
-    arrive: int = Field(0, ge=0)
-    prompt: list[int] | None = None
-    prompt_len: int | None = Field(None, ge=1)
-    prefix: Prefix | None = None
-    max_new_tokens: int = Field(ge=1)
-    priority: float = 0.0
-    tenant: str = ""
-    lora: str | None = None
-
-    @model_validator(mode="after")
-    def _has_a_prompt(self) -> ScenarioRequest:
-        if (self.prompt is None) == (self.prompt_len is None):
-            raise ValueError("exactly one of prompt and prompt_len is needed")
-        if self.prompt is not None and self.prefix is not None:
-            raise ValueError("prefix goes with prompt_len, not with prompt")
-        if self.prefix and self.prompt_len and self.prefix.len > self.prompt_len:
-            raise ValueError(f"prefix.len {self.prefix.len} is more than prompt_len {self.prompt_len}")
-        if self.prompt is not None and not self.prompt:
-            raise ValueError("prompt: at least one token is needed")
-        return self
-
-
-class PolicyNames(Strict):
-    order: str = ""
-    capacity: str = ""
-    batch: str = ""
-    preemption: str = ""
-
-
-class Scenario(Strict):
-    block_size: int = Field(ge=1)
-    num_blocks: int = Field(ge=1)
-    num_host_blocks: Literal[0] = 0
-    max_num_seqs: int = Field(ge=1)
-    max_batched_tokens: int = Field(ge=1)
-    max_model_len: int = Field(ge=2)
-    prefix_caching: bool = True
-    preset: str | PolicyNames = ""
-    options: dict[str, Any] = Field(default_factory=dict)
-    max_loras: int = Field(0, ge=0)
-    requests: list[ScenarioRequest] = Field(min_length=1)
-
-    @model_validator(mode="after")
-    def _names_each_request_once(self) -> Scenario:
-        ids = [request.id for request in self.requests]
-        if twice := {name for name in ids if ids.count(name) > 1}:
-            raise ValueError(f"requests: id {min(twice)!r} stands more than once")
-        return self
-
-    def policies(self) -> Policies:
-        """Raises PolicyError."""
-        if isinstance(self.preset, str):
-            return build(choose(self.preset, options=self.options))
-        return build(choose(overrides=self.preset.model_dump(), options=self.options))
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 @dataclass(slots=True)
@@ -196,7 +136,7 @@ class Run:
             model=ModelInfo(name="null", fingerprint="null", vocab_size=VOCAB, max_model_len=scenario.max_model_len),
             block_size=scenario.block_size,
             num_blocks=scenario.num_blocks,
-            max_num_seqs=scenario.max_num_seqs,
+            max_num_seqs=min(scenario.max_num_seqs, len(scenario.requests)),  # a seat costs memory
             max_batched_tokens=scenario.max_batched_tokens,
             max_loras=loras,
         )
@@ -300,7 +240,9 @@ class Run:
         step.running = len(order)
 
     def _make_submissions(self) -> list[tuple[int, Submission]]:
-        ids = itertools.count(1)
+        # Token ids that a scenario names are its own business: none of the made-up ones is among them.
+        named = {token for request in self.scenario.requests for token in request.prompt or ()}
+        ids = (token for token in itertools.count(1) if token not in named)
         families: dict[str, list[int]] = {}
         submissions = []
         for handle, request in enumerate(self.scenario.requests):
@@ -311,9 +253,6 @@ class Run:
                 family += itertools.islice(ids, max(0, shared - len(family)))
                 own = itertools.islice(ids, (request.prompt_len or 0) - shared)
                 prompt = [*family[:shared], *own]
-            else:
-                # Token ids that a scenario names are its own business: none of the made-up ones is among them.
-                ids = itertools.count(max(next(ids), max(prompt) + 1))
             submissions.append((request.arrive, self._submission(handle, request, prompt)))
         return submissions
 
@@ -331,7 +270,7 @@ class Run:
 
 
 def play(scenario: Scenario) -> Outcome:
-    """Raises PolicyError for a preset or an option that there is not."""
+    """Raises PolicyError for a preset or an option that there is not, PolicyFailed if a policy fails."""
     return Run(scenario, scenario.policies()).play()
 
 
@@ -341,4 +280,4 @@ def _ints(packed: bytes) -> list[int]:
 
 
 def _raise(error: Exception) -> None:
-    raise error
+    raise PolicyFailed(error) from error

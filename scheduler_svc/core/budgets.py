@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from scheduler_svc.core.decision import Admission
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.step import Admission
 from scheduler_svc.core.types import SchedulerConfig
 
 # What a client is told at the least and at the most to wait, in seconds.

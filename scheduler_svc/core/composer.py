@@ -40,10 +40,10 @@ class Composer:
     def set_policies(self, policies: Policies, workers: dict[int, Worker]) -> None:
         """Other policies from the next step on. Raises what their order raises; then nothing has changed."""
         self.queue.reorder(policies.order)
+        self.policies = policies  # before `started`, at which the order may fail and be replaced
         for worker in workers.values():
             for request in worker.bound:
                 self.queue.started(request)
-        self.policies = policies
 
     def must_ask(self, worker: Worker, cache: CacheLink) -> bool:
         """Whether the next step has to wait for the cache. Decisions about who runs are made on what is there, so the
@@ -80,10 +80,9 @@ class Composer:
         if not count:
             return []
         try:
-            return list(itertools.islice(self.queue.order.ordered(now_s), count))
-        except Exception as error:
-            self.queue.reorder(self._order_failed(error))
-            return []
+            return list(itertools.islice(self.queue.ordered(now_s), count))
+        except Exception:  # the composition, which asks for the same order, meets it too and says so
+            return list(itertools.islice(self.queue, count))
 
     def _waiting(
         self, worker: Worker, workers: dict[int, Worker], ordered_at_s: float | None
@@ -94,7 +93,7 @@ class Composer:
             if worker.draining:
                 return
             queue = self.queue
-            for request in iter(queue) if ordered_at_s is None else queue.order.ordered(ordered_at_s):
+            for request in iter(queue) if ordered_at_s is None else queue.ordered(ordered_at_s):
                 fits = request.matches is not None and worker.can_ever_hold(request)
                 if fits and not request.waits_for_parent and best_place(request, workers.values()) in (worker, None):
                     yield request

@@ -6,7 +6,9 @@ behind the first of those waited for their turn, which is told from the same not
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.request import Request
@@ -31,11 +33,20 @@ class Span:
 
 
 @dataclass(slots=True)
+class Wait:
+    """Decisions at which it stood in the queue, and until when."""
+
+    first: int
+    last: int | None = None
+    to_s: float = math.inf
+
+
+@dataclass(slots=True)
 class Record:
     request_id: str
     arrival_s: float
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
-    waits: deque[tuple[int, int | None]] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))  # decisions from, to
+    waits: deque[Wait] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
 
 
 @dataclass(slots=True)
@@ -55,13 +66,14 @@ class Journal:
         record = self._records.get(request.request_id)
         if record is None:
             return
-        if record.waits and record.waits[-1][1] is None:
-            record.waits[-1] = (record.waits[-1][0], self.decisions)
+        if record.waits and record.waits[-1].last is None:
+            # The decision that let it in is none at which it waited.
+            record.waits[-1].last, record.waits[-1].to_s = self.decisions - (reason == "running"), now_s
         if reason in WAITING:
-            record.waits.append((self.decisions, None))
+            record.waits.append(Wait(self.decisions))
         record.spans.append(Span(reason, detail, self.decisions, self.decisions, now_s, now_s))
 
-    def decided(self, held_back: list[tuple[Request, str, str]], now_s: float) -> None:
+    def decided(self, held_back: Sequence[tuple[Request, str, str]], now_s: float) -> None:
         """A decision looked at these and left them out, the first one first."""
         self.decisions += 1
         for request, reason, detail in held_back:
@@ -82,25 +94,26 @@ class Journal:
         if record is None:
             return None
         spans = list(record.spans)
-        for first, last in record.waits:
-            spans += self._turns(record, first, self.decisions if last is None else last)
+        for wait in record.waits:
+            spans += self._turns(record, wait)
         spans.sort(key=lambda span: (span.from_s, span.first))
         return [
             Span(s.reason, s.detail, s.first, s.last, s.from_s - record.arrival_s, s.to_s - record.arrival_s)
             for s in spans
         ]
 
-    def _turns(self, record: Record, first: int, last: int) -> list[Span]:
+    def _turns(self, record: Record, wait: Wait) -> list[Span]:
         """While it waited: who stood before it, and what that one waited for."""
         turns = []
+        first, last = wait.first, self.decisions if wait.last is None else wait.last
         for request_id, head in self._heads:
             if head.last <= first or head.first > last or request_id == record.request_id:
                 continue
             if any(s.reason not in EVENTS and s.first <= head.first and s.last >= head.last for s in record.spans):
                 continue  # it was looked at itself
             detail = f"behind {request_id}, which waits for {head.reason}"
-            from_s = max(head.from_s, record.arrival_s)
-            turns.append(Span("order", detail, max(head.first, first + 1), min(head.last, last), from_s, head.to_s))
+            from_s, to_s = max(head.from_s, record.arrival_s), min(head.to_s, wait.to_s)
+            turns.append(Span("order", detail, max(head.first, first + 1), min(head.last, last), from_s, to_s))
         return turns
 
     def _extend(self, spans: deque[Span], reason: str, detail: str, now_s: float) -> None:

@@ -13,9 +13,11 @@ import numpy as np
 from paceline.v1.cache_pb2 import CacheServiceLinkResponse
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 from scheduler_svc.core.cache_link import admit_result
-from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.decision import Admission, OutOfBlocks, Paused
+from scheduler_svc.core.policy import Policies, PolicyError
 from scheduler_svc.core.request import Phase, Request
-from scheduler_svc.core.step import Admission, OutOfBlocks, Paused, Running, Step
+from scheduler_svc.core.step import Step
+from scheduler_svc.core.view import Running
 from scheduler_svc.core.worker import Chunk, Draft, Prefill, StepInFlight, Worker, new_plan
 
 
@@ -41,14 +43,24 @@ class Planner:
         try:
             policies.capacity.begin(step)
             policies.batch.compose(step)
+            step.close()
         except OutOfBlocks as lack:
             self._make_room(worker, policies, step, lack.shortfall_blocks)
             return None
         except Paused as paused:
-            for victim in paused.victims:
+            for victim in step.own(paused.victims):
                 self._take_out(worker, victim, policies)
             return None
+        self._expect_progress(worker, step)
         return step
+
+    @staticmethod
+    def _expect_progress(worker: Worker, step: Step) -> None:
+        """A worker that has nothing to do gets something, or the policies say of some request why not."""
+        if not step.is_empty or worker.in_flight or step.preempted:
+            return
+        if step.running or not (step.held_back or next(step.waiting(), None) is None):
+            raise PolicyError("batch: the step is empty, though something could run, and no reason is given")
 
     def _make_room(self, worker: Worker, policies: Policies, step: Step, shortfall_blocks: int) -> None:
         """Preempt until the shortfall is covered, as far as can be told: a victim's shared blocks may stay in use.
@@ -56,11 +68,13 @@ class Planner:
         A sequence that runs alone and still has no room holds blocks twice: its own, and the equal ones that others had
         stored before. It gives way to itself: when it comes back it shares them, and then it fits.
         """
-        victims = list(policies.preemption.victims(step))
+        victims = step.own(policies.preemption.victims(step))
+        if not victims and len(step.running) > 1:
+            raise PolicyError("preemption: nobody is named to give way")
         if len(victims) >= len(step.running):
             victims.pop()
         if not victims and not worker.in_flight:
-            victims = step.running
+            victims = list(step.running)
         for victim in victims:
             shortfall_blocks -= victim.num_blocks
             self._take_out(worker, victim, policies)
@@ -68,9 +82,10 @@ class Planner:
                 break
 
     def _take_out(self, worker: Worker, victim: Running, policies: Policies) -> None:
-        worker.preempted.append(victim.request)
+        request, requeue = worker.running[victim.slot], policies.preemption.requeue
+        worker.preempted.append(request)
         worker.knows_cache = False
-        self.preempt(victim.request, policies.preemption.requeue)
+        self.preempt(request, requeue)
 
     # ── after the exchange ───────────────────────────────────────────────────────────────────────────────────────────
 

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from sortedcontainers import SortedDict
 
 if TYPE_CHECKING:
-    from scheduler_svc.core.request import Request
-    from scheduler_svc.core.step import Running, Step
+    from scheduler_svc.core.step import Step
+    from scheduler_svc.core.view import RequestView, Running
 
 
 class PolicyError(Exception):
@@ -49,22 +49,22 @@ class OrderPolicy(ABC):
     """
 
     @abstractmethod
-    def add(self, request: Request) -> None: ...
+    def add(self, request: RequestView) -> None: ...
 
     @abstractmethod
-    def remove(self, request: Request) -> None: ...
+    def remove(self, request: RequestView) -> None: ...
 
     @abstractmethod
-    def ordered(self, now_s: float) -> Iterator[Request]:
+    def ordered(self, now_s: float) -> Iterator[RequestView]:
         """Every request of the index, most deserving first. Lazily: mostly a few of the first are looked at."""
 
-    def rematched(self, request: Request) -> None:  # noqa: B027 - most orders do not care
+    def rematched(self, request: RequestView) -> None:  # noqa: B027 - most orders do not care
         """What the cache holds of the request's tokens has changed."""
 
-    def started(self, request: Request) -> None:  # noqa: B027
+    def started(self, request: RequestView) -> None:  # noqa: B027
         """It was removed because it runs now."""
 
-    def stopped(self, request: Request) -> None:  # noqa: B027
+    def stopped(self, request: RequestView) -> None:  # noqa: B027
         """It runs no more: it has ended, or `add` follows."""
 
 
@@ -72,27 +72,27 @@ class KeyedOrder(OrderPolicy):
     """An order by a key that changes with nothing but the request's match. Everything costs O(log waiting)."""
 
     def __init__(self) -> None:
-        self._requests: SortedDict[Any, Request] = SortedDict()
+        self._requests: SortedDict[Any, RequestView] = SortedDict()
         self._keys: dict[int, Any] = {}
 
     @abstractmethod
-    def key(self, request: Request) -> Any:
+    def key(self, request: RequestView) -> Any:
         """Smaller goes first; among equals, whoever came first."""
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestView) -> None:
         key = (self.key(request), request.place, request.seniority)
         self._keys[request.seniority] = key
         self._requests[key] = request
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: RequestView) -> None:
         del self._requests[self._keys.pop(request.seniority)]
 
-    def rematched(self, request: Request) -> None:
+    def rematched(self, request: RequestView) -> None:
         if (self.key(request), request.place, request.seniority) != self._keys[request.seniority]:
             self.remove(request)
             self.add(request)
 
-    def ordered(self, now_s: float) -> Iterator[Request]:
+    def ordered(self, now_s: float) -> Iterator[RequestView]:
         return iter(self._requests.values())
 
 
@@ -111,7 +111,7 @@ class CapacityPolicy(ABC):
         """The composition stands: what is in `step` is what will run."""
 
     @abstractmethod
-    def admit(self, step: Step, request: Request, need_blocks: int) -> Verdict:
+    def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
         """Whether a waiting request may have `need_blocks` now, and what that means for those behind it.
 
         There is a seat for it, and `need_blocks <= step.available_blocks` has not been checked.

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 
 from sortedcontainers import SortedDict
 
-from scheduler_svc.core.policy import OrderPolicy
+from scheduler_svc.core.policy import OrderPolicy, PolicyError
 from scheduler_svc.core.request import Request
+from scheduler_svc.core.view import RequestView
 
 
 class WaitingQueue:
@@ -58,12 +59,27 @@ class WaitingQueue:
     def reorder(self, order: OrderPolicy) -> None:
         """Another policy takes over. Raises what it raises; then nothing has changed."""
         for request in self:
-            order.add(request)
+            order.add(RequestView(request))
         self.order = order
 
-    def _tell(self, event: Callable[[Request], None], request: Request) -> None:
+    def ordered(self, now_s: float) -> Iterator[Request]:
+        """Every waiting request, in the policy's order. Raises what it raises, and PolicyError unless it names each
+        one that waits exactly once."""
+        named: set[int] = set()
+        for view in self.order.ordered(now_s):
+            request = self._by_seniority.get(view.seniority) if isinstance(view, RequestView) else None
+            if request is None or view._request is not request:
+                raise PolicyError(f"order: {view!r} does not wait")
+            if request.seniority in named:
+                raise PolicyError(f"order: {view!r} comes twice")
+            named.add(request.seniority)
+            yield request
+        if len(named) < len(self):
+            raise PolicyError(f"order: {len(self) - len(named)} of {len(self)} waiting requests are left out")
+
+    def _tell(self, event: Callable[[RequestView], None], request: Request) -> None:
         try:
-            event(request)
+            event(RequestView(request))
         except Exception as error:  # a policy is a guest: what it raises costs no request
             self.reorder(self._fallback(error))
 

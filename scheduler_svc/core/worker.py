@@ -16,7 +16,7 @@ from scheduler_svc.core.request import Phase, Request
 from scheduler_svc.core.slots import DecodeRows, SlotTable
 
 if TYPE_CHECKING:
-    from scheduler_svc.core.step import Decision
+    from scheduler_svc.core.decision import Decision
 
 # A decoding row costs a step about as much as so many prefill tokens; it spreads equal requests evenly.
 ROW_COST_TOKENS = 16

@@ -4,20 +4,27 @@ or named as "module:Class".
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
+import reprlib
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from scheduler_svc.core.policy import BatchPolicy, CapacityPolicy, OrderPolicy, Policies, PolicyError, PreemptionPolicy
 from scheduler_svc.policies.presets import DEFAULT, PRESETS, Choice
 
 GROUP = "paceline.policies"
+# What a policy states about itself, and may state.
+DECLARED: dict[str, dict[str, tuple[object, ...]]] = {
+    "capacity": {"reserves_prompt": (True, False), "preempts_for_waiting": (True, False)},
+    "preemption": {"requeue": ("seniority", "front", "back")},
+}
 KINDS: dict[str, type] = {
     "order": OrderPolicy,
     "capacity": CapacityPolicy,
@@ -28,9 +35,9 @@ KINDS: dict[str, type] = {
 
 @cache
 def names(kind: str) -> dict[str, str]:
-    """Every known name of a policy of that kind, with where its class is."""
-    found = entry_points(group=GROUP)
+    """Every known name of a policy of that kind, with where its class is. A built-in one keeps its name."""
     prefix = f"{kind}."
+    found = sorted(entry_points(group=GROUP), key=lambda point: point.value.startswith("scheduler_svc."))
     return {point.name.removeprefix(prefix): point.value for point in found if point.name.startswith(prefix)}
 
 
@@ -56,12 +63,24 @@ def build(choice: Choice) -> Policies:
     for kind in KINDS:
         cls = find(kind, getattr(choice, kind))
         policies[kind] = _make(kind, cls, left, used)
-    # An option of a preset may be none of the policy's that was put in one's place.
-    known = {name for kind in KINDS for known in names(kind) for name in _parameters(find(kind, known))}
-    for name in left:
-        if name not in used and name not in known:
-            raise PolicyError(f"options: {name!r} is no option of any policy")
+    if unused := [name for name in left if name not in used]:
+        known = _options_of_any()  # an option of a preset may be none of the policy's that was put in one's place
+        for name in unused:
+            if name in known:
+                _checked(name, known[name], left[name])
+            else:
+                raise PolicyError(f"options.{name}: no policy has such an option; there are {', '.join(sorted(known))}")
     return Policies(**policies)
+
+
+def _options_of_any() -> dict[str, Any]:
+    """Options of all policies that are installed, with their types; one that cannot be imported has none."""
+    known: dict[str, Any] = {}
+    for kind in KINDS:
+        for name in names(kind):
+            with contextlib.suppress(PolicyError):
+                known.update(_parameters(kind, find(kind, name)))
+    return known
 
 
 def find(kind: str, name: str) -> type:
@@ -79,21 +98,41 @@ def find(kind: str, name: str) -> type:
     return cls
 
 
-def _parameters(cls: type) -> dict[str, Any]:
-    signature = inspect.signature(cls, eval_str=True)
-    return {name: parameter.annotation for name, parameter in signature.parameters.items()}
+def _parameters(kind: str, cls: type) -> dict[str, Any]:
+    """The options of a policy: the arguments of its constructor, with their types. Raises PolicyError."""
+    try:
+        parameters = inspect.signature(cls, eval_str=True).parameters.values()
+    except Exception as error:  # a type that is imported for type checkers alone
+        raise PolicyError(f"{kind}: the options of {cls.__name__} have no types that can be read: {error}") from error
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {parameter.name: parameter.annotation for parameter in parameters if parameter.kind in named}
 
 
 def _make(kind: str, cls: type, options: dict[str, Any], used: set[str]) -> object:
     arguments = {}
-    for name, annotation in _parameters(cls).items():
+    for name, annotation in _parameters(kind, cls).items():
         if name in options:
             used.add(name)
-            try:
-                arguments[name] = TypeAdapter(annotation).validate_python(options[name])
-            except ValidationError as error:
-                raise PolicyError(f"options.{name}: {error.errors()[0]['msg']}, not {options[name]!r}") from error
+            arguments[name] = _checked(name, annotation, options[name])
     try:
-        return cls(**arguments)
+        policy = cls(**arguments)
+    except PolicyError:
+        raise
     except Exception as error:
         raise PolicyError(f"{kind} {cls.__name__}: {error}") from error
+    for name, allowed in DECLARED.get(kind, {}).items():
+        if getattr(policy, name) not in allowed:
+            raise PolicyError(f"{kind} {cls.__name__}: {name} is {getattr(policy, name)!r}, none of {allowed}")
+    return policy
+
+
+def _checked(name: str, annotation: Any, value: object) -> object:
+    """The value of an option as its type says: 1 is no boolean, "1" no number, NaN neither."""
+    if annotation is inspect.Parameter.empty:
+        return value
+    try:
+        return TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
+    except ValidationError as error:
+        raise PolicyError(f"options.{name}: {error.errors()[0]['msg']}, not {reprlib.repr(value)}") from error
+    except PydanticUserError:
+        raise PolicyError(f"options.{name}: its type, {annotation!r}, is none that can be checked") from None

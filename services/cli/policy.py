@@ -7,17 +7,18 @@ import json
 import sys
 
 import grpc
-from rich.console import Console
 
 from paceline.v1.admin_pb2 import GetPolicyRequest, PolicyChoice, SetPolicyRequest
 from paceline.v1.admin_pb2_grpc import AdminServiceStub
+from services.cli.arguments import Parser, console, usage_error
 
+PROG = "paceline policy"
 KINDS = ("order", "capacity", "batch", "preemption")
 TIMEOUT_S = 10.0
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="paceline policy", description=__doc__)
+def parser() -> Parser:
+    top = Parser(prog=PROG, description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     get = commands.add_parser("get", help="what is in force, and what there is")
     change = commands.add_parser("set", help="put a preset, other policies or options in force; no request is dropped")
@@ -41,13 +42,14 @@ def main(argv: list[str]) -> int:
                 _show(stub)
             else:
                 answer = stub.SetPolicy(SetPolicyRequest(choice=_choice(arguments)), timeout=TIMEOUT_S)
-                Console().print(f"in force from the next step on: {_describe(answer.choice)}", highlight=False)
+                console().print(f"in force from the next step on: {_describe(answer.choice)}", soft_wrap=True)
         except ValueError as error:
-            print(f"paceline policy: {error}", file=sys.stderr)
-            return 2
+            return usage_error(PROG, str(error))
         except grpc.RpcError as error:
-            print(f"paceline policy: {arguments.scheduler}: {error.details()}", file=sys.stderr)
-            return 2 if error.code() is grpc.StatusCode.INVALID_ARGUMENT else 1
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                return usage_error(PROG, str(error.details()))
+            print(f"{PROG}: {arguments.scheduler}: {error.details()}", file=sys.stderr)
+            return 1
     return 0
 
 
@@ -68,8 +70,8 @@ def _choice(arguments: argparse.Namespace) -> PolicyChoice:
 
 def _show(stub: AdminServiceStub) -> None:
     answer = stub.GetPolicy(GetPolicyRequest(), timeout=TIMEOUT_S)
-    console = Console()
-    console.print(f"in force    {_describe(answer.choice)}", highlight=False)
+    out = console()
+    out.print(f"in force    {_describe(answer.choice)}", soft_wrap=True)
     for title, known in (
         ("presets", answer.presets),
         ("order", answer.orders),
@@ -77,7 +79,7 @@ def _show(stub: AdminServiceStub) -> None:
         ("batch", answer.batches),
         ("preemption", answer.preemptions),
     ):
-        console.print(f"{title:11} {', '.join(known)}", highlight=False)
+        out.print(f"{title:11} {', '.join(known)}", soft_wrap=True)
 
 
 def _describe(choice: PolicyChoice) -> str:

@@ -2,60 +2,84 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+import traceback
 from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
 from scheduler_svc.core.policy import PolicyError
-from simulator.scenario import Outcome, Scenario, Step, play
+from services.cli.arguments import Parser, console, usage_error
+from simulator.scenario import Outcome, PolicyFailed, Step, play
+from simulator.scenario_file import Scenario
 
-USAGE_ERROR = 2
+PROG = "paceline scenario"
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="paceline scenario", description=__doc__)
+    parser = Parser(prog=PROG, description=__doc__)
     parser.add_argument("file", help="a scenario as JSON; - reads standard input")
     parser.add_argument("--preset", help="this preset instead of the file's")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     arguments = parser.parse_args(argv)
     try:
-        text = sys.stdin.read() if arguments.file == "-" else Path(arguments.file).read_text()
-        values = json.loads(text)
-        if arguments.preset and isinstance(values, dict):
-            values["preset"] = arguments.preset
+        values = _read(arguments.file)
+        if arguments.preset is not None and isinstance(values, dict):
+            values["preset"] = arguments.preset or "none"
         outcome = play(Scenario.model_validate(values))
-    except OSError as error:
-        return _fail(f"{arguments.file}: {error.strerror}")
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        return _fail(f"{field + ': ' if field else ''}{first['msg']}")
-    except ValueError as error:
-        return _fail(f"{arguments.file}: no JSON: {error}")
-    except PolicyError as error:
-        return _fail(str(error))
+        return usage_error(PROG, _first(error))
+    except (_NoScenario, PolicyError) as error:
+        return usage_error(PROG, str(error))
+    except PolicyFailed as failure:
+        at = traceback.extract_tb(failure.error.__traceback__)[-1]
+        where = f"{Path(at.filename).name}:{at.lineno}"
+        return usage_error(PROG, f"a policy failed: {type(failure.error).__name__}: {failure.error} ({where})")
     if arguments.json:
         print(json.dumps(outcome.as_json()))
     else:
-        show(outcome, Console())
+        show(outcome, console())
     return 0
 
 
-def _fail(message: str) -> int:
-    print(f"paceline scenario: {message}", file=sys.stderr)
-    return USAGE_ERROR
+class _NoScenario(Exception):
+    """There is nothing to read, or it is no JSON."""
 
 
-def show(outcome: Outcome, console: Console) -> None:
+def _read(name: str) -> Any:
+    try:
+        return json.loads(sys.stdin.read() if name == "-" else Path(name).read_text())
+    except OSError as error:
+        raise _NoScenario(f"{name}: {error.strerror}") from error
+    except ValueError as error:
+        raise _NoScenario(f"{name}: no JSON: {error}") from error
+    except RecursionError as error:
+        raise _NoScenario(f"{name}: nested too deeply") from error
+
+
+def _first(error: ValidationError) -> str:
+    """The first thing that is wrong, with the path of its field."""
+    first = error.errors(include_url=False)[0]
+    parts = [str(part) for part in first["loc"]]
+    if parts[:1] == ["preset"]:
+        del parts[1:2]  # which of its two forms was tried
+    if parts[-1:] == ["[key]"]:
+        parts.pop()
+    message = first["msg"].removeprefix("Value error, ")
+    # A rule over several fields names them itself.
+    return f"{'.'.join(parts)}: {message}" if parts else message
+
+
+def show(outcome: Outcome, out: Console) -> None:
     """A row a step; steps that decide the same are one row."""
     table = Table(box=None, pad_edge=False)
     for title in ("step", "prefill", "decode", "preempted", "finished", "free", "cached", "waiting", "running"):
-        table.add_column(title, justify="right" if title in ("free", "cached", "waiting", "running") else "left")
+        justify: Literal["left", "right"] = "right" if title in ("free", "cached", "waiting", "running") else "left"
+        table.add_column(title, justify=justify, overflow="fold")
     steps = outcome.steps
     i = 0
     while i < len(steps):
@@ -70,10 +94,10 @@ def show(outcome: Outcome, console: Console) -> None:
         counts = (step.free_blocks, step.cached_blocks, step.waiting, step.running)
         table.add_row(number, prefill, decode, preempted, finished, *map(str, counts))
         i = last + 1
-    console.print(table)
+    out.print(table)
     if outcome.stuck:
-        console.print("no further progress: what waits can never run under these policies")
-    console.print(f"{outcome.num_steps} steps, {sum(outcome.generated_tokens.values())} tokens", highlight=False)
+        out.print("no further progress: what waits can never run under these policies")
+    out.print(f"{outcome.num_steps} steps, {sum(outcome.generated_tokens.values())} tokens")
 
 
 def _decides(step: Step) -> tuple[str, str, str, str]:

@@ -14,7 +14,7 @@ from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.presets import PRESETS
 from scheduler_svc.policies.registry import KINDS, build, choose, names
-from simulator.system import LocalSystem
+from simulator.system import LocalSystem, raise_policy_error
 from simulator.toy_worker import ToyWorker, expected_output, toy_logprob
 
 NUM_SEEDS = 300
@@ -29,7 +29,7 @@ class Run:
         self.block_size = self.rng.choice([1, 2, 4, 8, 16])
         self.num_blocks = self.rng.choice([40, 80, 200, 1000]) // self.block_size + 2
         config = SchedulerConfig(window=self.rng.choice([1, 2, 3]), prefix_caching=self.rng.random() < 0.9)
-        self.system = LocalSystem(config, self.policies())
+        self.system = LocalSystem(config, self.policies(), self.policy_failed)
         self.families = [[self.rng.randrange(8, 100) for _ in range(40)] for _ in range(3)]
         self.asked: dict[tuple[str, int], tuple[list[int], SamplingParams]] = {}
         self.cancelled: set[tuple[str, int]] = set()
@@ -58,6 +58,13 @@ class Run:
             "ageing_per_s": rng.choice([0.0, 0.1]),
         }
         return build(choose(preset, overrides, options))
+
+    def change_policies(self) -> None:
+        self.system.scheduler.set_policies(self.policies())
+        self.system.poll()
+
+    def policy_failed(self, error: Exception) -> None:
+        raise_policy_error(error)
 
     def attach(self) -> None:
         worker = ToyWorker(
@@ -110,8 +117,7 @@ class Run:
             elif self.faults_left and dice < 0.063:
                 self.fault()
             elif dice < 0.066:
-                self.system.scheduler.set_policies(self.policies())
-                self.system.poll()
+                self.change_policies()
             elif moves:
                 self.system.move(*self.rng.choice(moves))
             elif not self.requests_left:

@@ -7,14 +7,14 @@ admission; what the budget leaves goes to waiting ones, unless something had to 
 from __future__ import annotations
 
 from scheduler_svc.core.policy import BatchPolicy, Verdict
-from scheduler_svc.core.step import Running, Step
+from scheduler_svc.core.step import Step
+from scheduler_svc.core.view import Running
+from scheduler_svc.policies.options import Count
 
 
 class DecodeFirst(BatchPolicy):
-    def __init__(self, chunked_prefill: bool = True, long_prefill_token_threshold: int = 0) -> None:
+    def __init__(self, chunked_prefill: bool = True, long_prefill_token_threshold: Count = 0) -> None:
         """No chunk is longer than the threshold (0: no limit). Without chunks a prompt runs whole or waits."""
-        if long_prefill_token_threshold < 0:
-            raise ValueError("long_prefill_token_threshold: negative")
         self.chunked_prefill = chunked_prefill
         self.threshold = long_prefill_token_threshold
 

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 from scheduler_svc.core.policy import BatchPolicy, Verdict
 from scheduler_svc.core.step import Step
+from scheduler_svc.policies.options import Count, Positive
 
 
 class PrefillFirst(BatchPolicy):
     def __init__(
         self,
         chunked_prefill: bool = True,
-        max_prefill_tokens: int = 16384,
-        prefill_decode_interval: int = 0,
+        max_prefill_tokens: Positive = 16384,
+        prefill_decode_interval: Count = 0,
     ) -> None:
-        if max_prefill_tokens < 1:
-            raise ValueError("max_prefill_tokens: must be at least 1")
         self.chunked_prefill = chunked_prefill
         self.max_prefill_tokens = max_prefill_tokens
         self.interval = prefill_decode_interval
@@ -50,7 +49,7 @@ class PrefillFirst(BatchPolicy):
             return
         for request in step.waiting():
             tokens = step.uncached_tokens(request)
-            if budget <= 0 or (tokens > budget and not self.chunked_prefill and step.admissions):
+            if budget <= 0 or (tokens > budget and not self.chunked_prefill and step.num_admissions):
                 step.hold_back(request, Verdict.STOP, "budget", f"{tokens} tokens, {max(budget, 0)} are left")
                 break
             cut = tokens > budget and self.chunked_prefill

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scheduler_svc.core.policy import BatchPolicy, Verdict
-from scheduler_svc.core.request import Request
-from scheduler_svc.core.step import Running, Step
+from scheduler_svc.core.step import Step
+from scheduler_svc.core.view import RequestView, Running
+from scheduler_svc.policies.options import Amount, Count
 
 
 def first_come(remaining: list[int], unit: int, capacity: int, longest: int) -> list[int]:
@@ -47,7 +48,7 @@ def equal_progress(remaining: list[int], unit: int, capacity: int, longest: int)
 class Context:
     """A prompt, or what is left of one, that could run."""
 
-    item: Running | Request
+    item: Running | RequestView
     tokens: int
 
 
@@ -56,10 +57,10 @@ class TwoStage(BatchPolicy):
         self,
         chunked_prefill: bool = False,
         chunking: Literal["first-come", "equal-progress"] = "first-come",
-        chunk_unit_tokens: int = 0,
-        max_context_tokens: int = 0,
-        batch_wait_iters: int = 0,
-        batch_wait_max_tokens_ratio: float = 0.0,
+        chunk_unit_tokens: Count = 0,
+        max_context_tokens: Count = 0,
+        batch_wait_iters: Count = 0,
+        batch_wait_max_tokens_ratio: Amount = 0.0,
     ) -> None:
         """`chunk_unit_tokens` 0: a block; `max_context_tokens` 0: no limit to a chunk but the budget."""
         self.chunked_prefill = chunked_prefill

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from scheduler_svc.core.policy import CapacityPolicy, Verdict
-from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import Step
+from scheduler_svc.core.view import RequestView
 
 
 class GuaranteedNoEvict(CapacityPolicy):
@@ -24,7 +24,7 @@ class GuaranteedNoEvict(CapacityPolicy):
     def begin(self, step: Step) -> None:
         self._unpromised_blocks = step.available_blocks - step.promised_blocks()
 
-    def admit(self, step: Step, request: Request, need_blocks: int) -> Verdict:
+    def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
         if self.prefix_aware and step.another_computes_prefix_of(request):
             return Verdict.SKIP
         shared_blocks = step.blocks_for(request.num_tokens) - need_blocks

@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 from scheduler_svc.core.policy import CapacityPolicy, Verdict
-from scheduler_svc.core.request import Request
-from scheduler_svc.core.step import Running, Step
+from scheduler_svc.core.step import Step
+from scheduler_svc.core.view import RequestView, Running
 
 
-def rank(request: Request) -> tuple[float, int]:
+def rank(request: RequestView) -> tuple[float, int]:
     return (-request.priority, request.place)
 
 
@@ -26,7 +26,7 @@ class MaxUtilization(CapacityPolicy):
 
     def __init__(self, prefix_aware: bool = True) -> None:
         self.prefix_aware = prefix_aware
-        self._fitting: dict[int, Request] = {}  # waiting ones, by seniority
+        self._fitting: dict[int, RequestView] = {}  # waiting ones, by seniority
 
     def begin(self, step: Step) -> None:
         self._fitting.clear()
@@ -36,23 +36,23 @@ class MaxUtilization(CapacityPolicy):
             return  # everything that runs fits, and nobody waits
         step.pause(self._pass(step, [] if first is None else [first, *waiting]))
 
-    def _pass(self, step: Step, waiting: list[Request]) -> list[Running]:
+    def _pass(self, step: Step, waiting: list[RequestView]) -> list[Running]:
         """The sequences that have to pause; notes who of the waiting may start."""
         end = min((rank(request) for request in step.preempted), default=(float("inf"), 0))
-        everything: list[Running | Request] = [*step.running, *waiting]
+        everything: list[Running | RequestView] = [*step.running, *waiting]
         active = sorted((r for r in everything if rank(_request(r)) < end), key=lambda r: rank(_request(r)))
         seats = step.max_num_seqs - (step.num_running - len(step.running))  # what is finishing keeps its seat
         free_blocks, paused = step.available_blocks, list[Running]()
         i = 0
         while i < len(active):
             item = active[i]
-            if isinstance(item, Request) and self._waits_for_prefix(step, item):
+            if isinstance(item, RequestView) and self._waits_for_prefix(step, item):
                 i += 1
                 continue
             need = _need(step, item)
             if seats > 0 and need <= free_blocks:
                 seats, free_blocks, i = seats - 1, free_blocks - need, i + 1
-                if isinstance(item, Request):
+                if isinstance(item, RequestView):
                     self._fitting[item.seniority] = item
                 continue
             victim = next((j for j in range(len(active) - 1, i - 1, -1) if isinstance(active[j], Running)), None)
@@ -65,20 +65,20 @@ class MaxUtilization(CapacityPolicy):
             del active[victim:]
         return paused
 
-    def admit(self, step: Step, request: Request, need_blocks: int) -> Verdict:
+    def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
         if self._fitting.pop(request.seniority, None) is not None:
             return Verdict.ADMIT
         return Verdict.SKIP if self._fitting else Verdict.STOP  # the queue's order may be another than the pass's
 
-    def _waits_for_prefix(self, step: Step, request: Request) -> bool:
+    def _waits_for_prefix(self, step: Step, request: RequestView) -> bool:
         return self.prefix_aware and step.another_computes_prefix_of(request, self._fitting.values())
 
 
-def _request(item: Running | Request) -> Request:
+def _request(item: Running | RequestView) -> RequestView:
     return item.request if isinstance(item, Running) else item
 
 
-def _need(step: Step, item: Running | Request) -> int:
+def _need(step: Step, item: Running | RequestView) -> int:
     if isinstance(item, Running):
         return max(0, step.blocks_for(item.num_computed_tokens + 1) - item.num_blocks)
     return step.need_blocks(item, step.uncached_tokens(item))

@@ -5,8 +5,8 @@ room to completion.
 from __future__ import annotations
 
 from scheduler_svc.core.policy import Verdict
-from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import Step
+from scheduler_svc.core.view import RequestView
 from scheduler_svc.policies.capacity.guaranteed_no_evict import GuaranteedNoEvict
 
 
@@ -14,7 +14,7 @@ class StaticBatch(GuaranteedNoEvict):
     def __init__(self) -> None:
         super().__init__(prefix_aware=False)
 
-    def admit(self, step: Step, request: Request, need_blocks: int) -> Verdict:
+    def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
         if step.num_running:
             return Verdict.STOP
         return super().admit(step, request, need_blocks)

@@ -12,21 +12,20 @@ from __future__ import annotations
 import numpy as np
 
 from scheduler_svc.core.policy import CapacityPolicy, Verdict
-from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import Step
+from scheduler_svc.core.view import RequestView
+from scheduler_svc.policies.options import Count, Positive, PositiveShare
 
 
 class TokenRatio(CapacityPolicy):
     def __init__(
         self,
-        init_new_token_ratio: float = 0.7,
-        min_ratio_factor: float = 0.14,
-        ratio_decay_steps: int = 600,
-        retract_decode_steps: int = 20,
-        clip_max_new_tokens: int = 4096,
+        init_new_token_ratio: PositiveShare = 0.7,
+        min_ratio_factor: PositiveShare = 0.14,
+        ratio_decay_steps: Positive = 600,
+        retract_decode_steps: Count = 20,
+        clip_max_new_tokens: Positive = 4096,
     ) -> None:
-        if not 0 < init_new_token_ratio <= 1:
-            raise ValueError(f"init_new_token_ratio: {init_new_token_ratio} is not in (0, 1]")
         self.initial = init_new_token_ratio
         self.lowest = init_new_token_ratio * min_ratio_factor
         self.decay = (self.initial - self.lowest) / ratio_decay_steps
@@ -44,7 +43,7 @@ class TokenRatio(CapacityPolicy):
         expected = np.minimum(step.remaining_new_tokens(), self.clip).sum() * self.ratio(step)
         self._left_tokens = step.available_blocks * step.block_size - float(expected)
 
-    def admit(self, step: Step, request: Request, need_blocks: int) -> Verdict:
+    def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
         tokens = step.uncached_tokens(request)
         # What it may generate counts only as far as it would fit if it were alone, so that everyone can start.
         pool_tokens = step.total_blocks * step.block_size

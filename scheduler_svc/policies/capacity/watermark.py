@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from scheduler_svc.core.policy import CapacityPolicy, Verdict
-from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import Step
+from scheduler_svc.core.view import RequestView
+from scheduler_svc.policies.options import Share
 
 
 class Watermark(CapacityPolicy):
@@ -17,15 +18,12 @@ class Watermark(CapacityPolicy):
     The whole prompt has to fit though only its first chunk is allocated (vLLM's `scheduler_reserve_full_isl`).
     """
 
-    def __init__(self, watermark: float = 0.0, resume_watermark: float | None = None) -> None:
-        for name, share in (("watermark", watermark), ("resume_watermark", resume_watermark or 0.0)):
-            if not 0 <= share < 1:
-                raise ValueError(f"{name}: {share} is not in [0, 1)")
+    def __init__(self, watermark: Share = 0.0, resume_watermark: Share | None = None) -> None:
         self.watermark = watermark
         self.resume_watermark = watermark if resume_watermark is None else resume_watermark
 
-    def admit(self, step: Step, request: Request, need_blocks: int) -> Verdict:
+    def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
         share = self.resume_watermark if request.num_preemptions else self.watermark
-        reserve = math.ceil(share * step.total_blocks) if step.num_running or step.admissions else 0
+        reserve = math.ceil(share * step.total_blocks) if step.num_running or step.num_admissions else 0
         whole = step.need_blocks(request, step.uncached_tokens(request))
         return Verdict.ADMIT if whole + reserve <= step.available_blocks else Verdict.STOP

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from scheduler_svc.core.policy import OrderPolicy
-from scheduler_svc.core.request import TOKEN_BYTES, Request
+from scheduler_svc.core.request import TOKEN_BYTES
+from scheduler_svc.core.view import RequestView
+from scheduler_svc.policies.options import Positive
 
 
 class Node:
@@ -18,25 +20,23 @@ class Node:
 
     def __init__(self) -> None:
         self.children: dict[bytes, Node] = {}
-        self.requests: dict[int, Request] = {}  # that match up to here and no further, by seniority
+        self.requests: dict[int, RequestView] = {}  # that match up to here and no further, by seniority
         self.weight = 0  # requests here and below
 
 
 class DepthFirstByWeight(OrderPolicy):
-    def __init__(self, stride_tokens: int = 16) -> None:
+    def __init__(self, stride_tokens: Positive = 16) -> None:
         """`stride_tokens`: the grain at which prefixes are told apart; the block size is the natural one."""
-        if stride_tokens < 1:
-            raise ValueError("stride_tokens: must be at least 1")
         self._stride_bytes = stride_tokens * TOKEN_BYTES
         self._root = Node()
         self._paths: dict[int, list[bytes]] = {}
 
-    def _path(self, request: Request) -> list[bytes]:
+    def _path(self, request: RequestView) -> list[bytes]:
         matched_bytes, stride = request.best_matched_tokens * TOKEN_BYTES, self._stride_bytes
         tokens = request.token_ids
         return [tokens[i : i + stride] for i in range(0, matched_bytes - stride + 1, stride)]
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestView) -> None:
         path = self._paths[request.seniority] = self._path(request)
         node = self._root
         node.weight += 1
@@ -45,7 +45,7 @@ class DepthFirstByWeight(OrderPolicy):
             node.weight += 1
         node.requests[request.seniority] = request
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: RequestView) -> None:
         node = self._root
         node.weight -= 1
         for key in self._paths.pop(request.seniority):
@@ -56,16 +56,16 @@ class DepthFirstByWeight(OrderPolicy):
             node = child
         del node.requests[request.seniority]
 
-    def rematched(self, request: Request) -> None:
+    def rematched(self, request: RequestView) -> None:
         if len(self._paths[request.seniority]) * self._stride_bytes != request.best_matched_tokens * TOKEN_BYTES:
             self.remove(request)
             self.add(request)
 
-    def ordered(self, now_s: float) -> Iterator[Request]:
-        stack: list[Node | Request] = [self._root]
+    def ordered(self, now_s: float) -> Iterator[RequestView]:
+        stack: list[Node | RequestView] = [self._root]
         while stack:
             top = stack.pop()
-            if isinstance(top, Request):
+            if not isinstance(top, Node):
                 yield top
                 continue
             own = sorted(top.requests.values(), key=lambda request: (request.place, request.seniority))

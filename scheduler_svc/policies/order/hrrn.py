@@ -8,31 +8,47 @@ before all.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from scheduler_svc.core.policy import OrderPolicy
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.view import RequestView
+
+
+@dataclass(slots=True)
+class Entry:
+    """What of a request the order depends on, at hand: a pass looks at all of them."""
+
+    request: RequestView
+    arrived_at: int  # on the clock of tokens
+    place: int
+    uncached_tokens: int
 
 
 class HighestResponseRatioNext(OrderPolicy):
     def __init__(self) -> None:
         self._served_tokens = 0
-        self._arrived_at: dict[int, int] = {}
-        self._requests: dict[int, Request] = {}
+        self._entries: dict[int, Entry] = {}  # by seniority
 
-    def add(self, request: Request) -> None:
-        self._requests[request.seniority] = request
-        self._arrived_at[request.seniority] = self._served_tokens
+    def add(self, request: RequestView) -> None:
+        self._entries[request.seniority] = Entry(request, self._served_tokens, request.place, _uncached(request))
 
-    def remove(self, request: Request) -> None:
-        del self._requests[request.seniority], self._arrived_at[request.seniority]
+    def remove(self, request: RequestView) -> None:
+        del self._entries[request.seniority]
 
-    def started(self, request: Request) -> None:
-        self._served_tokens += max(1, request.num_tokens - request.best_matched_tokens)
+    def rematched(self, request: RequestView) -> None:
+        self._entries[request.seniority].uncached_tokens = _uncached(request)
 
-    def ordered(self, now_s: float) -> Iterator[Request]:
-        def key(request: Request) -> tuple[float, int, int]:
-            uncached = request.num_tokens - request.best_matched_tokens
-            ratio = (self._served_tokens - self._arrived_at[request.seniority]) / uncached
-            return (-ratio, request.place, request.seniority)
+    def started(self, request: RequestView) -> None:
+        self._served_tokens += max(1, _uncached(request))
 
-        return iter(sorted(self._requests.values(), key=key))
+    def ordered(self, now_s: float) -> Iterator[RequestView]:
+        served = self._served_tokens
+        ranked = sorted(
+            ((entry.arrived_at - served) / entry.uncached_tokens, entry.place, seniority)
+            for seniority, entry in self._entries.items()
+        )
+        return (self._entries[seniority].request for _, _, seniority in ranked)
+
+
+def _uncached(request: RequestView) -> int:
+    return request.num_tokens - request.best_matched_tokens

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from scheduler_svc.core.policy import KeyedOrder
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.view import RequestView
 
 
 class LongestOutputFirst(KeyedOrder):
-    def key(self, request: Request) -> int:
+    def key(self, request: RequestView) -> int:
         return -request.max_new_tokens

@@ -13,24 +13,28 @@ from __future__ import annotations
 from sortedcontainers import SortedDict
 
 from scheduler_svc.core.policy import KeyedOrder
-from scheduler_svc.core.request import TOKEN_BYTES, Request
+from scheduler_svc.core.request import TOKEN_BYTES
+from scheduler_svc.core.view import RequestView
+from scheduler_svc.policies.options import AtLeastMinusOne, Count
 
 
 class LongestPrefixMatch(KeyedOrder):
-    def __init__(self, in_batch_check_threshold: int = 32, in_batch_deprioritize_threshold: int = 32) -> None:
+    def __init__(
+        self, in_batch_check_threshold: AtLeastMinusOne = 32, in_batch_deprioritize_threshold: Count = 32
+    ) -> None:
         """Requests with at most `in_batch_check_threshold` cached tokens are compared with one another; -1: none."""
         super().__init__()
         self.check_threshold = in_batch_check_threshold
         self.beginning_bytes = max(1, in_batch_deprioritize_threshold) * TOKEN_BYTES
-        self._groups: dict[bytes, SortedDict[tuple[int, int], Request]] = {}
+        self._groups: dict[bytes, SortedDict[tuple[int, int], RequestView]] = {}
         self._group_of: dict[int, bytes] = {}  # by seniority
 
-    def key(self, request: Request) -> tuple[bool, int]:
+    def key(self, request: RequestView) -> tuple[bool, int]:
         group = self._groups.get(self._group_of.get(request.seniority, b""))
         follows = group is not None and group.peekitem(0)[1] is not request
         return (follows, -request.best_matched_tokens)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestView) -> None:
         beginning = request.token_ids[: self.beginning_bytes]
         if request.best_matched_tokens <= self.check_threshold and len(beginning) == self.beginning_bytes:
             group = self._groups.setdefault(beginning, SortedDict())
@@ -41,7 +45,7 @@ class LongestPrefixMatch(KeyedOrder):
                 super().rematched(led_before)
         super().add(request)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: RequestView) -> None:
         super().remove(request)
         beginning = self._group_of.pop(request.seniority, None)
         if beginning is None:
@@ -54,7 +58,7 @@ class LongestPrefixMatch(KeyedOrder):
         elif led:
             super().rematched(group.peekitem(0)[1])
 
-    def rematched(self, request: Request) -> None:
+    def rematched(self, request: RequestView) -> None:
         """It may enter or leave its group by this, and so make way for the next leader."""
         grouped = request.seniority in self._group_of
         if grouped == (request.best_matched_tokens <= self.check_threshold):

@@ -7,15 +7,14 @@ second since its arrival. All gain at the same rate, so who of two is ahead neve
 from __future__ import annotations
 
 from scheduler_svc.core.policy import KeyedOrder
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.view import RequestView
+from scheduler_svc.policies.options import Amount
 
 
 class Priority(KeyedOrder):
-    def __init__(self, ageing_per_s: float = 0.0) -> None:
-        if ageing_per_s < 0:
-            raise ValueError(f"ageing_per_s: {ageing_per_s} is negative")
+    def __init__(self, ageing_per_s: Amount = 0.0) -> None:
         super().__init__()
         self.ageing_per_s = ageing_per_s
 
-    def key(self, request: Request) -> float:
+    def key(self, request: RequestView) -> float:
         return self.ageing_per_s * request.arrival_s - request.priority

@@ -7,7 +7,7 @@ from __future__ import annotations
 import zlib
 
 from scheduler_svc.core.policy import KeyedOrder
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.view import RequestView
 
 
 class Random(KeyedOrder):
@@ -15,5 +15,5 @@ class Random(KeyedOrder):
         super().__init__()
         self.seed = seed
 
-    def key(self, request: Request) -> int:
+    def key(self, request: RequestView) -> int:
         return zlib.crc32(f"{self.seed} {request.seniority}".encode())

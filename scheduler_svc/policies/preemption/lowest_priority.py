@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Literal
 
 from scheduler_svc.core.policy import PreemptionPolicy
-from scheduler_svc.core.step import Running, Step
+from scheduler_svc.core.step import Step
+from scheduler_svc.core.view import Running
 
 
 class LowestPriority(PreemptionPolicy):

@@ -1,0 +1,1 @@
+"""Two policies that docs/custom-policies.md walks through."""

@@ -1,0 +1,44 @@
+"""What comes of a composition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler_svc.core.arrays import Longs, Slots
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.view import Running
+
+
+class OutOfBlocks(Exception):
+    """What runs needs `shortfall_blocks` more than there are: somebody has to give way."""
+
+    def __init__(self, shortfall_blocks: int) -> None:
+        super().__init__(f"{shortfall_blocks} blocks are missing")
+        self.shortfall_blocks = shortfall_blocks
+
+
+class Paused(Exception):
+    """A policy took running sequences out."""
+
+    def __init__(self, victims: list[Running]) -> None:
+        super().__init__(f"{len(victims)} sequences give way")
+        self.victims = victims
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    request: Request
+    num_tokens: int  # to compute in this step
+    num_new_tokens: int  # to take blocks for, after the cached prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What came of a composition."""
+
+    growth: Slots  # one block each; a slot may stand several times
+    growth_generations: Longs
+    decodes: list[int] | None  # slots; None: all that decode
+    chunks: list[tuple[int, int, int]]  # (slot, generation, tokens)
+    admissions: list[Admission]
+    held_back: list[tuple[Request, str, str]]  # (request, reason, detail): first of the queue that did not get in

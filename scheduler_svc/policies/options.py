@@ -1,0 +1,17 @@
+"""Types of options with their ranges; the registry checks a value against them before the policy sees it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+MOST = 2**31 - 1  # of whatever is counted in tokens or steps, so that NumPy can count it, too
+
+Count = Annotated[int, Field(ge=0, le=MOST)]
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+AtLeastMinusOne = Annotated[int, Field(ge=-1, le=MOST)]
+Amount = Annotated[float, Field(ge=0)]
+PositiveAmount = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]

@@ -1,0 +1,44 @@
+"""What policies do wrong, in the log: all of it is counted, but a policy that fails at every step fills no disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+# The same error is logged again after so long, with how often it came meanwhile.
+SAME_ERROR_S = 10.0
+# Different errors that are told apart; a policy whose every error is another one gets no more lines than that.
+MAX_ERRORS = 64
+
+
+class PolicyErrors:
+    def __init__(self, log: Callable[..., Any], clock: Callable[[], float] = time.monotonic) -> None:
+        """`log` takes an event, `exc_info` and fields."""
+        self._log = log
+        self._clock = clock
+        self._seen: dict[tuple[type, str, int], tuple[float, int]] = {}  # logged at; held back since
+
+    def __call__(self, error: Exception) -> None:
+        now_s, key = self._clock(), self._place(error)
+        logged_s, held_back = self._seen.get(key, (-SAME_ERROR_S, 0))
+        if now_s - logged_s < SAME_ERROR_S or (key not in self._seen and not self._room(now_s)):
+            if key in self._seen:
+                self._seen[key] = logged_s, held_back + 1
+            return
+        self._seen[key] = now_s, 0
+        same = {"same_error_since": held_back} if held_back else {}
+        self._log("a policy failed; the default ones decided in its place", exc_info=error, **same)
+
+    @staticmethod
+    def _place(error: Exception) -> tuple[type, str, int]:
+        """Two errors of one type from one line are the same, whatever numbers are in their messages."""
+        at = error.__traceback__
+        while at is not None and at.tb_next is not None:
+            at = at.tb_next
+        return (type(error), at.tb_frame.f_code.co_filename, at.tb_lineno) if at else (type(error), "", 0)
+
+    def _room(self, now_s: float) -> bool:
+        if len(self._seen) >= MAX_ERRORS:
+            self._seen = {key: seen for key, seen in self._seen.items() if now_s - seen[0] < SAME_ERROR_S}
+        return len(self._seen) < MAX_ERRORS

@@ -1,0 +1,30 @@
+"""Command line flags as every command here reads them: what is wrong is one line on stderr, and exit status 2."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import NoReturn
+
+from rich.console import Console
+
+USAGE_ERROR = 2
+MAX_LINE = 600
+PIPE_WIDTH = 160
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        sys.exit(usage_error(self.prog, f"{message} (see --help)"))
+
+
+def usage_error(prog: str, message: str) -> int:
+    """Says it in one line, whatever is in it; returns the exit status."""
+    line = " ".join(message.split()).encode("utf-8", "backslashreplace").decode()
+    print(f"{prog}: {line if len(line) <= MAX_LINE else line[:MAX_LINE] + '…'}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+def console() -> Console:
+    """Standard output; a file or a pipe has room for a long line."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)

@@ -1,0 +1,168 @@
+"""Changing the policies of a running server, and asking it why a request waited."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from services.cli.main import main
+from tests.support import load
+from tests.support.stack import Stack
+
+VOCAB = 1000
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Two seats, a small pool and a tenant budget, so that requests wait for one or the other."""
+    stack = Stack(tmp_path_factory.mktemp("small"))
+    stack.worker_flags = ["--threads", "1", "--max-num-seqs", "2", "--num-blocks", "20"]
+    stack.scheduler_flags = ["--tenant-max-running-tokens", "550"]
+    try:
+        yield stack.up()
+    finally:
+        stack.down()
+
+
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def paceline(stack: Stack, *argv: str) -> Done:
+    """The command, in this process: starting Python for each takes longer than what they do."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            status = main([*argv, "--scheduler", stack.scheduler])
+        except SystemExit as end:
+            status = int(str(end.code))
+    return Done(status, out.getvalue(), err.getvalue())
+
+
+def set_policy(stack: Stack, *argv: str) -> str:
+    done = paceline(stack, "policy", "set", *argv)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+async def test_policies_change_under_streams_in_flight(small: Stack) -> None:
+    wanted = [load.Wanted(prompt, 40) for prompt in load.random_prompts(10, 8, VOCAB, longest=60)]
+    right = await load.stream_all(small.url, wanted)
+    serving = asyncio.create_task(load.stream_all(small.url, wanted))
+    for change in (["sglang"], ["trtllm-max-util", "--option", "prefix_aware=false"], ["--order", "lof"], ["paceline"]):
+        await asyncio.sleep(0.05)
+        said = await asyncio.to_thread(set_policy, small, *change)
+        assert said.startswith("in force from the next step on: ")
+    for before, after in zip(right, await serving, strict=True):
+        assert not before.errors
+        assert not after.errors
+        assert after.finish_reason == "length"
+        assert after.text == before.text
+    assert small.metric("paceline_scheduler_policy_errors_total") == 0
+
+
+def test_get_says_what_is_in_force_and_what_there_is(small: Stack) -> None:
+    set_policy(small, "vllm-v1", "--option", "watermark=0.2", "--capacity", "watermark")
+    set_policy(small, "--option", "long_prefill_token_threshold=64")  # the rest stays
+    done = paceline(small, "policy", "get")
+    assert done.returncode == 0
+    first, *rest = done.stdout.splitlines()
+    assert first.startswith("in force    no preset: order fcfs, capacity watermark, batch decode-first")
+    assert "watermark=0.2" in first
+    assert "long_prefill_token_threshold=64" in first
+    known = {line.split()[0]: line for line in rest}
+    assert list(known) == ["presets", "order", "capacity", "batch", "preemption"]
+    assert "trtllm-no-evict" in known["presets"]
+    assert "hrrn" in known["order"]
+    set_policy(small, "paceline")
+    assert paceline(small, "policy", "get").stdout.startswith("in force    paceline: ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["vlm"], ["preset: 'vlm'", "vllm-v1", "sglang-lpm"]),
+        (["--order", "best"], ["order: 'best'", "fcfs", "lpm", "module:Class"]),
+        (["--capacity", "nowhere:Policy"], ["capacity: nowhere:Policy cannot be imported"]),
+        (["--option", "speed=9"], ["options.speed", "watermark"]),
+        (["--option", "watermark=high"], ["options.watermark", "valid number"]),
+        (["--option", "watermark"], ["NAME=VALUE"]),
+        (["--bogus"], ["--bogus"]),
+    ],
+)
+def test_nonsense_changes_nothing_and_names_what_exists(small: Stack, argv: list[str], words: list[str]) -> None:
+    before = paceline(small, "policy", "get").stdout
+    done = paceline(small, "policy", "set", *argv)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("paceline policy: ")
+    assert done.stderr.count("\n") == 1
+    for word in words:
+        assert word in done.stderr
+    assert paceline(small, "policy", "get").stdout == before
+
+
+async def serve(stack: Stack, requests: list[tuple[str, int, int]]) -> None:
+    """(id, prompt tokens, tokens to generate): one after the other into the queue, then to their ends."""
+    async with load.client(stack.url) as http:
+
+        async def post(request_id: str, prompt_len: int, max_tokens: int) -> None:
+            rng = random.Random(request_id)
+            prompt = [rng.randrange(8, VOCAB) for _ in range(prompt_len)]
+            body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
+            answer = await http.post("/v1/completions", json=body, headers={"X-Request-ID": request_id})
+            assert answer.status_code == 200, answer.text
+
+        tasks = []
+        for request in requests:
+            tasks.append(asyncio.create_task(post(*request)))
+            await asyncio.sleep(0.03)
+        await asyncio.gather(*tasks)
+
+
+def explained(stack: Stack, request_id: str) -> list[list[str]]:
+    """Rows of seconds, decisions, reason, detail."""
+    done = paceline(stack, "explain", request_id)
+    assert done.returncode == 0, done.stderr
+    title, *rows = [line.strip().split(maxsplit=3) for line in done.stdout.splitlines()]
+    assert title == ["seconds", "decisions", "reason", "detail"]
+    reasons = [row[2] for row in rows]
+    assert (reasons[0], reasons[-2:]) == ("waiting", ["running", "ended"])
+    return rows
+
+
+async def test_explain_says_why_a_request_waited(small: Stack) -> None:
+    await serve(small, [("s1", 5, 140), ("s2", 5, 140), ("s3", 5, 5), ("s4", 5, 5)])
+    seats = next(row for row in explained(small, "s3") if row[2] == "seats")
+    assert seats[3] == "all 2 are taken"
+    assert "-" in seats[1]  # a range of decisions
+    behind = [row for row in explained(small, "s4") if row[2] == "order"]
+    assert any(row[3] == "behind s3, which waits for seats" for row in behind)
+    assert not {row[2] for row in explained(small, "s1")} & {"seats", "order", "capacity"}
+
+
+async def test_explain_names_blocks_and_budgets(small: Stack) -> None:
+    await serve(small, [("b1", 160, 140), ("b2", 200, 10)])
+    blocks = next(row for row in explained(small, "b2") if row[2] == "capacity")
+    assert re.fullmatch(r"needs 13 blocks, \d+ are available", blocks[3])
+    await serve(small, [("t1", 10, 290), ("t2", 10, 290)])
+    tenant = next(row for row in explained(small, "t2") if row[2] == "tenant")
+    assert tenant[3] == "tenant: 300 tokens of tenant '' run, its limit is 550"
+
+
+def test_explain_of_an_unknown_request_is_one_line(small: Stack) -> None:
+    done = paceline(small, "explain", "nobody")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "request_id: nothing is known (any more) of 'nobody'" in done.stderr
+    assert httpx.get(f"{small.url}/ready", trust_env=False).status_code == 200

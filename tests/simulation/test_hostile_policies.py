@@ -1,0 +1,75 @@
+"""Policies are guests: whatever one does, no request is lost, every stream is the undisturbed one, and the error is
+counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from scheduler_svc.core.policy import Policies
+from scheduler_svc.policies.registry import build, choose
+from tests.simulation.test_control_plane import Run
+from tests.support.hostile import Deed, admits_all, everything_wrong, hostile, writes
+
+# No error: what it does is refused where it happens, or is no mistake.
+HARMLESS = (writes, admits_all)
+
+
+class HostileRun(Run):
+    """A seeded run of test_control_plane with one policy that misbehaves."""
+
+    def __init__(self, seed: int, kind: str, hook: str, deed: Deed, rate: float) -> None:
+        self.choice = kind, hook, deed, rate
+        self.errors: list[Exception] = []
+        self.guests: list[object] = []
+        super().__init__(seed)
+
+    def attach(self) -> None:
+        if self.choice[0] == "preemption":
+            self.num_blocks = 40 // self.block_size + 2  # somebody has to give way
+        super().attach()
+
+    def policies(self) -> Policies:
+        kind, hook, deed, rate = self.choice
+        guest = hostile(kind, hook, deed, random.Random(self.rng.random()), rate)
+        self.guests.append(guest)
+        return dataclasses.replace(build(choose()), **{kind: guest})
+
+    def change_policies(self) -> None:
+        before = self.system.scheduler.policies
+        try:
+            super().change_policies()
+        except Exception:  # an order that cannot take over what waits is refused
+            assert self.choice[:2] == ("order", "add")
+            assert self.system.scheduler.policies is before
+
+    def policy_failed(self, error: Exception) -> None:
+        self.errors.append(error)
+
+    @property
+    def num_deeds(self) -> int:
+        return sum(guest.deeds for guest in self.guests)  # type: ignore[attr-defined]
+
+
+def name(deed: Deed) -> str:
+    return deed.__name__
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook", "deed"), everything_wrong(), ids=lambda value: getattr(value, "__name__", value)
+)
+def test_no_request_is_lost(kind: str, hook: str, deed: Deed) -> None:
+    deeds = errors = 0
+    for seed in range(2, 4):
+        run = HostileRun(seed, kind, hook, deed, rate=[0.2, 1.0][seed % 2])
+        run.play()
+        run.check()
+        deeds += run.num_deeds
+        errors += len(run.errors)
+        assert run.system.scheduler.counters.policy_errors == len(run.errors)
+    if deed in HARMLESS:
+        assert not errors
+    assert deeds

@@ -1,0 +1,131 @@
+"""From names and options to policies: what is wrong is named."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+
+from scheduler_svc.core.policy import PolicyError
+from scheduler_svc.policies.api import CapacityPolicy, RequestView, Step, Verdict
+from scheduler_svc.policies.batch.decode_first import DecodeFirst
+from scheduler_svc.policies.capacity.watermark import Watermark
+from scheduler_svc.policies.order.fcfs import FirstComeFirstServed
+from scheduler_svc.policies.preemption.last_in import LastIn
+from scheduler_svc.policies.presets import PRESETS
+from scheduler_svc.policies.registry import build, choose
+
+if TYPE_CHECKING:
+    from decimal import Decimal
+
+HERE = __name__
+
+
+def own(class_name: str) -> str:
+    return f"{HERE}:{class_name}"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
+
+
+class Typed(Watermark):
+    def __init__(self, level: Literal[1, 2] = 1, names: list[str] | None = None, **rest: Any) -> None:
+        super().__init__()
+        self.level, self.names, self.rest = level, names, rest
+
+
+class Untyped(Watermark):
+    def __init__(self, anything=None) -> None:
+        super().__init__()
+        self.anything = anything
+
+
+class Needy(Watermark):
+    def __init__(self, level: int) -> None:
+        super().__init__()
+
+
+class TypedForCheckersAlone(Watermark):
+    def __init__(self, price: Decimal) -> None:
+        super().__init__()
+
+
+class Uncheckable(Watermark):
+    def __init__(self, thing: FirstComeFirstServed | None = None) -> None:
+        super().__init__()
+
+
+class Fails(Watermark):
+    def __init__(self) -> None:
+        raise RuntimeError("not today")
+
+
+class Abstract(CapacityPolicy):
+    pass
+
+
+class StatesNonsense(CapacityPolicy):
+    reserves_prompt = "sometimes"  # type: ignore[assignment]
+
+    def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
+        return Verdict.ADMIT
+
+
+class Sideways(LastIn):
+    def __init__(self) -> None:
+        super().__init__("sideways")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_can_be_built(preset: str) -> None:
+    build(choose(preset))
+
+
+def test_options_reach_their_policies() -> None:
+    policies = build(choose("vllm-v1", {"capacity": own("Typed")}, {"level": 2, "names": ["a"]}))
+    assert isinstance(policies.capacity, Typed)
+    assert (policies.capacity.level, policies.capacity.names, policies.capacity.rest) == (2, ["a"], {})
+    assert build(choose("", {"capacity": own("Untyped")}, {"anything": {"goes": 1}})).capacity.anything == {"goes": 1}
+
+
+def test_what_is_in_force_stays_but_for_what_is_changed() -> None:
+    base = choose("sglang", {"order": "lpm"}, {"retract_decode_steps": 5})
+    changed = choose("", {"batch": "decode-first"}, {"init_new_token_ratio": 0.5}, base)
+    assert (changed.order, changed.capacity, changed.batch) == ("lpm", "token-ratio", "decode-first")
+    assert changed.options == {"requeue": "back", "retract_decode_steps": 5, "init_new_token_ratio": 0.5}
+    assert isinstance(build(changed).batch, DecodeFirst)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "message"),
+    [
+        ({"order": "best"}, {}, r"order: 'best' is none of .*fcfs.*, and no module:Class"),
+        ({"order": "watermark"}, {}, r"order: 'watermark' is none of "),
+        ({"order": own("Typed")}, {}, r"order: .* is no OrderPolicy"),
+        ({"order": "no_such_module:X"}, {}, r"order: no_such_module:X cannot be imported: No module"),
+        ({"order": own("Absent")}, {}, r"order: .*Absent cannot be imported"),
+        ({"order": ":"}, {}, r"order: : cannot be imported"),
+        ({"capacity": own("Typed")}, {"level": 3}, r"options\.level: Input should be 1 or 2, not 3"),
+        ({"capacity": own("Typed")}, {"names": "a"}, r"options\.names: "),
+        ({"capacity": own("Typed")}, {"rest": {}}, r"options\.rest: no policy has such an option; there are "),
+        ({"capacity": own("Needy")}, {}, r"capacity Needy: .*missing 1 required"),
+        ({"capacity": own("Fails")}, {}, r"capacity Fails: not today"),
+        ({"capacity": own("Abstract")}, {}, r"capacity Abstract: .*abstract"),
+        (
+            {"capacity": own("TypedForCheckersAlone")},
+            {},
+            r"capacity: the options of TypedForCheckersAlone have no",
+        ),
+        ({"capacity": own("Uncheckable")}, {"thing": 1}, r"options\.thing: its type, .* is none that can be checked"),
+        ({"capacity": own("StatesNonsense")}, {}, r"capacity StatesNonsense: reserves_prompt is 'sometimes', none of "),
+        ({"preemption": own("Sideways")}, {}, r"preemption Sideways: requeue is 'sideways', none of "),
+        ({}, {"ageing_per_s": -1}, r"options\.ageing_per_s: Input should be greater than or equal to 0"),
+    ],
+)
+def test_what_is_wrong_is_named(overrides: dict[str, str], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PolicyError, match=f"^{message}"):
+        build(choose("", overrides, options))

@@ -1,0 +1,84 @@
+"""AdminService on a core without a server: what is in force, also after an order policy has failed."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import grpc
+import pytest
+
+from paceline.v1.admin_pb2 import ExplainRequest, GetPolicyRequest, PolicyChoice, SetPolicyRequest
+from paceline.v1.common_pb2 import SamplingParams
+from scheduler_svc.admin import Admin
+from scheduler_svc.core.policy import Policies
+from scheduler_svc.policies.registry import build, choose
+from simulator.system import LocalSystem
+from simulator.toy_worker import ToyWorker, expected_output
+from tests.support.hostile import hostile, raises
+
+PARAMS = SamplingParams(top_p=1.0, max_tokens=8, seed=1, ignore_eos=True)
+
+
+class Aborted(Exception):
+    pass
+
+
+class Context:
+    async def abort(self, code: grpc.StatusCode, message: str) -> None:
+        raise Aborted(code, message)
+
+
+def system_with(policies: Policies) -> tuple[LocalSystem, list[Exception]]:
+    errors: list[Exception] = []
+    system = LocalSystem(policies=policies, on_policy_error=errors.append)
+    system.open("s")
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=2, max_batched_tokens=64))
+    return system, errors
+
+
+async def in_force(admin: Admin) -> PolicyChoice:
+    return (await admin.GetPolicy(GetPolicyRequest(), Context())).choice  # type: ignore[arg-type]
+
+
+async def set_policy(admin: Admin, **choice: Any) -> PolicyChoice:
+    return (await admin.SetPolicy(SetPolicyRequest(choice=PolicyChoice(**choice)), Context())).choice  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("hook", ["add", "remove", "rematched", "started", "stopped"])
+async def test_an_order_that_fails_is_replaced_until_another_is_set(hook: str) -> None:
+    bad = hostile("order", hook, raises, random.Random(0), 1.0)
+    system, errors = system_with(dataclasses.replace(build(choose("vllm-v1")), order=bad))
+    admin = Admin(system.scheduler, choose("vllm-v1", {"order": "lpm"}))
+    assert (await in_force(admin)).order == "lpm"
+    for handle in range(1, 7):
+        system.submit("s", handle, list(range(10, 10 + handle)), PARAMS)
+    system.run()
+    assert len(errors) == system.scheduler.counters.policy_errors == 1
+    for handle in range(1, 7):
+        assert system.clients["s"].tokens[handle] == expected_output(list(range(10, 10 + handle)), PARAMS)
+    assert (await in_force(admin)).order == "fcfs"
+    assert (await set_policy(admin, order="lpm")).order == "lpm"
+    assert (await in_force(admin)).order == "lpm"
+    system.assert_at_rest()
+
+
+async def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
+    system, _ = system_with(build(choose()))
+    admin = Admin(system.scheduler, choose())
+    before = system.scheduler.policies
+    for choice, word in (
+        ({"preset": "best"}, "preset: 'best' is none of paceline"),
+        ({"options": {"watermark": "{"}}, "options.watermark: '{' is not JSON"),
+        ({"options": {"watermark": "true"}}, "options.watermark: Input should be a valid number"),
+        ({"options": {"watermark": "NaN"}}, "options.watermark: Input should be a finite number"),
+        ({"order": "json:loads"}, "order: json:loads is no OrderPolicy"),
+    ):
+        with pytest.raises(Aborted, match=word) as aborted:
+            await set_policy(admin, **choice)
+        assert aborted.value.args[0] is grpc.StatusCode.INVALID_ARGUMENT
+    assert system.scheduler.policies is before
+    assert (await in_force(admin)).preset == "paceline"
+    with pytest.raises(Aborted, match="nothing is known"):
+        await admin.Explain(ExplainRequest(request_id="x"), Context())  # type: ignore[arg-type]

@@ -1,0 +1,77 @@
+"""Why requests waited: the notes of decisions, and what is told of them."""
+
+from __future__ import annotations
+
+from paceline.v1.common_pb2 import SamplingParams
+from scheduler_svc.core import journal
+from scheduler_svc.core.journal import Journal
+from scheduler_svc.core.request import Request
+
+
+def request(number: int) -> Request:
+    sampling = SamplingParams(max_tokens=1)
+    return Request(number, "s", number, f"r{number}", b"1234", bytearray(), sampling, float(number))
+
+
+def told(notes: Journal, request_id: str) -> list[tuple[str, str, int, int, float, float]]:
+    spans = notes.explain(request_id)
+    assert spans is not None
+    return [(s.reason, s.detail, s.first, s.last, s.from_s, s.to_s) for s in spans]
+
+
+def test_a_reason_is_one_range_of_decisions() -> None:
+    notes, first, second = Journal(), request(1), request(2)
+    notes.arrived(first, 1.0)
+    for i in range(3):
+        notes.decided([(first, "seats", "all 2 are taken")], 2.0 + i)
+    notes.decided([(first, "capacity", "needs 9 blocks, 3 are available")], 5.0)
+    notes.decided([(second, "capacity", "")], 6.0)
+    notes.event(first, "running", "on worker 1", 6.0)
+    notes.event(first, "ended", "length", 7.0)
+    assert told(notes, "r1") == [
+        ("waiting", "1 tokens", 0, 0, 0.0, 0.0),
+        ("seats", "all 2 are taken", 1, 3, 1.0, 3.0),
+        ("capacity", "needs 9 blocks, 3 are available", 4, 4, 4.0, 4.0),
+        ("running", "on worker 1", 5, 5, 5.0, 5.0),
+        ("ended", "length", 5, 5, 6.0, 6.0),
+    ]
+
+
+def test_who_was_not_looked_at_waited_behind_the_first_that_was() -> None:
+    """Until the decision that let it in, and no longer, though the other one goes on waiting."""
+    notes, first, second = Journal(), request(1), request(2)
+    notes.arrived(first, 1.0)
+    notes.arrived(second, 2.0)
+    for i in range(4):
+        notes.decided([(first, "blocks", "")], 3.0 + i)
+    notes.event(second, "running", "", 6.0)
+    for i in range(4):
+        notes.decided([(first, "blocks", "")], 7.0 + i)
+    assert told(notes, "r2") == [
+        ("waiting", "1 tokens", 0, 0, 0.0, 0.0),
+        ("order", "behind r1, which waits for blocks", 1, 3, 1.0, 4.0),
+        ("running", "", 4, 4, 4.0, 4.0),
+    ]
+
+
+def test_the_decision_that_let_it_in_says_nothing_of_others() -> None:
+    notes, first, second = Journal(), request(1), request(2)
+    for one in (first, second):
+        notes.arrived(one, 2.0)
+    notes.decided([(first, "seats", ""), (second, "seats", "")], 3.0)
+    notes.decided([(second, "seats", "")], 4.0)
+    notes.event(first, "running", "", 4.0)
+    assert [span[0] for span in told(notes, "r1")] == ["waiting", "seats", "running"]
+
+
+def test_memory_is_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(journal, "MAX_REQUESTS", 10)
+    notes, requests = Journal(), [request(i) for i in range(50)]
+    for one in requests:
+        notes.arrived(one, 50.0)
+    assert notes.explain("r39") is None
+    assert notes.explain("r40") is not None
+    for i in range(1000):  # ever other reasons
+        notes.decided([(requests[40 + i % 10], "seats" if i % 20 < 10 else "blocks", "")], 51.0)
+    assert len(told(notes, "r49")) < 3 * journal.MAX_SPANS + journal.MAX_HEADS
+    assert notes.explain("never seen") is None
