@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.runtime.hub import checkpoint_folder
+
 # The small files of a checkpoint on the hub; the worker alone needs the weights.
 _HUB_PATTERNS = ["*.json", "*.jinja"]
 _HUB_IGNORE = ["*.safetensors.index.json", "*.bin.index.json"]
@@ -30,21 +32,8 @@ class ModelFiles:
 
 
 def resolve_folder(model: str) -> Path:
-    """The folder of a checkpoint: a path, or a name on the Hugging Face hub (downloads the small files).
-
-    Raises FileNotFoundError with one clear line.
-    """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    if path.is_absolute() or model.startswith(".") or model.count("/") != 1:
-        raise FileNotFoundError(f"{model}: no such folder, and not a hub name like owner/model")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORE))
-    except Exception as error:
-        raise FileNotFoundError(f"{model}: no such folder, and not to be had from the hub: {error}") from error
+    """The folder of a checkpoint: a path, or a name on a model hub (fetches the small files). Raises NoSuchModel."""
+    return checkpoint_folder(model, _HUB_PATTERNS, _HUB_IGNORE)
 
 
 NO_LIMIT = 2**31 - 1

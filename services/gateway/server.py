@@ -17,6 +17,7 @@ from services.gateway.session import SchedulerSession
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import Gateway
 from services.gateway.tokenizer import TextTokenizer
+from services.runtime.hub import NoSuchModel
 from services.runtime.logs import get_logger
 from services.runtime.rpc import GrpcServer
 from services.runtime.service import Addresses, CannotStart
@@ -72,7 +73,7 @@ def _load(settings: GatewaySettings, session: SchedulerSession) -> Gateway:
         else:
             _log.warning("no tokenizer.json: only token ids are served, and output reads as ids", model=str(folder))
             tokenizer = IdTokenizer(files.vocab_size)
-    except (FileNotFoundError, ValueError) as error:
+    except (NoSuchModel, FileNotFoundError, ValueError) as error:
         raise CannotStart(str(error)) from error
     builder = RequestBuilder(
         tokenizer, files, worker_model=lambda: _worker_model(session), max_model_len=settings.max_model_len

@@ -14,6 +14,7 @@ from services.gateway.errors import ApiError, from_scheduler
 from services.gateway.model_files import ModelFiles, read_model_files, resolve_folder
 from services.gateway.request import FieldNames, GenerateJob, RequestBuilder, SamplingChoices
 from services.gateway.tokenizer import TextTokenizer
+from services.runtime.hub import NoSuchModel
 
 CHECKPOINT = Path(__file__).parents[3] / "demo" / "checkpoint"
 NAMES = FieldNames()
@@ -244,7 +245,7 @@ def test_the_schedulers_codes_become_http_and_grpc() -> None:
 
 def test_model_folders(tmp_path: Path) -> None:
     assert resolve_folder(str(CHECKPOINT)) == CHECKPOINT.resolve()
-    with pytest.raises(FileNotFoundError, match="not a hub name"):
+    with pytest.raises(NoSuchModel, match="not a hub name"):
         resolve_folder(str(tmp_path / "nowhere"))
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         read_model_files(tmp_path)
