@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -85,6 +86,20 @@ def pick_port(host: str, port: int, explicit: bool, flag: str, taken: set[int]) 
                 if explicit and port != 0:
                     raise CannotServe(f"--{flag}: port {port} is already another service's")
         port = 0
+
+
+async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Until its end, whatever is in it: a pipe that nobody reads would stop its writer. Long lines come in pieces."""
+    while True:
+        try:
+            raw = await stream.readuntil()
+        except asyncio.IncompleteReadError as error:
+            raw = error.partial
+            if not raw:
+                return
+        except asyncio.LimitOverrunError as error:
+            raw = await stream.readexactly(error.consumed)
+        yield raw.decode(errors="replace").rstrip()
 
 
 class Stack:
@@ -189,8 +204,7 @@ class Stack:
         while True:
             assert child.process is not None
             assert child.process.stdout is not None
-            async for raw in child.process.stdout:
-                line = raw.decode(errors="replace").rstrip()
+            async for line in lines_of(child.process.stdout):
                 child.last_lines = [*child.last_lines[-9:], line]
                 self.say_of(child, line)
             status = await child.process.wait()

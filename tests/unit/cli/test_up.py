@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import socket
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.cli.up import CannotServe, Child, Stack, UpSettings, pick_port
+from services.cli.up import CannotServe, Child, Stack, UpSettings, lines_of, pick_port
 from services.runtime.settings import load_settings
 
 
@@ -91,6 +92,16 @@ async def test_a_line_of_a_child_stays_one_line_in_a_pipe() -> None:
     running.say_of(child, '{"message": "' + "x" * 300 + ' [bold]"}')
     assert out.getvalue().count("\n") == 1
     assert "[bold]" in out.getvalue()
+
+
+async def test_all_that_a_child_says_is_read_however_long_its_lines() -> None:
+    said = asyncio.StreamReader(limit=1000)
+    said.feed_data(b"short\n" + b"x" * 5000 + b"\n\xff\n\nlast")
+    said.feed_eof()
+    lines = [line async for line in lines_of(said)]
+    assert lines[0] == "short"
+    assert lines[-3:] == ["\ufffd", "", "last"]
+    assert "".join(lines[1:-3]) == "x" * 5000
 
 
 async def test_the_commands_it_prints_can_be_copied() -> None:
