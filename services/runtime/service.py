@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -24,8 +25,22 @@ class CannotStart(Exception):
     """The settings name something that cannot be used; starting again would not help. The message is one line."""
 
 
+# Open files that a service may want: each connection is one. Shells often start processes with 1024.
+_OPEN_FILES = 65536
+
+
+def raise_file_limit() -> None:
+    """As far as the system lets us without asking."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
     """Run `main` until it returns; SIGINT and SIGTERM set its stop event, a second one ends the process at once."""
+
+    raise_file_limit()
 
     async def run() -> None:
         stop = asyncio.Event()
