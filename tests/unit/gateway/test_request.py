@@ -114,6 +114,13 @@ def test_a_context_that_is_too_long_names_the_numbers(builder: RequestBuilder) -
     assert make_job(builder, [1] * 99).sampling.max_tokens == 1
 
 
+def test_limits_are_shown_as_one_would_write_them(builder: RequestBuilder) -> None:
+    with pytest.raises(ApiError, match="max_tokens must be between 1 and 2147483647, not 2147483648"):
+        make_job(builder, max_tokens=2**31)
+    with pytest.raises(ApiError, match="temperature must be between 0 and 100, not -0.5"):
+        make_job(builder, temperature=-0.5)
+
+
 def test_tiny_temperatures_are_greedy(builder: RequestBuilder) -> None:
     assert make_job(builder, temperature=1e-30).sampling.temperature == 0
     assert make_job(builder, top_k=-1).sampling.top_k == 0
