@@ -88,6 +88,14 @@ def pick_port(host: str, port: int, explicit: bool, flag: str, taken: set[int]) 
         port = 0
 
 
+def own_command(script: str) -> str:
+    """How to start this program once more from here: its environment may not be on a new shell's PATH."""
+    if os.path.basename(script) != "paceline":
+        return "paceline"
+    relative = os.path.relpath(script)
+    return relative if os.sep in relative and not relative.startswith(os.pardir) else script
+
+
 async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
     """Until its end, whatever is in it: a pipe that nobody reads would stop its writer. Long lines come in pieces."""
     while True:
@@ -261,7 +269,7 @@ class Stack:
         self.console.print(f"  gRPC at {self.address}:{self.grpc_port}. Try:\n", highlight=False)
         example = f"curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'"
         self.console.print(f"  {escape(example)}\n", highlight=False, soft_wrap=True)
-        more = f"paceline worker --scheduler {LOOPBACK}:{self.scheduler_port}"
+        more = f"{own_command(sys.argv[0])} worker --scheduler {LOOPBACK}:{self.scheduler_port}"
         self.console.print(f"  One more worker: [bold]{more}[/]", highlight=False, soft_wrap=True)
         self.console.print("  Ctrl-C drains and stops.\n", highlight=False)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.cli.up import CannotServe, Child, Stack, UpSettings, lines_of, pick_port
+from services.cli.up import CannotServe, Child, Stack, UpSettings, lines_of, own_command, pick_port
 from services.runtime.settings import load_settings
 
 
@@ -109,6 +109,13 @@ async def test_the_commands_it_prints_can_be_copied() -> None:
     running.show("paceline-demo")
     (worker,) = [line for line in out.getvalue().splitlines() if "paceline worker" in line]
     assert f"paceline worker --scheduler 127.0.0.1:{running.scheduler_port}" in worker
+
+
+def test_the_command_for_one_more_worker_works_in_a_new_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert own_command(".venv/bin/paceline") == own_command(f"{tmp_path}/.venv/bin/paceline") == ".venv/bin/paceline"
+    assert own_command("/opt/app/bin/paceline") == "/opt/app/bin/paceline"
+    assert own_command("/somewhere/services/cli/__main__.py") == "paceline"
 
 
 def test_a_busy_default_port_gives_way(busy: int) -> None:

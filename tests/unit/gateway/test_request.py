@@ -117,7 +117,7 @@ def test_a_context_that_is_too_long_names_the_numbers(builder: RequestBuilder) -
 def test_limits_are_shown_as_one_would_write_them(builder: RequestBuilder) -> None:
     with pytest.raises(ApiError, match="max_tokens must be between 1 and 2147483647, not 2147483648"):
         make_job(builder, max_tokens=2**31)
-    with pytest.raises(ApiError, match="temperature must be between 0 and 100, not -0.5"):
+    with pytest.raises(ApiError, match=r"temperature must be between 0 and 100, not -0\.5"):
         make_job(builder, temperature=-0.5)
 
 
