@@ -44,12 +44,12 @@ def read_model_files(folder: Path) -> ModelFiles:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder}: no config.json")
-    config = _read_json(path)
-    # Multimodal checkpoints keep the language model's part below.
-    config = {**config, **config.get("text_config", {})}
+    config = read_json_object(path)
     generation_path = folder / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.is_file() else {}
+    generation = read_json_object(generation_path) if generation_path.is_file() else {}
     try:
+        # Multimodal checkpoints keep the language model's part below.
+        config = {**config, **config.get("text_config", {})}
         return ModelFiles(
             folder=folder,
             # A worker that serves the model knows its length, too.
@@ -62,9 +62,21 @@ def read_model_files(folder: Path) -> ModelFiles:
         )
     except KeyError as error:
         raise ValueError(f"{path}: no {error.args[0]}") from error
+    except (TypeError, ValueError) as error:
+        # A value of another type than anybody writes there: one rule for all of them.
+        raise ValueError(f"{folder}: its configuration has a value that makes no sense: {error}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_text(path: Path) -> str:
+    """Raises OSError, or ValueError naming the file."""
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Raises OSError, or ValueError naming the file."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except ValueError as error:

@@ -265,6 +265,10 @@ def test_model_folders(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3], "temperature": 0.6, "top_k": null}')
     files = read_model_files(tmp_path)
     assert (files.max_model_len, files.eos_token_ids, files.temperature, files.top_k) == (9, {2, 3}, 0.6, 0)
+    for strange in ('{"vocab_size": "x"}', '{"text_config": 5}'):
+        (tmp_path / "config.json").write_text(strange)
+        with pytest.raises(ValueError, match="makes no sense"):
+            read_model_files(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json"):
         read_model_files(tmp_path)
