@@ -20,7 +20,7 @@ from services.gateway.tokenizer import TextTokenizer
 from services.runtime.hub import NoSuchModel
 from services.runtime.logs import get_logger
 from services.runtime.rpc import GrpcServer
-from services.runtime.service import Addresses, CannotStart
+from services.runtime.service import Addresses, CannotStart, interruptible
 
 _log = get_logger(__name__)
 
@@ -38,7 +38,8 @@ async def serve(
     session = SchedulerSession(
         settings.scheduler, max_live=settings.max_live_requests, wait_s=settings.scheduler_wait_s
     )
-    gateway = await asyncio.to_thread(_load, settings, session)
+    with interruptible():
+        gateway = await asyncio.to_thread(_load, settings, session)
     http_server = HttpServer(create_app(gateway), settings.host, settings.port)
     http_port = await http_server.start()
     grpc_server = GrpcServer(settings.host, settings.grpc_port)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -113,3 +116,23 @@ def test_services_end_at_once_when_there_is_no_such_model(tmp_path: Path) -> Non
         (line,) = output.splitlines()
         assert line.startswith("paceline ")
         assert f"{service}: there is no folder org/none" in line
+
+
+def test_a_signal_ends_a_service_that_waits_for_a_hub(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environment = client_environment(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.cli", "serve", "gateway", "--port", "0", "--model", "org/demo"],
+            env={**os.environ, **environment},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        silent.settimeout(30)
+        connection, _ = silent.accept()
+        with connection:
+            process.send_signal(signal.SIGTERM)
+            asked_s = time.monotonic()
+            _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - asked_s < 5
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in errors
