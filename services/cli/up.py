@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shlex
 import socket
 import sys
 import time
@@ -269,8 +270,10 @@ class Stack:
         self.console.print(f"  gRPC at {self.address}:{self.grpc_port}. Try:\n", highlight=False)
         example = f"curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'"
         self.console.print(f"  {escape(example)}\n", highlight=False, soft_wrap=True)
-        more = f"{own_command(sys.argv[0])} worker --scheduler {LOOPBACK}:{self.scheduler_port}"
-        self.console.print(f"  One more worker: [bold]{more}[/]", highlight=False, soft_wrap=True)
+        # All that has to be the same for the scheduler to take it.
+        same = self._chosen("model", "load_format", "dtype", "block_size", "max_model_len")
+        more = [own_command(sys.argv[0]), "worker", "--scheduler", f"{LOOPBACK}:{self.scheduler_port}", *same]
+        self.console.print(f"  One more worker: [bold]{escape(shlex.join(more))}[/]", highlight=False, soft_wrap=True)
         self.console.print("  Ctrl-C drains and stops.\n", highlight=False)
 
     async def stop(self) -> None:

@@ -108,7 +108,14 @@ async def test_the_commands_it_prints_can_be_copied() -> None:
     running, out = stack("--port", "0")
     running.show("paceline-demo")
     (worker,) = [line for line in out.getvalue().splitlines() if "paceline worker" in line]
-    assert f"paceline worker --scheduler 127.0.0.1:{running.scheduler_port}" in worker
+    assert worker.endswith(f"paceline worker --scheduler 127.0.0.1:{running.scheduler_port}")
+
+
+async def test_one_more_worker_serves_the_same_model() -> None:
+    running, out = stack("--port", "0", "--model", "/a b/c", "--load-format", "dummy", "--block-size", "8")
+    running.show("c")
+    (worker,) = [line for line in out.getvalue().splitlines() if "paceline worker" in line]
+    assert worker.endswith(" --model '/a b/c' --load-format dummy --block-size 8")
 
 
 def test_the_command_for_one_more_worker_works_in_a_new_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
