@@ -16,7 +16,7 @@ help:
 	@echo 'make up [MODEL=path PORT=n WORKERS=n ARGS=...] | test | lint | fmt | proto | bench | compose-test | clean'
 
 up: $(VENV)/serve.stamp
-	@exec $(BIN)/paceline up $(if $(MODEL),--model $(MODEL)) $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
+	@exec $(BIN)/paceline up $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
 
 setup: $(VENV)/dev.stamp
 

@@ -21,7 +21,7 @@ from paceline.v1.worker_pb2 import WorkerRegistered, WorkerRegistration
 from services.runtime.logs import get_logger
 from services.runtime.metrics import start_metrics_server
 from services.runtime.rpc import GrpcServer, open_channel
-from services.runtime.service import Addresses
+from services.runtime.service import Addresses, interruptible
 
 log: structlog.stdlib.BoundLogger = get_logger(__name__)
 
@@ -74,7 +74,7 @@ async def run_worker(
 async def _build(settings: WorkerSettings) -> BuiltWorker:
     """Off the event loop: health checks answer while gigabytes are read."""
     log.info("loading model", model=settings.model, load_format=settings.load_format)
-    with load_progress(settings.model) as progress:
+    with load_progress(settings.model) as progress, interruptible():
         built = await asyncio.to_thread(build_worker, settings, progress)
     limits, info = built.runner.limits, built.info
     KV_BLOCKS.set(limits.num_blocks)

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from demo import CHECKPOINT
-from services.runtime.settings import ServiceSettings
+from services.runtime.settings import Address, ServiceSettings
 
 # One variable for every service that needs to know the model (gateway: tokenizer, worker: weights).
 MODEL_ENV = "PACELINE_MODEL"
@@ -17,7 +17,7 @@ MODEL_ENV = "PACELINE_MODEL"
 class WorkerSettings(ServiceSettings, section="worker"):
     """A worker: the model's forward passes, on a CPU or on an NVIDIA GPU."""
 
-    scheduler: str = Field("127.0.0.1:50051", description="host:port of the scheduler to register with")
+    scheduler: Address = Field("127.0.0.1:50051", description="host:port of the scheduler to register with")
     port: int = Field(0, ge=0, le=65535, description="gRPC port for health checks and reflection; 0 takes a free one")
     name: str = Field("", description="the worker's name in logs; empty: host name and process id")
 

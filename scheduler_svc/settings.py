@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from scheduler_svc.policies.presets import DEFAULT, PRESETS
-from services.runtime.settings import ServiceSettings
+from services.runtime.settings import Address, ServiceSettings
 
 
 class SchedulerSettings(ServiceSettings, section="scheduler"):
@@ -15,7 +15,7 @@ class SchedulerSettings(ServiceSettings, section="scheduler"):
 
     port: int = Field(50051, ge=0, le=65535, description="gRPC port for gateways, clients and workers; 0 picks one")
     metrics_port: int = Field(9101, ge=0, le=65535, description="Prometheus port; 0 picks one")
-    cache: str = Field("127.0.0.1:50052", description="host:port of the cache service")
+    cache: Address = Field("127.0.0.1:50052", description="host:port of the cache service")
     window: int = Field(2, ge=1, le=8, description="steps in flight per worker")
     max_queued_requests: int = Field(4096, ge=1, description="waiting requests before new ones are refused")
     max_queued_tokens: int = Field(4_000_000, ge=1, description="waiting tokens before new requests are refused")

@@ -70,7 +70,11 @@ def read_config(folder: Path) -> DecoderConfig:
     raw = _read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.exists() else {}
-    return parse_config(raw, generation)
+    try:
+        return parse_config(raw, generation)
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        # A value of another type than anybody writes there: one rule for all of them.
+        raise ModelError(f"{folder / 'config.json'} has a value that makes no sense: {error}") from error
 
 
 def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> DecoderConfig:

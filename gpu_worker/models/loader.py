@@ -16,6 +16,7 @@ from torch import Tensor
 from gpu_worker.errors import ModelError
 from gpu_worker.models.config import DecoderConfig, read_config
 from gpu_worker.models.weights import DecoderWeights, assemble, expected_tensors
+from services.runtime.hub import NoSuchModel, checkpoint_folder, more_files
 
 # (bytes read so far, bytes in all)
 Progress = Callable[[int, int], None]
@@ -23,6 +24,7 @@ Progress = Callable[[int, int], None]
 LOADABLE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SERVED_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOADABLE_DTYPES.values()}
 DUMMY_STD = 0.02
+INDEX = "model.safetensors.index.json"
 # Content that the fingerprint looks at in each file: this many pieces, evenly spread.
 SAMPLE_PIECES, SAMPLE_BYTES = 64, 4096
 
@@ -48,21 +50,12 @@ class _Entry:
         return LOADABLE_DTYPES[self.dtype].itemsize * torch.Size(self.shape).numel()
 
 
-def resolve_checkpoint(model: str, *, weights: bool = True) -> Path:
-    """The folder of a local checkpoint, or of a hub snapshot (downloaded if need be). ModelError if there is none."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise ModelError(f"there is no folder {folder}")
-    from huggingface_hub import snapshot_download  # only here: it takes a second to import
-
-    patterns = ["*.json", "*.safetensors"] if weights else ["*.json"]
+def resolve_checkpoint(model: str) -> Path:
+    """The folder of a local checkpoint, or of a hub snapshot without its weights yet. ModelError if there is none."""
     try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises a dozen unrelated types
-        reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"{model} is neither a folder nor a model that the hub gives us: {reason}") from error
+        return checkpoint_folder(model, ["config.json", "generation_config.json", INDEX])
+    except NoSuchModel as error:
+        raise ModelError(str(error)) from error
 
 
 def load_model(
@@ -75,7 +68,7 @@ def load_model(
     progress: Progress | None = None,
 ) -> LoadedModel:
     """ModelError, in one line, for a checkpoint that cannot be served."""
-    folder = resolve_checkpoint(model, weights=load_format != "dummy")
+    folder = resolve_checkpoint(model)
     config = read_config(folder)
     served = _served_dtype(dtype, config, device)
     expected = expected_tensors(config)
@@ -84,7 +77,10 @@ def load_model(
         weights = assemble(config, _dummy_source(expected, served, device, seed))
         identity: list[object] = ["dummy", seed, str(served)]
     else:
-        entries = _index(folder)
+        # Only now: a model that is refused for its config costs no download of its weights.
+        files = _weight_files(folder)
+        _fetch_weights(model, folder, files)
+        entries = _index(folder, files)
         _check(entries, expected, config)
         weights = _read(entries, expected, config, served, device, progress)
         identity = [[name, entry.shape, entry.dtype] for name, entry in sorted(entries.items())]
@@ -128,16 +124,26 @@ def _dummy_source(
 # ── safetensors ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _index(folder: Path) -> dict[str, _Entry]:
+def _weight_files(folder: Path) -> set[Path]:
+    """What the checkpoint's index names; without one, the usual single file."""
+    index = folder / INDEX
+    if not index.exists():
+        return {folder / "model.safetensors"}
+    try:
+        return {folder / str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ModelError(f"{index} is not an index of safetensors files") from error
+
+
+def _fetch_weights(model: str, folder: Path, files: set[Path]) -> None:
+    try:
+        more_files(model, folder, sorted(file.name for file in files))
+    except NoSuchModel as error:
+        raise ModelError(str(error)) from error
+
+
+def _index(folder: Path, files: set[Path]) -> dict[str, _Entry]:
     """Every tensor of the checkpoint, without reading any."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            files = {folder / str(name) for name in json.loads(index.read_text())["weight_map"].values()}
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"{index} is not an index of safetensors files") from error
-    else:
-        files = {folder / "model.safetensors"}
     missing = sorted(file.name for file in files if not file.exists())
     if missing:
         others = " (it has pytorch_model.bin, which is not read)" if list(folder.glob("pytorch_model*.bin")) else ""

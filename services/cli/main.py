@@ -1,16 +1,18 @@
-"""`paceline`: one command for everything. Each service is imported only when it is asked for."""
+"""`paceline`: one command for everything. Each service is imported only when it is asked for.
+
+So is whatever else takes long to import: Ctrl-C is handled in main(), and before that nobody has time to press it.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 
 from services.cli.restarts import CONFIGURATION_ERROR
-from services.runtime.logs import configure_logging
-from services.runtime.service import CannotStart, run_service
-from services.runtime.settings import load_settings
+
+# Exit status of a program that Ctrl-C ended.
+INTERRUPTED = 130
 
 # name: (module with the settings class, class, module with serve)
 SERVICES = {
@@ -40,6 +42,9 @@ PACELINE_WORKER_MODEL, ...) and a key of the YAML file that --config or PACELINE
 def serve(service: str, argv: list[str], prog: str) -> int:
     """Run one service until it is told to stop."""
     from services.cli.parent import end_with_parent
+    from services.runtime.logs import configure_logging
+    from services.runtime.service import CannotStart, run_service
+    from services.runtime.settings import load_settings
 
     end_with_parent()
     settings_module, settings_class, server_module = SERVICES[service]
@@ -100,11 +105,16 @@ def main(argv: list[str] | None = None) -> int:
         print(USAGE, end="")
         return 0
     if command in ("version", "--version"):
+        from importlib.metadata import version
+
         print(f"paceline {version('paceline')}")
         return 0
     if command not in commands:
         return fail(f"paceline: there is no command {command!r} (see paceline --help)", 2)
-    return commands[command](rest)
+    try:
+        return commands[command](rest)
+    except KeyboardInterrupt:  # before the command has its own idea of Ctrl-C
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -6,11 +6,13 @@ import asyncio
 import json
 import os
 import re
+import shlex
 import socket
 import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -85,6 +87,28 @@ def pick_port(host: str, port: int, explicit: bool, flag: str, taken: set[int]) 
                 if explicit and port != 0:
                     raise CannotServe(f"--{flag}: port {port} is already another service's")
         port = 0
+
+
+def own_command(script: str) -> str:
+    """How to start this program once more from here: its environment may not be on a new shell's PATH."""
+    if os.path.basename(script) != "paceline":
+        return "paceline"
+    relative = os.path.relpath(script)
+    return relative if os.sep in relative and not relative.startswith(os.pardir) else script
+
+
+async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Until its end, whatever is in it: a pipe that nobody reads would stop its writer. Long lines come in pieces."""
+    while True:
+        try:
+            raw = await stream.readuntil()
+        except asyncio.IncompleteReadError as error:
+            raw = error.partial
+            if not raw:
+                return
+        except asyncio.LimitOverrunError as error:
+            raw = await stream.readexactly(error.consumed)
+        yield raw.decode(errors="replace").rstrip()
 
 
 class Stack:
@@ -189,8 +213,7 @@ class Stack:
         while True:
             assert child.process is not None
             assert child.process.stdout is not None
-            async for raw in child.process.stdout:
-                line = raw.decode(errors="replace").rstrip()
+            async for line in lines_of(child.process.stdout):
                 child.last_lines = [*child.last_lines[-9:], line]
                 self.say_of(child, line)
             status = await child.process.wait()
@@ -247,8 +270,10 @@ class Stack:
         self.console.print(f"  gRPC at {self.address}:{self.grpc_port}. Try:\n", highlight=False)
         example = f"curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'"
         self.console.print(f"  {escape(example)}\n", highlight=False, soft_wrap=True)
-        more = f"paceline worker --scheduler {LOOPBACK}:{self.scheduler_port}"
-        self.console.print(f"  One more worker: [bold]{more}[/]", highlight=False, soft_wrap=True)
+        # All that has to be the same for the scheduler to take it.
+        same = self._chosen("model", "load_format", "dtype", "block_size", "max_model_len")
+        more = [own_command(sys.argv[0]), "worker", "--scheduler", f"{LOOPBACK}:{self.scheduler_port}", *same]
+        self.console.print(f"  One more worker: [bold]{escape(shlex.join(more))}[/]", highlight=False, soft_wrap=True)
         self.console.print("  Ctrl-C drains and stops.\n", highlight=False)
 
     async def stop(self) -> None:

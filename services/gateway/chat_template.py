@@ -15,6 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.gateway.errors import invalid
+from services.gateway.model_files import read_json_object, read_text
 
 # What a request may not set: they are ours.
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
@@ -69,7 +70,7 @@ class ChatTemplate:
         Raises ValueError if it does not compile.
         """
         config_path = folder / "tokenizer_config.json"
-        config = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
+        config = read_json_object(config_path) if config_path.is_file() else {}
         source = _find_source(folder, config, override)
         if source is None:
             return None
@@ -107,12 +108,20 @@ def _find_source(folder: Path, config: Mapping[str, Any], override: str | None) 
     if override:
         if "{" in override:
             return override
-        return Path(override).read_text("utf-8")
+        return read_text(Path(override))
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text("utf-8")
+        return read_text(path)
     source = config.get("chat_template")
     if isinstance(source, list):
-        named = {entry["name"]: entry["template"] for entry in source}
-        return named.get("default")
+        # Several, by name.
+        source = next((entry["template"] for entry in source if _is_default(entry)), None)
+    if source is not None and not isinstance(source, str):
+        raise ValueError(
+            f"{folder / 'tokenizer_config.json'}: chat_template is neither a text nor a list of named ones"
+        )
     return source
+
+
+def _is_default(entry: Any) -> bool:
+    return isinstance(entry, dict) and entry.get("name") == "default" and "template" in entry

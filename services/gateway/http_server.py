@@ -17,7 +17,26 @@ from services.gateway.errors import ApiError
 
 # Request line and headers together.
 _MAX_HEAD_BYTES = 64 * 1024
+# How long what a client still sends after our answer is read and dropped: a close with unread data would tear the
+# answer away.
 _REFUSAL_LINGER_S = 1.0
+_BODY_LINGER_S = 5.0
+
+
+class _CloseAfterBody:
+    """The transport of an exchange on a connection that ends with it, while its request may still be arriving."""
+
+    def __init__(self, protocol: _Protocol) -> None:
+        self._protocol = protocol
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._protocol.transport, name)
+
+    def close(self) -> None:
+        if self._protocol.body_is_here:
+            self._protocol.transport.close()
+        else:
+            self._protocol.refuse(_BODY_LINGER_S)
 
 
 class _Protocol(HttpToolsProtocol):
@@ -25,9 +44,9 @@ class _Protocol(HttpToolsProtocol):
 
     _head_bytes = 0
     _refused = False
+    body_is_here = False
 
     def data_received(self, data: bytes) -> None:
-        # What still comes after a refusal is read and dropped: a close with unread data would tear the answer away.
         if not self._refused:
             super().data_received(data)
 
@@ -43,6 +62,16 @@ class _Protocol(HttpToolsProtocol):
         self._count(len(name) + len(value))
         super().on_header(name, value)
 
+    def on_headers_complete(self) -> None:
+        self.body_is_here = False
+        super().on_headers_complete()
+        if self.cycle is not None and not self.cycle.keep_alive:
+            self.cycle.transport = _CloseAfterBody(self)  # type: ignore[assignment]
+
+    def on_message_complete(self) -> None:
+        self.body_is_here = True
+        super().on_message_complete()
+
     def send_400_response(self, msg: str) -> None:
         too_large = self._head_bytes > _MAX_HEAD_BYTES
         status = b"431 Request Header Fields Too Large" if too_large else b"400 Bad Request"
@@ -52,10 +81,14 @@ class _Protocol(HttpToolsProtocol):
             b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
             % (status, len(body), body)
         )
+        self.refuse(_REFUSAL_LINGER_S)
+
+    def refuse(self, linger_s: float) -> None:
+        """Close, but for the client's side, whose data is dropped for a while."""
         self._refused = True
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self.loop.call_later(_REFUSAL_LINGER_S, self.transport.close)
+        self.loop.call_later(linger_s, self.transport.close)
 
     def _count(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.runtime.hub import checkpoint_folder
+
 # The small files of a checkpoint on the hub; the worker alone needs the weights.
 _HUB_PATTERNS = ["*.json", "*.jinja"]
 _HUB_IGNORE = ["*.safetensors.index.json", "*.bin.index.json"]
@@ -30,21 +32,8 @@ class ModelFiles:
 
 
 def resolve_folder(model: str) -> Path:
-    """The folder of a checkpoint: a path, or a name on the Hugging Face hub (downloads the small files).
-
-    Raises FileNotFoundError with one clear line.
-    """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    if path.is_absolute() or model.startswith(".") or model.count("/") != 1:
-        raise FileNotFoundError(f"{model}: no such folder, and not a hub name like owner/model")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORE))
-    except Exception as error:
-        raise FileNotFoundError(f"{model}: no such folder, and not to be had from the hub: {error}") from error
+    """The folder of a checkpoint: a path, or a name on a model hub (fetches the small files). Raises NoSuchModel."""
+    return checkpoint_folder(model, _HUB_PATTERNS, _HUB_IGNORE)
 
 
 NO_LIMIT = 2**31 - 1
@@ -55,12 +44,12 @@ def read_model_files(folder: Path) -> ModelFiles:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder}: no config.json")
-    config = _read_json(path)
-    # Multimodal checkpoints keep the language model's part below.
-    config = {**config, **config.get("text_config", {})}
+    config = read_json_object(path)
     generation_path = folder / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.is_file() else {}
+    generation = read_json_object(generation_path) if generation_path.is_file() else {}
     try:
+        # Multimodal checkpoints keep the language model's part below.
+        config = {**config, **config.get("text_config", {})}
         return ModelFiles(
             folder=folder,
             # A worker that serves the model knows its length, too.
@@ -73,9 +62,21 @@ def read_model_files(folder: Path) -> ModelFiles:
         )
     except KeyError as error:
         raise ValueError(f"{path}: no {error.args[0]}") from error
+    except (TypeError, ValueError) as error:
+        # A value of another type than anybody writes there: one rule for all of them.
+        raise ValueError(f"{folder}: its configuration has a value that makes no sense: {error}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_text(path: Path) -> str:
+    """Raises OSError, or ValueError naming the file."""
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Raises OSError, or ValueError naming the file."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except ValueError as error:

@@ -271,7 +271,11 @@ def _too_long(param: str, num_tokens: str, max_model_len: int) -> ApiError:
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:
     if not (math.isfinite(value) and low <= value <= high):
-        raise invalid(name, f"{name} must be between {low:g} and {high:g}, not {value:g}")
+        raise invalid(name, f"{name} must be between {_shown(low)} and {_shown(high)}, not {_shown(value)}")
+
+
+def _shown(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 def _temperature(choices: SamplingChoices, default: float, names: FieldNames) -> float:

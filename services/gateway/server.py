@@ -17,9 +17,10 @@ from services.gateway.session import SchedulerSession
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import Gateway
 from services.gateway.tokenizer import TextTokenizer
+from services.runtime.hub import NoSuchModel
 from services.runtime.logs import get_logger
 from services.runtime.rpc import GrpcServer
-from services.runtime.service import Addresses, CannotStart
+from services.runtime.service import Addresses, CannotStart, interruptible
 
 _log = get_logger(__name__)
 
@@ -37,7 +38,8 @@ async def serve(
     session = SchedulerSession(
         settings.scheduler, max_live=settings.max_live_requests, wait_s=settings.scheduler_wait_s
     )
-    gateway = await asyncio.to_thread(_load, settings, session)
+    with interruptible():
+        gateway = await asyncio.to_thread(_load, settings, session)
     http_server = HttpServer(create_app(gateway), settings.host, settings.port)
     http_port = await http_server.start()
     grpc_server = GrpcServer(settings.host, settings.grpc_port)
@@ -72,7 +74,7 @@ def _load(settings: GatewaySettings, session: SchedulerSession) -> Gateway:
         else:
             _log.warning("no tokenizer.json: only token ids are served, and output reads as ids", model=str(folder))
             tokenizer = IdTokenizer(files.vocab_size)
-    except (FileNotFoundError, ValueError) as error:
+    except (NoSuchModel, FileNotFoundError, ValueError) as error:
         raise CannotStart(str(error)) from error
     builder = RequestBuilder(
         tokenizer, files, worker_model=lambda: _worker_model(session), max_model_len=settings.max_model_len

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import Field
 
 from demo import CHECKPOINT
-from services.runtime.settings import ServiceSettings
+from services.runtime.settings import Address, ServiceSettings
 
 # One variable for every service that needs to know the model (gateway: tokenizer, worker: weights).
 MODEL_ENV = "PACELINE_MODEL"
@@ -20,7 +20,7 @@ class GatewaySettings(ServiceSettings, section="gateway"):
 
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
     grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port; 0 takes a free one")
-    scheduler: str = Field("127.0.0.1:50051", description="host:port of the scheduler")
+    scheduler: Address = Field("127.0.0.1:50051", description="host:port of the scheduler")
     model: str = Field(
         default_factory=lambda: os.environ.get(MODEL_ENV) or str(CHECKPOINT),
         description=f"checkpoint folder, or a hub name, for its tokenizer (default: {MODEL_ENV}, else the demo model)",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import uvloop
@@ -24,14 +26,44 @@ class CannotStart(Exception):
     """The settings name something that cannot be used; starting again would not help. The message is one line."""
 
 
+# How many interruptible() blocks this process is in.
+_interruptible = 0
+# Open files that a service may want: each connection is one. Shells often start processes with 1024.
+_OPEN_FILES = 65536
+
+
+def raise_file_limit() -> None:
+    """As far as the system lets us without asking."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """In here a signal ends the process at once: nothing is served yet, and a thread that loads cannot be stopped."""
+    global _interruptible
+    _interruptible += 1
+    try:
+        yield
+    finally:
+        _interruptible -= 1
+
+
 def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
-    """Run `main` until it returns; SIGINT and SIGTERM set its stop event, a second one ends the process at once."""
+    """Run `main` until it returns; SIGINT and SIGTERM set its stop event, a second one ends the process at once.
+
+    So does the first in an interruptible() block.
+    """
+
+    raise_file_limit()
 
     async def run() -> None:
         stop = asyncio.Event()
 
         def on_signal(number: int) -> None:
-            if stop.is_set():
+            if stop.is_set() or _interruptible:
                 os._exit(128 + number)
             stop.set()
 

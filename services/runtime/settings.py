@@ -18,10 +18,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 import yaml
-from pydantic import Field, PrivateAttr, ValidationError
+from pydantic import AfterValidator, Field, PrivateAttr, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError
 from pydantic_settings.sources import InitSettingsSource
@@ -36,6 +36,22 @@ LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 # While load_settings builds the object: the parsed flags, and the file of --config, which wins over PACELINE_CONFIG.
 _flags: ContextVar[CliSettingsSource[Any] | None] = ContextVar("paceline_flags", default=None)
 _config_flag: ContextVar[str | None] = ContextVar("paceline_config_flag", default=None)
+
+
+def _address(value: str) -> str:
+    """gRPC would take anything, wrap a port that is too large, and try for ever."""
+    if value.startswith(("dns://", "unix:", "ipv4:", "ipv6:", "xds:///")):  # gRPC's own names
+        return value
+    host, _, port = value.rpartition(":")
+    if not host or (":" in host and not host.startswith("[")) or not (port.isascii() and port.isdecimal()):
+        raise ValueError("must be host:port, like 127.0.0.1:50051 or [::1]:50051")
+    if not 1 <= int(port) <= 65535:
+        raise ValueError("the port must be between 1 and 65535")
+    return value
+
+
+# Where another service is.
+Address = Annotated[str, AfterValidator(_address)]
 
 
 class ConfigError(Exception):
@@ -253,4 +269,4 @@ def _shared_env_name(name: str) -> str:
     return f"{ENV_PREFIX}{name.upper()}"
 
 
-__all__ = ["ConfigError", "LogLevel", "ServiceSettings", "config_path", "dump_settings", "load_settings"]
+__all__ = ["Address", "ConfigError", "LogLevel", "ServiceSettings", "config_path", "dump_settings", "load_settings"]

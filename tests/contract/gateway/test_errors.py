@@ -120,6 +120,10 @@ async def test_a_body_of_50_megabytes_is_refused(running: Running) -> None:
     headers = {"content-type": "application/json"}
     assert (await post(running, "/v1/completions", content=bytes(50 * 2**20), headers=headers))[0] == 413
     assert (await post(running, "/v1/completions", content=chunks(), headers=headers))[0] == 413
+    # A client that will not go on after this answer gets to read it, too.
+    headers["connection"] = "close"
+    assert (await post(running, "/v1/completions", content=bytes(50 * 2**20), headers=headers))[0] == 413
+    assert (await post(running, "/v1/completions", content=chunks(), headers=headers))[0] == 413
     assert (await running.http.get("/health")).status_code == 200
 
 

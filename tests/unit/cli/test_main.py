@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import pytest
 
-from services.cli.main import SERVICES, main
+from services.cli.main import INTERRUPTED, SERVICES, main
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -65,6 +65,20 @@ def test_a_service_imports_only_what_it_needs(service: str, absent: str) -> None
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert not {*absent.split()} & {*done.stdout.split()}
     assert server in done.stdout.split()
+
+
+def test_ctrl_c_while_a_command_is_being_imported_shows_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupted)
+    assert main(["up"]) == main(["serve", "worker"]) == INTERRUPTED
+
+
+def test_nothing_slow_is_imported_before_ctrl_c_is_handled() -> None:
+    code = "import sys, services.cli.main; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert not {"pydantic", "structlog", "grpc", "uvloop", "rich"} & {*done.stdout.split()}
 
 
 def test_a_taken_port_is_one_line() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import socket
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.cli.up import CannotServe, Child, Stack, UpSettings, pick_port
+from services.cli.up import CannotServe, Child, Stack, UpSettings, lines_of, own_command, pick_port
 from services.runtime.settings import load_settings
 
 
@@ -93,11 +94,35 @@ async def test_a_line_of_a_child_stays_one_line_in_a_pipe() -> None:
     assert "[bold]" in out.getvalue()
 
 
+async def test_all_that_a_child_says_is_read_however_long_its_lines() -> None:
+    said = asyncio.StreamReader(limit=1000)
+    said.feed_data(b"short\n" + b"x" * 5000 + b"\n\xff\n\nlast")
+    said.feed_eof()
+    lines = [line async for line in lines_of(said)]
+    assert lines[0] == "short"
+    assert lines[-3:] == ["\ufffd", "", "last"]
+    assert "".join(lines[1:-3]) == "x" * 5000
+
+
 async def test_the_commands_it_prints_can_be_copied() -> None:
     running, out = stack("--port", "0")
     running.show("paceline-demo")
     (worker,) = [line for line in out.getvalue().splitlines() if "paceline worker" in line]
-    assert f"paceline worker --scheduler 127.0.0.1:{running.scheduler_port}" in worker
+    assert worker.endswith(f"paceline worker --scheduler 127.0.0.1:{running.scheduler_port}")
+
+
+async def test_one_more_worker_serves_the_same_model() -> None:
+    running, out = stack("--port", "0", "--model", "/a b/c", "--load-format", "dummy", "--block-size", "8")
+    running.show("c")
+    (worker,) = [line for line in out.getvalue().splitlines() if "paceline worker" in line]
+    assert worker.endswith(" --model '/a b/c' --load-format dummy --block-size 8")
+
+
+def test_the_command_for_one_more_worker_works_in_a_new_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert own_command(".venv/bin/paceline") == own_command(f"{tmp_path}/.venv/bin/paceline") == ".venv/bin/paceline"
+    assert own_command("/opt/app/bin/paceline") == "/opt/app/bin/paceline"
+    assert own_command("/somewhere/services/cli/__main__.py") == "paceline"
 
 
 def test_a_busy_default_port_gives_way(busy: int) -> None:

@@ -14,6 +14,7 @@ from services.gateway.errors import ApiError, from_scheduler
 from services.gateway.model_files import ModelFiles, read_model_files, resolve_folder
 from services.gateway.request import FieldNames, GenerateJob, RequestBuilder, SamplingChoices
 from services.gateway.tokenizer import TextTokenizer
+from services.runtime.hub import NoSuchModel
 
 CHECKPOINT = Path(__file__).parents[3] / "demo" / "checkpoint"
 NAMES = FieldNames()
@@ -111,6 +112,13 @@ def test_a_context_that_is_too_long_names_the_numbers(builder: RequestBuilder) -
         make_job(builder, [1] * 120)
     assert caught.value.code == "context_length_exceeded"
     assert make_job(builder, [1] * 99).sampling.max_tokens == 1
+
+
+def test_limits_are_shown_as_one_would_write_them(builder: RequestBuilder) -> None:
+    with pytest.raises(ApiError, match="max_tokens must be between 1 and 2147483647, not 2147483648"):
+        make_job(builder, max_tokens=2**31)
+    with pytest.raises(ApiError, match=r"temperature must be between 0 and 100, not -0\.5"):
+        make_job(builder, temperature=-0.5)
 
 
 def test_tiny_temperatures_are_greedy(builder: RequestBuilder) -> None:
@@ -243,7 +251,7 @@ def test_the_schedulers_codes_become_http_and_grpc() -> None:
 
 def test_model_folders(tmp_path: Path) -> None:
     assert resolve_folder(str(CHECKPOINT)) == CHECKPOINT.resolve()
-    with pytest.raises(FileNotFoundError, match="not a hub name"):
+    with pytest.raises(NoSuchModel, match="not a hub name"):
         resolve_folder(str(tmp_path / "nowhere"))
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         read_model_files(tmp_path)
@@ -256,6 +264,10 @@ def test_model_folders(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3], "temperature": 0.6, "top_k": null}')
     files = read_model_files(tmp_path)
     assert (files.max_model_len, files.eos_token_ids, files.temperature, files.top_k) == (9, {2, 3}, 0.6, 0)
+    for strange in ('{"vocab_size": "x"}', '{"text_config": 5}'):
+        (tmp_path / "config.json").write_text(strange)
+        with pytest.raises(ValueError, match="makes no sense"):
+            read_model_files(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json"):
         read_model_files(tmp_path)

@@ -130,6 +130,21 @@ def test_where_a_template_comes_from(tmp_path: Path) -> None:
         text("{% if %}")
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", b"[]"),
+        ("tokenizer_config.json", b"{"),
+        ("tokenizer_config.json", b'{"chat_template": 5}'),
+        ("chat_template.jinja", b"\xff"),
+    ],
+)
+def test_a_broken_template_file_is_named(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=name):
+        ChatTemplate.from_folder(tmp_path)
+
+
 def test_no_template_and_no_tokenizer(tmp_path: Path) -> None:
     assert ChatTemplate.from_folder(tmp_path) is None
     with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from pydantic import Field
 
-from services.runtime.settings import ServiceSettings, load_settings
+from services.runtime.settings import Address, ServiceSettings, load_settings
 
 
 class ThingSettings(ServiceSettings, section="thing"):
@@ -20,6 +20,7 @@ class ThingSettings(ServiceSettings, section="thing"):
     port: int = Field(7000, ge=0, le=65535, description="port of the thing")
     max_tokens: int | None = Field(None, description="limit")
     chunked: bool = Field(True, description="in chunks")
+    peer: Address = Field("127.0.0.1:7001", description="another thing")
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +106,9 @@ def test_help_names_flags_and_variables(capsys: pytest.CaptureFixture[str]) -> N
     [
         (["--port", "x"], ["--port", "valid integer", "'x'"]),
         (["--port", "70000"], ["--port", "65535"]),
+        (["--peer", "nonsense"], ["--peer", "host:port"]),
+        (["--peer", "::1:7001"], ["--peer", "host:port"]),
+        (["--peer", "host:99999"], ["--peer", "between 1 and 65535"]),
         (["--port"], ["--port", "expected one argument"]),
         (["--log-level", "loud"], ["--log-level", "'loud'"]),
         (["--bogus", "1"], ["--bogus"]),
@@ -155,6 +159,11 @@ def test_a_file_without_the_section_changes_nothing(text: str, tmp_path: Path) -
     path = tmp_path / "empty.yaml"
     path.write_text(text)
     assert load_settings(ThingSettings, ["--config", str(path)]).model_fields_set == set()
+
+
+@pytest.mark.parametrize("peer", ["host:1", "10.0.0.1:65535", "[::1]:7001", "dns:///host:7001", "unix:/run/thing"])
+def test_addresses_of_every_kind(peer: str) -> None:
+    assert load_settings(ThingSettings, ["--peer", peer]).peer == peer
 
 
 def test_explicit_fields_are_known_as_such() -> None:

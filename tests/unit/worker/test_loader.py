@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from demo import CHECKPOINT
 from gpu_worker.build import BuiltWorker
 from gpu_worker.errors import ModelError
 from gpu_worker.models.config import parse_config, read_config
@@ -178,6 +179,12 @@ def test_files_that_are_not_there_or_not_what_they_seem(checkpoint: Path, tmp_pa
     (checkpoint / "config.json").write_text("{")
     with pytest.raises(ModelError, match="is not JSON"):
         read_config(checkpoint)
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    for strange in ({"rms_norm_eps": None}, {"quantization_config": 5}, {"eos_token_id": {}}):
+        (checkpoint / "config.json").write_text(json.dumps({**config, **strange}))
+        (checkpoint / "generation_config.json").unlink(missing_ok=True)
+        with pytest.raises(ModelError, match=r"config\.json has a value that makes no sense"):
+            read_config(checkpoint)
     (checkpoint / "config.json").unlink()
     with pytest.raises(ModelError, match="cannot read"):
         read_config(checkpoint)

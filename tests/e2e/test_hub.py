@@ -1,0 +1,138 @@
+"""A model by its hub name, through worker and gateway, from a hub on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from demo import CHECKPOINT
+from tests.support.hub import client_environment, fake_hub
+from tests.support.stack import Stack
+
+# All cases in one process: importing the hub's client takes long.
+ASK = """
+import sys
+from services.runtime.hub import NoSuchModel, checkpoint_folder
+for name in sys.argv[1:]:
+    try:
+        print("found", checkpoint_folder(name, ["config.json"]))
+    except NoSuchModel as error:
+        print(error)
+"""
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """The demo model with what else lies about in a repository."""
+    folder = tmp_path / "repository"
+    shutil.copytree(CHECKPOINT, folder)
+    (folder / "original").mkdir()
+    for name in ("pytorch_model.bin", "model.gguf", "consolidated.safetensors", "original/params.json"):
+        (folder / name).write_bytes(b"{}")
+    return folder
+
+
+def test_a_model_by_its_hub_name(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = Stack(tmp_path, model="org/demo")
+    try:
+        with fake_hub({"org/demo": checkpoint}) as hub:
+            for name, value in hub.environment(tmp_path / "cache").items():
+                monkeypatch.setenv(name, value)
+            stack.up()
+            fetched = sorted(hub.fetched)
+        assert fetched == [
+            "org/demo/chat_template.jinja",
+            "org/demo/config.json",
+            "org/demo/generation_config.json",
+            "org/demo/model.safetensors",
+            "org/demo/tokenizer.json",
+            "org/demo/tokenizer_config.json",
+        ]
+        assert ask(stack) == "3 + 4 = 7."
+        # There is no hub any more: now all comes from the cache.
+        for name in ("gateway", "worker-1"):
+            stack.kill(name)
+            stack.start(name)
+        stack.wait_ready()
+        assert ask(stack) == "3 + 4 = 7."
+    finally:
+        stack.down()
+
+
+def ask(stack: Stack) -> str:
+    question = {"messages": [{"role": "user", "content": "What is 3 + 4?"}], "temperature": 0}
+    answer = httpx.post(f"{stack.url}/v1/chat/completions", json={"model": "org/demo", **question}, timeout=30)
+    text: str = answer.raise_for_status().json()["choices"][0]["message"]["content"]
+    return text
+
+
+def test_what_the_hub_does_not_give_is_one_clear_line(checkpoint: Path, tmp_path: Path) -> None:
+    with fake_hub({"org/gated": checkpoint}, gated=frozenset({"org/gated"})) as hub:
+        gated, unknown, strange, path = asked(
+            hub.environment(tmp_path), "org/gated", "org/none", "org/no name", "no/such/folder"
+        )
+    assert gated.startswith("org/gated is gated: ")
+    assert unknown.startswith("there is no folder org/none, and the hub has no such model")
+    assert strange.startswith("org/no name cannot be fetched from the hub: ")
+    assert path == "there is no folder no/such/folder, and it is not a hub name like owner/model"
+    (unreachable,) = asked(client_environment(hub.url, tmp_path), "org/gated")
+    assert "the hub cannot be asked: " in unreachable
+
+
+def asked(environment: dict[str, str], *names: str) -> list[str]:
+    run = [sys.executable, "-c", ASK, *names]
+    done = subprocess.run(run, env={**os.environ, **environment}, capture_output=True, text=True, timeout=30)
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+def test_services_end_at_once_when_there_is_no_such_model(tmp_path: Path) -> None:
+    flags = ["--port", "0", "--model", "org/none", "--log-level", "warning"]
+    with fake_hub({}) as hub:
+        running = {
+            service: subprocess.Popen(
+                [sys.executable, "-m", "services.cli", "serve", service, *flags],
+                env={**os.environ, **hub.environment(tmp_path)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for service in ("worker", "gateway")
+        }
+        ended = {
+            service: (process.communicate(timeout=30)[0], process.returncode) for service, process in running.items()
+        }
+    for service, (output, status) in ended.items():
+        assert status == 2, output
+        (line,) = output.splitlines()
+        assert line.startswith("paceline ")
+        assert f"{service}: there is no folder org/none" in line
+
+
+def test_a_signal_ends_a_service_that_waits_for_a_hub(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environment = client_environment(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.cli", "serve", "gateway", "--port", "0", "--model", "org/demo"],
+            env={**os.environ, **environment},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        silent.settimeout(30)
+        connection, _ = silent.accept()
+        with connection:
+            process.send_signal(signal.SIGTERM)
+            asked_s = time.monotonic()
+            _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - asked_s < 5
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in errors
