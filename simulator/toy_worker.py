@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.v1.common_pb2 import ModelInfo, SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan, StepResult, TokenLogprobs, WorkerRegistration
+from scheduler_svc.core.beams import BeamSearch
 
 VOCAB = 50_000
 EOS = 7
@@ -32,6 +33,23 @@ def next_token(tokens: list[int], sampling: SamplingParams) -> int:
 def toy_logprob(tokens: list[int]) -> float:
     """Of the last one."""
     return -((tokens[-1] * 31 + len(tokens)) % 64) / 8
+
+
+def toy_candidates(tokens: list[int], count: int) -> list[tuple[int, float]]:
+    """The most likely tokens to come next, best first: any, now and then the end of the sequence among them."""
+    digest = zlib.crc32(np.array(tokens, np.int64).tobytes())
+    likely = [8 + (digest + 7919 * i) % (VOCAB - 8) for i in range(count)]
+    if count and digest % 5 == 0:
+        likely[digest % count] = EOS
+    # Sixteenths are exact in any precision.
+    return [(token, -(2 * i + 1 + (digest >> i) % 2) / 16) for i, token in enumerate(likely)]
+
+
+def expected_hypotheses(prompt: list[int], search: BeamSearch) -> list[tuple[list[int], float]]:
+    """What an undisturbed beam search finds."""
+    while not search.done:
+        search.advance([toy_candidates([*prompt, *beam.tokens], search.candidates_needed) for beam in search.live])
+    return [(list(found.tokens), found.score) for found in search.best()]
 
 
 def expected_output(prompt: list[int], sampling: SamplingParams) -> list[int]:
@@ -123,12 +141,19 @@ class ToyWorker:
         sampled += [self._compute(self.slots[slot], num_tokens) for slot, num_tokens in chunks]
         tokens = [token for token in sampled if token is not None]
         scored = [slot for slot in [*decodes, *dict(chunks)] if self.slots[slot].sampling.logprobs]
-        scores = [
-            TokenLogprobs(slot=slot, logprob=toy_logprob(self.slots[slot].tokens))
-            for slot in scored
-            if self.slots[slot].has_sampled
-        ]
+        scores = [self._logprobs(slot) for slot in scored if self.slots[slot].has_sampled]
         return StepResult(step=plan.step, token_ids=np.array(tokens, np.int32).tobytes(), logprobs=scores)
+
+    def _logprobs(self, slot: int) -> TokenLogprobs:
+        """Of the token that the slot has just sampled."""
+        sequence = self.slots[slot]
+        likely = toy_candidates(sequence.tokens[:-1], sequence.sampling.num_top_logprobs)
+        return TokenLogprobs(
+            slot=slot,
+            logprob=toy_logprob(sequence.tokens),
+            top_token_ids=np.array([token for token, _ in likely], np.int32).tobytes(),
+            top_logprobs=np.array([logprob for _, logprob in likely], np.float32).tobytes(),
+        )
 
     def _at(self, slot: int, what: str) -> ToySequence:
         self._expect(slot in self.slots, f"slot {slot} {what}, but empty")

@@ -56,12 +56,14 @@ class Lifecycle:
     def next_seniority(self) -> int:
         return next(self._ranks)
 
-    def accept(self, session: Session, request: Request) -> None:
+    def accept(self, session: Session, request: Request, enqueue: bool = True) -> None:
         self.counters.accepted += 1
         session.live[request.handle] = request
         self.journal.arrived(request, request.arrival_s)
         if request.deadline_s < math.inf:
             self._deadlines[request.deadline_s, request.seniority] = request
+        if not enqueue:
+            return
         if request.num_tokens >= request.max_total_tokens:  # resubmitted when only its ending was missing
             self.end(request, FinishReason.FINISH_REASON_LENGTH)
         else:
@@ -101,7 +103,9 @@ class Lifecycle:
         request.phase, request.worker = Phase.BINDING, worker.id
         if request.started_s is None:
             request.started_s = self.now_s
-        self.journal.event(request, "running", f"on worker {worker.id}", self.now_s)
+        if request.group is not None:
+            request.group.root.started_s = request.started_s
+        self._note(request, "running", f"on worker {worker.id}")
 
     def refused(self, request: Request) -> None:
         """The cache had less room than was thought: the request waits on, known to the cache as before."""
@@ -126,11 +130,28 @@ class Lifecycle:
                 request.place = next(self._fronts)
             case "back":
                 request.place = next(self._ranks)
-        self.journal.event(request, "preempted", "gave its blocks to what runs", self.now_s)
+        self._note(request, "preempted", "gave its blocks to what runs")
         self.requeue(request)
+
+    def park(self, request: Request) -> None:
+        """A beam has run its one token: it leaves its slot, and its blocks stay for those that will fork from it."""
+        worker = self._workers[request.worker]
+        worker.vacate(request.slot)
+        self._unbind(request)
+        request.phase, request.worker, request.parent = Phase.PARKED, worker.id, None
+        request.prompt_is_computed = True
+        worker.parked[request.seniority] = request
+
+    def unpark(self, request: Request) -> None:
+        """Nobody will fork from it any more (or not for certain)."""
+        if request.phase is Phase.PARKED:
+            self._withdraw(request)
 
     def evacuate(self, worker: Worker) -> list[Request]:
         """Take every live request off the worker, with all its known tokens. Their sequences are dropped."""
+        for parked in worker.parked.values():
+            parked.phase, parked.sequence, parked.prompt_is_computed = Phase.ENDED, 0, False
+        worker.parked.clear()
         requests = worker.drop_draft()
         for slot in list(worker.running):
             self._recall_tokens(worker, slot)
@@ -140,7 +161,7 @@ class Lifecycle:
             self._matched.pop(request.sequence, None)
             request.phase, request.sequence = Phase.WAITING, 0
             self.counters.requeued += 1
-            self.journal.event(request, "requeued", "its worker or the cache was lost", self.now_s)
+            self._note(request, "requeued", "its worker or the cache was lost")
         return sorted(requests, key=lambda request: request.seniority)
 
     def lost_worker(self, request: Request) -> None:
@@ -189,16 +210,13 @@ class Lifecycle:
         self.end(request, FinishReason.FINISH_REASON_ERROR, Rejection(CODE_INTERNAL, message))
 
     def end(self, request: Request, reason: FinishReason.ValueType, error: Rejection | None = None) -> None:
-        """The request is over, wherever it stands; its session is told."""
-        if request.phase is Phase.RUNNING:
-            self._vacate(request)
-        elif request.phase is Phase.WAITING and request in self.queue:
-            self.queue.remove(request)
-        if request.phase in (Phase.RUNNING, Phase.BINDING):
-            self._unbind(request)
-        self._forget_sequence(request)
+        """The request is over, wherever it stands; its session is told. A beam ends with all of its search."""
+        if request.group is not None:
+            request = request.group.root
+            for member in self._members_of(request):
+                self._withdraw(member)
+        self._withdraw(request)
         self._deadlines.pop((request.deadline_s, request.seniority), None)
-        request.phase = Phase.ENDED
         name = FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
         self.counters.finished[name] = self.counters.finished.get(name, 0) + 1
         self.journal.event(request, "ended", name if error is None else error.message, self.now_s)
@@ -206,7 +224,36 @@ class Lifecycle:
         if session is not None and session.live.pop(request.handle, None) is not None:
             ending = rejected(request.handle, error) if error else Ending(handle=request.handle, reason=reason)
             ending.cached_tokens = request.cached_tokens or 0
+            ending.hypotheses.extend(request.hypotheses)
             session.add_ending(ending)
+
+    def _members_of(self, root: Request) -> list[Request]:
+        assert root.group is not None
+        parked = [request for worker in self._workers.values() for request in worker.parked.values()]
+        return [*root.group.members, *(request for request in parked if request.group is root.group)]
+
+    def _withdraw(self, request: Request) -> None:
+        """Out of wherever it stands, with all that it holds."""
+        match request.phase:
+            case Phase.RUNNING:
+                self._vacate(request)
+                self._unbind(request)
+            case Phase.BINDING:
+                self._unbind(request)
+            case Phase.WAITING if request in self.queue:
+                self.queue.remove(request)
+            case Phase.PARKED:
+                del self._workers[request.worker].parked[request.seniority]
+                request.worker, request.prompt_is_computed = 0, False
+            case Phase.ENDED:
+                return
+        self._forget_sequence(request)
+        request.phase = Phase.ENDED
+
+    def _note(self, request: Request, event: str, detail: str) -> None:
+        """In the journal, which knows clients' requests only."""
+        if not request.is_member:
+            self.journal.event(request, event, detail, self.now_s)
 
     def end_late(self, now_s: float) -> None:
         """End what has missed its deadline or one of the time-outs."""

@@ -68,6 +68,8 @@ class Planner:
         A sequence that runs alone and still has no room holds blocks twice: its own, and the equal ones that others had
         stored before. It gives way to itself: when it comes back it shares them, and then it fits.
         """
+        if worker.parked:
+            return  # the first to give way: who would fork from them computes a few tokens anew
         victims = step.own(policies.preemption.victims(step))
         if not victims and len(step.running) > 1:
             raise PolicyError("preemption: nobody is named to give way")

@@ -5,9 +5,14 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from paceline.v1.cache_pb2 import WorkerMatch
 from paceline.v1.common_pb2 import SamplingParams
+from paceline.v1.inference_pb2 import Hypothesis
+
+if TYPE_CHECKING:
+    from scheduler_svc.core.beam_groups import BeamGroup
 
 TOKEN_BYTES = 4  # token ids travel and rest as packed little-endian int32
 
@@ -16,6 +21,7 @@ class Phase(enum.Enum):
     WAITING = "waiting"  # in the queue
     BINDING = "binding"  # in a draft whose cache exchange has not come back
     RUNNING = "running"  # holds a slot and blocks of one worker
+    PARKED = "parked"  # a beam that has left its slot and keeps its blocks, for those that fork from it
     ENDED = "ended"
 
 
@@ -55,6 +61,13 @@ class Request:
     extra_stop_ids: frozenset[int] = field(default_factory=frozenset)
     parent: Request | None = None  # to fork from, as long as that is possible
     prompt_is_computed: bool = False  # and known to be, of the attempt that runs
+    group: BeamGroup | None = None  # whose root or member it is
+    hypotheses: list[Hypothesis] = field(default_factory=list)  # what its beam search has found
+
+    @property
+    def is_member(self) -> bool:
+        """Of a client's request, and none itself."""
+        return self.group is not None and self.group.root is not self
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -111,7 +124,7 @@ class Request:
         parent = self.parent
         if parent is None or parent.prompt_is_computed or parent.num_preemptions:
             return False
-        return parent.phase is not Phase.ENDED
+        return parent.phase in (Phase.WAITING, Phase.BINDING, Phase.RUNNING)
 
     @property
     def best_matched_tokens(self) -> int:

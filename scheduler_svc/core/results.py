@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.v1.common_pb2 import FinishReason
-from paceline.v1.worker_pb2 import StepResult
+from paceline.v1.worker_pb2 import StepResult, TokenLogprobs
 from scheduler_svc.core.arrays import Longs, Slots, Tokens
 from scheduler_svc.core.cache_link import CacheLink, ProtocolError
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.worker import Chunk, StepInFlight, Worker
+
+Logprobs = dict[int, TokenLogprobs]  # by slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,7 @@ class ResultReader:
     finish: Callable[[Request, FinishReason.ValueType], None]
     fail: Callable[[Request, str], None]
     publish_score: Callable[[Request, float], None]
+    report_beam: Callable[[Request, TokenLogprobs | None], None]
 
     def apply(self, worker: Worker, result: StepResult) -> int:
         """Take in the result of the oldest step in flight; returns how many tokens were new.
@@ -31,11 +34,11 @@ class ResultReader:
         step = self._matching_step(worker, result)
         tokens = np.frombuffer(result.token_ids, np.int32)
         failed = {error.slot: error.message for error in result.errors}
-        scores = {item.slot: item.logprob for item in result.logprobs}
-        accepted = self._decodes(worker, step, tokens[: len(step.rows)], failed, scores)
+        logprobs = {item.slot: item for item in result.logprobs}
+        accepted = self._decodes(worker, step, tokens[: len(step.rows)], failed, logprobs)
         sampled = iter(tokens[len(step.rows) :].tolist())
         for chunk in step.chunks:
-            accepted += self._chunk(worker, chunk, next(sampled) if chunk.samples else None, failed, scores)
+            accepted += self._chunk(worker, chunk, next(sampled) if chunk.samples else None, failed, logprobs)
         return accepted
 
     def _matching_step(self, worker: Worker, result: StepResult) -> StepInFlight:
@@ -49,7 +52,7 @@ class ResultReader:
         return step
 
     def _decodes(
-        self, worker: Worker, step: StepInFlight, tokens: Tokens, failed: dict[int, str], scores: dict[int, float]
+        self, worker: Worker, step: StepInFlight, tokens: Tokens, failed: dict[int, str], logprobs: Logprobs
     ) -> int:
         slots, rows = worker.slots, step.rows
         if not len(rows):
@@ -63,9 +66,9 @@ class ResultReader:
         slots.write_tokens(step.decode_step, seated, tokens)
         if len(seated):
             self.publish(rows.session, sessions, handles, tokens)
-            for slot in seated.tolist() if scores else ():
-                if slot in scores:
-                    self.publish_score(worker.running[slot], scores[slot])
+            for slot in seated.tolist() if logprobs else ():
+                if slot in logprobs:
+                    self.publish_score(worker.running[slot], logprobs[slot].logprob)
             self._check_ends(worker, seated, tokens)
         return len(seated)
 
@@ -86,7 +89,7 @@ class ResultReader:
                 self.finish(worker.running[slot], FinishReason.FINISH_REASON_LENGTH)
 
     def _chunk(
-        self, worker: Worker, chunk: Chunk, token: int | None, failed: dict[int, str], scores: dict[int, float]
+        self, worker: Worker, chunk: Chunk, token: int | None, failed: dict[int, str], logprobs: Logprobs
     ) -> int:
         """A prefill row: its whole blocks are in place; if it was the last one, the first token is here."""
         slots, slot = worker.slots, chunk.slot
@@ -99,12 +102,15 @@ class ResultReader:
         self.cache.add_commit(request.sequence, b"", chunk.num_computed)
         if token is None:
             return 0
+        if request.group is not None:
+            self.report_beam(request, logprobs.get(slot))
+            return 0
         row, tokens = np.array([slot], np.int32), np.array([token], np.int32)
         request.output += tokens.tobytes()
         request.prompt_is_computed = True
         self.publish(int(slots.session[slot]), slots.session[row], slots.handle[row], tokens)
-        if slot in scores:
-            self.publish_score(request, scores[slot])
+        if slot in logprobs:
+            self.publish_score(request, logprobs[slot].logprob)
         self._check_ends(worker, row, tokens)
         return 1
 

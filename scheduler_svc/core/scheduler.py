@@ -21,6 +21,7 @@ from paceline.v1.worker_pb2 import (
     WorkerServiceLinkResponse,
 )
 from scheduler_svc.core.arrays import Longs, Tokens
+from scheduler_svc.core.beam_groups import BeamGroups, check_beam
 from scheduler_svc.core.cache_link import CacheLink, Sent, admit_result
 from scheduler_svc.core.composer import Composer
 from scheduler_svc.core.intake import (
@@ -77,9 +78,12 @@ class SchedulerCore:
         self._composer = Composer(policies, fallback, self.counters, on_policy_error)
         self.queue = self._composer.queue
         self.life = Lifecycle(config, self.queue, self._cache, self.workers, self.sessions, self.counters)
+        self._groups = BeamGroups(self.life, self.workers)
         exceeded = self.life.budgets.exceeded
         self._planner = Planner(self.life.preempt, exceeded, self._session_index, config.max_num_seqs)
-        self._results = ResultReader(self._cache, self._publish, self.life.end, self.life.fail, self._publish_score)
+        self._results = ResultReader(
+            self._cache, self._publish, self.life.end, self.life.fail, self._publish_score, self._groups.report
+        )
 
     @property
     def policies(self) -> Policies:
@@ -135,6 +139,8 @@ class SchedulerCore:
 
     def _submit(self, session: Session, submission: Submission, now_s: float) -> None:
         check_submission(submission)
+        if submission.HasField("beam"):
+            check_beam(submission)
         if self.limits:
             check_limits(submission, self.limits)
         if submission.handle in session.live:
@@ -146,7 +152,10 @@ class SchedulerCore:
                 request.parent = parent
         if not submission.accepted_before:  # nothing accepted is lost
             check_queue(self.queue, request, self.config, self.life.budgets)
-        self.life.accept(session, request)
+        is_search = submission.HasField("beam")
+        self.life.accept(session, request, enqueue=not is_search)
+        if is_search:
+            self._groups.start(request, submission.beam, self.limits)
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -208,6 +217,7 @@ class SchedulerCore:
                 for request in list(self.queue):  # accepted before anybody knew the model
                     if (rejection := recheck(request, self.limits)) is not None:
                         self.life.end(request, FinishReason.FINISH_REASON_ERROR, rejection)
+            self._groups.model_known(self.limits)
         self._announce()
 
     def _announce(self) -> None:
@@ -293,6 +303,7 @@ class SchedulerCore:
         if plan is not None:
             self.counters.steps += 1
             self._outbox.to_workers.append((worker.id, WorkerServiceLinkResponse(plan=plan)))
+        self._groups.settle(admission.request for admission in draft.decision.admissions)
         for admission in draft.decision.admissions:
             request = admission.request
             if request.phase is Phase.BINDING:  # the cache had less room than was thought
@@ -356,6 +367,8 @@ class SchedulerCore:
                     break
                 step = self._composer.compose(self._planner, worker, self.workers, now_s)
                 if step is None:
+                    if worker.parked:
+                        self._groups.give_up_blocks(worker)
                     askers.append(worker)  # somebody gave way
                     break
                 if not self._accept(worker, step, drafts):
@@ -392,6 +405,8 @@ class SchedulerCore:
         it does not block the others for ever."""
         idle = not any(w.running or w.in_flight or w.draft for w in self.workers.values())
         if not (idle and step.held_back and len(self.queue)):
+            return
+        if sum(self._groups.give_up_blocks(worker) for worker in self.workers.values()):
             return
         self._refusals += 1
         if self._refusals >= self.config.stuck_decisions * len(self.workers):

@@ -94,6 +94,7 @@ class Worker:
     preempted: list[Request] = field(default_factory=list)  # while the next step was composed
     knows_cache: bool = False  # since the last plan, the cache has answered what had been gathered then
     held: dict[int, int] = field(default_factory=dict)  # decode, but not now: slot -> tokens
+    parked: dict[int, Request] = field(default_factory=dict)  # beams that keep their blocks here, by seniority
     num_departed: int = 0  # sequences that ever left
     binding_tokens: int = 0  # load of the requests that the draft binds
 

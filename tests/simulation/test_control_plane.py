@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
+from paceline.v1.inference_pb2 import BeamOptions
+from scheduler_svc.core.beam_groups import make_search
 from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.presets import PRESETS
 from scheduler_svc.policies.registry import KINDS, build, choose, names
 from simulator.system import LocalSystem, raise_policy_error
-from simulator.toy_worker import ToyWorker, expected_output, toy_logprob
+from simulator.toy_worker import EOS, ToyWorker, expected_hypotheses, expected_output, toy_logprob
 
 NUM_SEEDS = 300
 MAX_MOVES = 50_000
@@ -32,6 +35,7 @@ class Run:
         self.system = LocalSystem(config, self.policies(), self.policy_failed)
         self.families = [[self.rng.randrange(8, 100) for _ in range(40)] for _ in range(3)]
         self.asked: dict[tuple[str, int], tuple[list[int], SamplingParams]] = {}
+        self.searches: dict[tuple[str, int], tuple[list[int], SamplingParams, BeamOptions]] = {}
         self.cancelled: set[tuple[str, int]] = set()
         self.faults_left = 5
         self.requests_left = self.rng.randrange(1, 30)
@@ -84,6 +88,14 @@ class Run:
         fields = {"priority": rng.randrange(3), "tenant": rng.choice("xyz")}
         max_tokens = rng.randrange(1, max(2, min(40, room - length)))
         ignore_eos = rng.random() < 0.3
+        if rng.random() < 0.1:
+            sampling = SamplingParams(top_p=1, max_tokens=min(max_tokens, 10), ignore_eos=ignore_eos)
+            width = rng.randrange(1, 5)
+            beam = BeamOptions(width=width, num_return=rng.randrange(1, width + 1), early_stopping=rng.randrange(3))
+            self.searches[session, first] = prompt, sampling, beam
+            self.system.submit(session, first, prompt, sampling, beam=beam, **fields)
+            self.requests_left -= 1
+            return
         for _ in range(rng.choice([1, 1, 1, 2, 4])):  # several samples of one prompt fork from the first one
             seed = rng.randrange(5)
             sampling = SamplingParams(top_p=1, max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos)
@@ -110,8 +122,8 @@ class Run:
             moves = self.system.moves()
             if self.requests_left and dice < 0.05:
                 self.submit()
-            elif self.asked and dice < 0.06:
-                key = self.rng.choice(list(self.asked))
+            elif (keys := [*self.asked, *self.searches]) and dice < 0.06:
+                key = self.rng.choice(keys)
                 self.cancelled.add(key)
                 self.system.cancel(*key)
             elif self.faults_left and dice < 0.063:
@@ -137,6 +149,17 @@ class Run:
             else:
                 assert reason in (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH)
                 assert got == right
+        for (session, handle), (prompt, sampling, beam) in self.searches.items():
+            client = self.system.clients[session]
+            ending = client.endings[handle]
+            assert handle not in client.tokens
+            if ending.reason == FinishReason.FINISH_REASON_ABORT:
+                assert (session, handle) in self.cancelled
+                continue
+            found = [(np.frombuffer(h.token_ids, np.int32).tolist(), h.score) for h in ending.hypotheses]
+            right = expected_hypotheses(prompt, make_search(beam, sampling, [EOS]))
+            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in right]
+            assert [score for _, score in found] == pytest.approx([score for _, score in right])
         self.system.assert_at_rest()
 
 

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from paceline.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,30 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _EarlyStopping:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EarlyStoppingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlyStopping.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EARLY_STOPPING_UNSPECIFIED: _EarlyStopping.ValueType  # 0
+    """When the best beam, scored at its present length, is no better than the worst of them."""
+    EARLY_STOPPING_FIRST: _EarlyStopping.ValueType  # 1
+    """At once."""
+    EARLY_STOPPING_NEVER: _EarlyStopping.ValueType  # 2
+    """When no beam can become better than the worst of them."""
+
+class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
+    """When a search ends that has as many finished hypotheses as beams."""
+
+EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
+"""When the best beam, scored at its present length, is no better than the worst of them."""
+EARLY_STOPPING_FIRST: EarlyStopping.ValueType  # 1
+"""At once."""
+EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 2
+"""When no beam can become better than the worst of them."""
+Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -165,6 +190,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    BEAM_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     model: _builtins.str
     """Empty: the model that is served."""
@@ -182,6 +208,10 @@ class GenerateRequest(_message.Message):
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
     def sampling(self) -> Global___SamplingOptions: ...
+    @_builtins.property
+    def beam(self) -> Global___BeamOptions:
+        """Search for the most likely sequences instead of sampling one. The answer then comes in one message, as hypotheses."""
+
     def __init__(
         self,
         *,
@@ -194,16 +224,52 @@ class GenerateRequest(_message.Message):
         priority: _builtins.float = ...,
         tenant: _builtins.str = ...,
         deadline_s: _builtins.float = ...,
+        beam: Global___BeamOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "deadline_s", b"deadline_s", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class BeamOptions(_message.Message):
+    """Beam search as in Hugging Face transformers' generate(num_beams=...)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: _builtins.int
+    NUM_RETURN_FIELD_NUMBER: _builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: _builtins.int
+    width: _builtins.int
+    """Beams; at least 1."""
+    num_return: _builtins.int
+    """Hypotheses to return, at most width; 0 means 1."""
+    length_penalty: _builtins.float
+    """A hypothesis scores its log probability over its length to the power of this; absent: 1."""
+    early_stopping: Global___EarlyStopping.ValueType
+    def __init__(
+        self,
+        *,
+        width: _builtins.int = ...,
+        num_return: _builtins.int = ...,
+        length_penalty: _builtins.float | None = ...,
+        early_stopping: Global___EarlyStopping.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "length_penalty", b"length_penalty"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "num_return", b"num_return", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__length_penalty: _TypeAlias = _typing.Literal["length_penalty"]  # noqa: Y015
+    _WhichOneofArgType__length_penalty: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length_penalty) -> _WhichOneofReturnType__length_penalty | None: ...
+
+Global___BeamOptions: _TypeAlias = BeamOptions  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
@@ -240,6 +306,7 @@ class GenerateResponse(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    HYPOTHESES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
     """New text since the last message (empty from the scheduler's own endpoint)."""
@@ -251,6 +318,10 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___Usage: ...
+    @_builtins.property
+    def hypotheses(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratedHypothesis]:
+        """Of a beam search, in its one message; best first. token_ids, text and finish_reason are those of the first."""
+
     def __init__(
         self,
         *,
@@ -259,14 +330,44 @@ class GenerateResponse(_message.Message):
         text: _builtins.str = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         usage: Global___Usage | None = ...,
+        hypotheses: _abc.Iterable[Global___GeneratedHypothesis] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "hypotheses", b"hypotheses", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class GeneratedHypothesis(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    score: _builtins.float
+    finish_reason: _common_pb2.FinishReason.ValueType
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        text: _builtins.str = ...,
+        score: _builtins.float = ...,
+        finish_reason: _common_pb2.FinishReason.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "score", b"score", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GeneratedHypothesis: _TypeAlias = GeneratedHypothesis  # noqa: Y015
 
 @_typing.final
 class SessionRequest(_message.Message):
@@ -346,6 +447,7 @@ class Submission(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
     FORK_OF_FIELD_NUMBER: _builtins.int
+    BEAM_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     request_id: _builtins.str
     prompt_token_ids: _builtins.bytes
@@ -366,6 +468,10 @@ class Submission(_message.Message):
     """
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
+    @_builtins.property
+    def beam(self) -> Global___BeamOptions:
+        """Beam search: no tokens come before the ending, which carries the hypotheses. Submitted again, it starts anew."""
+
     def __init__(
         self,
         *,
@@ -380,10 +486,11 @@ class Submission(_message.Message):
         deadline_s: _builtins.float = ...,
         lora: _builtins.str = ...,
         fork_of: _builtins.int = ...,
+        beam: Global___BeamOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "deadline_s", b"deadline_s", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "beam", b"beam", "deadline_s", b"deadline_s", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -496,6 +603,7 @@ class Ending(_message.Message):
     FIELD_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    HYPOTHESES_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     code: _builtins.int
@@ -506,6 +614,10 @@ class Ending(_message.Message):
     cached_tokens: _builtins.int
     retry_after_s: _builtins.float
     """With RESOURCE_EXHAUSTED: try again after so long."""
+    @_builtins.property
+    def hypotheses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hypothesis]:
+        """Of a beam search, best first."""
+
     def __init__(
         self,
         *,
@@ -516,14 +628,41 @@ class Ending(_message.Message):
         field: _builtins.str = ...,
         cached_tokens: _builtins.int = ...,
         retry_after_s: _builtins.float = ...,
+        hypotheses: _abc.Iterable[Global___Hypothesis] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "code", b"code", "field", b"field", "handle", b"handle", "message", b"message", "reason", b"reason", "retry_after_s", b"retry_after_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "code", b"code", "field", b"field", "handle", b"handle", "hypotheses", b"hypotheses", "message", b"message", "reason", b"reason", "retry_after_s", b"retry_after_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Ending: _TypeAlias = Ending  # noqa: Y015
+
+@_typing.final
+class Hypothesis(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    token_ids: _builtins.bytes
+    """Packed int32: the output, with the token that ended it."""
+    score: _builtins.float
+    reason: _common_pb2.FinishReason.ValueType
+    def __init__(
+        self,
+        *,
+        token_ids: _builtins.bytes = ...,
+        score: _builtins.float = ...,
+        reason: _common_pb2.FinishReason.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "score", b"score", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Hypothesis: _TypeAlias = Hypothesis  # noqa: Y015
 
 @_typing.final
 class SchedulerStatus(_message.Message):
