@@ -11,6 +11,11 @@ How the fields are read off vLLM:
   free_blocks     free blocks without a content hash; cached_blocks: free blocks with one (vLLM keeps one list of both)
   priority        negated: in vLLM the smaller number goes first
 A run in which nothing was scheduled for 20 steps in a row, with nobody left to arrive, is cut off and marked "stuck".
+
+vLLM offers a block for reuse when it is allocated, a step before its content exists. Two additions serve the comparison
+with a cache that offers it when it has been computed:
+  "shares_unwritten": N in the output  the first step in which a request reused a block that was written in that step
+  "store_after_step": true in the input  vLLM's calls to store blocks are kept back until the step has run
 """
 
 from __future__ import annotations
@@ -124,6 +129,12 @@ class Run:
         self.tokens = itertools.count(2**31 - 2, -1)
         self.preemptions: dict[str, int] = {}
         self.generated = {asked["id"]: 0 for asked in scenario["requests"]}
+        self.shares_unwritten: int | None = None
+        self.kept_back: dict[str, tuple[Request, int]] = {}
+        coordinator = self.scheduler.kv_cache_manager.coordinator
+        self.store = coordinator.cache_blocks
+        if scenario.get("store_after_step"):
+            coordinator.cache_blocks = lambda request, n: self.kept_back.update({request.request_id: (request, n)})
 
     def play(self) -> dict[str, Any]:
         steps: list[dict[str, Any]] = []
@@ -138,13 +149,14 @@ class Run:
                 break
             idle = 0 if steps[-1]["scheduled"] or number < last_arrival else idle + 1
             if idle == MAX_IDLE_STEPS:
-                return {
-                    "steps": steps[:-idle],
-                    "num_steps": len(steps) - idle,
-                    "generated_tokens": self.generated,
-                    "stuck": True,
-                }
-        return {"steps": steps, "num_steps": len(steps), "generated_tokens": self.generated}
+                return self.outcome(steps[:-idle]) | {"stuck": True}
+        return self.outcome(steps)
+
+    def outcome(self, steps: list[dict[str, Any]]) -> dict[str, Any]:
+        outcome = {"steps": steps, "num_steps": len(steps), "generated_tokens": self.generated}
+        if self.shares_unwritten is not None:
+            outcome["shares_unwritten"] = self.shares_unwritten
+        return outcome
 
     def step(self, number: int) -> dict[str, Any]:
         scheduler = self.scheduler
@@ -164,6 +176,12 @@ class Run:
             phase = "decode" if decodes else "prefill"
             scheduled.append({"id": name, "tokens": tokens, "cached_tokens": cached.get(name, 0), "phase": phase})
             sampled[name] = [next(self.tokens)] if computed == known[name] else []
+        if self.shares_unwritten is None and self.reuses_unwritten(output.num_scheduled_tokens, cached):
+            self.shares_unwritten = number
+        for name in output.num_scheduled_tokens:
+            if name in self.kept_back:
+                self.store(*self.kept_back[name])
+        self.kept_back.clear()  # of what was scheduled and then preempted nothing is ever written
         free, with_hash = self.pool()
         step = {
             "step": number,
@@ -189,6 +207,18 @@ class Run:
                 step["finished"].append(name)
                 del self.requests[name]
         return step
+
+    def reuses_unwritten(self, scheduled: dict[str, int], cached: dict[str, int]) -> bool:
+        """Whether a request came in with a cached block that this very step writes."""
+        block_size = self.scenario["block_size"]
+        written: set[int] = set()
+        reused: set[int] = set()
+        for name, tokens in scheduled.items():
+            (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+            before = self.requests[name].num_computed_tokens - tokens
+            written.update(blocks[before // block_size :])
+            reused.update(blocks[: cached.get(name, 0) // block_size])
+        return not written.isdisjoint(reused)
 
     def pool(self) -> tuple[int, int]:
         pool = self.scheduler.kv_cache_manager.block_pool
