@@ -12,10 +12,16 @@ How the fields are read off vLLM:
   priority        negated: in vLLM the smaller number goes first
 A run in which nothing was scheduled for 20 steps in a row, with nobody left to arrive, is cut off and marked "stuck".
 
-vLLM offers a block for reuse when it is allocated, a step before its content exists. Two additions serve the comparison
-with a cache that offers it when it has been computed:
-  "shares_unwritten": N in the output  the first step in which a request reused a block that was written in that step
-  "store_after_step": true in the input  vLLM's calls to store blocks are kept back until the step has run
+vLLM decides and allocates request by request, so what a step has done so far counts for those after; Paceline composes a
+step on the cache as it was before, and then allocates. Where that can matter, the output names the first such step:
+  "evicts_match": N             a waiting request that was looked at had a shorter hit than before the step
+  "shares_unwritten": N         it had a longer one: of a block that this step is to write. With "store_after_step": true
+                                in the input, vLLM's calls to store blocks are kept back until the step has run, and
+                                this does not happen
+  "evicts_then_preempts": N     cached blocks went to running requests, and then one had to give way after all
+  "stores_unwritten": N         (priority) what gave way had its place in the step and had filled a block by it; the
+                                block stays in the cache, though nothing will have written it
+  "stops_at_itself": N          (priority) a running request gave way to itself, and so nobody behind it runs either
 """
 
 from __future__ import annotations
@@ -129,9 +135,15 @@ class Run:
         self.tokens = itertools.count(2**31 - 2, -1)
         self.preemptions: dict[str, int] = {}
         self.generated = {asked["id"]: 0 for asked in scenario["requests"]}
-        self.shares_unwritten: int | None = None
+        self.firsts: dict[str, int] = {}
+        self.found: dict[str, int] = {}  # cached tokens of the requests that the step looked at
+        self.number = self.cached_before = 0
+        self.gave_way = False  # somebody, in this step
         self.kept_back: dict[str, tuple[Request, int]] = {}
-        coordinator = self.scheduler.kv_cache_manager.coordinator
+        manager = self.scheduler.kv_cache_manager
+        self.look_up, manager.get_computed_blocks = manager.get_computed_blocks, self.noted_look_up
+        self.preempt, self.scheduler._preempt_request = self.scheduler._preempt_request, self.noted_preempt
+        coordinator = manager.coordinator
         self.store = coordinator.cache_blocks
         if scenario.get("store_after_step"):
             coordinator.cache_blocks = lambda request, n: self.kept_back.update({request.request_id: (request, n)})
@@ -153,14 +165,14 @@ class Run:
         return self.outcome(steps)
 
     def outcome(self, steps: list[dict[str, Any]]) -> dict[str, Any]:
-        outcome = {"steps": steps, "num_steps": len(steps), "generated_tokens": self.generated}
-        if self.shares_unwritten is not None:
-            outcome["shares_unwritten"] = self.shares_unwritten
-        return outcome
+        return {"steps": steps, "num_steps": len(steps), "generated_tokens": self.generated, **self.firsts}
 
     def step(self, number: int) -> dict[str, Any]:
         scheduler = self.scheduler
         known = {name: request.num_tokens for name, request in self.requests.items()}
+        before = self.hits()
+        self.found.clear()
+        self.number, self.gave_way, self.cached_before = number, False, self.pool()[1]
         output = scheduler.schedule()
         cached = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         resumed = output.scheduled_cached_reqs
@@ -171,13 +183,12 @@ class Run:
         for name, tokens in output.num_scheduled_tokens.items():
             request = self.requests[name]
             computed = request.num_computed_tokens  # schedule() has moved it on already
-            before = computed - tokens
-            decodes = before == known[name] - 1 and request.num_output_tokens > 0 and name not in cached
+            decodes = computed - tokens == known[name] - 1 and request.num_output_tokens > 0 and name not in cached
             phase = "decode" if decodes else "prefill"
             scheduled.append({"id": name, "tokens": tokens, "cached_tokens": cached.get(name, 0), "phase": phase})
             sampled[name] = [next(self.tokens)] if computed == known[name] else []
-        if self.shares_unwritten is None and self.reuses_unwritten(output.num_scheduled_tokens, cached):
-            self.shares_unwritten = number
+        self.note_hits(before)
+        self.note_stop(output.num_scheduled_tokens)
         for name in output.num_scheduled_tokens:
             if name in self.kept_back:
                 self.store(*self.kept_back[name])
@@ -208,17 +219,39 @@ class Run:
                 del self.requests[name]
         return step
 
-    def reuses_unwritten(self, scheduled: dict[str, int], cached: dict[str, int]) -> bool:
-        """Whether a request came in with a cached block that this very step writes."""
-        block_size = self.scenario["block_size"]
-        written: set[int] = set()
-        reused: set[int] = set()
-        for name, tokens in scheduled.items():
-            (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
-            before = self.requests[name].num_computed_tokens - tokens
-            written.update(blocks[before // block_size :])
-            reused.update(blocks[: cached.get(name, 0) // block_size])
-        return not written.isdisjoint(reused)
+    def happened(self, what: str) -> None:
+        self.firsts.setdefault(what, self.number)
+
+    def note_hits(self, before: dict[str, int]) -> None:
+        for name, found in self.found.items():
+            if found > before[name]:
+                self.happened("shares_unwritten")
+            if found < before[name]:
+                self.happened("evicts_match")
+
+    def hits(self) -> dict[str, int]:
+        return {request.request_id: self.look_up(request)[1] for request in self.scheduler.waiting}
+
+    def noted_look_up(self, request: Request) -> Any:
+        found = self.look_up(request)
+        self.found[request.request_id] = found[1]
+        return found
+
+    def noted_preempt(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        if not self.gave_way and self.pool()[1] < self.cached_before:
+            self.happened("evicts_then_preempts")
+        self.gave_way = True
+        if not self.scenario.get("store_after_step"):
+            (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+            stored_tokens = manager.num_cached_block.get(request.request_id, 0) * self.scenario["block_size"]
+            if stored_tokens > request.num_computed_tokens:
+                self.happened("stores_unwritten")
+        self.preempt(request, *args, **kwargs)
+
+    def note_stop(self, scheduled: dict[str, int]) -> None:
+        idle = any(request.request_id not in scheduled for request in self.scheduler.running)
+        if self.gave_way and idle and sum(scheduled.values()) < self.scenario["max_batched_tokens"]:
+            self.happened("stops_at_itself")
 
     def pool(self) -> tuple[int, int]:
         pool = self.scheduler.kv_cache_manager.block_pool

@@ -40,13 +40,16 @@ def workload(seed: int, preset: str) -> dict[str, Any]:
     options: dict[str, Any] = {"chunked_prefill": chunked}
     if rng.random() < 0.3:
         options["long_prefill_token_threshold"] = rng.randint(1, max_model_len)
-    if rng.random() < 0.3:
-        options["watermark"] = rng.choice([0.01, 0.1, 0.3])
     # vLLM asks for a budget of the model's length when prompts are not cut.
     budget = rng.randint(max_num_seqs, max_num_seqs + 40) if chunked else max_model_len + rng.randint(0, 30)
+    num_blocks = max(1, need_blocks) + rng.randint(0, rng.choice([1, 4, 4 * need_blocks + 4]))
+    watermark = rng.choice([0.0, 0.0, 0.01, 0.1, 0.3])
+    # vLLM counts its null block into the pool that the share is of. Only shares for which this makes no difference.
+    if int(watermark * num_blocks) == int(watermark * (num_blocks + 1)):
+        options["watermark"] = watermark
     return {
         "block_size": block_size,
-        "num_blocks": max(1, need_blocks) + rng.randint(0, rng.choice([1, 4, 4 * need_blocks + 4])),
+        "num_blocks": num_blocks,
         "max_num_seqs": max_num_seqs,
         "max_batched_tokens": max(budget, max_num_seqs),
         "max_model_len": max_model_len,
