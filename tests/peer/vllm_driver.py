@@ -18,9 +18,13 @@ step on the cache as it was before, and then allocates. Where that can matter, t
   "shares_unwritten": N         it had a longer one: of a block that this step is to write. With "store_after_step": true
                                 in the input, vLLM's calls to store blocks are kept back until the step has run, and
                                 this does not happen
+  "stores_twice": N             a block was stored whose like was there already: Paceline goes on with the older one, and
+                                holds both for the time being
   "evicts_then_preempts": N     cached blocks went to running requests, and then one had to give way after all
   "stores_unwritten": N         (priority) what gave way had its place in the step and had filled a block by it; the
                                 block stays in the cache, though nothing will have written it
+  "keeps_chunk_short": N        (priority) the same, and the chunk that it gave way for was cut to the budget: it does not
+                                get the tokens that came back
   "stops_at_itself": N          (priority) a running request gave way to itself, and so nobody behind it runs either
 """
 
@@ -139,10 +143,13 @@ class Run:
         self.found: dict[str, int] = {}  # cached tokens of the requests that the step looked at
         self.number = self.cached_before = 0
         self.gave_way = False  # somebody, in this step
+        self.asking: tuple[Request, int]  # for blocks, last, with so many tokens to compute
+        self.served: set[str] = set()  # who got blocks in this step
         self.kept_back: dict[str, tuple[Request, int]] = {}
         manager = self.scheduler.kv_cache_manager
         self.look_up, manager.get_computed_blocks = manager.get_computed_blocks, self.noted_look_up
         self.preempt, self.scheduler._preempt_request = self.scheduler._preempt_request, self.noted_preempt
+        self.allocate, manager.allocate_slots = manager.allocate_slots, self.noted_allocate
         coordinator = manager.coordinator
         self.store = coordinator.cache_blocks
         if scenario.get("store_after_step"):
@@ -172,6 +179,7 @@ class Run:
         known = {name: request.num_tokens for name, request in self.requests.items()}
         before = self.hits()
         self.found.clear()
+        self.served.clear()
         self.number, self.gave_way, self.cached_before = number, False, self.pool()[1]
         output = scheduler.schedule()
         cached = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -193,6 +201,7 @@ class Run:
             if name in self.kept_back:
                 self.store(*self.kept_back[name])
         self.kept_back.clear()  # of what was scheduled and then preempted nothing is ever written
+        self.note_duplicates()
         free, with_hash = self.pool()
         step = {
             "step": number,
@@ -237,16 +246,31 @@ class Run:
         self.found[request.request_id] = found[1]
         return found
 
+    def noted_allocate(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        self.asking = (request, num_new_tokens)
+        blocks = self.allocate(request, num_new_tokens, *args, **kwargs)
+        if blocks is not None:
+            self.served.add(request.request_id)
+        return blocks
+
     def noted_preempt(self, request: Request, *args: Any, **kwargs: Any) -> None:
         if not self.gave_way and self.pool()[1] < self.cached_before:
             self.happened("evicts_then_preempts")
         self.gave_way = True
-        if not self.scenario.get("store_after_step"):
+        if request.request_id in self.served:
+            asking, tokens = self.asking
+            if asking.num_computed_tokens + tokens < asking.num_tokens:
+                self.happened("keeps_chunk_short")
             (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
             stored_tokens = manager.num_cached_block.get(request.request_id, 0) * self.scenario["block_size"]
             if stored_tokens > request.num_computed_tokens:
                 self.happened("stores_unwritten")
         self.preempt(request, *args, **kwargs)
+
+    def note_duplicates(self) -> None:
+        stored = self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
+        if any(isinstance(blocks, dict) and len(blocks) > 1 for blocks in stored._cache.values()):
+            self.happened("stores_twice")
 
     def note_stop(self, scheduled: dict[str, int]) -> None:
         idle = any(request.request_id not in scheduled for request in self.scheduler.running)

@@ -38,7 +38,8 @@ def workload(seed: int, preset: str) -> dict[str, Any]:
     max_model_len = max(max(totals), 2)
     chunked = rng.random() < 0.75
     options: dict[str, Any] = {"chunked_prefill": chunked}
-    if rng.random() < 0.3:
+    # With one seat, vLLM still keeps what runs to the threshold while others wait, who could not use what it leaves.
+    if rng.random() < 0.3 and max_num_seqs > 1:
         options["long_prefill_token_threshold"] = rng.randint(1, max_model_len)
     # vLLM asks for a budget of the model's length when prompts are not cut.
     budget = rng.randint(max_num_seqs, max_num_seqs + 40) if chunked else max_model_len + rng.randint(0, 30)
