@@ -12,20 +12,7 @@ How the fields are read off vLLM:
   priority        negated: in vLLM the smaller number goes first
 A run in which nothing was scheduled for 20 steps in a row, with nobody left to arrive, is cut off and marked "stuck".
 
-vLLM decides and allocates request by request, so what a step has done so far counts for those after; Paceline composes a
-step on the cache as it was before, and then allocates. Where that can matter, the output names the first such step:
-  "evicts_match": N             a waiting request that was looked at had a shorter hit than before the step
-  "shares_unwritten": N         it had a longer one: of a block that this step is to write. With "store_after_step": true
-                                in the input, vLLM's calls to store blocks are kept back until the step has run, and
-                                this does not happen
-  "stores_twice": N             a block was stored whose like was there already: Paceline goes on with the older one, and
-                                holds both for the time being
-  "evicts_then_preempts": N     cached blocks went to running requests, and then one had to give way after all
-  "stores_unwritten": N         (priority) what gave way had its place in the step and had filled a block by it; the
-                                block stays in the cache, though nothing will have written it
-  "keeps_chunk_short": N        (priority) the same, and the chunk that it gave way for was cut to the budget: it does not
-                                get the tokens that came back
-  "stops_at_itself": N          (priority) a running request gave way to itself, and so nobody behind it runs either
+Besides, the output has what vllm_watch.py saw. "store_after_step": true in the input: see Watch.
 """
 
 from __future__ import annotations
@@ -52,6 +39,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm_watch import Watch
 
 MODEL = str(Path(__file__).resolve().parents[2] / "demo" / "checkpoint")  # any model: only its config is read
 MAX_IDLE_STEPS = 20
@@ -139,21 +127,12 @@ class Run:
         self.tokens = itertools.count(2**31 - 2, -1)
         self.preemptions: dict[str, int] = {}
         self.generated = {asked["id"]: 0 for asked in scenario["requests"]}
-        self.firsts: dict[str, int] = {}
-        self.found: dict[str, int] = {}  # cached tokens of the requests that the step looked at
-        self.number = self.cached_before = 0
-        self.gave_way = False  # somebody, in this step
-        self.asking: tuple[Request, int]  # for blocks, last, with so many tokens to compute
-        self.served: set[str] = set()  # who got blocks in this step
-        self.kept_back: dict[str, tuple[Request, int]] = {}
-        manager = self.scheduler.kv_cache_manager
-        self.look_up, manager.get_computed_blocks = manager.get_computed_blocks, self.noted_look_up
-        self.preempt, self.scheduler._preempt_request = self.scheduler._preempt_request, self.noted_preempt
-        self.allocate, manager.allocate_slots = manager.allocate_slots, self.noted_allocate
-        coordinator = manager.coordinator
-        self.store = coordinator.cache_blocks
-        if scenario.get("store_after_step"):
-            coordinator.cache_blocks = lambda request, n: self.kept_back.update({request.request_id: (request, n)})
+        self.watch = Watch(
+            self.scheduler,
+            scenario["block_size"],
+            scenario["max_batched_tokens"],
+            scenario.get("store_after_step", False),
+        )
 
     def play(self) -> dict[str, Any]:
         steps: list[dict[str, Any]] = []
@@ -172,21 +151,17 @@ class Run:
         return self.outcome(steps)
 
     def outcome(self, steps: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"steps": steps, "num_steps": len(steps), "generated_tokens": self.generated, **self.firsts}
+        return {"steps": steps, "num_steps": len(steps), "generated_tokens": self.generated, **self.watch.firsts}
 
     def step(self, number: int) -> dict[str, Any]:
         scheduler = self.scheduler
         known = {name: request.num_tokens for name, request in self.requests.items()}
-        before = self.hits()
-        self.found.clear()
-        self.served.clear()
-        self.number, self.gave_way, self.cached_before = number, False, self.pool()[1]
+        self.watch.before_step(number)
         output = scheduler.schedule()
         cached = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         resumed = output.scheduled_cached_reqs
-        for name, computed in zip(resumed.req_ids, resumed.num_computed_tokens, strict=True):
-            if name in resumed.resumed_req_ids:
-                cached[name] = computed
+        computed_tokens = zip(resumed.req_ids, resumed.num_computed_tokens, strict=True)
+        cached |= {name: computed for name, computed in computed_tokens if name in resumed.resumed_req_ids}
         scheduled, sampled = [], {}
         for name, tokens in output.num_scheduled_tokens.items():
             request = self.requests[name]
@@ -195,14 +170,8 @@ class Run:
             phase = "decode" if decodes else "prefill"
             scheduled.append({"id": name, "tokens": tokens, "cached_tokens": cached.get(name, 0), "phase": phase})
             sampled[name] = [next(self.tokens)] if computed == known[name] else []
-        self.note_hits(before)
-        self.note_stop(output.num_scheduled_tokens)
-        for name in output.num_scheduled_tokens:
-            if name in self.kept_back:
-                self.store(*self.kept_back[name])
-        self.kept_back.clear()  # of what was scheduled and then preempted nothing is ever written
-        self.note_duplicates()
-        free, with_hash = self.pool()
+        self.watch.after_schedule(output.num_scheduled_tokens)
+        free, with_hash = self.watch.free_blocks()
         step = {
             "step": number,
             "scheduled": scheduled,
@@ -227,60 +196,6 @@ class Run:
                 step["finished"].append(name)
                 del self.requests[name]
         return step
-
-    def happened(self, what: str) -> None:
-        self.firsts.setdefault(what, self.number)
-
-    def note_hits(self, before: dict[str, int]) -> None:
-        for name, found in self.found.items():
-            if found > before[name]:
-                self.happened("shares_unwritten")
-            if found < before[name]:
-                self.happened("evicts_match")
-
-    def hits(self) -> dict[str, int]:
-        return {request.request_id: self.look_up(request)[1] for request in self.scheduler.waiting}
-
-    def noted_look_up(self, request: Request) -> Any:
-        found = self.look_up(request)
-        self.found[request.request_id] = found[1]
-        return found
-
-    def noted_allocate(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        self.asking = (request, num_new_tokens)
-        blocks = self.allocate(request, num_new_tokens, *args, **kwargs)
-        if blocks is not None:
-            self.served.add(request.request_id)
-        return blocks
-
-    def noted_preempt(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        if not self.gave_way and self.pool()[1] < self.cached_before:
-            self.happened("evicts_then_preempts")
-        self.gave_way = True
-        if request.request_id in self.served:
-            asking, tokens = self.asking
-            if asking.num_computed_tokens + tokens < asking.num_tokens:
-                self.happened("keeps_chunk_short")
-            (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
-            stored_tokens = manager.num_cached_block.get(request.request_id, 0) * self.scenario["block_size"]
-            if stored_tokens > request.num_computed_tokens:
-                self.happened("stores_unwritten")
-        self.preempt(request, *args, **kwargs)
-
-    def note_duplicates(self) -> None:
-        stored = self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
-        if any(isinstance(blocks, dict) and len(blocks) > 1 for blocks in stored._cache.values()):
-            self.happened("stores_twice")
-
-    def note_stop(self, scheduled: dict[str, int]) -> None:
-        idle = any(request.request_id not in scheduled for request in self.scheduler.running)
-        if self.gave_way and idle and sum(scheduled.values()) < self.scenario["max_batched_tokens"]:
-            self.happened("stops_at_itself")
-
-    def pool(self) -> tuple[int, int]:
-        pool = self.scheduler.kv_cache_manager.block_pool
-        blocks = pool.free_block_queue.get_all_free_blocks()
-        return len(blocks), sum(block.block_hash is not None for block in blocks)
 
     def preempted(self) -> list[dict[str, str]]:
         names = []

@@ -1,4 +1,5 @@
-"""Random scenarios (shared/SCENARIOS.md) from a seed: small pools that force preemption, tight budgets, shared prefixes."""
+"""Random scenarios (shared/SCENARIOS.md) from a seed: small pools that force preemption, tight budgets, priorities,
+shared prefixes."""
 
 from __future__ import annotations
 
