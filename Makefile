@@ -10,10 +10,10 @@ WORKERS ?=
 ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: up setup test lint fmt proto bench compose-test clean help
+.PHONY: up setup test lint fmt proto bench peer-test compose-test clean help
 
 help:
-	@echo 'make up [MODEL=path PORT=n WORKERS=n ARGS=...] | test | lint | fmt | proto | bench | compose-test | clean'
+	@echo 'make up [MODEL=path PORT=n WORKERS=n ARGS=...] | test | lint | fmt | proto | bench | peer-test | compose-test | clean'
 
 up: $(VENV)/serve.stamp
 	@exec $(BIN)/paceline up $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
@@ -56,6 +56,11 @@ proto: setup
 
 bench: setup
 	$(BIN)/python -m bench.run $(ARGS)
+
+# Our presets against the systems that they are named after, which get environments of their own.
+peer-test: setup
+	tests/peer/env.sh vllm
+	$(BIN)/python -m pytest tests/peer $(ARGS)
 
 compose-test:
 	bash tests/compose/run.sh

@@ -54,7 +54,10 @@ class Composer:
             return False
         if not cache.idle:
             return True
-        return (may_admit or bool(worker.preempted)) and cache.has_gathered and not worker.knows_cache
+        if worker.knows_cache or not cache.has_gathered:
+            return False
+        # What has just ended leaves blocks that the cache has not told of: nobody gives way for want of them.
+        return may_admit or bool(worker.preempted) or worker.may_lack_blocks
 
     def compose(self, planner: Planner, worker: Worker, workers: dict[int, Worker], now_s: float) -> Step | None:
         """The worker's next step; None if somebody gave way, and it has to be composed anew when the cache knows."""

@@ -78,7 +78,7 @@ class Planner:
         if not victims and not worker.in_flight:
             victims = list(step.running)
         for victim in victims:
-            shortfall_blocks -= victim.num_blocks
+            shortfall_blocks -= victim.num_blocks + step.growth_of(victim)  # nor does it need what it asked for
             self._take_out(worker, victim, policies)
             if shortfall_blocks <= 0:
                 break

@@ -201,9 +201,13 @@ class Step(StepView):
             raise PolicyError(f"{num_tokens} tokens, with {self._budget_tokens} left in the budget")
         self._budget_tokens -= num_tokens
 
+    def growth_of(self, sequence: Running) -> int:
+        """Blocks that the step has asked for on its behalf."""
+        return sum(int(np.count_nonzero(slots == sequence.slot)) for slots in self._growth)
+
     def _grow(self, slots: Slots) -> None:
+        self._growth.append(slots)
         if len(slots) > self._available_blocks:
             self._lack = OutOfBlocks(len(slots) - self._available_blocks)
             raise self._lack
         self._available_blocks -= len(slots)
-        self._growth.append(slots)

@@ -175,6 +175,15 @@ class Worker:
         held = [slot for slot, num_tokens in self.held.items() if self.slots.capacity[slot] < num_tokens]
         return np.concatenate((due, np.array(held, np.int32)))
 
+    @property
+    def may_lack_blocks(self) -> bool:
+        """Whether what runs could ask for more blocks in a step than were available at the last exchange."""
+        missing = len(self.growing_slots())
+        for slot, prefill in self.prefills.items():
+            end = prefill.num_planned + min(prefill.remaining_tokens, self.registration.max_batched_tokens)
+            missing += max(0, self.blocks_for(end) - int(self.slots.capacity[slot]) // self.block_size)
+        return missing > self.available_blocks
+
     def begin_decoding(self, slot: int, num_tokens: int) -> None:
         """From the next decode step on; `num_tokens` counts the token that is being sampled now."""
         slots, step = self.slots, self.decode_step

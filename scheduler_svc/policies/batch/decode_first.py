@@ -6,6 +6,8 @@ admission; what the budget leaves goes to waiting ones, unless something had to 
 
 from __future__ import annotations
 
+from itertools import islice
+
 from scheduler_svc.core.policy import BatchPolicy, Verdict
 from scheduler_svc.core.step import Step
 from scheduler_svc.core.view import Running
@@ -14,11 +16,14 @@ from scheduler_svc.policies.options import Count
 
 class DecodeFirst(BatchPolicy):
     def __init__(self, chunked_prefill: bool = True, long_prefill_token_threshold: Count = 0) -> None:
-        """No chunk is longer than the threshold (0: no limit). Without chunks a prompt runs whole or waits."""
+        """No chunk is longer than the threshold (0: no limit), unless nobody else is there to profit. Without chunks a
+        prompt runs whole or waits."""
         self.chunked_prefill = chunked_prefill
         self.threshold = long_prefill_token_threshold
+        self._longest_chunk = 0  # in the step that is being composed; 0: no limit
 
     def compose(self, step: Step) -> None:
+        self._longest_chunk = 0 if self._is_alone(step) else self.threshold
         self._run(step)
         if step.preempted:
             return
@@ -49,5 +54,9 @@ class DecodeFirst(BatchPolicy):
         if tokens:
             step.run(sequence, tokens)
 
+    def _is_alone(self, step: Step) -> bool:
+        """Whether there is one request in all, so that nobody waits for the budget that a long prompt takes."""
+        return bool(self.threshold) and step.num_running + len(list(islice(step.waiting(), 2))) <= 1
+
     def _limit(self, tokens: int) -> int:
-        return min(tokens, self.threshold) if self.threshold else tokens
+        return min(tokens, self._longest_chunk) if self._longest_chunk else tokens

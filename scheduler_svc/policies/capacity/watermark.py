@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from scheduler_svc.core.policy import CapacityPolicy, Verdict
 from scheduler_svc.core.step import Step
 from scheduler_svc.core.view import RequestView
@@ -24,6 +22,6 @@ class Watermark(CapacityPolicy):
 
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
         share = self.resume_watermark if request.num_preemptions else self.watermark
-        reserve = math.ceil(share * step.total_blocks) if step.num_running or step.num_admissions else 0
+        reserve = int(share * step.total_blocks) if step.num_running or step.num_admissions else 0
         whole = step.need_blocks(request, step.uncached_tokens(request))
         return Verdict.ADMIT if whole + reserve <= step.available_blocks else Verdict.STOP
