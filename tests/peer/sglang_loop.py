@@ -122,7 +122,9 @@ class Loop(Scheduler):
         self.processed_tokens_counter = self.forward_ct = 0
         self.max_prefill_bs = 0
         self.priority_scheduling_preemption_threshold = 0
-        self.prefill_decode_interval_min_bs = self._prefill_decode_interval_remaining = 0
+        # Only what decodes is protected: SGLang lets steps pass empty if nothing does, with its own default of 0.
+        self.prefill_decode_interval_min_bs = 1
+        self._prefill_decode_interval_remaining = 0
         for name in (
             "scheduler_stage_metrics",
             "_pending_chunked_abort_req",
