@@ -175,6 +175,11 @@ class Step:
         """Blocks that everything that decodes takes for its next token."""
         return len(self._worker.growing_slots())
 
+    @property
+    def capacity_is_spent(self) -> bool:
+        """Whether the capacity policy knows already that it will admit nobody else."""
+        return self._capacity.is_spent(self)
+
     def another_computes_prefix_of(self, request: Request, others: Iterable[Request] = ()) -> bool:
         """Whether something that runs, or was let in before it in this step, or is one of `others`, is just computing
         the first block of the request that is not cached. Then it pays to wait (TensorRT-LLM's prefix-aware

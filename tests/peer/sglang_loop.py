@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -93,6 +94,8 @@ class Loop(Scheduler):
         )
         order = "lpm" if scenario["preset"] == "sglang-lpm" else "fcfs"
         self.policy = SchedulePolicy(order, self.tree_cache, False, False, False)
+        os.environ["SGLANG_INIT_NEW_TOKEN_RATIO"] = str(options.get("init_new_token_ratio", 0.7))
+        os.environ["SGLANG_RETRACT_DECODE_STEPS"] = str(options.get("retract_decode_steps", 20))
         self.new_token_ratio_tracker = NewTokenRatioTracker.from_config()
         chunked = options.get("chunked_prefill", True)
         self.chunked_prefill_size = scenario["max_batched_tokens"] if chunked else None

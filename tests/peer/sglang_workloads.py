@@ -18,11 +18,14 @@ def workload(seed: int, preset: str, kind: str) -> dict[str, Any]:
     block_size = rng.choice([1, 1, 2, 4, 8, 16])
     families = {f"family {i}": rng.randint(1, 80) for i in range(rng.randint(1, 3))}
     sharing = 0.0 if kind == "uncached" else rng.choice([0.3, 0.8, 1.0])
-    longest_prompt, longest_output = rng.choice([8, 24, 60, 120]), rng.choice([3, 30, 90])
+    bold = kind != "roomy" and rng.random() < 0.5  # takes in more than it can hold, and has to retract
+    longest_prompt = rng.choice([4, 8, 24] if bold else [8, 24, 60, 120])
+    longest_output = rng.choice([30, 90, 150] if bold else [3, 30, 90])
+    gaps = [0, 0, 0, 0, 1, 3] if bold else [0, 0, 0, 1, 2, 7, 25]
     requests: list[dict[str, Any]] = []
     arrive = 0
-    for number in range(rng.randint(1, 14)):
-        arrive += rng.choice([0, 0, 0, 1, 2, 7, 25])
+    for number in range(rng.randint(1, 20)):
+        arrive += rng.choice(gaps)
         request: dict[str, Any] = {
             "id": str(number),
             "arrive": arrive,
@@ -35,7 +38,7 @@ def workload(seed: int, preset: str, kind: str) -> dict[str, Any]:
             request["prefix"] = {"family": family, "len": length}
             request["prompt_len"] = length + rng.choice([0, rng.randint(0, longest_prompt)])
         requests.append(request)
-    max_num_seqs = rng.choice([1, 2, 3, 4, 8, 16])
+    max_num_seqs = rng.choice([3, 8, 16] if bold else [1, 2, 3, 4, 8, 16])
     # A prompt in whole blocks, the output, a block to spare and one token more.
     need_blocks = max(
         -(-r["prompt_len"] // block_size) + -(-(r["max_new_tokens"] + 1) // block_size) + 1 for r in requests
@@ -46,6 +49,9 @@ def workload(seed: int, preset: str, kind: str) -> dict[str, Any]:
     options: dict[str, Any] = {"chunked_prefill": chunked}
     if not chunked or rng.random() < 0.3:
         options["max_prefill_tokens"] = rng.randint(1, 2 * longest_prompt)
+    if bold:
+        options["init_new_token_ratio"] = rng.choice([0.01, 0.05, 0.2])
+        options["retract_decode_steps"] = rng.choice([1, 5, 20])
     if rng.random() < 0.2:
         options["prefill_decode_interval"] = rng.randint(1, 4)
     whole_budget = sum(r["prompt_len"] + r["max_new_tokens"] for r in requests)

@@ -4,8 +4,8 @@ Unfinished prompts go on first, then waiting ones come in. With chunks, the firs
 cut, and it is the only unfinished one. `prefill_decode_interval` makes a prefill wait until that many decode steps have
 followed the one before (SGLang's answer to starved decodes; 0: never waits).
 
-Once a waiting request was refused for want of room, nobody is offered a place until somebody has left (SGLang's
-`batch_is_full`).
+Once a waiting request was refused for want of room beside others that decode, nobody is offered a place until somebody
+has left (SGLang's `batch_is_full`).
 """
 
 from __future__ import annotations
@@ -77,21 +77,32 @@ class PrefillFirst(BatchPolicy):
         full = step.num_running and self._full_at.get(step.worker_id) == step.num_departed
         if unfinished or step.preempted or full:
             return
+        if self._take_in(step, left) and step.num_decoding:
+            self._full_at[step.worker_id] = step.num_departed
+
+    def _take_in(self, step: Step, left: Left) -> bool:
+        """Offer places to those who wait, until no more get one; whether that is for want of room."""
         for request in step.waiting():
+            if left.is_spent:
+                step.hold_back(request, Verdict.STOP, "budget", "nothing of it is left")
+                break
             tokens = step.uncached_tokens(request)
             cut = self.chunked_prefill and not left.holds(tokens)
             if cut:
                 tokens = left.chunk_tokens // step.block_size * step.block_size or left.chunk_tokens
-            if left.is_spent or not 0 < tokens <= step.budget_tokens or not self._within(left, step, tokens):
+            verdict = step.consider(request, tokens)
+            if verdict is Verdict.STOP:
+                return True
+            if verdict is Verdict.SKIP:
+                continue
+            if tokens > step.budget_tokens or not self._within(left, step, tokens):
                 step.hold_back(request, Verdict.STOP, "budget", f"{tokens} tokens, {left} are left")
-                break
-            verdict = step.admit(request, tokens)
-            if verdict is Verdict.ADMIT:
-                left.spend(tokens)
-            elif verdict is Verdict.STOP and step.num_decoding:
-                self._full_at[step.worker_id] = step.num_departed
-            if verdict is Verdict.STOP or (cut and verdict is Verdict.ADMIT):
-                break
+                return False
+            step.place(request, tokens)
+            left.spend(tokens)
+            if cut:
+                return False
+        return bool(step.admissions or step.held_back) and step.capacity_is_spent
 
     def _within(self, left: Left, step: Step, tokens: int) -> bool:
         """Without chunks, the first prompt may be longer than `max_prefill_tokens`: it would never get in."""

@@ -60,6 +60,9 @@ class TokenRatio(CapacityPolicy):
         self._left_tokens = left - (own_blocks + 1) * step.block_size - min(allowed, self.clip)
         return Verdict.ADMIT
 
+    def is_spent(self, step: Step) -> bool:
+        return self._left_tokens <= 0
+
     def _allowed_tokens(self, step: Step, request: Request) -> int:
         """What it may generate, as far as it would fit if it were alone: so everyone can start."""
         fitting = (step.total_blocks - 1) * step.block_size - request.num_prompt_tokens - 1
