@@ -1,9 +1,10 @@
 """SGLang's own Scheduler, without a model, on scenarios (shared/SCENARIOS.md): one JSON object a line in, one out.
 
 Runs in the environment that tests/peer/env.sh makes, and imports nothing of Paceline. Every decision is SGLang's:
-Scheduler.get_next_batch_to_run with its SchedulePolicy, PrefillAdder, RadixCache (a page is the scenario's block), paged
-allocator and retraction. What stands around it is made here: a Scheduler without processes, sockets and a model, and
-results that a model would return. Overlapped scheduling is off: each step is decided on all that the one before it did.
+Scheduler.get_next_batch_to_run with its SchedulePolicy, PrefillAdder, RadixCache (a page is the scenario's block),
+allocator and retraction. What stands around it is made here (sglang_loop.py): a Scheduler without processes, sockets
+and a model, and the results that a model would return. Overlapped scheduling is off: each step is decided on all that
+the one before it did.
 
 How a scenario becomes SGLang's settings:
   max_batched_tokens   chunked_prefill_size; with `chunked_prefill: false` chunking is off
@@ -11,17 +12,20 @@ How a scenario becomes SGLang's settings:
   max_num_seqs         the rows of the request table (max_running_requests)
 Requests may stop early as far as SGLang knows (`ignore_eos` is not set): otherwise it would reserve all that they may
 generate, and `new_token_ratio` would play no part. The token that ends them never comes.
+Two things are set so that less has to be excused (docs/presets-sglang.md): before each step the queue is put back into
+the order in which requests entered it, for SGLang sorts it in place and breaks ties by whatever the last sort left; and
+prefill_decode_interval_min_bs is 1.
 
 How the output is read off:
-  tokens, cached_tokens   extend_end - prefix_len and prefix_len of a request in a prefill batch; cached_tokens only where
-                          the request comes from the queue, not for its later chunks
+  tokens, cached_tokens   extend_end - prefix_len and prefix_len of a request in a prefill batch; cached_tokens only
+                          where the request comes from the queue, not for its later chunks
   free_blocks             pages of the allocator's free list; cached_blocks: evictable pages of the tree
 Beyond SCENARIOS.md, a step names what the comparison has to know:
+  state         before the step: blocks that are free or evictable, and how much of each waiting request is cached
   ratio         new_token_ratio after the step
   deduplicated  tokens that were computed although the tree got them from another request in the meantime: their pages
                 are given back and the request goes on with the tree's
   evicted       tokens taken out of the tree in the step
-  aborted       requests that were ended because one that runs alone did not fit
 """
 
 from __future__ import annotations
@@ -37,11 +41,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from sglang_loop import VOCAB, Loop, Req, ScheduleBatch
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 from sglang.srt.runtime_context import publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang_loop import VOCAB, Loop, Req, ScheduleBatch
 
 MODEL = str(Path(__file__).resolve().parents[2] / "demo" / "checkpoint")  # any model: only its config is read
 MAX_IDLE_STEPS = 20
@@ -102,12 +106,15 @@ class Run:
         loop, cache = self.loop, self.loop.tree_cache
         queued = set(map(id, loop.waiting_queue))
         evicted, deduplicated = cache.evicted_tokens, cache.deduplicated_tokens
-        before = self.running()
+        loop.waiting_queue.sort(key=lambda req: req.entered)
+        state = self.state()
         plan = loop.get_next_batch_to_run(loop.running_batch, loop.last_batch)
         loop.running_batch = plan.running_batch
         batch = loop.last_batch = plan.batch_to_run
         retracted = [req.rid for req in loop.waiting_queue if id(req) not in queued]
         scheduled = self.scheduled(batch, queued) if batch else []
+        free, evictable = loop.token_to_kv_pool_allocator.available_size(), cache.evictable_size()
+        running = len(self.running())
         finished = self.run(batch) if batch else []
         if not batch and not loop.waiting_queue:
             loop.new_token_ratio_tracker.reset()  # as Scheduler.on_idle does
@@ -117,15 +124,23 @@ class Run:
             "preempted": [{"id": name, "mode": "recompute"} for name in retracted],
             "rejected": [],
             "finished": finished,
-            "free_blocks": loop.token_to_kv_pool_allocator.available_size() // loop.page_size,
-            "cached_blocks": cache.evictable_size() // loop.page_size,
+            "free_blocks": free // loop.page_size,
+            "cached_blocks": evictable // loop.page_size,
             "waiting": len(loop.waiting_queue),
-            "running": len(self.running()),
+            "running": running,
+            "state": state,
             "ratio": loop.new_token_ratio_tracker.current,
             "deduplicated": cache.deduplicated_tokens - deduplicated,
             "evicted": cache.evicted_tokens - evicted,
-            "aborted": [req.rid for req in before if req.to_finish is not None],
         }
+
+    def state(self) -> dict[str, Any]:
+        loop = self.loop
+        available = loop.token_to_kv_pool_allocator.available_size() + loop.tree_cache.evictable_size()
+        matches = {
+            req.rid: loop.tree_cache.peek([*req.origin_input_ids, *req.output_ids]) for req in loop.waiting_queue
+        }
+        return {"available_blocks": available // loop.page_size, "matches": matches}
 
     def scheduled(self, batch: ScheduleBatch, queued: set[int]) -> list[dict[str, Any]]:
         if batch.forward_mode.is_decode():

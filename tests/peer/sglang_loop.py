@@ -1,10 +1,14 @@
-"""SGLang's Scheduler without its processes, sockets and model: what decides, and what it decides on. See sglang_driver."""
+"""SGLang's Scheduler without its processes, sockets and model: what decides, and on what. See sglang_driver.py."""
+
+# ruff: noqa: E402 - SGLang is imported when its absent packages have their stand-ins
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import warnings
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +31,7 @@ from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -68,6 +72,20 @@ class CountingCache(RadixCache):
         self.deduplicated_tokens += max(0, result[2] - req.kv.cache_protected_len)
         return result
 
+    def peek(self, tokens: list[int]) -> int:
+        """How many of these tokens are cached, the last one left out. Unlike a match, it leaves no trace."""
+        if self.disable:
+            return 0
+        key = RadixKey(array("q", tokens[:-1])).page_aligned(self.page_size)
+        node, matched = self.root_node, 0
+        while len(key) and (child := node.children.get(key.child_key(self.page_size))) is not None:
+            common = child.key.match(key, page_size=self.page_size)
+            matched += common
+            if common < len(child.key):
+                break
+            node, key = child, key[common:]
+        return matched
+
 
 class Loop(Scheduler):
     """A scheduler that decides and nothing else."""
@@ -107,6 +125,7 @@ class Loop(Scheduler):
         self.max_total_num_tokens = size
         get_parallel().override_permanently(pp_max_micro_batch_size=scenario["max_num_seqs"])
         self.waiting_queue: list[Req] = []
+        self._entries = itertools.count()
         self.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
         self.last_batch: ScheduleBatch | None = None
         self.chunked_req: Req | None = None
@@ -118,9 +137,7 @@ class Loop(Scheduler):
         self.dp_attn_adapter = self.ngram_embedding_manager = PassThrough()
         self.grammar_manager = self.beam_coordinator = self.load_inquirer = NoOp()
         self.metrics_reporter = SimpleNamespace(enable_metrics=False)
-        self.tp_worker = SimpleNamespace(
-            model_runner=SimpleNamespace(attn_backend=object(), prefill_aware_swa=False)
-        )
+        self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=object(), prefill_aware_swa=False))
         self.kv_shard_widening = 1
         self.processed_tokens_counter = self.forward_ct = 0
         self.max_prefill_bs = 0
@@ -163,5 +180,6 @@ class Loop(Scheduler):
         ):
             setattr(self, name, False)
 
-    def send_abort_output(self, *args: Any) -> None:
-        pass
+    def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
+        super()._add_request_to_queue(req, is_retracted)
+        req.entered = next(self._entries)

@@ -11,7 +11,7 @@ import importlib.machinery
 import sys
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 ABSENT = {
     "compressed_tensors",
@@ -55,7 +55,7 @@ def made_up(name: str) -> Any:
 
 
 class StubModule(types.ModuleType):
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
     __version__ = "0"
 
     def __getattr__(self, name: str) -> Any:

@@ -1,16 +1,14 @@
-"""Random scenarios (shared/SCENARIOS.md) from a seed, for SGLang's presets: tight pools, small budgets, shared prefixes."""
+"""Random scenarios (shared/SCENARIOS.md) from a seed, for SGLang's presets: tight pools, shared prefixes."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
 
-KINDS = ("uncached", "roomy", "tight")
-
 
 def workload(seed: int, preset: str, kind: str) -> dict[str, Any]:
-    """Of one kind: "uncached", no prefix cache and a pool that forces retraction; "roomy", a cache and room for all that
-    is ever computed; "tight", a cache and a pool that forces eviction and retraction.
+    """Of one kind: "uncached", no prefix cache and a pool that forces retraction; "roomy", a cache and room for all
+    that is ever computed; "tight", a cache and a pool that forces eviction and retraction.
 
     No request is longer than SGLang lets one be: it cuts what is.
     """

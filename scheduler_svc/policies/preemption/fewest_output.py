@@ -16,4 +16,5 @@ class FewestOutput(PreemptionPolicy):
         self.requeue = requeue
 
     def victims(self, step: Step) -> Iterable[Running]:
-        return sorted(reversed(step.running), key=lambda s: (s.num_output_tokens, -s.request.num_prompt_tokens))
+        newest_first = step.running[::-1]
+        return sorted(newest_first, key=lambda s: (s.num_output_tokens, -s.request.num_prompt_tokens))
