@@ -12,9 +12,9 @@ How a scenario becomes SGLang's settings:
   max_num_seqs         the rows of the request table (max_running_requests)
 Requests may stop early as far as SGLang knows (`ignore_eos` is not set): otherwise it would reserve all that they may
 generate, and `new_token_ratio` would play no part. The token that ends them never comes.
-Two things are set so that less has to be excused (docs/presets-sglang.md): before each step the queue is put back into
-the order in which requests entered it, for SGLang sorts it in place and breaks ties by whatever the last sort left; and
-prefill_decode_interval_min_bs is 1.
+Three things are set so that less has to be excused (docs/presets-sglang.md): before each step the queue is put back
+into the order in which requests entered it, for SGLang sorts it in place and breaks ties by whatever the last sort
+left; lpm ranks a request by what it can reuse; and prefill_decode_interval_min_bs is 1.
 
 How the output is read off:
   tokens, cached_tokens   extend_end - prefix_len and prefix_len of a request in a prefill batch; cached_tokens only
@@ -28,18 +28,26 @@ Beyond SCENARIOS.md, a step names what the comparison has to know:
   evicted       tokens taken out of the tree in the step
 """
 
+# ruff: noqa: E402 - SGLang is imported when its absent packages have their stand-ins
+
 from __future__ import annotations
 
 import itertools
 import json
 import logging
 import sys
+import warnings
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+warnings.filterwarnings("ignore")
 sys.path.insert(0, str(Path(__file__).parent))
+
+import sglang_stubs
+
+sglang_stubs.install()
 
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 from sglang.srt.runtime_context import publish

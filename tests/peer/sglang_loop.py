@@ -1,41 +1,40 @@
 """SGLang's Scheduler without its processes, sockets and model: what decides, and on what. See sglang_driver.py."""
 
-# ruff: noqa: E402 - SGLang is imported when its absent packages have their stand-ins
-
 from __future__ import annotations
 
 import itertools
 import os
-import sys
-import warnings
 from array import array
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-warnings.filterwarnings("ignore")
-sys.path.insert(0, str(Path(__file__).parent))
-
-import sglang_stubs
-
-sglang_stubs.install()
-
 import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers import schedule_policy
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, MatchResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import match_kv_cache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 VOCAB = 2**31 - 1
+
+
+def match_what_can_be_reused(req: Req, cache: RadixCache, tokens: array[int], **options: Any) -> MatchResult:
+    """For the order of the queue. SGLang takes the longest match there and one token off, even where that leaves less
+    than a block less: a prompt of whole blocks that are all cached ranks higher than what it can reuse."""
+    return match_kv_cache(req, cache, tokens, max_prefix_len=len(tokens) - 1, **options)
+
+
+schedule_policy.match_kv_cache = match_what_can_be_reused
 
 
 class NoOp:

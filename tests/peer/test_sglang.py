@@ -17,9 +17,10 @@ import os
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -114,21 +115,46 @@ class Tally:
         self.figures["runs compared to the end"] += 1
 
 
-def play_theirs(scenarios: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    lines = "".join(json.dumps(scenario) + "\n" for scenario in scenarios)
-    done = subprocess.run([PYTHON, str(DRIVER)], input=lines, text=True, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return map(json.loads, done.stdout.splitlines())
+class SGLang:
+    """Its driver, kept for all scenarios: it takes long to start."""
+
+    def __init__(self, stderr: IO[str]) -> None:
+        self._stderr = stderr
+        self._driver = subprocess.Popen(
+            [PYTHON, str(DRIVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
+        )
+
+    def play(self, scenario: dict[str, Any]) -> dict[str, Any]:
+        stdin, stdout = self._driver.stdin, self._driver.stdout
+        assert stdin
+        assert stdout
+        with suppress(BrokenPipeError):  # the missing answer tells
+            print(json.dumps(scenario), file=stdin, flush=True)
+        line = stdout.readline()
+        if not line:
+            self._stderr.seek(0)
+            pytest.fail(f"SGLang's driver died: {self._stderr.read()[-2000:]}")
+        outcome: dict[str, Any] = json.loads(line)
+        return outcome
+
+    def close(self) -> None:
+        self._driver.communicate()
+
+
+@pytest.fixture(scope="module")
+def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLang]:
+    with (tmp_path_factory.mktemp("sglang") / "stderr").open("w+") as stderr:
+        driver = SGLang(stderr)
+        yield driver
+        driver.close()
 
 
 @pytest.mark.parametrize(("preset", "kind"), GROUPS)
-def test_decides_as_sglang(preset: str, kind: str, record_property: Any) -> None:
-    scenarios = [workload(seed, preset, kind) for seed in SEEDS]
+def test_decides_as_sglang(sglang: SGLang, preset: str, kind: str) -> None:
     tally = Tally()
-    for scenario, theirs in zip(scenarios, play_theirs(scenarios), strict=True):
-        tally.compare(scenario, theirs)
+    for seed in SEEDS:
+        scenario = workload(seed, preset, kind)
+        tally.compare(scenario, sglang.play(scenario))
     print(f"{preset}, {kind}: {dict(tally.figures)}")
-    for name, figure in tally.figures.items():
-        record_property(name, figure)
     if kind != "tight":
         assert not tally.figures["runs compared until the caches differ"]
