@@ -62,7 +62,7 @@ class Planner:
         if not victims and not worker.in_flight:
             victims = step.running
         for victim in victims:
-            shortfall_blocks -= victim.num_blocks
+            shortfall_blocks -= victim.num_blocks + step.growth_of(victim)  # nor does it need what it asked for
             self._take_out(worker, victim)
             if shortfall_blocks <= 0:
                 break

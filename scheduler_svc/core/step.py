@@ -322,8 +322,12 @@ class Step:
             raise PolicyError(f"{num_tokens} tokens, with {self.budget_tokens} left in the budget")
         self.budget_tokens -= num_tokens
 
+    def growth_of(self, sequence: Running) -> int:
+        """Blocks that the step has asked for on its behalf."""
+        return sum(int(np.count_nonzero(slots == sequence.slot)) for slots in self._growth)
+
     def _grow(self, slots: Slots) -> None:
+        self._growth.append(slots)
         if len(slots) > self.available_blocks:
             raise OutOfBlocks(len(slots) - self.available_blocks)
         self.available_blocks -= len(slots)
-        self._growth.append(slots)

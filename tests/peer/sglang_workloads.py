@@ -20,6 +20,10 @@ def workload(seed: int, preset: str, kind: str) -> dict[str, Any]:
     longest_prompt = rng.choice([4, 8, 24] if bold else [8, 24, 60, 120])
     longest_output = rng.choice([30, 90, 150] if bold else [3, 30, 90])
     gaps = [0, 0, 0, 0, 1, 3] if bold else [0, 0, 0, 1, 2, 7, 25]
+    in_step = bold and rng.random() < 0.5  # all of one prompt length: they want their next blocks at once
+    if in_step:
+        gaps = [0]
+    prompt_len = rng.randint(1, longest_prompt)
     requests: list[dict[str, Any]] = []
     arrive = 0
     for number in range(rng.randint(1, 20)):
@@ -27,7 +31,7 @@ def workload(seed: int, preset: str, kind: str) -> dict[str, Any]:
         request: dict[str, Any] = {
             "id": str(number),
             "arrive": arrive,
-            "prompt_len": rng.randint(1, longest_prompt),
+            "prompt_len": prompt_len if in_step else rng.randint(1, longest_prompt),
             "max_new_tokens": rng.randint(1, longest_output),
         }
         if rng.random() < sharing:
