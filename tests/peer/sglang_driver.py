@@ -21,7 +21,8 @@ How the output is read off:
                           where the request comes from the queue, not for its later chunks
   free_blocks             pages of the allocator's free list; cached_blocks: evictable pages of the tree
 Beyond SCENARIOS.md, a step names what the comparison has to know:
-  state         before the step: blocks that are free or evictable, and how much of each waiting request is cached
+  state         before the step: blocks that are free or evictable, and how much of each waiting request is cached,
+                and of that held by running ones
   ratio         new_token_ratio after the step
   deduplicated  tokens that were computed although the tree got them from another request in the meantime: their pages
                 are given back and the request goes on with the tree's

@@ -71,19 +71,21 @@ class CountingCache(RadixCache):
         self.deduplicated_tokens += max(0, result[2] - req.kv.cache_protected_len)
         return result
 
-    def peek(self, tokens: list[int]) -> int:
-        """How many of these tokens are cached, the last one left out. Unlike a match, it leaves no trace."""
+    def peek(self, tokens: list[int]) -> tuple[int, int]:
+        """How many of these tokens are cached, the last one left out, and how many of those a running request holds.
+        Unlike a match, it leaves no trace."""
         if self.disable:
-            return 0
+            return 0, 0
         key = RadixKey(array("q", tokens[:-1])).page_aligned(self.page_size)
-        node, matched = self.root_node, 0
+        node, matched, held = self.root_node, 0, 0
         while len(key) and (child := node.children.get(key.child_key(self.page_size))) is not None:
             common = child.key.match(key, page_size=self.page_size)
             matched += common
+            held += common if child.lock_ref else 0
             if common < len(child.key):
                 break
             node, key = child, key[common:]
-        return matched
+        return matched, held
 
 
 class Loop(Scheduler):

