@@ -116,7 +116,7 @@ class Run:
         queued = set(map(id, loop.waiting_queue))
         evicted, deduplicated = cache.evicted_tokens, cache.deduplicated_tokens
         loop.waiting_queue.sort(key=lambda req: req.entered)
-        state = self.state()
+        loop.note_state()
         plan = loop.get_next_batch_to_run(loop.running_batch, loop.last_batch)
         loop.running_batch = plan.running_batch
         batch = loop.last_batch = plan.batch_to_run
@@ -137,19 +137,11 @@ class Run:
             "cached_blocks": evictable // loop.page_size,
             "waiting": len(loop.waiting_queue),
             "running": running,
-            "state": state,
+            "state": loop.state,
             "ratio": loop.new_token_ratio_tracker.current,
             "deduplicated": cache.deduplicated_tokens - deduplicated,
             "evicted": cache.evicted_tokens - evicted,
         }
-
-    def state(self) -> dict[str, Any]:
-        loop = self.loop
-        available = loop.token_to_kv_pool_allocator.available_size() + loop.tree_cache.evictable_size()
-        matches = {
-            req.rid: loop.tree_cache.peek([*req.origin_input_ids, *req.output_ids]) for req in loop.waiting_queue
-        }
-        return {"available_blocks": available // loop.page_size, "matches": matches}
 
     def scheduled(self, batch: ScheduleBatch, queued: set[int]) -> list[dict[str, Any]]:
         if batch.forward_mode.is_decode():

@@ -184,3 +184,14 @@ class Loop(Scheduler):
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         super()._add_request_to_queue(req, is_retracted)
         req.entered = next(self._entries)
+
+    def stash_chunked_request(self, req: Req) -> None:
+        super().stash_chunked_request(req)
+        self.note_state()  # what was computed twice is free from here on
+
+    def note_state(self) -> None:
+        """What the step is decided on."""
+        available = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
+        peek = self.tree_cache.peek
+        matches = {req.rid: peek([*req.origin_input_ids, *req.output_ids]) for req in self.waiting_queue}
+        self.state = {"available_blocks": available // self.page_size, "matches": matches}
