@@ -60,7 +60,7 @@ bench: setup
 # Our presets against the systems that they are named after, which get environments of their own.
 peer-test: setup
 	tests/peer/env.sh vllm
-	$(BIN)/python -m pytest tests/peer $(ARGS)
+	PEER_SGLANG_PYTHON=$$(tests/peer/env.sh sglang) $(BIN)/python -m pytest tests/peer $(ARGS)
 
 compose-test:
 	bash tests/compose/run.sh

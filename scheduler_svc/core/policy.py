@@ -110,6 +110,10 @@ class CapacityPolicy(ABC):
     def planned(self, step: Step) -> None:  # noqa: B027
         """The composition stands: what is in `step` is what will run."""
 
+    def is_spent(self, step: Step) -> bool:
+        """Whether it is known already that nobody else will be admitted in this composition."""
+        return False
+
     @abstractmethod
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
         """Whether a waiting request may have `need_blocks` now, and what that means for those behind it.

@@ -24,6 +24,11 @@ class Step(StepView):
     checked before it changes anything, and after the composition none is taken any more.
     """
 
+    @property
+    def capacity_is_spent(self) -> bool:
+        """Whether the capacity policy knows already that it will admit nobody else."""
+        return self._capacity.is_spent(self)
+
     # ── decisions ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     # A decision that cannot be raises before it changes anything. A lack of blocks ends the composition, whether or not

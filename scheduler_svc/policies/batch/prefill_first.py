@@ -4,8 +4,8 @@ Unfinished prompts go on first, then waiting ones come in. With chunks, the firs
 cut, and it is the only unfinished one. `prefill_decode_interval` makes a prefill wait until that many decode steps have
 followed the one before (SGLang's answer to starved decodes; 0: never waits).
 
-Once a waiting request was refused for want of room, nobody is offered a place until somebody has left (SGLang's
-`batch_is_full`).
+Once a waiting request was refused for want of room beside others that decode, nobody is offered a place until somebody
+has left (SGLang's `batch_is_full`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,35 @@ from __future__ import annotations
 from scheduler_svc.core.policy import BatchPolicy, Verdict
 from scheduler_svc.core.step import Step
 from scheduler_svc.policies.options import Count, Positive
+
+
+class Left:
+    """What is left of a step's budgets for prompts. They are charged in whole blocks.
+
+    A prompt may begin while anything is left of `prefill_tokens`; of `chunk_tokens` it gets no more than there is.
+    """
+
+    def __init__(self, step: Step, prefill_tokens: int) -> None:
+        self.chunk_tokens = step.budget_tokens
+        self.prefill_tokens = prefill_tokens
+        self._block_size = step.block_size
+
+    def __str__(self) -> str:
+        return str(max(0, min(self.chunk_tokens, self.prefill_tokens)))
+
+    @property
+    def is_spent(self) -> bool:
+        return min(self.chunk_tokens, self.prefill_tokens) <= 0
+
+    def in_blocks(self, tokens: int) -> int:
+        return -(-tokens // self._block_size) * self._block_size
+
+    def holds(self, tokens: int) -> bool:
+        return self.in_blocks(tokens) <= self.chunk_tokens
+
+    def spend(self, tokens: int) -> None:
+        self.chunk_tokens -= self.in_blocks(tokens)
+        self.prefill_tokens -= self.in_blocks(tokens)
 
 
 class PrefillFirst(BatchPolicy):
@@ -36,39 +65,47 @@ class PrefillFirst(BatchPolicy):
             step.run_decodes()
 
     def _prefill(self, step: Step) -> None:
-        budget = min(self.max_prefill_tokens, step.budget_tokens)
+        left = Left(step, self.max_prefill_tokens)
         unfinished = False
         for sequence in step.prefills:
-            if budget > 0:
-                tokens = min(sequence.remaining_tokens, budget)
+            if left.chunk_tokens > 0:
+                tokens = min(sequence.remaining_tokens, left.chunk_tokens)
                 step.run(sequence, tokens)
                 unfinished |= tokens < sequence.remaining_tokens
-                budget -= self._charge(step, tokens)
+                left.spend(tokens)
         full = step.num_running and self._full_at.get(step.worker_id) == step.num_departed
         if unfinished or step.preempted or full:
             return
-        for request in step.waiting():
-            tokens = step.uncached_tokens(request)
-            if budget <= 0 or (tokens > budget and not self.chunked_prefill and step.num_admissions):
-                step.hold_back(request, Verdict.STOP, "budget", f"{tokens} tokens, {max(budget, 0)} are left")
-                break
-            cut = tokens > budget and self.chunked_prefill
-            if cut:
-                tokens = budget // step.block_size * step.block_size or budget
-            if not 0 < tokens <= step.budget_tokens:
-                step.hold_back(request, Verdict.STOP, "budget", f"{tokens} tokens, {step.budget_tokens} are left")
-                break
-            verdict = step.admit(request, tokens)
-            if verdict is Verdict.ADMIT:
-                budget -= self._charge(step, tokens)
-            if verdict is Verdict.STOP:
-                self._full_at[step.worker_id] = step.num_departed
-            if verdict is Verdict.STOP or (cut and verdict is Verdict.ADMIT):
-                break
+        if self._take_in(step, left) and step.num_decoding:
+            self._full_at[step.worker_id] = step.num_departed
 
-    @staticmethod
-    def _charge(step: Step, tokens: int) -> int:
-        return step.blocks_for(tokens) * step.block_size
+    def _take_in(self, step: Step, left: Left) -> bool:
+        """Offer places to those who wait, until no more get one; whether that is for want of room."""
+        for request in step.waiting():
+            if left.is_spent:
+                step.hold_back(request, Verdict.STOP, "budget", "nothing of it is left")
+                break
+            tokens = step.uncached_tokens(request)
+            cut = self.chunked_prefill and not left.holds(tokens)
+            if cut:
+                tokens = min(tokens, left.chunk_tokens // step.block_size * step.block_size or left.chunk_tokens)
+            verdict = step.consider(request, tokens)
+            if verdict is Verdict.STOP:
+                return True
+            if verdict is Verdict.SKIP:
+                continue
+            if tokens > step.budget_tokens or not self._within(left, step, tokens):
+                step.hold_back(request, Verdict.STOP, "budget", f"{tokens} tokens, {left} are left")
+                return False
+            step.place(request, tokens)
+            left.spend(tokens)
+            if cut:
+                return False
+        return bool(step.num_admissions or step.held_back) and step.capacity_is_spent
+
+    def _within(self, left: Left, step: Step, tokens: int) -> bool:
+        """Without chunks, the first prompt may be longer than `max_prefill_tokens`: it would never get in."""
+        return self.chunked_prefill or not step.num_admissions or left.in_blocks(tokens) < left.prefill_tokens
 
     def planned(self, step: Step) -> None:
         since = self._decodes_since.get(step.worker_id, self.interval)

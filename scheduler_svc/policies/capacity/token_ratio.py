@@ -38,24 +38,34 @@ class TokenRatio(CapacityPolicy):
         return self._ratios.get(step.worker_id, self.initial)
 
     def begin(self, step: Step) -> None:
-        if not step.num_running and not step.preempted:
-            self._ratios.pop(step.worker_id, None)
-        expected = np.minimum(step.remaining_new_tokens(), self.clip).sum() * self.ratio(step)
-        self._left_tokens = step.available_blocks * step.block_size - float(expected)
+        left = float(step.available_blocks * step.block_size)
+        decoding = np.minimum(step.remaining_new_tokens(), self.clip).sum()
+        for sequence in step.prefills:
+            # Promised all it asked for until it decodes, as if it were admitted now with what is left of its prompt.
+            decoding -= min(sequence.request.max_total_tokens - sequence.num_tokens, self.clip)
+            left -= (step.blocks_for(sequence.remaining_tokens) + 1) * step.block_size
+            left -= min(self._allowed_tokens(step, sequence.request), self.clip)
+        self._left_tokens = left - float(decoding) * self.ratio(step)
 
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
         tokens = step.uncached_tokens(request)
-        # What it may generate counts only as far as it would fit if it were alone, so that everyone can start.
-        pool_tokens = step.total_blocks * step.block_size
-        fitting = pool_tokens - (step.blocks_for(request.num_tokens) + 1) * step.block_size - 1
-        new_tokens = min(request.max_total_tokens - request.num_tokens, self.clip, fitting)
+        allowed = self._allowed_tokens(step, request)
+        new_tokens = min(allowed - (request.num_tokens - request.num_prompt_tokens), self.clip)
         own_blocks = step.blocks_for(request.num_tokens) - step.cached_tokens(request) // step.block_size
         whole_need = step.need_blocks(request, tokens)
         left = self._left_tokens - (whole_need - own_blocks) * step.block_size  # its cached prefix is taken, too
         if tokens + new_tokens + step.block_size >= left:
             return Verdict.STOP
-        self._left_tokens = left - (own_blocks + 1) * step.block_size - new_tokens
+        self._left_tokens = left - (own_blocks + 1) * step.block_size - min(allowed, self.clip)
         return Verdict.ADMIT
+
+    def is_spent(self, step: Step) -> bool:
+        return self._left_tokens <= 0
+
+    def _allowed_tokens(self, step: Step, request: RequestView) -> int:
+        """What it may generate, as far as it would fit if it were alone: so everyone can start."""
+        fitting = (step.total_blocks - 1) * step.block_size - request.num_prompt_tokens - 1
+        return min(request.max_new_tokens, fitting)
 
     def planned(self, step: Step) -> None:
         if step.preempted and step.running:
@@ -63,5 +73,7 @@ class TokenRatio(CapacityPolicy):
             allowed = sum(sequence.request.max_new_tokens for sequence in step.running)
             ahead = self.retract_decode_steps * len(step.running)
             self._ratios[step.worker_id] = min(1.0, (out + ahead) / (allowed + 1))
+        elif step.is_empty and not step.num_running and next(step.waiting(), None) is None:
+            self._ratios.pop(step.worker_id, None)
         elif step.runs_decodes:
             self._ratios[step.worker_id] = max(self.lowest, self.ratio(step) - self.decay)

@@ -1,6 +1,6 @@
-"""Who has generated least gives way first, of equals the one with the longest prompt (SGLang's retraction): the least
-work is lost, and the most blocks come free. SGLang puts it at the tail of the queue; here it keeps its seniority unless
-`requeue` says "back"."""
+"""Who has generated least gives way first, of equals the one with the longest prompt, then the newest (SGLang's
+retraction): the least work is lost, and the most blocks come free. SGLang puts it at the tail of the queue; here it
+keeps its seniority unless `requeue` says "back"."""
 
 from __future__ import annotations
 
@@ -17,4 +17,5 @@ class FewestOutput(PreemptionPolicy):
         self.requeue = requeue
 
     def victims(self, step: Step) -> Iterable[Running]:
-        return sorted(step.running, key=lambda s: (s.num_output_tokens, -s.request.num_prompt_tokens))
+        newest_first = step.running[::-1]
+        return sorted(newest_first, key=lambda s: (s.num_output_tokens, -s.request.num_prompt_tokens))

@@ -1,0 +1,192 @@
+"""SGLang's own Scheduler, without a model, on scenarios (shared/SCENARIOS.md): one JSON object a line in, one out.
+
+Runs in the environment that tests/peer/env.sh makes, and imports nothing of Paceline. Every decision is SGLang's:
+Scheduler.get_next_batch_to_run with its SchedulePolicy, PrefillAdder, RadixCache (a page is the scenario's block),
+allocator and retraction. What stands around it is made here (sglang_loop.py): a Scheduler without processes, sockets
+and a model, and the results that a model would return. Overlapped scheduling is off: each step is decided on all that
+the one before it did.
+
+How a scenario becomes SGLang's settings:
+  max_batched_tokens   chunked_prefill_size; with `chunked_prefill: false` chunking is off
+  max_prefill_tokens   max_prefill_tokens
+  max_num_seqs         the rows of the request table (max_running_requests)
+Requests may stop early as far as SGLang knows (`ignore_eos` is not set): otherwise it would reserve all that they may
+generate, and `new_token_ratio` would play no part. The token that ends them never comes.
+Three things are set so that less has to be excused (docs/presets.md): before each step the queue is put back
+into the order in which requests entered it, for SGLang sorts it in place and breaks ties by whatever the last sort
+left; lpm ranks a request by what it can reuse; and prefill_decode_interval_min_bs is 1.
+
+How the output is read off:
+  tokens, cached_tokens   extend_end - prefix_len and prefix_len of a request in a prefill batch; cached_tokens only
+                          where the request comes from the queue, not for its later chunks
+  free_blocks             pages of the allocator's free list; cached_blocks: evictable pages of the tree
+Beyond SCENARIOS.md, a step names what the comparison has to know:
+  state         before the step: blocks that are free or evictable, and how much of each waiting request is cached,
+                and of that held by running ones
+  ratio         new_token_ratio after the step
+  deduplicated  tokens that were computed although the tree got them from another request in the meantime: their pages
+                are given back and the request goes on with the tree's
+  evicted       tokens taken out of the tree in the step
+"""
+
+# ruff: noqa: E402 - SGLang is imported when its absent packages have their stand-ins
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import sys
+import warnings
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+warnings.filterwarnings("ignore")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import sglang_stubs
+
+sglang_stubs.install()
+
+from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
+from sglang.srt.runtime_context import publish
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang_loop import VOCAB, Loop, Req, ScheduleBatch
+
+MODEL = str(Path(__file__).resolve().parents[2] / "demo" / "checkpoint")  # any model: only its config is read
+MAX_IDLE_STEPS = 20
+
+
+def prompts(scenario: dict[str, Any]) -> Iterator[list[int]]:
+    """As SCENARIOS.md says: given, or made up, with the first tokens shared within a family."""
+    ids = itertools.count(1)
+    families: dict[str, list[int]] = {}
+    for request in scenario["requests"]:
+        if "prompt" in request:
+            yield request["prompt"]
+            ids = itertools.count(max(next(ids), max(request["prompt"]) + 1))
+            continue
+        prefix = request.get("prefix") or {"family": "", "len": 0}
+        family = families.setdefault(prefix["family"], [])
+        family += itertools.islice(ids, max(0, prefix["len"] - len(family)))
+        yield [*family[: prefix["len"]], *itertools.islice(ids, request["prompt_len"] - prefix["len"])]
+
+
+class Run:
+    def __init__(self, scenario: dict[str, Any]) -> None:
+        self.loop = Loop(scenario)
+        self.arrivals: dict[int, list[Req]] = {}
+        for asked, prompt in zip(scenario["requests"], prompts(scenario), strict=True):
+            sampling = SamplingParams(max_new_tokens=asked["max_new_tokens"], temperature=0.0)
+            sampling.normalize(None)
+            request = Req(asked["id"], "", array("q", prompt), sampling, vocab_size=VOCAB)
+            self.loop.init_req_max_new_tokens(request)
+            self.arrivals.setdefault(asked.get("arrive", 0), []).append(request)
+        self.tokens = itertools.count(VOCAB - 2, -1)
+        self.generated = {asked["id"]: 0 for asked in scenario["requests"]}
+
+    def play(self) -> dict[str, Any]:
+        steps: list[dict[str, Any]] = []
+        idle, last_arrival, loop = 0, max(self.arrivals), self.loop
+        while True:
+            number = len(steps)
+            for request in self.arrivals.get(number, []):
+                loop._add_request_to_queue(request)
+            steps.append(self.step(number))
+            pending = number < last_arrival
+            if not (pending or loop.waiting_queue or loop.chunked_req or self.running()):
+                break
+            idle = 0 if steps[-1]["scheduled"] or pending else idle + 1
+            if idle == MAX_IDLE_STEPS:
+                del steps[-idle:]
+                break
+        outcome = {"steps": steps, "num_steps": len(steps), "generated_tokens": self.generated}
+        return outcome | {"stuck": True} if idle else outcome
+
+    def running(self) -> list[Req]:
+        last = self.loop.last_batch.reqs if self.loop.last_batch else []
+        requests = {id(req): req for req in (*self.loop.running_batch.reqs, *last)}
+        return [req for req in requests.values() if not req.finished() and req.kv.holds_kv]
+
+    def step(self, number: int) -> dict[str, Any]:
+        loop, cache = self.loop, self.loop.tree_cache
+        queued = set(map(id, loop.waiting_queue))
+        evicted, deduplicated = cache.evicted_tokens, cache.deduplicated_tokens
+        loop.waiting_queue.sort(key=lambda req: req.entered)
+        loop.note_state()
+        plan = loop.get_next_batch_to_run(loop.running_batch, loop.last_batch)
+        loop.running_batch = plan.running_batch
+        batch = loop.last_batch = plan.batch_to_run
+        retracted = [req.rid for req in loop.waiting_queue if id(req) not in queued]
+        scheduled = self.scheduled(batch, queued) if batch else []
+        free, evictable = loop.token_to_kv_pool_allocator.available_size(), cache.evictable_size()
+        running = len(self.running())
+        finished = self.run(batch) if batch else []
+        if not batch and not loop.waiting_queue:
+            loop.new_token_ratio_tracker.reset()  # as Scheduler.on_idle does
+        return {
+            "step": number,
+            "scheduled": scheduled,
+            "preempted": [{"id": name, "mode": "recompute"} for name in retracted],
+            "rejected": [],
+            "finished": finished,
+            "free_blocks": free // loop.page_size,
+            "cached_blocks": evictable // loop.page_size,
+            "waiting": len(loop.waiting_queue),
+            "running": running,
+            "state": loop.state,
+            "ratio": loop.new_token_ratio_tracker.current,
+            "deduplicated": cache.deduplicated_tokens - deduplicated,
+            "evicted": cache.evicted_tokens - evicted,
+        }
+
+    def scheduled(self, batch: ScheduleBatch, queued: set[int]) -> list[dict[str, Any]]:
+        if batch.forward_mode.is_decode():
+            return [{"id": req.rid, "tokens": 1, "cached_tokens": 0, "phase": "decode"} for req in batch.reqs]
+        return [
+            {
+                "id": req.rid,
+                "tokens": req.extend_end - req.prefix_len,
+                "cached_tokens": req.prefix_len if id(req) in queued else 0,
+                "phase": "prefill",
+            }
+            for req in batch.reqs
+        ]
+
+    def run(self, batch: ScheduleBatch) -> list[str]:
+        """What a model and the processing of its results would do; returns who has finished."""
+        finished = []
+        for req in batch.reqs:
+            if req.inflight_middle_chunks > 0:  # its prompt is not done
+                req.inflight_middle_chunks -= 1
+                continue
+            req.output_ids.append(next(self.tokens))
+            self.generated[req.rid] += 1
+            req.update_finish_state()
+            if req.finished():
+                release_kv_cache(req, self.loop.tree_cache, checkpoint=True)
+                finished.append(req.rid)
+            elif batch.forward_mode.is_extend():
+                checkpoint_kv_cache(req, self.loop.tree_cache)
+        return finished
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    arguments = ServerArgs(
+        model_path=MODEL,
+        device="cpu",
+        attention_backend="torch_native",
+        sampling_backend="pytorch",
+        disable_overlap_schedule=True,
+    )
+    publish(arguments, role="scheduler")
+    for line in sys.stdin:
+        print(json.dumps(Run(json.loads(line)).play()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
