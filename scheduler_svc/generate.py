@@ -29,7 +29,7 @@ def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission
     if request.WhichOneof("prompt") != "token_ids":
         raise invalid("prompt", "the scheduler takes token_ids only; text and messages are for the gateway")
     if limits and request.model not in ("", limits.model.name):
-        raise invalid("model", f"{request.model!r} is not served here, {limits.model.name!r} is")
+        raise invalid("model", f"{request.model[:120]!r} is not served here, {limits.model.name!r} is")
     options = request.sampling
     if options.stop:
         raise invalid("stop", "the scheduler knows no text; use stop_token_ids, or the gateway for stop strings")
@@ -57,6 +57,7 @@ def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission
         priority=request.priority,
         tenant=request.tenant,
         deadline_s=request.deadline_s,
+        beam=request.beam if request.HasField("beam") else None,
     )
 
 
@@ -85,6 +86,12 @@ async def generate(
             if ending.reason == FinishReason.FINISH_REASON_ERROR:
                 await abort(context, ending.code, ending.message, ending.retry_after_s)
             message.finish_reason = ending.reason
+            for i, found in enumerate(ending.hypotheses):
+                ids = np.frombuffer(found.token_ids, np.int32).tolist()
+                num_tokens += len(ids)
+                if not i:
+                    message.token_ids[:] = ids
+                message.hypotheses.add(token_ids=ids, score=found.score, finish_reason=found.reason)
             message.usage.CopyFrom(_usage(submission, num_tokens, ending))
             yield message
             return

@@ -25,6 +25,10 @@ CODE_INTERNAL = 13
 CODE_UNAVAILABLE = 14
 
 
+# They are kept, logged and named in answers.
+MAX_CHARS = {"request_id": 256, "tenant": 256, "lora": 256}
+
+
 @dataclass(eq=False)
 class Rejection(Exception):
     """A request that is refused, with the reason for its sender."""
@@ -55,10 +59,8 @@ def invalid(field: str, message: str) -> Rejection:
 
 def check_submission(submission: Submission) -> None:
     """What can be told without knowing the model. Raises Rejection."""
+    _check_sizes(submission)
     sampling = submission.sampling
-    for name in ("prompt_token_ids", "output_token_ids"):
-        if len(getattr(submission, name)) % TOKEN_BYTES:
-            raise invalid(name, "is not packed int32")
     if not submission.prompt_token_ids:
         raise invalid("prompt_token_ids", "at least one token is required")
     if not sampling.max_tokens:
@@ -78,6 +80,15 @@ def check_submission(submission: Submission) -> None:
         raise invalid("top_k", f"{sampling.top_k} is negative; 0 keeps every token")
 
 
+def _check_sizes(submission: Submission) -> None:
+    for name in ("prompt_token_ids", "output_token_ids"):
+        if len(getattr(submission, name)) % TOKEN_BYTES:
+            raise invalid(name, "is not packed int32")
+    for name, limit in MAX_CHARS.items():
+        if len(getattr(submission, name)) > limit:
+            raise invalid(name, f"has {len(getattr(submission, name))} characters, {limit} are possible")
+
+
 def check_limits(submission: Submission, limits: Limits) -> None:
     """What the model and the pools allow. Raises Rejection."""
     vocab = limits.model.vocab_size
@@ -93,6 +104,10 @@ def check_limits(submission: Submission, limits: Limits) -> None:
         raise invalid("lora", f"{submission.lora!r}: no attached worker serves adapters")
     prompt = len(submission.prompt_token_ids) // TOKEN_BYTES
     total = prompt + submission.sampling.max_tokens
+    for what, limit in (("the model's length", limits.model.max_model_len), ("a pool", limits.pool_tokens)):
+        if prompt >= limit:
+            message = f"a prompt of {prompt} tokens leaves no room for output in {what} of {limit} tokens"
+            raise invalid("prompt_token_ids", message)
     asked = f"prompt of {prompt} tokens and max_tokens of {submission.sampling.max_tokens}"
     if total > limits.model.max_model_len:
         raise invalid("max_tokens", f"{asked} exceed the model's length of {limits.model.max_model_len}")

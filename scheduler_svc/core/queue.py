@@ -8,7 +8,7 @@ from sortedcontainers import SortedDict
 
 from scheduler_svc.core.policy import OrderPolicy, PolicyError
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.view import RequestView
+from scheduler_svc.core.view import RequestView, view_of
 
 
 class WaitingQueue:
@@ -59,7 +59,7 @@ class WaitingQueue:
     def reorder(self, order: OrderPolicy) -> None:
         """Another policy takes over. Raises what it raises; then nothing has changed."""
         for request in self:
-            order.add(RequestView(request))
+            order.add(view_of(request))
         self.order = order
 
     def ordered(self, now_s: float) -> Iterator[Request]:
@@ -79,7 +79,7 @@ class WaitingQueue:
 
     def _tell(self, event: Callable[[RequestView], None], request: Request) -> None:
         try:
-            event(RequestView(request))
+            event(view_of(request))
         except Exception as error:  # a policy is a guest: what it raises costs no request
             self.reorder(self._fallback(error))
 

@@ -13,6 +13,8 @@ from paceline.v1.inference_pb2 import Hypothesis
 
 if TYPE_CHECKING:
     from scheduler_svc.core.beam_groups import BeamGroup
+    from scheduler_svc.core.slots import SlotTable
+    from scheduler_svc.core.view import RequestView
 
 TOKEN_BYTES = 4  # token ids travel and rest as packed little-endian int32
 
@@ -54,6 +56,7 @@ class Request:
     place: int = 0
     worker: int = 0  # while BINDING or RUNNING
     slot: int = -1  # while RUNNING
+    seat: tuple[SlotTable, int] | None = field(default=None, init=False, repr=False)  # while RUNNING
     started_s: float | None = None  # first admission
     cached_tokens: int | None = None  # reused at the first admission
     num_preemptions: int = 0
@@ -62,6 +65,7 @@ class Request:
     parent: Request | None = None  # to fork from, as long as that is possible
     prompt_is_computed: bool = False  # and known to be, of the attempt that runs
     group: BeamGroup | None = None  # whose root or member it is
+    view: RequestView | None = field(default=None, init=False, repr=False)  # what policies get of it (view.py)
     hypotheses: list[Hypothesis] = field(default_factory=list)  # what its beam search has found
 
     @property
@@ -82,6 +86,11 @@ class Request:
     def num_output_tokens(self) -> int:
         """Exact while the request does not run."""
         return len(self.output) // TOKEN_BYTES
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Output tokens that have arrived, also while it runs."""
+        return self.num_output_tokens + (self.seat[0].num_in_tail(self.seat[1]) if self.seat else 0)
 
     @property
     def max_new_tokens(self) -> int:

@@ -84,6 +84,7 @@ class SlotTable:
         """Seat a request whose known tokens are in `num_blocks` blocks."""
         slot = self._free.pop()
         self.requests[slot] = request
+        request.seat = (self, slot)
         self.capacity[slot] = num_blocks * self.block_size
         self.max_total[slot] = request.max_total_tokens
         self.sequence[slot] = request.sequence
@@ -98,6 +99,8 @@ class SlotTable:
         self.stop_decoding(slot, step)
         self.generation[slot] += 1
         self.num_releases += 1
+        if (request := self.requests[slot]) is not None:
+            request.seat = None
         self.requests[slot] = None
         self._stints[slot].clear()
         self.extra_stops.pop(slot, None)
@@ -161,6 +164,11 @@ class SlotTable:
         if stints:
             return stints[-1][1] <= self._seen
         return request is not None and request.num_tokens >= request.max_total_tokens  # its one token was a prefill's
+
+    def num_in_tail(self, slot: int) -> int:
+        """Tokens that the request's own record lacks."""
+        taken, seen = self._taken[slot], self._seen
+        return sum(max(0, min(end, seen) - max(first, taken)) for first, end in self._stints[slot])
 
     def take_tail(self, slot: int) -> bytes:
         """The tokens that the request's own record lacks. Packed int32."""

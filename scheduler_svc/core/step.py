@@ -13,7 +13,7 @@ from scheduler_svc.core.decision import Admission, Decision, OutOfBlocks, Paused
 from scheduler_svc.core.policy import PolicyError, Verdict
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step_view import StepView
-from scheduler_svc.core.view import RequestView, Running
+from scheduler_svc.core.view import RequestView, Running, view_of
 from scheduler_svc.core.worker import ROW_COST_TOKENS
 
 
@@ -79,7 +79,7 @@ class Step(StepView):
         for it; who is not placed after all gives them back when the step ends. Raises PolicyError."""
         self._expect_open()
         own, num_tokens = self._waits(request), operator.index(num_tokens)
-        request, uncached = RequestView(own), self.uncached_tokens(request)
+        request, uncached = view_of(own), self.uncached_tokens(request)
         if not 1 <= num_tokens <= uncached or request.seniority in self._considered:
             raise PolicyError(f"{request}: {num_tokens} tokens of {uncached}, or considered before")
         if self._num_seats <= 0:

@@ -12,7 +12,7 @@ from scheduler_svc.core.arrays import Slots
 from scheduler_svc.core.decision import Admission, OutOfBlocks
 from scheduler_svc.core.policy import CapacityPolicy
 from scheduler_svc.core.request import TOKEN_BYTES, Request
-from scheduler_svc.core.view import RequestView, Running
+from scheduler_svc.core.view import RequestView, Running, view_of
 from scheduler_svc.core.worker import Worker
 
 
@@ -69,7 +69,7 @@ class StepView:
             max_num_seqs=seats,
             num_running=len(worker.running),
             num_departed=worker.num_departed,
-            preempted=tuple(map(RequestView, worker.preempted)),
+            preempted=tuple(map(view_of, worker.preempted)),
             _worker=worker,
             _waiting=waiting,
             _capacity=capacity,
@@ -135,7 +135,7 @@ class StepView:
     def waiting(self) -> Iterator[RequestView]:
         """Requests that could be bound to this worker, in the order's order. Only these can be admitted."""
         for request in self._waiting():
-            view = RequestView(request)
+            view = view_of(request)
             self._offered[view] = request
             yield view
 

@@ -81,13 +81,13 @@ class RequestView:
 
     @property
     def num_output_tokens(self) -> int:
-        """Exact while it does not run; `Running.num_output_tokens` is exact then."""
-        return self._request.num_output_tokens
+        """Those that have arrived. `Running.num_output_tokens` also counts those in flight."""
+        return self._request.num_generated_tokens
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output; exact while it does not run."""
-        return self._request.num_tokens
+        """Prompt and output."""
+        return self._request.num_prompt_tokens + self._request.num_generated_tokens
 
     @property
     def max_new_tokens(self) -> int:
@@ -116,6 +116,14 @@ class RequestView:
         return self._request.live_tokens(worker_id)
 
 
+def view_of(request: Request) -> RequestView:
+    """The one view of the request: a policy may compare views by identity, too."""
+    view = request.view
+    if view is None:
+        view = request.view = RequestView(request)
+    return view
+
+
 class Running:
     """A sequence that holds a slot of the step's worker, as policies see it. Steps in flight count as done."""
 
@@ -132,7 +140,7 @@ class Running:
 
     @property
     def request(self) -> RequestView:
-        return RequestView(self._request)
+        return view_of(self._request)
 
     @property
     def is_decoding(self) -> bool:

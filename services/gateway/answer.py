@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from paceline.v1 import common_pb2
 from services.gateway.errors import ApiError
 from services.gateway.generation import ClientGone, Generation
-from services.gateway.openai_format import Envelope, StreamFormat, error_event
+from services.gateway.openai_format import Envelope, StreamFormat, error_event, usage
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
@@ -87,7 +87,14 @@ class WholeAnswer(_Answer):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         texts = await asyncio.gather(*[self._collect(generation) for generation in self._generations])
-        await JsonResponse(self._envelope.whole(self._generations, texts, self._best()))(scope, receive, send)
+        choices = []
+        for i in self._best():
+            generation = self._generations[i]
+            if generation.job.beam is not None:
+                choices += [(found.text, found.finish_reason) for found in generation.hypotheses]
+            else:
+                choices.append((texts[i], generation.finish_reason))
+        await JsonResponse(self._envelope.whole(choices, usage(self._generations)))(scope, receive, send)
 
     def _best(self) -> list[int]:
         """Which samples to answer with, those of one prompt with the highest log probability per token first (as OpenAI

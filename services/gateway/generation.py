@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paceline.v1 import common_pb2
+from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.detokenizer import TextStream
 from services.gateway.errors import ApiError, from_scheduler
 from services.gateway.metrics import GatewayMetrics
@@ -23,6 +23,16 @@ FINISH_NAMES = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_
 
 class ClientGone(Exception):
     """The client has closed its connection: nobody reads the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A hypothesis of a beam search."""
+
+    token_ids: list[int]
+    text: str
+    score: float
+    finish_reason: common_pb2.FinishReason.ValueType
 
 
 class Generation:
@@ -44,6 +54,7 @@ class Generation:
         "_taken",
         "cached_tokens",
         "finish_reason",
+        "hypotheses",
         "job",
         "text_stream",
         "token_ids",
@@ -54,13 +65,15 @@ class Generation:
     ) -> None:
         """`first`: the first sample of the same prompt; its computation of the prompt serves this one too."""
         self.job = job
-        self.text_stream = TextStream(job.detokenizer, job.stop, job.sampling.min_tokens, job.final_tokens)
+        self.text_stream = TextStream(job.new_detokenizer(), job.stop, job.sampling.min_tokens, job.final_tokens)
         # FinishReason once the sequence has ended, else 0 (unspecified).
         self.finish_reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED
         # Known once the scheduler has reported the ending; unknown if we ended the request ourselves.
         self.cached_tokens: int | None = None
         # The tokens of the last piece.
         self.token_ids: list[int] = []
+        # What a beam search has found, once it has ended.
+        self.hypotheses: list[Found] = []
         self._session = session
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
@@ -70,15 +83,17 @@ class Generation:
         self._start_s = self._last_s = job.arrival_s
         prompt = np.asarray(job.prompt_ids, "<i4").tobytes()
         terms = job.terms if first is None else replace(job.terms, fork_of=first._live.handle)
-        self._live: LiveRequest = session.submit(job.request_id, prompt, job.sampling, job.final_tokens, terms)
+        self._live: LiveRequest = session.submit(
+            job.request_id, prompt, job.sampling, job.final_tokens, terms, job.beam
+        )
         self._live.wake = self._wake
         metrics.live_requests += 1
         metrics.prompt_tokens += len(job.prompt_ids)
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens so far."""
-        return self.text_stream.num_tokens
+        """Output tokens so far, of all hypotheses."""
+        return self.text_stream.num_tokens + sum(len(found.token_ids) for found in self.hypotheses)
 
     @property
     def mean_logprob(self) -> float:
@@ -146,6 +161,12 @@ class Generation:
             self.cached_tokens = min(live.ending.cached_tokens, len(self.job.prompt_ids))
         self.finish_reason = common_pb2.FINISH_REASON_STOP
 
+    def _found(self, hypothesis: inference_pb2.Hypothesis) -> Found:
+        token_ids = np.frombuffer(hypothesis.token_ids, "<i4").tolist()
+        stream = TextStream(self.job.new_detokenizer(), (), 0, self.job.final_tokens)
+        text = stream.push(token_ids) + stream.finish()
+        return Found(token_ids, text, hypothesis.score, hypothesis.reason)
+
     def _end(self) -> str:
         ending = self._live.ending
         assert ending is not None
@@ -154,6 +175,7 @@ class Generation:
                 raise ApiError(503, ending.message or "the scheduler aborted the request", retry_after_s=1.0)
             raise from_scheduler(ending.code, ending.message, ending.field, ending.retry_after_s)
         self.cached_tokens = min(ending.cached_tokens, len(self.job.prompt_ids))
+        self.hypotheses = [self._found(hypothesis) for hypothesis in ending.hypotheses]
         text = self.text_stream.finish()
         self.finish_reason = common_pb2.FINISH_REASON_STOP if self.text_stream.stopped else ending.reason
         return text

@@ -13,11 +13,16 @@ from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.errors import ApiError, invalid
 from services.gateway.generation import Generation
 from services.gateway.http import sanitised_request_id
-from services.gateway.request import FieldNames, GenerateJob, SamplingChoices, check_terms
+from services.gateway.request import MAX_SAMPLES, FieldNames, GenerateJob, SamplingChoices, check_beam, check_terms
 from services.gateway.state import Gateway
 
 SERVICE_NAME = "paceline.v1.InferenceService"
-_ROLES = frozenset({"system", "user", "assistant"})
+_ROLES = frozenset({"system", "developer", "user", "assistant"})
+EARLY_STOPPING: dict[int, bool | str] = {
+    inference_pb2.EARLY_STOPPING_UNSPECIFIED: False,
+    inference_pb2.EARLY_STOPPING_FIRST: True,
+    inference_pb2.EARLY_STOPPING_NEVER: "never",
+}
 _Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
 _SessionContext = grpc.aio.ServicerContext[inference_pb2.SessionRequest, inference_pb2.SessionResponse]
@@ -74,15 +79,19 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
             case _:
                 raise invalid("prompt", "prompt: one of text, messages and token_ids is required")
         deadline_s = request.deadline_s or None
-        return builder.job(
+        choices = _choices(request.sampling)
+        job = builder.job(
             ids,
-            _choices(request.sampling),
+            choices,
             request_id=request_id,
             endpoint="grpc",
             names=names,
             arrival_s=arrival_s,
             terms=check_terms(request.priority, request.tenant, deadline_s),
         )
+        if request.HasField("beam"):
+            job.beam = _beam(request.beam, choices)
+        return job
 
 
 def _response(generation: Generation, text: str) -> inference_pb2.GenerateResponse:
@@ -94,6 +103,12 @@ def _response(generation: Generation, text: str) -> inference_pb2.GenerateRespon
         response.usage.prompt_tokens = len(generation.job.prompt_ids)
         response.usage.completion_tokens = generation.num_tokens
         response.usage.cached_tokens = generation.cached_tokens or 0
+    for i, found in enumerate(generation.hypotheses):
+        if not i:
+            response.token_ids[:], response.text = found.token_ids, found.text
+        response.hypotheses.add(
+            token_ids=found.token_ids, text=found.text, score=found.score, finish_reason=found.finish_reason
+        )
     return response
 
 
@@ -103,8 +118,11 @@ def _messages(chat: inference_pb2.ChatMessages) -> list[dict[str, str]]:
     for index, message in enumerate(chat.messages):
         if message.role not in _ROLES:
             role = message.role[:40]
-            raise invalid(f"messages.{index}.role", f"role must be system, user or assistant, not {role!r}")
-    return [{"role": message.role, "content": message.content} for message in chat.messages]
+            roles = "system, developer, user or assistant"
+            raise invalid(f"messages.{index}.role", f"role must be {roles}, not {role!r}")
+    # `developer` is OpenAI's newer name for `system`, which templates know.
+    roles_of = [("system" if message.role == "developer" else message.role, message) for message in chat.messages]
+    return [{"role": role, "content": message.content} for role, message in roles_of]
 
 
 def _choices(options: inference_pb2.SamplingOptions) -> SamplingChoices:
@@ -119,6 +137,16 @@ def _choices(options: inference_pb2.SamplingOptions) -> SamplingChoices:
         stop=list(options.stop),
         stop_token_ids=list(options.stop_token_ids),
     )
+
+
+def _beam(options: inference_pb2.BeamOptions, choices: SamplingChoices) -> inference_pb2.BeamOptions:
+    width, num_return = options.width, options.num_return or 1
+    if not 1 <= num_return <= width <= MAX_SAMPLES:
+        name, limit = ("num_return", width) if 1 <= width <= MAX_SAMPLES else ("width", MAX_SAMPLES)
+        raise invalid(f"beam.{name}", f"beam.{name} must be between 1 and {limit}, not {getattr(options, name)}")
+    penalty = options.length_penalty if options.HasField("length_penalty") else 1.0
+    early_stopping = EARLY_STOPPING.get(options.early_stopping, "unknown")
+    return check_beam(choices, width, num_return, penalty, early_stopping)
 
 
 async def _abort(context: _Context, error: ApiError) -> NoReturn:

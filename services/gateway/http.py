@@ -24,7 +24,7 @@ from services.gateway.body import read_json
 from services.gateway.errors import ApiError, invalid
 from services.gateway.generation import Generation
 from services.gateway.openai_format import Envelope, Kind
-from services.gateway.request import FieldNames, GenerateJob, check_samples
+from services.gateway.request import FieldNames, GenerateJob
 from services.gateway.state import Gateway
 from services.runtime.logs import bind_request_id, get_logger
 
@@ -263,7 +263,6 @@ async def _completion_jobs(gateway: Gateway, request: Request) -> _Jobs:
     if isinstance(prompts[0], int):
         prompts = [prompts]
     choices, terms = body.sampling(), body.terms()
-    n, best_of = check_samples(body.n, body.best_of, bool(body.stream))
     jobs: list[GenerateJob] = []
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str):
@@ -283,7 +282,7 @@ async def _completion_jobs(gateway: Gateway, request: Request) -> _Jobs:
             arrival_s=arrival_s,
             terms=terms,
         )
-        jobs += builder.samples(job, choices, n, best_of)
+        jobs += body.jobs(builder, job)
     return body, jobs
 
 
@@ -300,18 +299,16 @@ async def _chat_jobs(gateway: Gateway, request: Request) -> _Jobs:
         add_generation_prompt=body.add_generation_prompt is not False,
         variables=body.chat_template_kwargs,
     )
-    n, best_of = check_samples(body.n, body.best_of, bool(body.stream))
-    choices = body.sampling()
     job = gateway.builder.job(
         ids,
-        choices,
+        body.sampling(),
         request_id=_request_id(request, 0),
         endpoint="chat",
         names=names,
         arrival_s=arrival_s,
         terms=body.terms(),
     )
-    return body, gateway.builder.samples(job, choices, n, best_of)
+    return body, body.jobs(gateway.builder, job)
 
 
 def _request_id(request: Request, index: int) -> str:

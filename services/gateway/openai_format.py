@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import orjson
 
+from paceline.v1.common_pb2 import FinishReason
 from services.gateway.generation import FINISH_NAMES, Generation
 
 Kind = Literal["completion", "chat"]
@@ -47,19 +48,18 @@ class Envelope:
         """The fields every body begins with."""
         return {"id": self.id, "object": object_name, "created": self.created, "model": self.model}
 
-    def whole(self, generations: Sequence[Generation], texts: Sequence[str], chosen: Sequence[int]) -> bytes:
-        """The body of an answer that is not streamed: the chosen samples, and the usage of all."""
-        choices = [self._choice(i, generations[of], texts[of]) for i, of in enumerate(chosen)]
+    def whole(self, choices: Sequence[tuple[str, FinishReason.ValueType]], usage: dict[str, Any]) -> bytes:
+        """The body of an answer that is not streamed. A choice: its text, and why it ended."""
         head = self.head("chat.completion" if self.kind == "chat" else "text_completion")
-        return orjson.dumps({**head, "choices": choices, "usage": usage(generations)})
+        shaped = [self._choice(index, text, reason) for index, (text, reason) in enumerate(choices)]
+        return orjson.dumps({**head, "choices": shaped, "usage": usage})
 
-    def _choice(self, index: int, generation: Generation, text: str) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, reason: FinishReason.ValueType) -> dict[str, Any]:
         if self.kind == "chat":
             content: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
         else:
             content = {"text": text}
-        finish_reason = FINISH_NAMES[generation.finish_reason]
-        return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
+        return {"index": index, **content, "logprobs": None, "finish_reason": FINISH_NAMES[reason]}
 
 
 class StreamFormat:

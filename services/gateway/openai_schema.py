@@ -9,7 +9,15 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from services.gateway.errors import ApiError, invalid
-from services.gateway.request import MAX_TENANT_CHARS, SamplingChoices, check_terms
+from services.gateway.request import (
+    MAX_TENANT_CHARS,
+    GenerateJob,
+    RequestBuilder,
+    SamplingChoices,
+    check_beam,
+    check_samples,
+    check_terms,
+)
 from services.gateway.session_core import Terms
 
 MAX_PROMPTS = 128
@@ -17,7 +25,6 @@ MAX_PROMPTS = 128
 # Fields that change the result and that we cannot honour: the values with which they change nothing (null always is
 # one).
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "prompt_logprobs": (),
@@ -26,7 +33,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0, 0.0),
     "frequency_penalty": (0, 0.0),
     "repetition_penalty": (1, 1.0),
-    "length_penalty": (1, 1.0),
     "min_p": (0, 0.0),
     "logit_bias": ({},),
     "bad_words": ([],),
@@ -105,6 +111,12 @@ def _content(value: Any) -> Any:
     return "\n".join(texts)
 
 
+def _early_stopping(value: Any) -> Any:
+    if value is True or value is False or value == "never":
+        return value
+    raise ValueError('must be true, false or "never"')
+
+
 def _variables(value: Any) -> Any:
     if not isinstance(value, dict) or not all(isinstance(v, str | int | float | bool) for v in value.values()):
         raise ValueError("must be an object of strings, numbers and booleans")
@@ -140,6 +152,10 @@ class SamplingFields(_Request):
     stream_options: StreamOptions | None = None
     n: int | None = None
     best_of: int | None = None
+    # Beam search as in transformers; `best_of` (else `n`) is its width.
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: Annotated[bool | str, BeforeValidator(_early_stopping)] | None = None
     # Larger is more urgent. What it does depends on the policies in force.
     priority: float | None = None
     # On whose account; OpenAI's `user` says it where this is left out.
@@ -152,6 +168,17 @@ class SamplingFields(_Request):
         """Its place among others. Raises ApiError 400."""
         tenant = self.tenant if self.tenant is not None else (self.user or "")[:MAX_TENANT_CHARS]
         return check_terms(self.priority, tenant, self.deadline_s)
+
+    def jobs(self, builder: RequestBuilder, job: GenerateJob) -> list[GenerateJob]:
+        """One job for each sample of the prompt; a beam search is one. Raises ApiError 400."""
+        n, best_of = check_samples(self.n, self.best_of, bool(self.stream))
+        if not self.use_beam_search:
+            return builder.samples(job, n, best_of)
+        if self.stream:
+            raise invalid("stream", "a beam search has nothing to show before its end")
+        penalty = 1.0 if self.length_penalty is None else self.length_penalty
+        job.beam = check_beam(self.sampling(), best_of, n, penalty, self.early_stopping or False)
+        return [job]
 
     def sampling(self) -> SamplingChoices:
         """The sampling part, for RequestBuilder."""
@@ -234,6 +261,10 @@ def parse(cls: type[R], body: Any) -> R:
         raise _as_api_error(error) from None
     if isinstance(request, SamplingFields) and request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "stream_options is only possible with stream: true")
+    if isinstance(request, SamplingFields) and not request.use_beam_search:
+        given = {"length_penalty": request.length_penalty not in (None, 1.0), "early_stopping": request.early_stopping}
+        for name in (name for name, is_given in given.items() if is_given):
+            raise invalid(name, f"{name} is only possible with use_beam_search: true")
     if isinstance(request, ChatRequest) and not request.messages:
         raise invalid("messages", "messages must not be empty")
     return request

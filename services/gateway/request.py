@@ -8,9 +8,10 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from paceline.v1 import common_pb2
+from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.detokenizer import Detokenizer
 from services.gateway.errors import ApiError, invalid
 from services.gateway.id_tokenizer import IdTokenizer
@@ -24,6 +25,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_TEMPERATURE = 100.0
 MAX_SAMPLES = 64  # of one prompt
 MAX_TENANT_CHARS = 128
+MAX_LENGTH_PENALTY = 10.0
 # Below this a softmax overflows float32; it is greedy for all purposes.
 _GREEDY_TEMPERATURE = 1e-5
 # Longer texts are encoded off the event loop (the tokenizer lets go of the GIL).
@@ -56,10 +58,11 @@ class GenerateJob:
     sampling: common_pb2.SamplingParams
     stop: tuple[str, ...]
     final_tokens: frozenset[int]
-    detokenizer: Detokenizer
+    new_detokenizer: Callable[[], Detokenizer]  # for output that follows the prompt
     arrival_s: float
     terms: Terms = NO_TERMS
     sample: int = 0  # which of several of one prompt
+    beam: inference_pb2.BeamOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +212,14 @@ class RequestBuilder:
             ),
             stop=_stop_strings(choices, names),
             final_tokens=frozenset(stop_token_ids) | (frozenset() if choices.ignore_eos else self.eos_token_ids),
-            detokenizer=self.tokenizer.detokenizer(prompt_ids, skip_special_tokens=choices.skip_special_tokens),
+            new_detokenizer=partial(
+                self.tokenizer.detokenizer, prompt_ids, skip_special_tokens=choices.skip_special_tokens
+            ),
             arrival_s=time.perf_counter() if arrival_s is None else arrival_s,
             terms=terms,
         )
 
-    def samples(self, job: GenerateJob, choices: SamplingChoices, n: int, best_of: int) -> list[GenerateJob]:
+    def samples(self, job: GenerateJob, n: int, best_of: int) -> list[GenerateJob]:
         """The job `best_of` times, each with a seed of its own. If not all are wanted, the model's own probabilities
         decide which are."""
         jobs = [job]
@@ -223,9 +228,7 @@ class RequestBuilder:
             sampling = common_pb2.SamplingParams()
             sampling.CopyFrom(job.sampling)
             sampling.seed = (job.sampling.seed + i) % 2**64
-            detokenizer = self.tokenizer.detokenizer(job.prompt_ids, skip_special_tokens=choices.skip_special_tokens)
-            request_id = f"{job.request_id}.{i}"
-            jobs.append(replace(job, request_id=request_id, sampling=sampling, detokenizer=detokenizer, sample=i))
+            jobs.append(replace(job, request_id=f"{job.request_id}.{i}", sampling=sampling, sample=i))
         return jobs
 
     def _stop_token_ids(self, choices: SamplingChoices, names: FieldNames) -> list[int]:
@@ -246,6 +249,27 @@ def check_samples(n: int | None, best_of: int | None, stream: bool) -> tuple[int
     if best_of > n and stream:
         raise invalid("best_of", "which samples are the best is known in the end only: stream needs best_of equal to n")
     return n, best_of
+
+
+def check_beam(
+    choices: SamplingChoices, width: int, num_return: int, length_penalty: float, early_stopping: bool | str
+) -> inference_pb2.BeamOptions:
+    """Options of a beam search, which does not sample and knows no text. Raises ApiError 400."""
+    for name in ("temperature", "top_p", "top_k"):
+        if getattr(choices, name) not in (None, 0.0 if name == "temperature" else 1.0, -1):
+            raise invalid(name, f"{name}: beam search does not sample; leave it out")
+    if choices.stop:
+        raise invalid("stop", "beam search knows no stop strings; use stop_token_ids")
+    _check_range("length_penalty", length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+    kinds = {False: 0, True: inference_pb2.EARLY_STOPPING_FIRST, "never": inference_pb2.EARLY_STOPPING_NEVER}
+    if early_stopping not in kinds:
+        raise invalid("early_stopping", f'early_stopping must be true, false or "never", not {early_stopping!r}')
+    return inference_pb2.BeamOptions(
+        width=width,
+        num_return=num_return,
+        length_penalty=length_penalty,
+        early_stopping=inference_pb2.EarlyStopping.ValueType(kinds[early_stopping]),
+    )
 
 
 def check_terms(priority: float | None, tenant: str | None, deadline_s: float | None) -> Terms:

@@ -92,13 +92,14 @@ class SchedulerSession:
         sampling: common_pb2.SamplingParams,
         final_tokens: frozenset[int] = frozenset(),
         terms: Terms = NO_TERMS,
+        beam: inference_pb2.BeamOptions | None = None,
     ) -> LiveRequest:
         """Queue a request for the scheduler (token ids: packed int32). Raises ApiError 429 or 503."""
         if self._closing:
             raise ApiError(503, "the server is shutting down", retry_after_s=1.0)
         now_s = asyncio.get_running_loop().time()
         try:
-            request = self._core.submit(request_id, prompt_token_ids, sampling, now_s, final_tokens, terms)
+            request = self._core.submit(request_id, prompt_token_ids, sampling, now_s, final_tokens, terms, beam)
         except SessionFull:
             raise ApiError(429, "the server has too many requests in flight", retry_after_s=1.0) from None
         self._outgoing.set()

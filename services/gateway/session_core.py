@@ -62,6 +62,7 @@ class LiveRequest:
     final_tokens: frozenset[int]
     submitted_s: float
     terms: Terms = NO_TERMS
+    beam: inference_pb2.BeamOptions | None = None
     # How often it was submitted, and whether on the stream of now.
     attempt: int = 0
     sent: bool = False
@@ -115,6 +116,7 @@ class SessionCore:
         now_s: float,
         final_tokens: frozenset[int] = frozenset(),
         terms: Terms = NO_TERMS,
+        beam: inference_pb2.BeamOptions | None = None,
     ) -> LiveRequest:
         """A new request. Raises SessionFull."""
         if len(self._live) >= self._max_live:
@@ -123,7 +125,7 @@ class SessionCore:
             self._next_handle = self._next_handle % _MAX_HANDLE + 1
         handle = self._next_handle
         self._next_handle = handle % _MAX_HANDLE + 1
-        request = LiveRequest(handle, request_id, prompt_token_ids, sampling, final_tokens, now_s, terms)
+        request = LiveRequest(handle, request_id, prompt_token_ids, sampling, final_tokens, now_s, terms, beam)
         self._now_s = now_s
         self._live[handle] = request
         self._unsent[handle] = request
@@ -280,6 +282,7 @@ class SessionCore:
                 tenant=request.terms.tenant,
                 deadline_s=self._deadline_left_s(request),
                 fork_of=request.terms.fork_of,
+                beam=request.beam,
             )
 
     def _deadline_left_s(self, request: LiveRequest) -> float:

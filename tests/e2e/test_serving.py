@@ -69,6 +69,35 @@ def test_chat_streams_the_same_text_as_it_answers(client: openai.OpenAI) -> None
     assert usage.completion_tokens == whole.usage.completion_tokens
 
 
+def test_beam_search_is_that_of_transformers(client: openai.OpenAI) -> None:
+    prompt = reference.tokenizer(str(CHECKPOINT))("Once upon a time there was a")["input_ids"]
+    for width, wanted, penalty, early in ((4, 4, 1.0, False), (3, 1, 2.0, "never"), (2, 2, 0.0, True)):
+        options = {"use_beam_search": True, "best_of": width, "length_penalty": penalty, "early_stopping": early}
+        answer = client.completions.create(model=MODEL, prompt=prompt, n=wanted, max_tokens=24, extra_body=options)
+        expected = reference.beam_search(
+            CHECKPOINT,
+            prompt,
+            24,
+            num_beams=width,
+            num_return_sequences=wanted,
+            length_penalty=penalty,
+            early_stopping=early,
+        )
+        decode = reference.tokenizer(str(CHECKPOINT)).decode
+        assert [choice.text for choice in answer.choices] == [decode(ids, skip_special_tokens=True) for ids in expected]
+
+
+def test_samples_of_one_prompt_are_those_of_their_seeds(client: openai.OpenAI) -> None:
+    """They fork from the first inside a block (the prompt is no whole number of them); each is what it is alone."""
+    options = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 30, "temperature": 1.0}
+    together = client.completions.create(**options, n=4, seed=7)
+    alone = [client.completions.create(**options, seed=7 + i).choices[0].text for i in range(4)]
+    assert [choice.text for choice in together.choices] == alone
+    assert len(set(alone)) > 1
+    best = client.completions.create(**options, seed=7, extra_body={"best_of": 4})
+    assert best.choices[0].text in alone
+
+
 def test_a_repeated_prompt_is_served_from_the_cache(client: openai.OpenAI) -> None:
     prompt = [random.Random(1).randrange(8, VOCAB) for _ in range(100)]
     first, second = (
@@ -131,7 +160,7 @@ async def test_200_at_once_a_third_of_them_cancelled(stack: Stack) -> None:
         ({"prompt": [5], "temperature": -0.5}, 400, "temperature"),
         ({"prompt": [5], "temperature": "hot"}, 400, "temperature"),
         ({"prompt": [5], "top_p": 2}, 400, "top_p"),
-        ({"prompt": [5], "n": 3}, 400, "n"),
+        ({"prompt": [5], "n": 65}, 400, "n"),
         ({"prompt": [5], "model": "nobody"}, 404, "model"),
     ],
 )

@@ -43,3 +43,19 @@ def _generate(path: str, prompt: tuple[int, ...], max_tokens: int, ignore_eos: b
 def greedy(path: str | Path, prompt: list[int], max_tokens: int, *, ignore_eos: bool = True) -> list[int]:
     """The new tokens of a greedy fp32 run, end-of-sequence token included."""
     return list(_generate(str(path), tuple(prompt), max_tokens, ignore_eos))
+
+
+def beam_search(path: str | Path, prompt: list[int], max_tokens: int, **options: Any) -> list[list[int]]:
+    """The new tokens of the hypotheses of generate(num_beams=...), best first."""
+    model = load(str(path))
+    inputs = torch.tensor([prompt])
+    with torch.no_grad():
+        output = model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=-1,
+            **options,
+        )
+    return [[token for token in row[len(prompt) :].tolist() if token >= 0] for row in output]

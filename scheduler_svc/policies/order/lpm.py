@@ -31,7 +31,7 @@ class LongestPrefixMatch(KeyedOrder):
 
     def key(self, request: RequestView) -> tuple[bool, int]:
         group = self._groups.get(self._group_of.get(request.seniority, b""))
-        follows = group is not None and group.peekitem(0)[1] is not request
+        follows = group is not None and group.peekitem(0)[1] != request
         return (follows, -request.best_matched_tokens)
 
     def add(self, request: RequestView) -> None:
@@ -41,7 +41,7 @@ class LongestPrefixMatch(KeyedOrder):
             led_before = group.peekitem(0)[1] if group else None
             group[request.place, request.seniority] = request
             self._group_of[request.seniority] = beginning
-            if led_before is not None and group.peekitem(0)[1] is request:  # it came back to a place before theirs
+            if led_before is not None and group.peekitem(0)[1] == request:  # it came back to a place before theirs
                 super().rematched(led_before)
         super().add(request)
 
@@ -51,7 +51,7 @@ class LongestPrefixMatch(KeyedOrder):
         if beginning is None:
             return
         group = self._groups[beginning]
-        led = group.peekitem(0)[1] is request
+        led = group.peekitem(0)[1] == request
         del group[request.place, request.seniority]
         if not group:
             del self._groups[beginning]

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import grpc
 import grpc.aio
+import numpy as np
+import pytest
 
-from paceline.v1 import inference_pb2, inference_pb2_grpc
+from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from services.gateway.tokenizer import TextTokenizer
 from tests.contract.gateway.conftest import MODEL, Running
+from tests.contract.gateway.test_openai import CHECKPOINT
 
 CHAT: list[Any] = [{"role": "user", "content": "hello"}]
 
@@ -72,3 +77,77 @@ async def test_priority_tenant_and_deadline_reach_the_scheduler(running: Running
         assert [response async for response in stub.Generate(request)]
     seen = [(s.priority, s.tenant, s.deadline_s) for s in running.scheduler.submissions]
     assert seen == [(2.5, "team", 30.0), (0.0, "someone", 0.0), (-1.0, "other", 5.0)]
+
+
+def hypotheses(*outputs: list[int]) -> inference_pb2.Ending:
+    ending = inference_pb2.Ending(reason=common_pb2.FINISH_REASON_STOP, cached_tokens=2)
+    for i, tokens in enumerate(outputs):
+        reason = common_pb2.FINISH_REASON_LENGTH if i else common_pb2.FINISH_REASON_STOP
+        ending.hypotheses.add(token_ids=np.array(tokens, "<i4").tobytes(), score=-0.5 - i, reason=reason)
+    return ending
+
+
+async def test_beam_search_over_http_and_grpc(running: Running) -> None:
+    tokenizer = TextTokenizer.from_folder(CHECKPOINT)
+    outputs = [tokenizer.encode(text, add_special_tokens=False) for text in ("one two", "three")]
+    running.scheduler.reject = lambda submission: hypotheses(*outputs)
+    extra = {"use_beam_search": True, "best_of": 3, "length_penalty": 0.5, "early_stopping": "never"}
+    answer = await running.openai.completions.create(model=MODEL, prompt="a", max_tokens=9, n=2, extra_body=extra)
+    assert [(choice.text, choice.finish_reason) for choice in answer.choices] == [
+        ("one two", "stop"),
+        ("three", "length"),
+    ]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == sum(map(len, outputs))
+    expected = inference_pb2.BeamOptions(
+        width=3, num_return=2, length_penalty=0.5, early_stopping=inference_pb2.EARLY_STOPPING_NEVER
+    )
+    async with grpc.aio.insecure_channel(str(running.addresses.grpc)) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        request = inference_pb2.GenerateRequest(text="a", beam=expected)
+        (response,) = [response async for response in stub.Generate(request)]
+    assert [found.text for found in response.hypotheses] == ["one two", "three"]
+    assert [found.score for found in response.hypotheses] == [-0.5, -1.5]
+    assert (response.text, list(response.token_ids)) == ("one two", outputs[0])
+    assert response.finish_reason == common_pb2.FINISH_REASON_STOP
+    assert [submission.beam for submission in running.scheduler.submissions] == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"stream": True}, "stream"),
+        ({"temperature": 0.7}, "temperature"),
+        ({"top_k": 5}, "top_k"),
+        ({"stop": ["x"]}, "stop"),
+        ({"length_penalty": 11}, "length_penalty"),
+        ({"early_stopping": "soon"}, "early_stopping"),
+        ({"n": 4, "best_of": 3}, "best_of"),
+        ({"use_beam_search": False, "length_penalty": 0.5}, "length_penalty"),
+        ({"use_beam_search": False, "early_stopping": True}, "early_stopping"),
+    ],
+)
+async def test_what_beam_search_cannot_do_is_refused(running: Running, body: dict[str, Any], field: str) -> None:
+    whole = {"model": MODEL, "prompt": "a", "use_beam_search": True, **body}
+    answer = await running.http.post("/v1/completions", json=whole)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("beam", "field"),
+    [
+        (inference_pb2.BeamOptions(), "beam.width"),
+        (inference_pb2.BeamOptions(width=65), "beam.width"),
+        (inference_pb2.BeamOptions(width=2, num_return=3), "beam.num_return"),
+        (inference_pb2.BeamOptions(width=2, length_penalty=float("nan")), "length_penalty"),
+        (inference_pb2.BeamOptions(width=2, early_stopping=9), "early_stopping"),  # type: ignore[arg-type]
+    ],
+)
+async def test_bad_beams_over_grpc(running: Running, beam: inference_pb2.BeamOptions, field: str) -> None:
+    async with grpc.aio.insecure_channel(str(running.addresses.grpc)) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            [response async for response in stub.Generate(inference_pb2.GenerateRequest(text="a", beam=beam))]
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert field in (caught.value.details() or "")

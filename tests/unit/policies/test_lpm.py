@@ -1,0 +1,52 @@
+"""lpm's in-batch rule through the queue, as the scheduler tells it (SGLang, schedule_policy.py)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.v1.cache_pb2 import WorkerMatch
+from paceline.v1.common_pb2 import SamplingParams
+from scheduler_svc.core.policy import OrderPolicy
+from scheduler_svc.core.queue import WaitingQueue
+from scheduler_svc.core.request import Request
+from scheduler_svc.policies.order.lpm import LongestPrefixMatch
+
+SHARED = list(range(100, 140))
+
+
+def fails(error: Exception) -> OrderPolicy:
+    raise error
+
+
+@pytest.fixture
+def queue() -> WaitingQueue:
+    return WaitingQueue(LongestPrefixMatch(), fails)
+
+
+def wait(queue: WaitingQueue, seniority: int, tokens: list[int], cached: int = 0) -> Request:
+    prompt = np.array(tokens, np.int32).tobytes()
+    request = Request(seniority, "", seniority, str(seniority), prompt, bytearray(), SamplingParams(max_tokens=1), 0.0)
+    request.place = seniority
+    request.matches = {1: WorkerMatch(worker=1, num_tokens=cached)}
+    queue.add(request)
+    return request
+
+
+def order(queue: WaitingQueue) -> list[int]:
+    return [request.seniority for request in queue.ordered(0.0)]
+
+
+def test_the_longest_match_goes_first_and_one_of_those_that_share_what_is_not_cached(queue: WaitingQueue) -> None:
+    leader = wait(queue, 1, [*SHARED, 1])
+    follower = wait(queue, 2, [*SHARED, 2], cached=16)
+    wait(queue, 3, [7] * 40, cached=32)
+    wait(queue, 4, [8] * 40)
+    assert order(queue) == [3, 1, 4, 2], "the leader has the place of its match; who follows goes last"
+    queue.remove(leader)
+    assert order(queue) == [3, 2, 4], "the next one leads, with its own match"
+    queue.add(leader)
+    assert order(queue) == [3, 1, 4, 2]
+    follower.matches = {1: WorkerMatch(worker=1, num_tokens=33)}
+    queue.rematched(follower)
+    assert order(queue) == [2, 3, 1, 4], "with more than the threshold cached it depends on nobody"
