@@ -1,0 +1,161 @@
+"""Budgets of tenants and adapters, queue caps, time-outs, and requests that can never run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.v1.common_pb2 import FinishReason, SamplingParams
+from scheduler_svc.core.intake import CODE_DEADLINE_EXCEEDED, CODE_FAILED_PRECONDITION, CODE_RESOURCE_EXHAUSTED
+from scheduler_svc.core.policy import CapacityPolicy, Verdict
+from scheduler_svc.core.step import Step
+from scheduler_svc.core.types import SchedulerConfig
+from scheduler_svc.core.view import RequestView
+from scheduler_svc.policies.registry import build, choose
+from simulator.system import Client, LocalSystem
+from simulator.toy_worker import ToyWorker, expected_output
+
+LENGTH = FinishReason.FINISH_REASON_LENGTH
+
+
+def params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(top_p=1.0, max_tokens=max_tokens, seed=1, ignore_eos=True)
+
+
+def system_with(policies: Any = None, max_loras: int = 0, **config: Any) -> tuple[LocalSystem, Client]:
+    system = LocalSystem(SchedulerConfig(max_loras=max_loras, **config), policies)
+    toy = ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=64)
+    toy.registration.max_loras = max_loras
+    system.attach(toy)
+    return system, system.open("s")
+
+
+def running(system: LocalSystem) -> list[int]:
+    return sorted(request.handle for worker in system.scheduler.workers.values() for request in worker.bound)
+
+
+def test_a_tenant_runs_no_more_than_its_tokens_and_others_pass_it() -> None:
+    system, client = system_with(tenant_max_running_tokens=50)
+    for handle, tenant in enumerate("aaab"):
+        system.submit("s", handle, [9] * 10, params(10), tenant=tenant)
+    seen = set()
+    while moves := system.moves():
+        tenants = [request.tenant for worker in system.scheduler.workers.values() for request in worker.bound]
+        assert tenants.count("a") <= 2, "a third one would grow to 60 tokens"
+        seen.add(tuple(running(system)))
+        system.move(*moves[0])
+    assert (0, 1, 3) in seen, "tenant b did not wait behind tenant a's third"
+    assert all(client.endings[handle].reason == LENGTH for handle in range(4))
+
+
+def test_a_request_larger_than_its_tenants_budget_runs_alone() -> None:
+    system, client = system_with(tenant_max_running_tokens=5)
+    for handle in range(2):
+        system.submit("s", handle, [9] * 10, params(10), tenant="a")
+    while moves := system.moves():
+        assert len(running(system)) <= 1
+        system.move(*moves[0])
+    assert [client.endings[handle].reason for handle in range(2)] == [LENGTH, LENGTH]
+
+
+def test_a_batch_has_no_more_adapters_than_it_may() -> None:
+    system, client = system_with(max_loras=2)
+    for handle, lora in enumerate(["x", "y", "z", "x", ""]):
+        system.submit("s", handle, [9] * 6, params(6), lora=lora)
+    while moves := system.moves():
+        bound = [request.lora for worker in system.scheduler.workers.values() for request in worker.bound]
+        assert len(set(bound) - {""}) <= 2
+        system.move(*moves[0])
+    assert len(client.endings) == 5
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"max_queued_requests": 2}, "queue: full with 2 requests"),
+        ({"max_queued_tokens": 25}, "queue: 20 tokens wait, the limit is 25"),
+        ({"tenant_max_queued_tokens": 25}, "tenant: 20 tokens of tenant 'a' wait, its limit is 25"),
+    ],
+)
+def test_a_full_queue_says_what_is_full_and_when_to_come_back(config: dict[str, int], name: str) -> None:
+    system = LocalSystem(SchedulerConfig(**config))
+    client = system.open("s")
+    for handle in range(3):
+        system.submit("s", handle, [9] * 10, params(4), tenant="a")
+    ending = client.endings[2]
+    assert (ending.code, ending.message) == (CODE_RESOURCE_EXHAUSTED, name)
+    assert ending.retry_after_s > 0
+    if "tenant_max_queued_tokens" in config:
+        system.submit("s", 3, [9] * 10, params(4), tenant="b")
+        assert 3 not in client.endings, "another tenant is not concerned"
+
+
+def test_the_time_to_come_back_is_what_the_queue_needs_to_drain() -> None:
+    """20 tokens a second leave the queue; 40 are too many."""
+    system, client = system_with(max_queued_tokens=100)
+    for second in range(4):
+        system.submit("s", second, [9] * 20, params(1))
+        system.run()
+        system.now_s += 1.0
+        system.scheduler.tick(system.now_s)
+    system.kill(system.workers[0])
+    for handle in (10, 11, 12):
+        system.submit("s", handle, [9] * 40, params(1))
+    assert client.endings[12].retry_after_s == pytest.approx(20 / 20, rel=0.05)
+
+
+def test_waiting_and_running_have_their_time() -> None:
+    system, client = system_with(waiting_timeout_s=5.0, running_timeout_s=7.0)
+    system.submit("s", 1, [9] * 4, params(200))
+    system.run_for(10)
+    system.kill(system.workers[0])
+    system.submit("s", 2, [9] * 4, params(4))
+    for now_s, ended in ((4.9, set()), (5.1, {2}), (6.9, {2}), (7.2, {2})):
+        system.now_s = now_s
+        system.scheduler.tick(now_s)
+        system.poll()
+        assert client.endings.keys() == ended, "what has run waits on without a worker, however long"
+    assert client.endings[2].code == CODE_DEADLINE_EXCEEDED
+    assert client.endings[2].message == "queue: waited for more than 5 s"
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=64))
+    system.run_for(10)
+    system.scheduler.tick(7.3)
+    system.poll()
+    assert client.endings[1].message == "request: ran for more than 7 s"
+    system.run()
+    system.assert_at_rest()
+
+
+def test_a_deadline_ends_a_request_wherever_it_stands() -> None:
+    system, client = system_with()
+    system.submit("s", 1, [9] * 4, params(200), deadline_s=3.0)
+    system.run_for(20)
+    assert client.tokens[1]
+    system.scheduler.tick(3.1)
+    system.poll()
+    assert client.endings[1].code == CODE_DEADLINE_EXCEEDED
+    assert client.endings[1].message == "deadline_s: 3 s are over"
+    system.run()
+    system.assert_at_rest()
+
+
+class Nobody(CapacityPolicy):
+    """Lets in only short prompts."""
+
+    def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
+        return Verdict.ADMIT if request.num_prompt_tokens < 10 else Verdict.STOP
+
+
+def test_one_that_no_policy_lets_in_fails_and_the_rest_goes_on() -> None:
+    policies = build(choose("", {"capacity": f"{__name__}:{Nobody.__name__}"}))
+    system, client = system_with(policies, stuck_decisions=5)
+    system.submit("s", 1, [9] * 12, params(4))
+    system.submit("s", 2, [9] * 5, params(4))
+    for _ in range(20):
+        system.run()
+        system.poll()
+    assert client.endings[1].code == CODE_FAILED_PRECONDITION
+    assert client.endings[1].message.startswith("capacity: no progress is possible for this request")
+    assert client.tokens[2] == expected_output([9] * 5, params(4))
+    system.assert_at_rest()
