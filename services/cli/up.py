@@ -53,6 +53,7 @@ class UpSettings(ServiceSettings, section="up"):
     num_blocks: int = Field(0, ge=0, description="KV blocks of each worker; 0: as memory allows")
     max_model_len: int = Field(0, ge=0, description="longest sequence; 0: the model's")
     window: int = Field(2, ge=1, le=8, description="steps in flight per worker")
+    preset: str = Field("", description="scheduling policies, as those of a known system; empty: paceline's own")
     threads: int = Field(0, ge=0, description="torch threads of each worker; 0: cores - 1, at least 1")
 
 
@@ -150,7 +151,7 @@ class Stack:
         dial = ["--scheduler", f"{LOOPBACK}:{self.scheduler_port}"]
         cache = [*inside, "--port", str(self.cache_port)]
         scheduler = [*inside, "--port", str(self.scheduler_port), "--cache", f"{LOOPBACK}:{self.cache_port}"]
-        scheduler += self._chosen("window")
+        scheduler += self._chosen("window", "preset")
         worker = [*inside, *dial, *self._chosen("model", "load_format", "dtype", "block_size", "num_blocks")]
         worker += self._chosen("max_model_len", "threads")
         gateway = [*common, *dial, "--host", s.host, "--port", str(self.http_port), "--grpc-port", str(self.grpc_port)]

@@ -2,6 +2,8 @@
 
 from services.client.client import AsyncPacelineClient, PacelineClient
 from services.client.types import (
+    Beam,
+    Hypothesis,
     InvalidRequest,
     NotFound,
     Overloaded,
@@ -14,6 +16,8 @@ from services.client.types import (
 
 __all__ = [
     "AsyncPacelineClient",
+    "Beam",
+    "Hypothesis",
     "InvalidRequest",
     "NotFound",
     "Overloaded",

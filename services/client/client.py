@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from paceline.v1 import inference_pb2_grpc
-from services.client.types import Messages, Piece, Result, Sampling, error_from, make_request, piece_from, result_from
+from services.client.types import Messages, Options, Piece, Result, error_from, make_request, piece_from, result_from
 
 _OPTIONS = [
     ("grpc.keepalive_time_ms", 10_000),
@@ -45,10 +45,10 @@ class PacelineClient:
         messages: Messages | None = None,
         token_ids: Sequence[int] | None = None,
         timeout_s: float | None = None,
-        **sampling: Unpack[Sampling],
+        **options: Unpack[Options],
     ) -> Result:
         """The whole answer to a prompt, a chat or token ids."""
-        pieces = self.stream(prompt, messages=messages, token_ids=token_ids, timeout_s=timeout_s, **sampling)
+        pieces = self.stream(prompt, messages=messages, token_ids=token_ids, timeout_s=timeout_s, **options)
         return result_from(list(pieces))
 
     def stream(
@@ -58,10 +58,10 @@ class PacelineClient:
         messages: Messages | None = None,
         token_ids: Sequence[int] | None = None,
         timeout_s: float | None = None,
-        **sampling: Unpack[Sampling],
+        **options: Unpack[Options],
     ) -> Iterator[Piece]:
         """The answer as it comes. Closing the iterator cancels the request."""
-        request = make_request(prompt, messages, token_ids, self._model, sampling)
+        request = make_request(prompt, messages, token_ids, self._model, options)
         call: Any = self._stub.Generate(request, timeout=timeout_s)
         try:
             for response in call:
@@ -103,10 +103,10 @@ class AsyncPacelineClient:
         messages: Messages | None = None,
         token_ids: Sequence[int] | None = None,
         timeout_s: float | None = None,
-        **sampling: Unpack[Sampling],
+        **options: Unpack[Options],
     ) -> Result:
         """The whole answer to a prompt, a chat or token ids."""
-        pieces = self.stream(prompt, messages=messages, token_ids=token_ids, timeout_s=timeout_s, **sampling)
+        pieces = self.stream(prompt, messages=messages, token_ids=token_ids, timeout_s=timeout_s, **options)
         return result_from([piece async for piece in pieces])
 
     async def stream(
@@ -116,10 +116,10 @@ class AsyncPacelineClient:
         messages: Messages | None = None,
         token_ids: Sequence[int] | None = None,
         timeout_s: float | None = None,
-        **sampling: Unpack[Sampling],
+        **options: Unpack[Options],
     ) -> AsyncIterator[Piece]:
         """The answer as it comes. Closing the iterator cancels the request."""
-        request = make_request(prompt, messages, token_ids, self._model, sampling)
+        request = make_request(prompt, messages, token_ids, self._model, options)
         call: Any = self._stub.Generate(request, timeout=timeout_s)
         try:
             async for response in call:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import grpc
 
@@ -17,6 +17,17 @@ _REASONS: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_ABORT: "abort",
 }
 Messages = Sequence[Mapping[str, str]]
+_TERMS = frozenset({"priority", "tenant", "deadline_s", "request_id"})
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """Search for the likeliest sequences, as transformers' generate(num_beams=width) does."""
+
+    width: int
+    num_return: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
 
 class Sampling(TypedDict, total=False):
@@ -31,6 +42,26 @@ class Sampling(TypedDict, total=False):
     ignore_eos: bool
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
+
+
+class Options(Sampling, total=False):
+    """The same, and what else can be said of a request. `priority`: larger is more urgent. `deadline_s`: from now."""
+
+    priority: float
+    tenant: str
+    deadline_s: float
+    request_id: str
+    beam: Beam
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """One find of a beam search. `score`: log probability over length to the power of the length penalty."""
+
+    text: str
+    token_ids: list[int]
+    score: float
+    finish_reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +81,18 @@ class Piece:
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    hypotheses: tuple[Hypothesis, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A whole answer."""
+    """A whole answer. Of a beam search: the best hypothesis, and all of them."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     usage: Usage
+    hypotheses: tuple[Hypothesis, ...] = ()
 
 
 class PacelineError(Exception):
@@ -108,12 +141,21 @@ def error_from(
 
 
 def make_request(
-    prompt: str | None, messages: Messages | None, token_ids: Sequence[int] | None, model: str, sampling: Sampling
+    prompt: str | None, messages: Messages | None, token_ids: Sequence[int] | None, model: str, options: Options
 ) -> inference_pb2.GenerateRequest:
     """The protocol's request. Raises TypeError unless exactly one kind of prompt is given."""
     if sum(value is not None for value in (prompt, messages, token_ids)) != 1:
         raise TypeError("give exactly one of prompt, messages and token_ids")
-    request = inference_pb2.GenerateRequest(model=model, sampling=inference_pb2.SamplingOptions(**sampling))
+    request, sampling = inference_pb2.GenerateRequest(model=model), {}
+    values: dict[str, Any] = dict(options)
+    for name, value in values.items():
+        if name == "beam":
+            request.beam.CopyFrom(_beam(value))
+        elif name in _TERMS:
+            setattr(request, name, value)
+        else:
+            sampling[name] = value
+    request.sampling.CopyFrom(inference_pb2.SamplingOptions(**sampling))
     if prompt is not None:
         request.text = prompt
     elif messages is not None:
@@ -123,6 +165,16 @@ def make_request(
     else:
         request.token_ids.ids.extend(token_ids or ())
     return request
+
+
+def _beam(beam: Beam) -> inference_pb2.BeamOptions:
+    stopping = {True: inference_pb2.EARLY_STOPPING_FIRST, "never": inference_pb2.EARLY_STOPPING_NEVER}
+    return inference_pb2.BeamOptions(
+        width=beam.width,
+        num_return=beam.num_return,
+        length_penalty=beam.length_penalty,
+        early_stopping=stopping.get(beam.early_stopping, inference_pb2.EARLY_STOPPING_UNSPECIFIED),
+    )
 
 
 def piece_from(response: inference_pb2.GenerateResponse) -> Piece:
@@ -135,6 +187,10 @@ def piece_from(response: inference_pb2.GenerateResponse) -> Piece:
         Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
         if response.HasField("usage")
         else None,
+        tuple(
+            Hypothesis(found.text, list(found.token_ids), found.score, _REASONS[found.finish_reason])
+            for found in response.hypotheses
+        ),
     )
 
 
@@ -146,4 +202,4 @@ def result_from(pieces: Sequence[Piece]) -> Result:
             grpc.StatusCode.UNAVAILABLE, "the stream ended without a reason", field=None, retry_after_s=None
         )
     tokens = [token for piece in pieces for token in piece.token_ids]
-    return Result("".join(piece.text for piece in pieces), tokens, last.finish_reason, last.usage)
+    return Result("".join(piece.text for piece in pieces), tokens, last.finish_reason, last.usage, last.hypotheses)

@@ -6,7 +6,17 @@ import grpc
 import pytest
 
 from paceline.v1 import common_pb2, inference_pb2
-from services.client import InvalidRequest, Overloaded, PacelineClient, PacelineError, Piece, Unavailable, Usage
+from services.client import (
+    Beam,
+    Hypothesis,
+    InvalidRequest,
+    Overloaded,
+    PacelineClient,
+    PacelineError,
+    Piece,
+    Unavailable,
+    Usage,
+)
 from services.client.types import error_from, make_request, piece_from, result_from
 
 
@@ -19,6 +29,21 @@ def test_only_what_was_given_is_sent() -> None:
     chat = make_request(None, [{"role": "user", "content": "x"}], None, "", {})
     assert chat.messages.messages[0].content == "x"
     assert list(make_request(None, None, [1, 2], "", {}).token_ids.ids) == [1, 2]
+
+
+def test_options_that_are_no_sampling() -> None:
+    beam = Beam(width=4, num_return=2, length_penalty=0.5, early_stopping="never")
+    request = make_request(
+        "hi", None, None, "", {"priority": 2, "tenant": "a", "deadline_s": 5, "beam": beam, "seed": 1}
+    )
+    assert (request.priority, request.tenant, request.deadline_s, request.sampling.seed) == (2, "a", 5, 1)
+    assert (request.beam.width, request.beam.num_return, request.beam.length_penalty) == (4, 2, 0.5)
+    assert request.beam.early_stopping == inference_pb2.EARLY_STOPPING_NEVER
+    assert not make_request("hi", None, None, "", {}).HasField("beam")
+    response = inference_pb2.GenerateResponse(text="a", finish_reason=common_pb2.FINISH_REASON_STOP)
+    response.usage.completion_tokens = 3
+    response.hypotheses.add(text="a", token_ids=[1, 2], score=-0.5, finish_reason=common_pb2.FINISH_REASON_LENGTH)
+    assert result_from([piece_from(response)]).hypotheses == (Hypothesis("a", [1, 2], -0.5, "length"),)
 
 
 @pytest.mark.parametrize("prompts", [(None, None, None), ("a", [], None), ("a", None, [1])])
