@@ -60,6 +60,8 @@ class CacheOp(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     FREE_FIELD_NUMBER: _builtins.int
     REMATCH_FIELD_NUMBER: _builtins.int
+    SWAP_OUT_FIELD_NUMBER: _builtins.int
+    SWAP_IN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def add_worker(self) -> Global___AddWorkerOp: ...
     @_builtins.property
@@ -76,6 +78,10 @@ class CacheOp(_message.Message):
     def free(self) -> Global___FreeOp: ...
     @_builtins.property
     def rematch(self) -> Global___RematchOp: ...
+    @_builtins.property
+    def swap_out(self) -> Global___SwapOutOp: ...
+    @_builtins.property
+    def swap_in(self) -> Global___SwapInOp: ...
     def __init__(
         self,
         *,
@@ -87,12 +93,14 @@ class CacheOp(_message.Message):
         commit: Global___CommitOp | None = ...,
         free: Global___FreeOp | None = ...,
         rematch: Global___RematchOp | None = ...,
+        swap_out: Global___SwapOutOp | None = ...,
+        swap_in: Global___SwapInOp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["add_worker", "remove_worker", "match", "admit", "extend", "commit", "free", "rematch"]  # noqa: Y015
+    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["add_worker", "remove_worker", "match", "admit", "extend", "commit", "free", "rematch", "swap_out", "swap_in"]  # noqa: Y015
     _WhichOneofArgType_op: _TypeAlias = _typing.Literal["op", b"op"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_op) -> _WhichOneofReturnType_op | None: ...
 
@@ -106,6 +114,7 @@ class AddWorkerOp(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     PREFIX_CACHING_FIELD_NUMBER: _builtins.int
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     num_blocks: _builtins.int
     """Usable blocks. Their ids are 1..num_blocks; block 0 is the worker's own dummy block."""
@@ -113,6 +122,8 @@ class AddWorkerOp(_message.Message):
     """Tokens; the same for all workers."""
     prefix_caching: _builtins.bool
     """Whether blocks of this worker are kept for reuse."""
+    num_host_blocks: _builtins.int
+    """Blocks in the worker's host memory, ids 1..num_host_blocks; 0: nothing can be swapped out."""
     def __init__(
         self,
         *,
@@ -120,10 +131,11 @@ class AddWorkerOp(_message.Message):
         num_blocks: _builtins.int = ...,
         block_size: _builtins.int = ...,
         prefix_caching: _builtins.bool = ...,
+        num_host_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "num_blocks", b"num_blocks", "prefix_caching", b"prefix_caching", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "prefix_caching", b"prefix_caching", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -297,8 +309,57 @@ class CommitOp(_message.Message):
 Global___CommitOp: _TypeAlias = CommitOp  # noqa: Y015
 
 @_typing.final
+class SwapOutOp(_message.Message):
+    """Take an admitted sequence off the device: a host block is taken for each block with computed tokens, then the device
+    blocks are released as by FreeOp (so what others share stays theirs, and what is cached stays until evicted). It keeps
+    its tokens and its worker, and can be swapped in or freed, nothing else. RESOURCE_EXHAUSTED, with nothing changed, if
+    there are too few host blocks.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwapOutOp: _TypeAlias = SwapOutOp  # noqa: Y015
+
+@_typing.final
+class SwapInOp(_message.Message):
+    """Bind a swapped-out sequence to its worker again, as AdmitOp would, with blocks for all its tokens; what is cached of it
+    is shared, the rest is to be copied from its host blocks, which are free then. RESOURCE_EXHAUSTED, with nothing changed,
+    if there are too few blocks. What is copied counts as computed when a CommitOp says so.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwapInOp: _TypeAlias = SwapInOp  # noqa: Y015
+
+@_typing.final
 class FreeOp(_message.Message):
-    """The sequences end, admitted or not: their blocks are released, cached ones stay until evicted."""
+    """The sequences end, admitted, swapped out or not: their blocks are released, cached ones stay until evicted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -389,6 +450,8 @@ class CacheOpResult(_message.Message):
     MATCH_FIELD_NUMBER: _builtins.int
     ADMIT_FIELD_NUMBER: _builtins.int
     EXTEND_FIELD_NUMBER: _builtins.int
+    SWAP_OUT_FIELD_NUMBER: _builtins.int
+    SWAP_IN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def error(self) -> Global___CacheOpError: ...
     @_builtins.property
@@ -397,6 +460,10 @@ class CacheOpResult(_message.Message):
     def admit(self) -> Global___AdmitResult: ...
     @_builtins.property
     def extend(self) -> Global___ExtendResult: ...
+    @_builtins.property
+    def swap_out(self) -> Global___SwapOutResult: ...
+    @_builtins.property
+    def swap_in(self) -> Global___SwapInResult: ...
     def __init__(
         self,
         *,
@@ -404,12 +471,14 @@ class CacheOpResult(_message.Message):
         match: Global___MatchResult | None = ...,
         admit: Global___AdmitResult | None = ...,
         extend: Global___ExtendResult | None = ...,
+        swap_out: Global___SwapOutResult | None = ...,
+        swap_in: Global___SwapInResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "error", b"error", "extend", b"extend", "match", b"match", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "error", b"error", "extend", b"extend", "match", b"match", "result", b"result", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "error", b"error", "extend", b"extend", "match", b"match", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "error", b"error", "extend", b"extend", "match", b"match", "result", b"result", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["error", "match", "admit", "extend"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["error", "match", "admit", "extend", "swap_out", "swap_in"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
@@ -535,8 +604,65 @@ class ExtendResult(_message.Message):
 Global___ExtendResult: _TypeAlias = ExtendResult  # noqa: Y015
 
 @_typing.final
+class SwapOutResult(_message.Message):
+    """Before anything else is written to the device blocks, the content of device_blocks[i] has to be copied to
+    host_blocks[i]. Both are packed int32.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    device_blocks: _builtins.bytes
+    host_blocks: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        device_blocks: _builtins.bytes = ...,
+        host_blocks: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_blocks", b"device_blocks", "host_blocks", b"host_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwapOutResult: _TypeAlias = SwapOutResult  # noqa: Y015
+
+@_typing.final
+class SwapInResult(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADMIT_FIELD_NUMBER: _builtins.int
+    DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    device_blocks: _builtins.bytes
+    """Before the sequence runs, and before the host blocks are written again, the content of host_blocks[i] has to be
+    copied to device_blocks[i]. Both are packed int32.
+    """
+    host_blocks: _builtins.bytes
+    @_builtins.property
+    def admit(self) -> Global___AdmitResult:
+        """Its num_cached_tokens counts what is in the blocks once they are copied: all computed tokens, never the last one."""
+
+    def __init__(
+        self,
+        *,
+        admit: Global___AdmitResult | None = ...,
+        device_blocks: _builtins.bytes = ...,
+        host_blocks: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "device_blocks", b"device_blocks", "host_blocks", b"host_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwapInResult: _TypeAlias = SwapInResult  # noqa: Y015
+
+@_typing.final
 class PoolCounters(_message.Message):
-    """free + cached + used = num_blocks, always."""
+    """free + cached + used = num_blocks, and free_host + used_host = num_host_blocks, always."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -545,6 +671,8 @@ class PoolCounters(_message.Message):
     CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     USED_BLOCKS_FIELD_NUMBER: _builtins.int
     EVICTED_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
+    FREE_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    USED_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     free_blocks: _builtins.int
     cached_blocks: _builtins.int
@@ -552,6 +680,9 @@ class PoolCounters(_message.Message):
     used_blocks: _builtins.int
     evicted_blocks_total: _builtins.int
     """Since the worker was added."""
+    free_host_blocks: _builtins.int
+    used_host_blocks: _builtins.int
+    """Held by swapped-out sequences."""
     def __init__(
         self,
         *,
@@ -560,10 +691,12 @@ class PoolCounters(_message.Message):
         cached_blocks: _builtins.int = ...,
         used_blocks: _builtins.int = ...,
         evicted_blocks_total: _builtins.int = ...,
+        free_host_blocks: _builtins.int = ...,
+        used_host_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "evicted_blocks_total", b"evicted_blocks_total", "free_blocks", b"free_blocks", "used_blocks", b"used_blocks", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "evicted_blocks_total", b"evicted_blocks_total", "free_blocks", b"free_blocks", "free_host_blocks", b"free_host_blocks", "used_blocks", b"used_blocks", "used_host_blocks", b"used_host_blocks", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -68,6 +68,7 @@ class WorkerRegistration(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     MAX_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_LORAS_FIELD_NUMBER: _builtins.int
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """For logs."""
     block_size: _builtins.int
@@ -80,6 +81,8 @@ class WorkerRegistration(_message.Message):
     """Token budget of one step."""
     max_loras: _builtins.int
     """Distinct LoRA adapters in one step at the most; 0: it serves none."""
+    num_host_blocks: _builtins.int
+    """Blocks in host memory for sequences that are swapped out, ids 1..num_host_blocks; 0: it cannot swap."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo: ...
     def __init__(
@@ -92,10 +95,11 @@ class WorkerRegistration(_message.Message):
         max_num_seqs: _builtins.int = ...,
         max_batched_tokens: _builtins.int = ...,
         max_loras: _builtins.int = ...,
+        num_host_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_batched_tokens", b"max_batched_tokens", "max_loras", b"max_loras", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_batched_tokens", b"max_batched_tokens", "max_loras", b"max_loras", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -214,8 +218,8 @@ Global___WorkerReleased: _TypeAlias = WorkerReleased  # noqa: Y015
 class StepPlan(_message.Message):
     """What changes, then one step of everything that decodes.
 
-    Effects, in this order: copy_*; free_slots; new_sequences; grow_*; hold_slots; resume_slots; then the forward pass with
-    these rows:
+    Effects, in this order: swap_out_*; swap_in_*; copy_*; free_slots; new_sequences; grow_*; hold_slots; resume_slots; then
+    the forward pass with these rows:
       1. decode rows: every slot that has sampled in an earlier step of this link since it was seated, and is not on hold,
          in ascending slot order; the row's input is its last token (which may not have left the device yet). None if
          skip_decodes;
@@ -238,6 +242,10 @@ class StepPlan(_message.Message):
     RESUME_SLOTS_FIELD_NUMBER: _builtins.int
     COPY_FROM_FIELD_NUMBER: _builtins.int
     COPY_TO_FIELD_NUMBER: _builtins.int
+    SWAP_OUT_FROM_FIELD_NUMBER: _builtins.int
+    SWAP_OUT_TO_FIELD_NUMBER: _builtins.int
+    SWAP_IN_FROM_FIELD_NUMBER: _builtins.int
+    SWAP_IN_TO_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Plan n+1 follows plan n; the first of a link is 1."""
     free_slots: _builtins.bytes
@@ -255,6 +263,16 @@ class StepPlan(_message.Message):
     copy_from: _builtins.bytes
     """Entry i: copy the KV in block copy_from[i] to block copy_to[i]. No block stands in both."""
     copy_to: _builtins.bytes
+    swap_out_from: _builtins.bytes
+    """Entry i: copy the KV in device block swap_out_from[i] to host block swap_out_to[i]. These blocks may have other owners
+    by now, which is why it happens first.
+    """
+    swap_out_to: _builtins.bytes
+    swap_in_from: _builtins.bytes
+    """Entry i: copy the KV in host block swap_in_from[i] to device block swap_in_to[i]. The sequence comes back as a new one
+    whose cached tokens are those in its blocks.
+    """
+    swap_in_to: _builtins.bytes
     @_builtins.property
     def new_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewSequence]: ...
     def __init__(
@@ -272,10 +290,14 @@ class StepPlan(_message.Message):
         resume_slots: _builtins.bytes = ...,
         copy_from: _builtins.bytes = ...,
         copy_to: _builtins.bytes = ...,
+        swap_out_from: _builtins.bytes = ...,
+        swap_out_to: _builtins.bytes = ...,
+        swap_in_from: _builtins.bytes = ...,
+        swap_in_to: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_from", b"copy_from", "copy_to", b"copy_to", "free_slots", b"free_slots", "grow_blocks", b"grow_blocks", "grow_slots", b"grow_slots", "hold_slots", b"hold_slots", "new_sequences", b"new_sequences", "prefill_slots", b"prefill_slots", "prefill_tokens", b"prefill_tokens", "resume_slots", b"resume_slots", "skip_decodes", b"skip_decodes", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_from", b"copy_from", "copy_to", b"copy_to", "free_slots", b"free_slots", "grow_blocks", b"grow_blocks", "grow_slots", b"grow_slots", "hold_slots", b"hold_slots", "new_sequences", b"new_sequences", "prefill_slots", b"prefill_slots", "prefill_tokens", b"prefill_tokens", "resume_slots", b"resume_slots", "skip_decodes", b"skip_decodes", "step", b"step", "swap_in_from", b"swap_in_from", "swap_in_to", b"swap_in_to", "swap_out_from", b"swap_out_from", "swap_out_to", b"swap_out_to"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
