@@ -9,10 +9,10 @@ from typing import Any
 
 from cache_svc.core.errors import Code, LinkError, OpError
 from cache_svc.core.invariants import check_state
-from cache_svc.core.table import Sequence, pack_int32
+from cache_svc.core.table import Sequence, SwappedSequence, pack_int32
 from cache_svc.core.tree import TOKEN_BYTES, PrefixTree, held_depths, live_depths
 from cache_svc.core.waiting import MAX_SETTLED, Waiter
-from cache_svc.core.worker import Worker, check_token_bytes
+from cache_svc.core.worker import Counters, Worker, check_token_bytes
 from paceline.v1 import cache_pb2 as pb
 
 MAX_NUM_BLOCKS = 2**31 - 1  # block ids travel as int32
@@ -29,6 +29,8 @@ class CacheCounters:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     forked_sequences: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
     refused_ops: int = 0
 
 
@@ -47,6 +49,8 @@ class CacheCore:
             "commit": self._commit,
             "free": self._free,
             "rematch": self._rematch,
+            "swap_out": self._swap_out,
+            "swap_in": self._swap_in,
         }
         self.reset()
 
@@ -58,6 +62,7 @@ class CacheCore:
         self.workers_by_index: dict[int, Worker] = {}
         self.waiting: dict[int, Waiter] = {}  # matched, not admitted
         self.admitted: dict[int, Sequence] = {}
+        self.swapped: dict[int, SwappedSequence] = {}
         self._touched: dict[int, Worker] = {}  # by worker id: counters may have changed in this exchange
         self._asked: list[int] = []  # by RematchOps of this exchange
 
@@ -90,7 +95,7 @@ class CacheCore:
 
     def check_invariants(self) -> None:
         """Raises InvariantError if the state contradicts itself. Costs time proportional to all there is."""
-        check_state(self.tree, self.workers, self.waiting, self.admitted)
+        check_state(self.tree, self.workers, self.waiting, self.admitted, self.swapped)
 
     def pool_counters(self) -> list[pb.PoolCounters]:
         """The counters of every worker as of the last exchange. May be called from another thread at any time."""
@@ -120,6 +125,8 @@ class CacheCore:
             raise OpError(Code.ALREADY_EXISTS, f"worker {op.worker} was added before")
         if not 1 <= op.num_blocks <= MAX_NUM_BLOCKS:
             raise OpError(Code.INVALID_ARGUMENT, f"num_blocks: {op.num_blocks} is not within 1..{MAX_NUM_BLOCKS}")
+        if op.num_host_blocks > MAX_NUM_BLOCKS:
+            raise OpError(Code.INVALID_ARGUMENT, f"num_host_blocks: {op.num_host_blocks} is over {MAX_NUM_BLOCKS}")
         if op.block_size < 1:
             raise OpError(Code.INVALID_ARGUMENT, "block_size: must be at least 1 token")
         if self.tree is None:
@@ -133,7 +140,7 @@ class CacheCore:
         index = 0
         while index in self.workers_by_index:  # bits of workers that left are used again: the masks stay short
             index += 1
-        worker = Worker(op.worker, index, self.tree, op.num_blocks, op.prefix_caching)
+        worker = Worker(op.worker, index, self.tree, op.num_blocks, op.prefix_caching, op.num_host_blocks)
         self.workers[op.worker] = self.workers_by_index[index] = worker
         self._touched[op.worker] = worker
 
@@ -143,6 +150,8 @@ class CacheCore:
         worker.leave_tree()
         for sequence_id in worker.sequences:
             del self.admitted[sequence_id]
+        for sequence_id in worker.swapped:
+            del self.swapped[sequence_id]
         del self.workers[op.worker], self.workers_by_index[worker.index]
         self._touched.pop(op.worker, None)
         if not self.workers:
@@ -161,7 +170,7 @@ class CacheCore:
 
     def _match(self, op: pb.MatchOp, result: pb.CacheOpResult) -> None:
         token_ids = op.token_ids
-        if op.sequence in self.waiting or op.sequence in self.admitted:
+        if op.sequence in self.waiting or op.sequence in self.admitted or op.sequence in self.swapped:
             raise OpError(Code.ALREADY_EXISTS, f"sequence {op.sequence} is known already")
         check_token_bytes(token_ids)
         if not token_ids:
@@ -210,7 +219,7 @@ class CacheCore:
     def _admit(self, op: pb.AdmitOp, result: pb.CacheOpResult) -> None:
         waiter = self.waiting.get(op.sequence)
         if waiter is None:
-            if op.sequence in self.admitted:
+            if op.sequence in self.admitted or op.sequence in self.swapped:
                 raise OpError(Code.FAILED_PRECONDITION, f"sequence {op.sequence} is admitted already")
             raise OpError(Code.NOT_FOUND, f"sequence {op.sequence} is not known")
         worker = self._worker(op.worker)
@@ -231,6 +240,34 @@ class CacheCore:
             self.counters.prefix_hit_tokens += sequence.num_computed_tokens
         result.admit.num_cached_tokens = sequence.num_computed_tokens
         result.admit.block_table = pack_int32(sequence.table)
+
+    def _swap_out(self, op: pb.SwapOutOp, result: pb.CacheOpResult) -> None:
+        (sequence,) = self._all_admitted([op.sequence])
+        worker = sequence.worker
+        swapped = self.swapped[op.sequence] = worker.swap_out(sequence)
+        del self.admitted[op.sequence]
+        self._touched[worker.worker_id] = worker
+        self.counters.swapped_out_blocks += len(swapped.host_blocks)
+        result.swap_out.device_blocks = pack_int32(sequence.table[: len(swapped.host_blocks)])
+        result.swap_out.host_blocks = pack_int32(swapped.host_blocks)
+
+    def _swap_in(self, op: pb.SwapInOp, result: pb.CacheOpResult) -> None:
+        swapped = self.swapped.get(op.sequence)
+        if swapped is None:
+            if op.sequence in self.waiting or op.sequence in self.admitted:
+                raise OpError(Code.FAILED_PRECONDITION, f"sequence {op.sequence} is not swapped out")
+            raise OpError(Code.NOT_FOUND, f"sequence {op.sequence} is not known")
+        worker = swapped.worker
+        sequence = self.admitted[op.sequence] = worker.swap_in(swapped)
+        del self.swapped[op.sequence]
+        self._touched[worker.worker_id] = worker
+        num_cached, end = len(sequence.nodes), len(swapped.host_blocks)
+        self.counters.swapped_in_blocks += end - num_cached
+        admit = result.swap_in.admit
+        admit.num_cached_tokens = min(swapped.num_computed_tokens, swapped.num_tokens - 1)
+        admit.block_table = pack_int32(sequence.table)
+        result.swap_in.device_blocks = pack_int32(sequence.table[num_cached:end])
+        result.swap_in.host_blocks = pack_int32(swapped.host_blocks[num_cached:])
 
     def _extend(self, op: pb.ExtendOp, result: pb.CacheOpResult) -> None:
         sequences = self._all_admitted(op.sequences[:])
@@ -300,7 +337,8 @@ class CacheCore:
 
     def _free(self, op: pb.FreeOp, _: pb.CacheOpResult) -> None:
         sequence_ids = list(op.sequences)
-        unknown = [s for s in sequence_ids if s not in self.admitted and s not in self.waiting]
+        known = (self.admitted, self.waiting, self.swapped)
+        unknown = [s for s in sequence_ids if not any(s in those for those in known)]
         if unknown:
             raise OpError(Code.NOT_FOUND, f"not known: {_named(unknown)}; nothing was freed")
         if len(set(sequence_ids)) != len(sequence_ids):
@@ -311,6 +349,9 @@ class CacheCore:
             if waiter is not None:
                 if self.tree is not None:
                     waiter.leave(self.tree)
+            elif (swapped := self.swapped.pop(sequence_id, None)) is not None:
+                swapped.worker.forget_swapped(swapped)
+                self._touched[swapped.worker.worker_id] = swapped.worker
             else:
                 sequence = self.admitted.pop(sequence_id)
                 sequence.worker.release(sequence)
@@ -321,15 +362,21 @@ class CacheCore:
             return [self.admitted[sequence_id] for sequence_id in sequence_ids]
         except KeyError as missing:
             sequence_id = missing.args[0]
-        if sequence_id in self.waiting:
-            raise OpError(Code.FAILED_PRECONDITION, f"sequence {sequence_id} is not admitted")
+        if sequence_id in self.waiting or sequence_id in self.swapped:
+            raise OpError(Code.FAILED_PRECONDITION, f"sequence {sequence_id} is not admitted, or swapped out")
         raise OpError(Code.NOT_FOUND, f"sequence {sequence_id} is not known")
 
 
-def _pool_counters(worker_id: int, counters: tuple[int, int, int, int]) -> pb.PoolCounters:
-    free, cached, used, evicted = counters
+def _pool_counters(worker_id: int, counters: Counters) -> pb.PoolCounters:
+    free, cached, used, evicted, free_host, used_host = counters
     return pb.PoolCounters(
-        worker=worker_id, free_blocks=free, cached_blocks=cached, used_blocks=used, evicted_blocks_total=evicted
+        worker=worker_id,
+        free_blocks=free,
+        cached_blocks=cached,
+        used_blocks=used,
+        evicted_blocks_total=evicted,
+        free_host_blocks=free_host,
+        used_host_blocks=used_host,
     )
 
 

@@ -5,20 +5,27 @@ from __future__ import annotations
 from collections import Counter
 
 from cache_svc.core.errors import InvariantError
-from cache_svc.core.table import Sequence
+from cache_svc.core.table import Sequence, SwappedSequence
 from cache_svc.core.tree import PrefixTree
 from cache_svc.core.waiting import Waiter
 from cache_svc.core.worker import Worker
 
 
 def check_state(
-    tree: PrefixTree | None, workers: dict[int, Worker], waiting: dict[int, Waiter], admitted: dict[int, Sequence]
+    tree: PrefixTree | None,
+    workers: dict[int, Worker],
+    waiting: dict[int, Waiter],
+    admitted: dict[int, Sequence],
+    swapped: dict[int, SwappedSequence],
 ) -> None:
     """Raises InvariantError naming the first contradiction."""
     _require(bool(workers) == (tree is not None), "the tree is there exactly while there is a worker")
-    _require(not waiting.keys() & admitted.keys(), "a sequence both waits and is admitted")
+    num_known = len(waiting.keys() | admitted.keys() | swapped.keys())
+    _require(len(waiting) + len(admitted) + len(swapped) == num_known, "a sequence is in two states")
     by_worker = {sequence_id: s for worker in workers.values() for sequence_id, s in worker.sequences.items()}
     _require(by_worker == admitted, "the workers' sequences are not the admitted ones")
+    off_device = {sequence_id: s for worker in workers.values() for sequence_id, s in worker.swapped.items()}
+    _require(off_device == swapped, "the workers' swapped sequences are not those that are swapped out")
     _require(len({worker.index for worker in workers.values()}) == len(workers), "two workers share a mask bit")
     if tree is None:
         return
@@ -29,6 +36,7 @@ def check_state(
     _require(tree.stale.keys() <= waiting.keys(), "a place is stale of a sequence that does not wait")
     for worker in workers.values():
         _check_pool(worker)
+        _check_host(worker)
         _check_eviction_order(worker)
     _check_tree(tree, workers)
 
@@ -90,6 +98,25 @@ def _check_pool(worker: Worker) -> None:
     _require(
         set(cached) == {b for b in worker.node_of if not pool.users[b]}, f"{name}: cached is not stored and unused"
     )
+
+
+def _check_host(worker: Worker) -> None:
+    """Host blocks are free, or held by one swapped-out sequence."""
+    name, pool = f"worker {worker.worker_id}", worker.host
+    for swapped in worker.swapped.values():
+        num_blocks = -(-swapped.num_computed_tokens // worker.tree.block_size)
+        _require(swapped.worker is worker, f"{name}: holds a swapped sequence of another worker")
+        _require(
+            len(swapped.host_blocks) == num_blocks, f"{name}: sequence {swapped.sequence_id} has wrong host blocks"
+        )
+    used = [block for swapped in worker.swapped.values() for block in swapped.host_blocks]
+    states = [*pool.free_block_ids(), *used]
+    handed_out = pool.first_untouched - 1
+    _require(sorted(states) == list(range(1, handed_out + 1)), f"{name}: a host block is lost, or in two states")
+    _require(handed_out <= pool.num_blocks, f"{name}: host block {handed_out} is beyond the pool")
+    _require(all(pool.users[block] == 1 for block in used), f"{name}: a host block has not one user")
+    _require((pool.cached_blocks, pool.used_blocks) == (0, len(used)), f"{name}: wrong host counters")
+    _require(pool.free_blocks + pool.used_blocks == pool.num_blocks, f"{name}: host blocks do not add up")
 
 
 def _check_eviction_order(worker: Worker) -> None:

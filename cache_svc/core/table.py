@@ -1,10 +1,11 @@
-"""A sequence that has blocks: its tokens, its block table, and what of it stands in the prefix tree."""
+"""Sequences that have blocks, on the device or in host memory."""
 
 from __future__ import annotations
 
 import sys
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cache_svc.core.tree import TOKEN_BYTES, PrefixNode
@@ -50,3 +51,22 @@ class Sequence:
         self.table = table
         self.nodes = nodes
         self.num_computed_tokens = computed
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedSequence:
+    """A sequence that had to leave the device and is to come back to the same worker.
+
+    It holds no device block and no node, so nobody is kept from anything by it but from its host blocks: one for each
+    block with computed tokens.
+    """
+
+    sequence_id: int
+    worker: Worker
+    token_ids: bytes
+    num_computed_tokens: int
+    host_blocks: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // TOKEN_BYTES

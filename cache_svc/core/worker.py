@@ -14,16 +14,38 @@ from __future__ import annotations
 
 from cache_svc.core.errors import Code, OpError
 from cache_svc.core.pool import BlockPool
-from cache_svc.core.table import Sequence
+from cache_svc.core.table import Sequence, SwappedSequence
 from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, PrefixTree, held_depth, live_depth
+
+Counters = tuple[int, int, int, int, int, int]
 
 
 class Worker:
     """`index` is its bit in the tree's masks, unique among the workers of the moment."""
 
-    __slots__ = ("bit", "index", "node_of", "pool", "prefix_caching", "reported", "sequences", "tree", "worker_id")
+    __slots__ = (
+        "bit",
+        "host",
+        "index",
+        "node_of",
+        "pool",
+        "prefix_caching",
+        "reported",
+        "sequences",
+        "swapped",
+        "tree",
+        "worker_id",
+    )
 
-    def __init__(self, worker_id: int, index: int, tree: PrefixTree, num_blocks: int, prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        worker_id: int,
+        index: int,
+        tree: PrefixTree,
+        num_blocks: int,
+        prefix_caching: bool,
+        num_host_blocks: int = 0,
+    ) -> None:
         self.worker_id = worker_id
         self.index = index
         self.bit = 1 << index
@@ -32,12 +54,21 @@ class Worker:
         self.pool = BlockPool(num_blocks, self._forget)
         self.node_of: dict[int, PrefixNode] = {}  # by block id: the blocks in the tree
         self.sequences: dict[int, Sequence] = {}
-        self.reported: tuple[int, int, int, int] | None = None  # the counters the scheduler knows
+        self.host = BlockPool(num_host_blocks, _never)  # free or used: nothing in host memory is kept for reuse
+        self.swapped: dict[int, SwappedSequence] = {}
+        self.reported: Counters | None = None  # what the scheduler knows
 
-    def counters(self) -> tuple[int, int, int, int]:
-        """Free, cached and used blocks; blocks evicted since the worker was added."""
-        pool = self.pool
-        return pool.free_blocks, pool.cached_blocks, pool.used_blocks, pool.evicted_blocks_total
+    def counters(self) -> Counters:
+        """Free, cached and used blocks; blocks evicted since the worker was added; free and used host blocks."""
+        pool, host = self.pool, self.host
+        return (
+            pool.free_blocks,
+            pool.cached_blocks,
+            pool.used_blocks,
+            pool.evicted_blocks_total,
+            host.free_blocks,
+            host.used_blocks,
+        )
 
     def admit(self, sequence_id: int, token_ids: bytes, path: list[PrefixNode], num_new_tokens: int) -> Sequence:
         """A table for the longest prefix that is stored here and so many tokens after it (0: all), in new blocks.
@@ -136,6 +167,44 @@ class Worker:
             node.live &= others
         del self.sequences[sequence.sequence_id]
 
+    def swap_out(self, sequence: Sequence) -> SwappedSequence:
+        """Host blocks for what is computed of it, and none on the device any more: everything moves, also what others
+        share, so that a sequence that waits pins nothing. The content of its table's blocks is to be copied.
+
+        Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few host blocks.
+        """
+        num_blocks = -(-sequence.num_computed_tokens // self.tree.block_size)
+        if num_blocks > self.host.free_blocks:
+            raise OpError(
+                Code.RESOURCE_EXHAUSTED,
+                f"worker {self.worker_id}: {num_blocks} host blocks asked for, {self.host.free_blocks} are free "
+                f"(of {self.host.num_blocks})",
+            )
+        swapped = SwappedSequence(
+            sequence.sequence_id,
+            self,
+            bytes(sequence.tokens),
+            sequence.num_computed_tokens,
+            self.host.take(num_blocks),
+        )
+        self.release(sequence)
+        self.swapped[swapped.sequence_id] = swapped
+        return swapped
+
+    def swap_in(self, swapped: SwappedSequence) -> Sequence:
+        """Admit it again; what of it is not cached here is to be copied from its host blocks, which are free now.
+
+        Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few blocks.
+        """
+        sequence = self.admit(swapped.sequence_id, swapped.token_ids, self.tree.walk(swapped.token_ids), 0)
+        self.forget_swapped(swapped)
+        return sequence
+
+    def forget_swapped(self, swapped: SwappedSequence) -> None:
+        """Its host blocks are free."""
+        self.host.recycle(swapped.host_blocks[::-1])
+        del self.swapped[swapped.sequence_id]
+
     def check_room(self, num_blocks: int) -> None:
         """Raises OpError(RESOURCE_EXHAUSTED) if there are not so many blocks to take."""
         available = self.pool.available_blocks
@@ -156,6 +225,10 @@ class Worker:
         index, release, pop_node = self.index, self.tree.release, self.node_of.pop
         for block in blocks:
             release(pop_node(block), index)
+
+
+def _never(blocks: list[int]) -> None:
+    raise AssertionError(f"host blocks {blocks} are evicted, though none is cached")
 
 
 def check_token_bytes(token_ids: bytes) -> None:

@@ -24,12 +24,12 @@ def unpack(packed: bytes) -> list[int]:
     return array("i", packed).tolist()
 
 
-def add_worker_op(worker: int, num_blocks: int, block_size: int, prefix_caching: bool = True) -> pb.CacheOp:
-    return pb.CacheOp(
-        add_worker=pb.AddWorkerOp(
-            worker=worker, num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching
-        )
-    )
+def add_worker_op(
+    worker: int, num_blocks: int, block_size: int, prefix_caching: bool = True, num_host_blocks: int = 0
+) -> pb.CacheOp:
+    op = pb.AddWorkerOp(worker=worker, num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks)
+    op.prefix_caching = prefix_caching
+    return pb.CacheOp(add_worker=op)
 
 
 def match_op(sequence: int, tokens: Sequence[int]) -> pb.CacheOp:
@@ -64,6 +64,14 @@ def commit_op(entries: Sequence[tuple[int, Sequence[int], int]]) -> pb.CacheOp:
     )
 
 
+def swap_out_op(sequence: int) -> pb.CacheOp:
+    return pb.CacheOp(swap_out=pb.SwapOutOp(sequence=sequence))
+
+
+def swap_in_op(sequence: int) -> pb.CacheOp:
+    return pb.CacheOp(swap_in=pb.SwapInOp(sequence=sequence))
+
+
 def free_op(sequences: Sequence[int]) -> pb.CacheOp:
     return pb.CacheOp(free=pb.FreeOp(sequences=sequences))
 
@@ -78,6 +86,7 @@ class Driver:
     def __init__(self, debug: bool = True) -> None:
         self.core = CacheCore(debug=debug)
         self.pools: dict[int, tuple[int, int, int, int]] = {}  # as reported: free, cached, used, evicted
+        self.host_pools: dict[int, tuple[int, int]] = {}  # free, used
         self._exchange = 0
 
     def exchange(self, *ops: pb.CacheOp) -> pb.CacheServiceLinkResponse:
@@ -93,6 +102,7 @@ class Driver:
                 pool.used_blocks,
                 pool.evicted_blocks_total,
             )
+            self.host_pools[pool.worker] = pool.free_host_blocks, pool.used_host_blocks
         return response
 
     def one(self, op: pb.CacheOp) -> pb.CacheOpResult:
@@ -101,8 +111,10 @@ class Driver:
             raise Refused(result.error)
         return result
 
-    def add_worker(self, worker: int, num_blocks: int, block_size: int = 4, prefix_caching: bool = True) -> None:
-        self.one(add_worker_op(worker, num_blocks, block_size, prefix_caching))
+    def add_worker(
+        self, worker: int, num_blocks: int, block_size: int = 4, prefix_caching: bool = True, num_host_blocks: int = 0
+    ) -> None:
+        self.one(add_worker_op(worker, num_blocks, block_size, prefix_caching, num_host_blocks))
 
     def remove_worker(self, worker: int) -> None:
         self.one(remove_worker_op(worker))
@@ -127,6 +139,17 @@ class Driver:
 
     def commit(self, sequence: int, tokens: Sequence[int], computed: int) -> None:
         self.one(commit_op([(sequence, tokens, computed)]))
+
+    def swap_out(self, sequence: int) -> list[tuple[int, int]]:
+        """(device block, host block)."""
+        result = self.one(swap_out_op(sequence)).swap_out
+        return list(zip(unpack(result.device_blocks), unpack(result.host_blocks), strict=True))
+
+    def swap_in(self, sequence: int) -> tuple[int, list[int], list[tuple[int, int]]]:
+        """Cached tokens, block table, (host block, device block)."""
+        result = self.one(swap_in_op(sequence)).swap_in
+        pairs = list(zip(unpack(result.host_blocks), unpack(result.device_blocks), strict=True))
+        return result.admit.num_cached_tokens, unpack(result.admit.block_table), pairs
 
     def free(self, *sequences: int) -> None:
         self.one(free_op(sequences))

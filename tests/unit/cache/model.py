@@ -27,6 +27,8 @@ class ModelWorker:
     users: dict[Prefix, set[int]] = field(default_factory=dict)
     unused: list[Prefix] = field(default_factory=list)  # least recently used first
     evicted: int = 0
+    free_host: list[int] = field(default_factory=list)
+    num_host: int = 0
 
     def take(self, count: int) -> list[int]:
         blocks = []
@@ -53,6 +55,9 @@ class ModelWorker:
         free, cached = len(self.free), len(self.unused)
         return free, cached, self.num_blocks - free - cached, self.evicted
 
+    def host_counters(self) -> tuple[int, int]:
+        return len(self.free_host), self.num_host - len(self.free_host)
+
 
 @dataclass
 class ModelSequence:
@@ -63,14 +68,25 @@ class ModelSequence:
     prefixes: list[Prefix]  # those it uses, from the head on
 
 
+@dataclass
+class ModelSwapped:
+    worker: int
+    tokens: list[int]
+    computed: int
+    host: list[int]
+
+
 class Model:
     def __init__(self) -> None:
+        self.swapped: dict[int, ModelSwapped] = {}
         self.block_size = 0
         self.workers: dict[int, ModelWorker] = {}
         self.waiting: dict[int, list[int]] = {}
         self.running: dict[int, ModelSequence] = {}
 
-    def add_worker(self, worker: int, num_blocks: int, block_size: int, prefix_caching: bool) -> Result:
+    def add_worker(
+        self, worker: int, num_blocks: int, block_size: int, prefix_caching: bool, num_host: int = 0
+    ) -> Result:
         if worker in self.workers:
             raise ModelRefusal(Code.ALREADY_EXISTS)
         if num_blocks < 1 or block_size < 1:
@@ -78,17 +94,19 @@ class Model:
         if self.workers and block_size != self.block_size:
             raise ModelRefusal(Code.FAILED_PRECONDITION)
         self.block_size = block_size
-        self.workers[worker] = ModelWorker(num_blocks, prefix_caching, list(range(num_blocks, 0, -1)))
+        made = self.workers[worker] = ModelWorker(num_blocks, prefix_caching, list(range(num_blocks, 0, -1)))
+        made.num_host, made.free_host = num_host, list(range(num_host, 0, -1))
         return OK
 
     def remove_worker(self, worker: int) -> Result:
         self._worker(worker)
         del self.workers[worker]
         self.running = {s: sequence for s, sequence in self.running.items() if sequence.worker != worker}
+        self.swapped = {s: sequence for s, sequence in self.swapped.items() if sequence.worker != worker}
         return OK
 
     def match(self, sequence: int, tokens: Sequence[int]) -> Result:
-        if sequence in self.waiting or sequence in self.running:
+        if sequence in self.waiting or sequence in self.running or sequence in self.swapped:
             raise ModelRefusal(Code.ALREADY_EXISTS)
         if not tokens:
             raise ModelRefusal(Code.INVALID_ARGUMENT)
@@ -115,7 +133,8 @@ class Model:
 
     def admit(self, sequence: int, worker_id: int, new_tokens: int = 0) -> Result:
         if sequence not in self.waiting:
-            raise ModelRefusal(Code.FAILED_PRECONDITION if sequence in self.running else Code.NOT_FOUND)
+            known = sequence in self.running or sequence in self.swapped
+            raise ModelRefusal(Code.FAILED_PRECONDITION if known else Code.NOT_FOUND)
         worker = self._worker(worker_id)
         tokens = self.waiting[sequence]
         hit = self._hit(worker, tokens)
@@ -133,7 +152,8 @@ class Model:
 
     def fork(self, sequence: int, worker_id: int, parent_id: int) -> Result:
         if sequence not in self.waiting:
-            raise ModelRefusal(Code.FAILED_PRECONDITION if sequence in self.running else Code.NOT_FOUND)
+            known = sequence in self.running or sequence in self.swapped
+            raise ModelRefusal(Code.FAILED_PRECONDITION if known else Code.NOT_FOUND)
         worker, parent, tokens = self._worker(worker_id), self._running(parent_id), self.waiting[sequence]
         shared = len(tokens) - 1
         if parent.worker != worker_id or parent.tokens[:shared] != tokens[:shared] or parent.computed < shared:
@@ -188,14 +208,47 @@ class Model:
             worker.use(prefix, sequence_id)
             sequence.prefixes.append(prefix)
 
+    def swap_out(self, sequence_id: int) -> Result:
+        sequence = self._running(sequence_id)
+        worker = self.workers[sequence.worker]
+        needed = -(-sequence.computed // self.block_size)
+        if needed > len(worker.free_host):
+            raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
+        host = [worker.free_host.pop() for _ in range(needed)]
+        self.free([sequence_id])
+        self.swapped[sequence_id] = ModelSwapped(sequence.worker, sequence.tokens, sequence.computed, host)
+        return "swap_out", sequence.table[:needed], host
+
+    def swap_in(self, sequence_id: int) -> Result:
+        swapped = self.swapped.get(sequence_id)
+        if swapped is None:
+            known = sequence_id in self.waiting or sequence_id in self.running
+            raise ModelRefusal(Code.FAILED_PRECONDITION if known else Code.NOT_FOUND)
+        self.waiting[sequence_id] = swapped.tokens
+        try:
+            _, cached, table, _ = self.admit(sequence_id, swapped.worker)
+        except ModelRefusal:
+            del self.waiting[sequence_id]
+            raise
+        assert isinstance(cached, int)
+        assert isinstance(table, list)
+        del self.swapped[sequence_id]
+        self.workers[swapped.worker].free_host += reversed(swapped.host)
+        first, computed = cached // self.block_size, min(swapped.computed, len(swapped.tokens) - 1)
+        return "swap_in", computed, table, table[first : len(swapped.host)], swapped.host[first:]
+
     def free(self, sequences: Sequence[int]) -> Result:
-        if any(s not in self.waiting and s not in self.running for s in sequences):
+        if any(s not in self.waiting and s not in self.running and s not in self.swapped for s in sequences):
             raise ModelRefusal(Code.NOT_FOUND)
         if len(set(sequences)) != len(sequences):
             raise ModelRefusal(Code.INVALID_ARGUMENT)
         for s in sequences:
             if s in self.waiting:
                 del self.waiting[s]
+                continue
+            if s in self.swapped:
+                swapped = self.swapped.pop(s)
+                self.workers[swapped.worker].free_host += reversed(swapped.host)
                 continue
             sequence = self.running.pop(s)
             worker = self.workers[sequence.worker]
@@ -227,5 +280,6 @@ class Model:
 
     def _running(self, sequence: int) -> ModelSequence:
         if sequence not in self.running:
-            raise ModelRefusal(Code.FAILED_PRECONDITION if sequence in self.waiting else Code.NOT_FOUND)
+            known = sequence in self.waiting or sequence in self.swapped
+            raise ModelRefusal(Code.FAILED_PRECONDITION if known else Code.NOT_FOUND)
         return self.running[sequence]

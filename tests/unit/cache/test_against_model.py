@@ -22,8 +22,12 @@ held = st.sampled_from([False, False, True])
 
 
 class CacheMachine(RuleBasedStateMachine):
-    @initialize(block_size=st.integers(1, 3), num_blocks=st.lists(st.integers(4, 16), min_size=1, max_size=3))
-    def begin(self, block_size: int, num_blocks: list[int]) -> None:
+    @initialize(
+        block_size=st.integers(1, 3),
+        num_blocks=st.lists(st.integers(4, 16), min_size=1, max_size=3),
+        num_host=st.sampled_from([0, 2, 6, 20]),
+    )
+    def begin(self, block_size: int, num_blocks: list[int], num_host: int) -> None:
         self.link = d.Driver()
         self.model = Model()
         self.ops: list[pb.CacheOp] = []
@@ -31,9 +35,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.longest: dict[int, int] = {}  # as last reported of each waiting sequence
         self.block_size = block_size
         for worker, blocks in enumerate(num_blocks):
-            self.do(
-                d.add_worker_op(worker, blocks, block_size), self.model.add_worker, worker, blocks, block_size, True
-            )
+            worker_and_host = worker, blocks, block_size, True, num_host
+            self.do(d.add_worker_op(*worker_and_host), self.model.add_worker, *worker_and_host)
 
     def do(self, op: pb.CacheOp, model: Callable[..., Result], *args: object, hold: bool = False) -> None:
         try:
@@ -45,18 +48,20 @@ class CacheMachine(RuleBasedStateMachine):
             self.send()
 
     def send(self) -> None:
-        known = dict(self.link.pools)
+        known = {worker_id: (pool, self.link.host_pools[worker_id]) for worker_id, pool in self.link.pools.items()}
         response = self.link.exchange(*self.ops)
         self.check_matches(response)
         assert [self.result(result) for result in response.results] == self.expected
         self.ops, self.expected = [], []
-        now = {worker_id: worker.counters() for worker_id, worker in self.model.workers.items()}
+        now = {
+            worker_id: (worker.counters(), worker.host_counters()) for worker_id, worker in self.model.workers.items()
+        }
         for pool in response.pools:
             # A worker removed in the last exchange and added in this one may look as it did: told all the same.
-            assert self.link.pools[pool.worker] == now[pool.worker]
+            assert (self.link.pools[pool.worker], self.link.host_pools[pool.worker]) == now[pool.worker]
         told = {pool.worker for pool in response.pools}
         assert all(worker_id in told for worker_id in now if now[worker_id] != known.get(worker_id))
-        assert {worker_id: self.link.pools[worker_id] for worker_id in now} == now
+        assert {worker_id: (self.link.pools[worker_id], self.link.host_pools[worker_id]) for worker_id in now} == now
         self.compare_states()
 
     def check_matches(self, response: pb.CacheServiceLinkResponse) -> None:
@@ -90,6 +95,13 @@ class CacheMachine(RuleBasedStateMachine):
                 return "admit", admit.num_cached_tokens, d.unpack(admit.block_table), admit.copy_from
             case "extend":
                 return "extend", d.unpack(result.extend.block_ids)
+            case "swap_out":
+                out = result.swap_out
+                return "swap_out", d.unpack(out.device_blocks), d.unpack(out.host_blocks)
+            case "swap_in":
+                back, admit = result.swap_in, result.swap_in.admit
+                blocks = d.unpack(back.device_blocks), d.unpack(back.host_blocks)
+                return "swap_in", admit.num_cached_tokens, d.unpack(admit.block_table), *blocks
             case _:
                 return ("ok",)
 
@@ -102,12 +114,20 @@ class CacheMachine(RuleBasedStateMachine):
             assert sequence.table == expected.table
             assert d.unpack(bytes(sequence.tokens)) == expected.tokens
             assert sequence.num_computed_tokens == expected.computed
+        assert core.swapped.keys() == self.model.swapped.keys()
+        for sequence_id, swapped in core.swapped.items():
+            off_device = self.model.swapped[sequence_id]
+            assert (d.unpack(swapped.token_ids), swapped.host_blocks) == (off_device.tokens, off_device.host)
+            assert swapped.num_computed_tokens == off_device.computed
         prefixes = set()
         for worker_id, model_worker in self.model.workers.items():
             pool = core.workers[worker_id].pool
             assert pool.cached_block_ids() == [model_worker.stored[prefix] for prefix in model_worker.unused]
             untouched = list(range(pool.num_blocks, pool.first_untouched - 1, -1))
             assert untouched + pool.free_block_ids() == model_worker.free
+            host = core.workers[worker_id].host
+            untouched = list(range(host.num_blocks, host.first_untouched - 1, -1))
+            assert untouched + host.free_block_ids() == model_worker.free_host
             prefixes |= model_worker.stored.keys()
         assert (core.tree.num_nodes if core.tree else 0) == len(prefixes)
 
@@ -170,19 +190,40 @@ class CacheMachine(RuleBasedStateMachine):
         sequences = data.draw(st.lists(st.sampled_from(sorted(self.model.running)), max_size=3))
         self.do(d.extend_op(sequences), self.model.extend, sequences, hold=hold)
 
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data(), hold=held)
+    def swap_out(self, data: st.DataObject, hold: bool) -> None:
+        sequence = data.draw(st.sampled_from(sorted(self.model.running)))
+        self.do(d.swap_out_op(sequence), self.model.swap_out, sequence, hold=hold)
+
+    @precondition(lambda self: self.model.swapped)
+    @rule(data=st.data(), hold=held)
+    def swap_in(self, data: st.DataObject, hold: bool) -> None:
+        sequence = data.draw(st.sampled_from(sorted(self.model.swapped)))
+        self.do(d.swap_in_op(sequence), self.model.swap_in, sequence, hold=hold)
+
     @precondition(lambda self: self.everything())
     @rule(data=st.data(), hold=held)
     def free(self, data: st.DataObject, hold: bool) -> None:
         sequences = data.draw(st.lists(st.sampled_from(self.everything()), min_size=1, max_size=5, unique=True))
         self.do(d.free_op(sequences), self.model.free, sequences, hold=hold)
 
-    @rule(worker=workers, num_blocks=st.integers(0, 16), other_size=st.booleans(), caching=st.booleans(), hold=held)
-    def add_worker(self, worker: int, num_blocks: int, other_size: bool, caching: bool, hold: bool) -> None:
+    @rule(
+        worker=workers,
+        num_blocks=st.integers(0, 16),
+        other_size=st.booleans(),
+        caching=st.booleans(),
+        num_host=st.integers(0, 9),
+        hold=held,
+    )
+    def add_worker(
+        self, worker: int, num_blocks: int, other_size: bool, caching: bool, num_host: int, hold: bool
+    ) -> None:
         size = self.block_size + other_size
         if not self.model.workers and num_blocks:
             self.block_size = size  # with no worker there, any size will do
-        op = d.add_worker_op(worker, num_blocks, size, caching)
-        self.do(op, self.model.add_worker, worker, num_blocks, size, caching, hold=hold)
+        op = d.add_worker_op(worker, num_blocks, size, caching, num_host)
+        self.do(op, self.model.add_worker, worker, num_blocks, size, caching, num_host, hold=hold)
 
     @rule(worker=workers, chance=st.integers(0, 5), hold=held)
     def remove_worker(self, worker: int, chance: int, hold: bool) -> None:
@@ -192,7 +233,12 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), sequence=sequences, several=st.lists(sequences, max_size=4), hold=held)
     def anything(self, data: st.DataObject, sequence: int, several: list[int], hold: bool) -> None:
         """Whether it makes sense or not."""
-        match data.draw(st.sampled_from(["match", "admit", "fork", "extend", "commit", "free", "rematch"])):
+        ops = ["match", "admit", "fork", "extend", "commit", "free", "rematch", "swap_out", "swap_in"]
+        match data.draw(st.sampled_from(ops)):
+            case "swap_out":
+                self.do(d.swap_out_op(sequence), self.model.swap_out, sequence, hold=hold)
+            case "swap_in":
+                self.do(d.swap_in_op(sequence), self.model.swap_in, sequence, hold=hold)
             case "match":
                 prompt = data.draw(tokens)
                 self.do(d.match_op(sequence, prompt), self.model.match, sequence, prompt, hold=hold)
@@ -219,9 +265,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.do(d.free_op(sequences), self.model.free, sequences)
         for worker in self.link.core.workers.values():
             assert worker.pool.used_blocks == 0
+            assert worker.host.used_blocks == 0
 
     def everything(self) -> list[int]:
-        return sorted([*self.model.waiting, *self.model.running])
+        return sorted([*self.model.waiting, *self.model.running, *self.model.swapped])
 
 
 TestCacheMachine = CacheMachine.TestCase

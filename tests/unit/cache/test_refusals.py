@@ -50,6 +50,13 @@ BAD_OPS = {
         Code.INVALID_ARGUMENT,
     ),
     "free an unknown one": (d.free_op([1, 2, 3]), Code.NOT_FOUND),
+    "swap out an unknown one": (d.swap_out_op(3), Code.NOT_FOUND),
+    "swap out one that waits": (d.swap_out_op(2), Code.FAILED_PRECONDITION),
+    "swap out beyond the host pool": (d.swap_out_op(1), Code.RESOURCE_EXHAUSTED),
+    "swap in an unknown one": (d.swap_in_op(3), Code.NOT_FOUND),
+    "swap in one that waits": (d.swap_in_op(2), Code.FAILED_PRECONDITION),
+    "swap in one that is there": (d.swap_in_op(1), Code.FAILED_PRECONDITION),
+    "too many host blocks": (d.add_worker_op(1, 16, 4, True, 2**31), Code.INVALID_ARGUMENT),
     "free twice": (d.free_op([1, 2, 1]), Code.INVALID_ARGUMENT),
 }
 
@@ -57,7 +64,7 @@ BAD_OPS = {
 @pytest.mark.parametrize("name", BAD_OPS)
 def test_what_is_refused_changes_nothing_and_leaves_the_others_alone(name: str) -> None:
     link = Driver()
-    link.add_worker(0, num_blocks=16)
+    link.add_worker(0, num_blocks=16, num_host_blocks=1)
     op, code = BAD_OPS[name]
     link.start(1, A[:6])
     link.commit(1, [], 5)
