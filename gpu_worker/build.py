@@ -41,8 +41,16 @@ def build_worker(settings: WorkerSettings, progress: Progress | None = None) -> 
     max_model_len = _max_model_len(settings, model.config)
     num_blocks = settings.num_blocks or _num_blocks(settings, model, max_model_len, device)
     config = model.config
+    num_host_blocks = _num_host_blocks(settings, model)
     pool = allocate_pool(
-        num_blocks, settings.block_size, config.num_layers, config.num_kv_heads, config.head_dim, model.dtype, device
+        num_blocks,
+        settings.block_size,
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        model.dtype,
+        device,
+        num_host_blocks,
     )
     attention = TorchAttention(pool, config.windows)
     limits = SlotLimits(
@@ -53,6 +61,7 @@ def build_worker(settings: WorkerSettings, progress: Progress | None = None) -> 
         num_blocks=num_blocks,
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
+        num_host_blocks=num_host_blocks,
     )
     decoder = Decoder(config, model.weights, attention, max_model_len)
     return BuiltWorker(ModelRunner(decoder, attention, pool, limits, device), _model_info(model, max_model_len))
@@ -75,7 +84,7 @@ def _max_model_len(settings: WorkerSettings, config: DecoderConfig) -> int:
 
 def _num_blocks(settings: WorkerSettings, model: LoadedModel, max_model_len: int, device: torch.device) -> int:
     """What memory allows, but never more than all slots can use at full length."""
-    block_bytes = model.config.kv_elements_per_token * settings.block_size * model.dtype.itemsize
+    block_bytes = _block_bytes(settings, model)
     if device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         # A tenth of the device stays free for activations and the allocator's slack.
@@ -87,6 +96,16 @@ def _num_blocks(settings: WorkerSettings, model: LoadedModel, max_model_len: int
     if num_blocks < 1:
         raise ModelError(f"no room for a KV block of {block_bytes} bytes in {memory_bytes / 2**30:.3f} GiB")
     return int(num_blocks)
+
+
+def _num_host_blocks(settings: WorkerSettings, model: LoadedModel) -> int:
+    if settings.num_host_blocks is not None:
+        return settings.num_host_blocks
+    return int(settings.host_gib * 2**30) // _block_bytes(settings, model)
+
+
+def _block_bytes(settings: WorkerSettings, model: LoadedModel) -> int:
+    return model.config.kv_elements_per_token * settings.block_size * model.dtype.itemsize
 
 
 def _model_info(model: LoadedModel, max_model_len: int) -> ModelInfo:

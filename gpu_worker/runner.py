@@ -69,6 +69,10 @@ class ModelRunner:
         """ProtocolViolation if the plan breaks the contract; after that, or any other exception, reset()."""
         started_us = _now_us()
         rows = self._slots.apply(plan)
+        if len(rows.swaps_out[0]):
+            self._pool.swap_out(*rows.swaps_out)
+        if len(rows.swaps_in[0]):
+            self._pool.swap_in(*rows.swaps_in)
         if len(rows.copies[0]):
             self._pool.copy(*rows.copies)
         if len(rows.granted_blocks):

@@ -85,6 +85,7 @@ async def _build(settings: WorkerSettings) -> BuiltWorker:
         dtype=info.dtype,
         max_model_len=info.max_model_len,
         kv_blocks=limits.num_blocks,
+        host_blocks=limits.num_host_blocks,
         block_size=limits.block_size,
     )
     return built
@@ -199,6 +200,7 @@ def _registration(settings: WorkerSettings, built: BuiltWorker) -> WorkerRegistr
         model=built.info,
         block_size=limits.block_size,
         num_blocks=limits.num_blocks,
+        num_host_blocks=limits.num_host_blocks,
         max_num_seqs=limits.max_num_seqs,
         max_batched_tokens=limits.max_batched_tokens,
     )

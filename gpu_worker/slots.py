@@ -18,6 +18,7 @@ from paceline.v1.worker_pb2 import NewSequence, StepPlan
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Pairs = tuple[Int32s, Int32s]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class SlotLimits:
     num_blocks: int  # usable; ids are 1..num_blocks
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    num_host_blocks: int = 0  # ids are 1..num_host_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,10 @@ class StepRows:
     counts: Int32s  # [sequences] rows
     samples: Bools  # [sequences] whether its last row samples
     granted_blocks: Int32s  # blocks that have a new owner in this step
-    copies: tuple[Int32s, Int32s]  # blocks whose KV is to be copied first, and where to
+    # Blocks whose KV is to be copied before anything else happens, and where to; in this order.
+    swaps_out: Pairs  # to host blocks
+    swaps_in: Pairs  # from host blocks
+    copies: Pairs
 
     @property
     def num_rows(self) -> int:
@@ -107,7 +112,7 @@ class SlotTable:
             raise ProtocolViolation(f"step {plan.step} follows step {self._last_step}")
         self._last_step = plan.step
         self._granted = [np.zeros(0, np.int32)]
-        copies = self._copies(plan)
+        moves = (self._swaps_out(plan), self._swaps_in(plan), self._copies(plan))
         if plan.free_slots:
             self._free(unpack(plan.free_slots, "free_slots"))
         for sequence in plan.new_sequences:
@@ -122,17 +127,27 @@ class SlotTable:
             np.flatnonzero(self.decoding & ~self.held if not plan.skip_decodes else []).astype(np.int32),
             unpack(plan.prefill_slots, "prefill_slots"),
             unpack(plan.prefill_tokens, "prefill_tokens"),
-            copies,
+            moves,
         )
 
-    def _copies(self, plan: StepPlan) -> tuple[Int32s, Int32s]:
-        sources, targets = unpack(plan.copy_from, "copy_from"), unpack(plan.copy_to, "copy_to")
-        if len(sources) != len(targets):
-            raise ProtocolViolation(f"{len(sources)} blocks in copy_from and {len(targets)} in copy_to")
+    def _swaps_out(self, plan: StepPlan) -> Pairs:
+        sources, targets = _pairs("swap_out", plan.swap_out_from, plan.swap_out_to)
+        self._check_blocks(sources)
+        self._check_host_blocks(targets)
+        return sources, targets
+
+    def _swaps_in(self, plan: StepPlan) -> Pairs:
+        sources, targets = _pairs("swap_in", plan.swap_in_from, plan.swap_in_to)
+        self._check_host_blocks(sources)
+        self._check_blocks(targets)
+        return sources, targets
+
+    def _copies(self, plan: StepPlan) -> Pairs:
+        sources, targets = _pairs("copy", plan.copy_from, plan.copy_to)
         self._check_blocks(sources)
         self._check_blocks(targets)
-        if len(np.unique(targets)) != len(targets) or np.isin(sources, targets).any():
-            raise ProtocolViolation("copy_to names a block twice, or one of copy_from")
+        if np.isin(sources, targets).any():
+            raise ProtocolViolation("copy_to names one of copy_from")
         return sources, targets
 
     def _free(self, slots: Int32s) -> None:
@@ -218,7 +233,7 @@ class SlotTable:
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _rows(
-        self, decodes: Int32s, prefills: Int32s, prefill_tokens: Int32s, copies: tuple[Int32s, Int32s]
+        self, decodes: Int32s, prefills: Int32s, prefill_tokens: Int32s, moves: tuple[Pairs, Pairs, Pairs]
     ) -> StepRows:
         if len(prefills) != len(prefill_tokens):
             raise ProtocolViolation(f"{len(prefills)} prefill_slots and {len(prefill_tokens)} prefill_tokens")
@@ -240,7 +255,7 @@ class SlotTable:
         if too_long.any():
             raise ProtocolViolation(f"slot {slots[too_long.argmax()]}: longer than {self.limits.max_model_len} tokens")
         samples = ends == self.num_tokens[slots]
-        return StepRows(slots, len(decodes), starts, counts, samples, np.concatenate(self._granted), copies)
+        return StepRows(slots, len(decodes), starts, counts, samples, np.concatenate(self._granted), *moves)
 
     def _check_prefills(self, slots: Int32s, counts: Int32s) -> None:
         self._check_occupied(slots, "prefill_slots")
@@ -308,6 +323,20 @@ class SlotTable:
     def _check_blocks(self, blocks: Int32s) -> None:
         if len(blocks) and (blocks.min() < 1 or blocks.max() > self.limits.num_blocks):
             raise ProtocolViolation(f"a block id outside 1..{self.limits.num_blocks}: {blocks.tolist()}")
+
+    def _check_host_blocks(self, blocks: Int32s) -> None:
+        if len(blocks) and (blocks.min() < 1 or blocks.max() > self.limits.num_host_blocks):
+            raise ProtocolViolation(f"a host block id outside 1..{self.limits.num_host_blocks}: {blocks.tolist()}")
+
+
+def _pairs(what: str, packed_from: bytes, packed_to: bytes) -> Pairs:
+    """Where blocks are copied from and to; no block is written twice."""
+    sources, targets = unpack(packed_from, f"{what}_from"), unpack(packed_to, f"{what}_to")
+    if len(sources) != len(targets):
+        raise ProtocolViolation(f"{len(sources)} blocks in {what}_from and {len(targets)} in {what}_to")
+    if len(np.unique(targets)) != len(targets):
+        raise ProtocolViolation(f"{what}_to names a block twice")
+    return sources, targets
 
 
 def unpack(packed: bytes, what: str) -> Int32s:

@@ -16,6 +16,8 @@ from paceline.v1.common_pb2 import ModelInfo, SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan, StepResult, TokenLogprobs, WorkerRegistration
 from scheduler_svc.core.beams import BeamSearch
 
+Blocks = dict[int, list[int | None]]
+
 VOCAB = 50_000
 EOS = 7
 
@@ -84,7 +86,9 @@ class ToySequence:
 
 
 class ToyWorker:
-    def __init__(self, *, block_size: int, num_blocks: int, max_num_seqs: int, max_batched_tokens: int) -> None:
+    def __init__(
+        self, *, block_size: int, num_blocks: int, max_num_seqs: int, max_batched_tokens: int, num_host_blocks: int = 0
+    ) -> None:
         self.registration = WorkerRegistration(
             name="toy",
             model=ModelInfo(
@@ -94,25 +98,28 @@ class ToyWorker:
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
             max_batched_tokens=max_batched_tokens,
+            num_host_blocks=num_host_blocks,
         )
         self.block_size = block_size
-        self.blocks: dict[int, list[int | None]] = {b: [None] * block_size for b in range(1, num_blocks + 1)}
+        self.blocks: Blocks = {b: [None] * block_size for b in range(1, num_blocks + 1)}
+        self.host: Blocks = {b: [None] * block_size for b in range(1, num_host_blocks + 1)}
         self.reset()
 
     def reset(self) -> None:
         """A new registration: slots are empty, what the blocks hold is void."""
         self.step = 0
         self.slots: dict[int, ToySequence] = {}
-        for block in self.blocks.values():
+        for block in [*self.blocks.values(), *self.host.values()]:
             block[:] = [None] * self.block_size
 
     def run(self, plan: StepPlan) -> StepResult:
         """One step. Raises Corruption."""
         self._expect(plan.step == self.step + 1, f"plan {plan.step} after {self.step}")
         self.step = plan.step
-        for source, target in zip(_ints(plan.copy_from), _ints(plan.copy_to), strict=True):
-            self._expect(target not in _ints(plan.copy_from), f"block {target} is copied from and to")
-            self.blocks[target][:] = self.blocks[source]
+        self._copy(self.blocks, plan.swap_out_from, self.host, plan.swap_out_to)
+        self._copy(self.host, plan.swap_in_from, self.blocks, plan.swap_in_to)
+        self._expect(not set(_ints(plan.copy_from)) & set(_ints(plan.copy_to)), "a block is copied from and to")
+        self._copy(self.blocks, plan.copy_from, self.blocks, plan.copy_to)
         for slot in _ints(plan.free_slots):
             self._expect(slot in self.slots, f"slot {slot} freed, but empty")
             del self.slots[slot]
@@ -143,6 +150,11 @@ class ToyWorker:
         scored = [slot for slot in [*decodes, *dict(chunks)] if self.slots[slot].sampling.logprobs]
         scores = [self._logprobs(slot) for slot in scored if self.slots[slot].has_sampled]
         return StepResult(step=plan.step, token_ids=np.array(tokens, np.int32).tobytes(), logprobs=scores)
+
+    def _copy(self, source: Blocks, packed_from: bytes, target: Blocks, packed_to: bytes) -> None:
+        self._expect(len(set(_ints(packed_to))) * 4 == len(packed_to), "a block is written twice by copies of a kind")
+        for i, j in zip(_ints(packed_from), _ints(packed_to), strict=True):
+            target[j][:] = source[i]
 
     def _logprobs(self, slot: int) -> TokenLogprobs:
         """Of the token that the slot has just sampled."""

@@ -1,7 +1,8 @@
-"""The KV pool: fixed blocks of keys and values for every layer."""
+"""The KV pool: fixed blocks of keys and values for every layer, and blocks in host memory to swap them to."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,13 +14,20 @@ from gpu_worker.errors import DeviceError
 
 # Never granted to a sequence: padding reads it, so it must stay finite.
 DUMMY_BLOCK = 0
+# Blocks that are swapped at once: on a device they are gathered in its memory first, and that is needed for KV.
+SWAP_BATCH_BLOCKS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class KvPool:
-    """Keys and values of all layers in one tensor: [2, layers, num_blocks + 1, block_size, kv_heads, head_dim]."""
+    """Keys and values of all layers in one tensor: [2, layers, num_blocks + 1, block_size, kv_heads, head_dim].
+
+    Host memory has them block by block, so that one copy between host and device moves a block of all layers:
+    [num_host_blocks, 2 * layers, block_size, kv_heads, head_dim]. It is pinned where the device can make use of that.
+    """
 
     storage: Tensor
+    host: Tensor
 
     @property
     def keys(self) -> Tensor:
@@ -44,11 +52,42 @@ class KvPool:
         """Usable blocks; their ids are 1..num_blocks."""
         return self.storage.shape[2] - 1
 
+    @property
+    def num_host_blocks(self) -> int:
+        """Their ids are 1..num_host_blocks."""
+        return self.host.shape[0]
+
     def copy(self, sources: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -> None:
         """Block sources[i] to block targets[i], in every layer. No block stands in both."""
         kv, device = self.storage.flatten(0, 1), self.storage.device
         source_ids, target_ids = (torch.from_numpy(ids.astype(np.int64)).to(device) for ids in (sources, targets))
         kv.index_copy_(1, target_ids, kv.index_select(1, source_ids))
+
+    def swap_out(self, blocks: npt.NDArray[np.int32], host_blocks: npt.NDArray[np.int32]) -> None:
+        """Block blocks[i] to host block host_blocks[i]. On a device the copies queue behind what computes the blocks,
+        and what overwrites them queues behind the copies; nobody waits for them."""
+        kv = self.storage.flatten(0, 1)
+        for ids, host_ids in self._batches(blocks, host_blocks):
+            for i, block in zip(host_ids, kv.index_select(1, ids).transpose(0, 1).contiguous(), strict=True):
+                self.host[i].copy_(block, non_blocking=True)
+
+    def swap_in(self, host_blocks: npt.NDArray[np.int32], blocks: npt.NDArray[np.int32]) -> None:
+        """Host block host_blocks[i] to block blocks[i]; it queues as the copies of `swap_out` do."""
+        kv = self.storage.flatten(0, 1)
+        for ids, host_ids in self._batches(blocks, host_blocks):
+            staged = torch.empty((len(host_ids), *self.host.shape[1:]), dtype=kv.dtype, device=kv.device)
+            for i, block in zip(host_ids, staged, strict=True):
+                block.copy_(self.host[i], non_blocking=True)
+            kv.index_copy_(1, ids, staged.transpose(0, 1))
+
+    def _batches(
+        self, blocks: npt.NDArray[np.int32], host_blocks: npt.NDArray[np.int32]
+    ) -> Iterator[tuple[Tensor, list[int]]]:
+        """Block ids on the device, and places in the host tensor."""
+        for start in range(0, len(blocks), SWAP_BATCH_BLOCKS):
+            batch = slice(start, start + SWAP_BATCH_BLOCKS)
+            ids = torch.from_numpy(blocks[batch].astype(np.int64)).to(self.storage.device)
+            yield ids, (host_blocks[batch] - 1).tolist()
 
     def clear(self, block_ids: npt.NDArray[np.int32]) -> None:
         """Zeros into blocks that got a new owner. Attention reads a block's unused rest with weight 0, and 0 x NaN of
@@ -65,11 +104,18 @@ def allocate_pool(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    num_host_blocks: int = 0,
 ) -> KvPool:
     """DeviceError if the memory is not there."""
-    shape = (2, num_layers, num_blocks + 1, block_size, num_kv_heads, head_dim)
+    block = (block_size, num_kv_heads, head_dim)
+    storage = _zeros((2, num_layers, num_blocks + 1, *block), dtype, device)
+    pinned = device.type == "cuda" and num_host_blocks > 0
+    return KvPool(storage, _zeros((num_host_blocks, 2 * num_layers, *block), dtype, torch.device("cpu"), pinned))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pinned: bool = False) -> Tensor:
     try:
-        return KvPool(torch.zeros(shape, dtype=dtype, device=device))
+        return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         needed_gib = torch.Size(shape).numel() * dtype.itemsize / 2**30
         raise DeviceError(f"no memory for a KV pool of {needed_gib:.2f} GiB on {device}: {error}") from error
