@@ -43,6 +43,8 @@ class SchedulerMetrics(Collector):
         yield finished
         yield counter("generated_tokens", "Tokens delivered to sessions", counters.tokens)
         yield counter("preemptions", "Requests that gave their blocks back", counters.preempted)
+        yield counter("swapped_out", "Preempted requests that moved to host memory", counters.swapped_out)
+        yield counter("swapped_in", "Requests that came back from host memory", counters.swapped_in)
         yield counter("requeued_requests", "Requests that lost their worker or the cache", counters.requeued)
         yield counter("steps", "Plans sent to workers", counters.steps)
         yield counter("policy_errors", "Steps that fell back to the default policies", counters.policy_errors)

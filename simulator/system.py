@@ -171,7 +171,12 @@ class LocalSystem:
             response = self.cache.exchange(request)
             for op, result in zip(request.ops, response.results, strict=True):
                 # Only blocks may run short; any other refusal is a mistake of the scheduler, and would leak.
-                refused = result.HasField("error") and op.WhichOneof("op") not in ("admit", "extend")
+                refused = result.HasField("error") and op.WhichOneof("op") not in (
+                    "admit",
+                    "extend",
+                    "swap_out",
+                    "swap_in",
+                )
                 assert not refused, f"the cache refused {op.WhichOneof('op')}: {result.error.message}"
             self.from_cache.append(response)
             return
@@ -224,3 +229,6 @@ class LocalSystem:
             assert not worker.running
             assert not worker.in_flight
             assert worker.available_blocks == worker.num_blocks, "blocks are still in use"
+            assert worker.free_host_blocks == worker.registration.num_host_blocks, "host blocks are still in use"
+            assert not worker.swapped
+            assert not worker.swap_outs

@@ -17,6 +17,8 @@ from paceline.v1.cache_pb2 import (
     MatchOp,
     RematchOp,
     RemoveWorkerOp,
+    SwapInOp,
+    SwapOutOp,
 )
 from scheduler_svc.core.request import TOKEN_BYTES, Request
 from scheduler_svc.core.worker import Draft, Worker
@@ -31,6 +33,7 @@ class Sent:
     """An exchange that is on its way: which operation of it belongs to whom, by index."""
 
     matches: list[tuple[int, int]] = field(default_factory=list)  # (operation, sequence)
+    swap_outs: list[tuple[int, int, Request]] = field(default_factory=list)  # (operation, sequence, request)
     askers: list[Worker] = field(default_factory=list)  # whose next step waits for the answer
     drafts: list[tuple[Draft, int, list[int]]] = field(default_factory=list)  # (draft, extend or -1, admits)
 
@@ -39,7 +42,7 @@ class Sent:
 class CacheLink:
     """Operations gather until the exchange before them has come back; then they all go in one message.
 
-    Their order is fixed: commits, frees, workers going and coming, matches, and last what drafts ask for. So a block
+    Their order is fixed: commits, swaps to host memory, frees, workers going and coming, matches, and last what drafts ask for. So a block
     that a sequence of this exchange gives up can be granted in the same exchange, and a commit never follows its
     sequence's free.
     """
@@ -51,6 +54,7 @@ class CacheLink:
     removed: list[int] = field(default_factory=list)
     added: list[AddWorkerOp] = field(default_factory=list)
     matches: dict[int, Request] = field(default_factory=dict)  # by sequence
+    swap_outs: dict[int, Request] = field(default_factory=dict)  # by sequence
     frees: list[int] = field(default_factory=list)
     # Of sequences that have progressed: their names, numbers of new tokens, numbers of computed tokens, the new tokens.
     _commits: tuple[list[int], list[int], list[int], list[bytes]] = field(default_factory=lambda: ([], [], [], []))
@@ -58,7 +62,8 @@ class CacheLink:
     @property
     def has_gathered(self) -> bool:
         """Whether the cache has yet to hear of something."""
-        return bool(self._commits[0] or self.frees or self.matches or self.added or self.removed)
+        changed = self._commits[0] or self.swap_outs or self.frees or self.matches
+        return bool(changed or self.added or self.removed)
 
     @property
     def idle(self) -> bool:
@@ -70,6 +75,7 @@ class CacheLink:
         self.exchange = 0
         self.sent = None
         self.matches.clear()
+        self.swap_outs.clear()
         for gathered in (self.removed, self.added, self.frees, *self._commits):
             gathered.clear()
 
@@ -93,7 +99,7 @@ class CacheLink:
         num_computed.append(num_computed_tokens)
         tokens.append(new_tokens)
 
-    def _gathered(self) -> list[CacheOp]:
+    def _gathered(self, sent: Sent) -> list[CacheOp]:
         ops: list[CacheOp] = []
         sequences, new_tokens, computed, tokens = self._commits
         if sequences:
@@ -102,6 +108,10 @@ class CacheLink:
             ops.append(CacheOp(commit=commit))
             for gathered in self._commits:
                 gathered.clear()
+        for sequence, request in self.swap_outs.items():
+            sent.swap_outs.append((len(ops), sequence, request))
+            ops.append(CacheOp(swap_out=SwapOutOp(sequence=sequence)))
+        self.swap_outs.clear()
         if self.frees:
             ops.append(CacheOp(free=FreeOp(sequences=self.frees)))
             self.frees.clear()
@@ -116,8 +126,8 @@ class CacheLink:
     ) -> CacheServiceLinkRequest | None:
         """The next exchange, or None if there is nothing to say. It asks anew for the matches of `heads`, the waiting
         requests that are looked at next."""
-        ops = self._gathered()
         sent = Sent(askers=askers)
+        ops = self._gathered(sent)
         for sequence, request in self.matches.items():
             sent.matches.append((len(ops), sequence))
             ops.append(CacheOp(match=MatchOp(sequence=sequence, token_ids=request.token_ids)))
@@ -131,6 +141,9 @@ class CacheLink:
             for admission in draft.decision.admissions:
                 admits.append(len(ops))
                 request = admission.request
+                if request.swapped_on:
+                    ops.append(CacheOp(swap_in=SwapInOp(sequence=request.sequence)))
+                    continue
                 admit = AdmitOp(sequence=request.sequence, worker=worker.id, num_new_tokens=admission.num_new_tokens)
                 if request.parent is not None and request.can_fork_on(worker.id):
                     admit.fork_of = request.parent.sequence
@@ -159,4 +172,6 @@ class CacheLink:
 def admit_result(response: CacheServiceLinkResponse, index: int) -> AdmitResult | None:
     """The grant of an admission, or None if the cache refused it."""
     result = response.results[index]
+    if result.HasField("swap_in"):
+        return result.swap_in.admit
     return result.admit if result.HasField("admit") else None

@@ -90,11 +90,14 @@ class Composer:
     def _waiting(
         self, worker: Worker, workers: dict[int, Worker], ordered_at_s: float | None
     ) -> Callable[[], Iterator[Request]]:
-        """What may be bound to the worker, in the order in force at that time, or (None) oldest first."""
+        """What may be bound to the worker: what it has swapped out, oldest first, then the others in the order in force
+        at that time, or (None) oldest first."""
 
         def waiting() -> Iterator[Request]:
             if worker.draining:
                 return
+            if not worker.preempted:  # nobody comes back while somebody else has to go
+                yield from sorted(worker.swapped.values(), key=lambda request: request.seniority)
             queue = self.queue
             for request in iter(queue) if ordered_at_s is None else queue.ordered(ordered_at_s):
                 fits = request.matches is not None and worker.can_ever_hold(request)

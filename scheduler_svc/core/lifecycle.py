@@ -22,6 +22,7 @@ from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.request import TOKEN_BYTES, Phase, Request
 from scheduler_svc.core.sessions import Session
+from scheduler_svc.core.swapping import Swaps
 from scheduler_svc.core.types import Counters, SchedulerConfig
 from scheduler_svc.core.worker import Worker
 
@@ -41,6 +42,7 @@ class Lifecycle:
         self.budgets = Budgets(config)
         self.counters = counters
         self.journal = Journal()
+        self.swaps = Swaps(cache, workers, counters)
         self.now_s = 0.0
         self._cache = cache
         self._workers = workers
@@ -92,12 +94,21 @@ class Lifecycle:
         """The cache is gone, and all that it knew."""
         self._matched.clear()
         for request in self.queue:
-            request.sequence, request.matches = 0, None
+            request.sequence, request.matches, request.swapped_on = 0, None, 0
+
+    def recompute(self, requests: Iterable[Request]) -> None:
+        """These wait, and do without what they have in host memory."""
+        for request in list(requests):
+            self._forget_sequence(request)
+            self._note(request, "requeued", "lost its place in host memory")
+            if self._cache.connected:
+                self.ask_match(request)
 
     # ── bound and running ────────────────────────────────────────────────────────────────────────────────────────────
 
     def bind(self, worker: Worker, request: Request) -> None:
         self.queue.remove(request)
+        self.swaps.bind(request)
         self.queue.started(request)
         self.budgets.bind(request)
         request.phase, request.worker = Phase.BINDING, worker.id
@@ -113,6 +124,7 @@ class Lifecycle:
         request.parent = None
         request.phase, request.worker = Phase.WAITING, 0
         self.queue.add(request)
+        self.swaps.refused(request)
 
     def requeue(self, request: Request) -> None:
         """Take back a request whose blocks the cache has granted, or may have granted, in vain."""
@@ -120,9 +132,10 @@ class Lifecycle:
         self._forget_sequence(request)
         self.enqueue(request)
 
-    def preempt(self, request: Request, place: str) -> None:
-        """It gives way and waits again, with all its known tokens; `place` as in PreemptionPolicy.requeue."""
-        self._vacate(request)
+    def preempt(self, request: Request, place: str, mode: str) -> None:
+        """It gives way and waits again, with all its known tokens; `place` and `mode` as in PreemptionPolicy."""
+        worker, swaps = self._workers[request.worker], self.swaps.suits(request, mode)
+        self._vacate(request, swaps)
         request.num_preemptions += 1
         self.counters.preempted += 1
         match place:
@@ -130,8 +143,14 @@ class Lifecycle:
                 request.place = next(self._fronts)
             case "back":
                 request.place = next(self._ranks)
-        self._note(request, "preempted", "gave its blocks to what runs")
-        self.requeue(request)
+        self._note(request, "preempted", "moves to host memory" if swaps else "gave its blocks to what runs")
+        if not swaps:
+            self.requeue(request)
+            return
+        self._unbind(request)
+        request.phase = Phase.WAITING
+        self.swaps.start(worker, request)
+        self.queue.add(request)
 
     def park(self, request: Request) -> None:
         """A beam has run its one token: it leaves its slot, and its blocks stay for those that will fork from it."""
@@ -159,7 +178,7 @@ class Lifecycle:
         for request in requests:
             self._unbind(request)
             self._matched.pop(request.sequence, None)
-            request.phase, request.sequence = Phase.WAITING, 0
+            request.phase, request.sequence, request.swapped_on = Phase.WAITING, 0, 0
             self.counters.requeued += 1
             self._note(request, "requeued", "its worker or the cache was lost")
         return sorted(requests, key=lambda request: request.seniority)
@@ -172,16 +191,19 @@ class Lifecycle:
         else:
             self.enqueue(request)
 
-    def _vacate(self, request: Request) -> None:
+    def _vacate(self, request: Request, swaps: bool = False) -> None:
         """Take the request out of its slot. Only now the cache learns the tokens that it generated: nobody is likely to
-        ask for them earlier, and a steady step need not tell what every sequence adds (as SGLang does)."""
+        ask for them earlier, and a steady step need not tell what every sequence adds (as SGLang does). If it is to be
+        swapped, the cache has to know all of it."""
         worker = self._workers[request.worker]
         self._recall_tokens(worker, request.slot)
         self._leave(worker, request.slot)
         num_computed = request.num_tokens - 1  # the last token is never computed
-        if worker.prefix_caching and num_computed // worker.block_size > request.num_registered // worker.block_size:
+        fills = num_computed // worker.block_size > request.num_registered // worker.block_size
+        if swaps or (worker.prefix_caching and fills):
             new_tokens = request.token_ids[request.num_registered * TOKEN_BYTES :]
             self._cache.add_commit(request.sequence, new_tokens, num_computed)
+            request.num_registered = request.num_tokens
 
     def _leave(self, worker: Worker, slot: int) -> Request:
         request = worker.vacate(slot)
@@ -199,6 +221,7 @@ class Lifecycle:
         self.queue.stopped(request)
 
     def _forget_sequence(self, request: Request) -> None:
+        self.swaps.forget(request)
         if request.sequence and self._cache.connected:
             self._cache.forget_sequence(request.sequence)
         self._matched.pop(request.sequence, None)

@@ -23,9 +23,10 @@ from scheduler_svc.core.worker import Chunk, Draft, Prefill, StepInFlight, Worke
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    preempt: Callable[[Request, str], None]  # with its place in the queue, as in PreemptionPolicy.requeue
+    preempt: Callable[[Request, str, str], None]  # with PreemptionPolicy's requeue and mode
     over_budget: Callable[[Request, Collection[Admission]], str | None]
     session_index: Callable[[Request], int]
+    resumed: Callable[[Request], None]  # what was swapped out is seated again
     max_num_seqs: int = 0
 
     # ── before the exchange ──────────────────────────────────────────────────────────────────────────────────────────
@@ -84,10 +85,10 @@ class Planner:
                 break
 
     def _take_out(self, worker: Worker, victim: Running, policies: Policies) -> None:
-        request, requeue = worker.running[victim.slot], policies.preemption.requeue
+        request, policy = worker.running[victim.slot], policies.preemption
         worker.preempted.append(request)
         worker.knows_cache = False
-        self.preempt(request, requeue)
+        self.preempt(request, policy.requeue, policy.mode)
 
     # ── after the exchange ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -162,6 +163,11 @@ class Planner:
         prefill = worker.prefills[slot] = Prefill(slot, request.num_tokens, granted.num_cached_tokens)
         # The cache may hold more of it by now than when the step was composed.
         sizes[slot] = min(admission.num_tokens, prefill.remaining_tokens)
+        if request.swapped_on:
+            swap = response.results[index].swap_in
+            plan.swap_in_from += swap.host_blocks
+            plan.swap_in_to += swap.device_blocks
+            self.resumed(request)
         if granted.copy_from:
             plan.copy_from += granted.copy_from.to_bytes(4, "little")
             plan.copy_to += granted.block_table[-4:]
@@ -188,6 +194,7 @@ class Planner:
         if chunks:
             plan.prefill_slots = np.array([chunk.slot for chunk in chunks], np.int32).tobytes()
             plan.prefill_tokens = np.array(list(sizes.values()), np.int32).tobytes()
+        worker.add_swap_outs(plan)
         sampled = len(rows) + sum(chunk.samples for chunk in chunks)
         step = StepInFlight(plan.step, rows, worker.decode_step, slots.num_releases, tuple(chunks), sampled)
         worker.in_flight.append(step)

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from scheduler_svc.core.view import RequestView, Running
 
 
+Mode = Literal["recompute", "swap", "auto"]
+
+
 class PolicyError(Exception):
     """A policy asked for something that cannot be done."""
 
@@ -138,6 +141,9 @@ class PreemptionPolicy(ABC):
 
     # Where a preempted request stands in the queue: where its arrival puts it, before all others, or behind them.
     requeue: Literal["seniority", "front", "back"] = "seniority"
+    # Its tokens are computed anew, or its blocks are kept in host memory (as long as there is room, and if its prompt
+    # was computed), or "auto": swapped if it is one of several samples of a prompt (vLLM V0).
+    mode: Mode = "recompute"
 
     @abstractmethod
     def victims(self, step: Step) -> Iterable[Running]:

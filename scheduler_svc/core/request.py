@@ -64,6 +64,8 @@ class Request:
     extra_stop_ids: frozenset[int] = field(default_factory=frozenset)
     parent: Request | None = None  # to fork from, as long as that is possible
     prompt_is_computed: bool = False  # and known to be, of the attempt that runs
+    is_one_of_several: bool = False  # samples of one prompt
+    swapped_on: int = 0  # the worker that has its KV in host memory, while WAITING or BINDING
     group: BeamGroup | None = None  # whose root or member it is
     view: RequestView | None = field(default=None, init=False, repr=False)  # what policies get of it (view.py)
     hypotheses: list[Hypothesis] = field(default_factory=list)  # what its beam search has found
@@ -109,7 +111,9 @@ class Request:
         return 0.0 if self.started_s is None else now_s - self.started_s
 
     def matched_tokens(self, worker: int) -> int:
-        """Tokens of the request that `worker` has in its cache."""
+        """Tokens of the request that `worker` has in its cache, or swapped out."""
+        if self.swapped_on:
+            return self.num_tokens - 1 if self.swapped_on == worker else 0
         if self.can_fork_on(worker):
             return self.num_tokens - 1
         match = self.matches.get(worker) if self.matches else None

@@ -80,7 +80,8 @@ class SchedulerCore:
         self.life = Lifecycle(config, self.queue, self._cache, self.workers, self.sessions, self.counters)
         self._groups = BeamGroups(self.life, self.workers)
         exceeded = self.life.budgets.exceeded
-        self._planner = Planner(self.life.preempt, exceeded, self._session_index, config.max_num_seqs)
+        resumed = self.life.swaps.resumed
+        self._planner = Planner(self.life.preempt, exceeded, self._session_index, resumed, config.max_num_seqs)
         self._results = ResultReader(
             self._cache, self._publish, self.life.end, self.life.fail, self._publish_score, self._groups.report
         )
@@ -150,6 +151,7 @@ class SchedulerCore:
             parent = session.live.get(submission.fork_of)
             if parent is not None and parent.prompt == request.prompt:
                 request.parent = parent
+                request.is_one_of_several = parent.is_one_of_several = True
         if not submission.accepted_before:  # nothing accepted is lost
             check_queue(self.queue, request, self.config, self.life.budgets)
         is_search = submission.HasField("beam")
@@ -193,6 +195,7 @@ class SchedulerCore:
 
     def worker_drain(self, worker_id: int) -> None:
         self.workers[worker_id].draining = True
+        self.life.recompute(self.workers[worker_id].swapped.values())  # elsewhere
         self._workers_changed()
 
     def worker_lost(self, worker_id: int) -> None:
@@ -205,6 +208,7 @@ class SchedulerCore:
         for request in self.life.evacuate(worker):
             # Its sequence goes with the worker, unless the exchange that binds it is on its way.
             self.life.lost_worker(request)
+        self.life.recompute(worker.swapped.values())
         self._workers_changed()
 
     def _workers_changed(self) -> None:
@@ -257,8 +261,7 @@ class SchedulerCore:
         self._cache.forget()
         self.life.forget_matches()
         for worker in self.workers.values():
-            worker.available_blocks = 0
-            worker.knows_cache = False
+            worker.forget_cache()
             for request in self.life.evacuate(worker):
                 self.life.enqueue(request)
         self._workers_changed()
@@ -269,6 +272,7 @@ class SchedulerCore:
         for counters in response.pools:
             if (worker := self.workers.get(counters.worker)) is not None:
                 worker.available_blocks = counters.free_blocks + counters.cached_blocks
+                worker.free_host_blocks = counters.free_host_blocks
         for index, sequence in sent.matches:
             if response.results[index].HasField("match"):
                 self.life.set_matches(sequence, response.results[index].match.matches)
@@ -276,6 +280,7 @@ class SchedulerCore:
             self.life.set_matches(update.sequence, update.matches)
         for worker in sent.askers:
             worker.knows_cache = True
+        self.life.recompute(self.life.swaps.answered(sent.swap_outs, response))
         self._finish_drafts(sent, response)
 
     def _finish_drafts(self, sent: Sent, response: CacheServiceLinkResponse) -> None:
@@ -327,6 +332,7 @@ class SchedulerCore:
             num_blocks=worker.num_blocks,
             block_size=worker.block_size,
             prefix_caching=self.config.prefix_caching,
+            num_host_blocks=worker.registration.num_host_blocks,
         )
 
     # ── time and output ──────────────────────────────────────────────────────────────────────────────────────────────

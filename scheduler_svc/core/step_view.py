@@ -132,8 +132,14 @@ class StepView:
         """Running sequences that want one token."""
         return self._worker.num_decoding
 
+    @property
+    def num_swapped(self) -> int:
+        """Requests that this worker has swapped out and may take back. They come first among those that wait."""
+        return 0 if self.preempted else len(self._worker.swapped)
+
     def waiting(self) -> Iterator[RequestView]:
-        """Requests that could be bound to this worker, in the order's order. Only these can be admitted."""
+        """Requests that could be bound to this worker: those that it has swapped out, then the others in the order's
+        order. Only these can be admitted."""
         for request in self._waiting():
             view = view_of(request)
             self._offered[view] = request
@@ -171,7 +177,7 @@ class StepView:
         the first block of the request that is not cached. Then it pays to wait (TensorRT-LLM's prefix-aware
         scheduling)."""
         wanted = self.cached_tokens(request) + self.block_size
-        if wanted > request.num_tokens or not self._worker.prefix_caching:
+        if wanted > request.num_tokens or not self._worker.prefix_caching or request.is_swapped:
             return False
         beginning = request.token_ids[: wanted * TOKEN_BYTES]
         computing: list[RequestView | Request] = [sequence.request for sequence in self.prefills]
@@ -182,7 +188,7 @@ class StepView:
     def _live_tokens(self, request: RequestView) -> int:
         """Tokens in blocks that something uses, counting what was admitted before it in this very step."""
         live, matched = request.live_tokens(self.worker_id), self.cached_tokens(request)
-        if live == matched:
+        if live == matched or request.is_swapped:  # what of that one is shared, only the cache knows
             return live
         tokens = request.token_ids
         for admission in self._considered.values():

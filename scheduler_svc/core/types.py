@@ -43,6 +43,8 @@ class Counters:
     finished: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
     preempted: int = 0
+    swapped_out: int = 0  # of those preempted
+    swapped_in: int = 0
     steps: int = 0
     barren_steps: int = 0  # composed after a preemption, with nothing in them
     policy_errors: int = 0

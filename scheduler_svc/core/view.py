@@ -76,6 +76,11 @@ class RequestView:
         return self._request.num_preemptions
 
     @property
+    def is_swapped(self) -> bool:
+        """It was preempted and has its KV in a worker's host memory: to go on there it computes one token."""
+        return self._request.swapped_on > 0
+
+    @property
     def num_prompt_tokens(self) -> int:
         return self._request.num_prompt_tokens
 

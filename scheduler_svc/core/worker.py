@@ -95,6 +95,9 @@ class Worker:
     knows_cache: bool = False  # since the last plan, the cache has answered what had been gathered then
     held: dict[int, int] = field(default_factory=dict)  # decode, but not now: slot -> tokens
     parked: dict[int, Request] = field(default_factory=dict)  # beams that keep their blocks here, by seniority
+    swapped: dict[int, Request] = field(default_factory=dict)  # wait with their KV in host memory, by sequence
+    swap_outs: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # copies to ask for: device, host blocks
+    free_host_blocks: int = 0
     num_departed: int = 0  # sequences that ever left
     binding_tokens: int = 0  # load of the requests that the draft binds
 
@@ -212,6 +215,20 @@ class Worker:
         self.slots.stop_decoding(slot, self.decode_step)
         self.finishing.add(slot)
         self.frees.append(slot)
+
+    def forget_cache(self) -> None:
+        """The cache is gone, and the blocks that it granted mean nothing."""
+        self.available_blocks = self.free_host_blocks = 0
+        self.knows_cache = False
+        self.swapped.clear()
+        self.swap_outs.clear()
+
+    def add_swap_outs(self, plan: StepPlan) -> None:
+        """The plan will be sent: the copies that have gathered go with it, and are made before all else."""
+        for device_blocks, host_blocks in self.swap_outs.values():
+            plan.swap_out_from += device_blocks
+            plan.swap_out_to += host_blocks
+        self.swap_outs.clear()
 
     def drop_draft(self) -> list[Request]:
         """Forget the draft, if there is one: it will find that it is an orphan. Returns the live requests it binds."""

@@ -29,7 +29,7 @@ PRESETS: dict[str, Choice] = {
         "watermark",
         "prefill-first",
         "last-in",
-        {"watermark": 0.01, "chunked_prefill": False, "requeue": "front"},
+        {"watermark": 0.01, "chunked_prefill": False, "requeue": "front", "mode": "auto"},
     ),
     # vLLM V1 with its defaults.
     "vllm-v1": Choice("fcfs", "watermark", "decode-first", "last-in", {"watermark": 0.0, "requeue": "front"}),

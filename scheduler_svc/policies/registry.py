@@ -23,7 +23,7 @@ GROUP = "paceline.policies"
 # What a policy states about itself, and may state.
 DECLARED: dict[str, dict[str, tuple[object, ...]]] = {
     "capacity": {"reserves_prompt": (True, False), "preempts_for_waiting": (True, False)},
-    "preemption": {"requeue": ("seniority", "front", "back")},
+    "preemption": {"requeue": ("seniority", "front", "back"), "mode": ("recompute", "swap", "auto")},
 }
 KINDS: dict[str, type] = {
     "order": OrderPolicy,

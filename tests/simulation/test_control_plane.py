@@ -60,6 +60,7 @@ class Run:
             "batch_wait_iters": rng.choice([0, 3]),
             "batch_wait_max_tokens_ratio": 0.5,
             "ageing_per_s": rng.choice([0.0, 0.1]),
+            "mode": rng.choice(["recompute", "swap", "swap", "auto"]),
         }
         return build(choose(preset, overrides, options))
 
@@ -76,6 +77,7 @@ class Run:
             num_blocks=self.num_blocks,
             max_num_seqs=self.rng.choice([2, 4, 8]),
             max_batched_tokens=self.rng.choice([8, 16, 64]),
+            num_host_blocks=self.rng.choice([0, self.num_blocks // 4, self.num_blocks, 4 * self.num_blocks]),
         )
         self.system.attach(worker)
 
@@ -175,8 +177,8 @@ def test_every_stream_is_the_undisturbed_one(first: int) -> None:
 
 
 def test_the_seeds_reach_what_they_are_meant_to() -> None:
-    """Preemption, prefix hits, evictions and lost workers all happened, or the test above shows little."""
-    preempted = requeued = hits = evicted = forked = 0
+    """Preemption, swaps, prefix hits, evictions and lost workers all happened, or the test above shows little."""
+    preempted = requeued = hits = evicted = forked = swapped_out = swapped_in = 0
     for seed in range(60):
         run = Run(seed)
         run.play()
@@ -185,7 +187,9 @@ def test_the_seeds_reach_what_they_are_meant_to() -> None:
         hits += run.system.cache.counters.prefix_hit_tokens
         evicted += run.system.cache.counters.evicted_blocks
         forked += run.system.cache.counters.forked_sequences
-    assert min(preempted, requeued, hits, evicted, forked) > 10
+        swapped_out += run.system.scheduler.counters.swapped_out
+        swapped_in += run.system.cache.counters.swapped_in_blocks
+    assert min(preempted, requeued, hits, evicted, forked, swapped_out, swapped_in) > 10
 
 
 def test_same_seed_same_decisions() -> None:

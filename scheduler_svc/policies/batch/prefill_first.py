@@ -4,11 +4,15 @@ Unfinished prompts go on first, then waiting ones come in. With chunks, the firs
 cut, and it is the only unfinished one. `prefill_decode_interval` makes a prefill wait until that many decode steps have
 followed the one before (SGLang's answer to starved decodes; 0: never waits).
 
+What was swapped out comes back beside the decodes, and until all of it is back nobody else comes in (vLLM V0).
+
 Once a waiting request was refused for want of room beside others that decode, nobody is offered a place until somebody
 has left (SGLang's `batch_is_full`).
 """
 
 from __future__ import annotations
+
+import itertools
 
 from scheduler_svc.core.policy import BatchPolicy, Verdict
 from scheduler_svc.core.step import Step
@@ -63,6 +67,18 @@ class PrefillFirst(BatchPolicy):
             self._prefill(step)
         if step.budget_tokens == step.max_batched_tokens:
             step.run_decodes()
+            self._take_back(step)
+            if step.is_empty and step.num_swapped:  # capacity prefers others: then those
+                self._take_in(step, Left(step, self.max_prefill_tokens))
+
+    def _take_back(self, step: Step) -> None:
+        for request in itertools.islice(step.waiting(), step.num_swapped):
+            tokens = step.uncached_tokens(request)
+            if tokens > step.budget_tokens:
+                step.hold_back(request, Verdict.STOP, "budget", f"{step.max_batched_tokens} tokens are spent")
+                break
+            if step.admit(request, tokens) is Verdict.STOP:
+                break
 
     def _prefill(self, step: Step) -> None:
         left = Left(step, self.max_prefill_tokens)
@@ -74,7 +90,7 @@ class PrefillFirst(BatchPolicy):
                 unfinished |= tokens < sequence.remaining_tokens
                 left.spend(tokens)
         full = step.num_running and self._full_at.get(step.worker_id) == step.num_departed
-        if unfinished or step.preempted or full:
+        if unfinished or step.preempted or step.num_swapped or full:
             return
         if self._take_in(step, left) and step.num_decoding:
             self._full_at[step.worker_id] = step.num_departed

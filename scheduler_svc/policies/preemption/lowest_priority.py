@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from scheduler_svc.core.policy import PreemptionPolicy
+from scheduler_svc.core.policy import Mode, PreemptionPolicy
 from scheduler_svc.core.step import Step
 from scheduler_svc.core.view import Running
 
 
 class LowestPriority(PreemptionPolicy):
-    def __init__(self, requeue: Literal["seniority", "front", "back"] = "seniority") -> None:
+    def __init__(self, requeue: Literal["seniority", "front", "back"] = "seniority", mode: Mode = "recompute") -> None:
         self.requeue = requeue
+        self.mode = mode
 
     def victims(self, step: Step) -> Iterable[Running]:
         return sorted(step.running, key=lambda sequence: (sequence.request.priority, -sequence.request.seniority))
