@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cache_svc.core.cache import CacheCore
+from cache_svc.core.errors import Code
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest, CacheServiceLinkResponse
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import Ending, SessionRequest, SessionResponse, Submission
@@ -171,13 +172,9 @@ class LocalSystem:
             response = self.cache.exchange(request)
             for op, result in zip(request.ops, response.results, strict=True):
                 # Only blocks may run short; any other refusal is a mistake of the scheduler, and would leak.
-                refused = result.HasField("error") and op.WhichOneof("op") not in (
-                    "admit",
-                    "extend",
-                    "swap_out",
-                    "swap_in",
-                )
-                assert not refused, f"the cache refused {op.WhichOneof('op')}: {result.error.message}"
+                kind, refused = op.WhichOneof("op"), result.HasField("error")
+                short = kind in ("admit", "extend") or result.error.code == Code.RESOURCE_EXHAUSTED
+                assert short or not refused, f"the cache refused {kind}: {result.error.message}"
             self.from_cache.append(response)
             return
         if kind == "step":

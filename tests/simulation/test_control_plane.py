@@ -165,6 +165,46 @@ class Run:
         self.system.assert_at_rest()
 
 
+class SwapRun(Run):
+    """Pools that are too small for what runs, and host blocks for those that give way."""
+
+    def __init__(self, seed: int) -> None:
+        self.preset = random.Random(seed).choice(
+            ["vllm-v0", "vllm-v1", "vllm-v1-priority", "paceline", "trtllm-max-util"]
+        )
+        super().__init__(seed)
+
+    def policies(self) -> Policies:
+        requeue = self.rng.choice(["seniority", "front", "back"])
+        options = {"mode": self.rng.choice(["swap", "swap", "auto"]), "requeue": requeue, "chunked_prefill": True}
+        return build(choose(self.preset, {}, {**options, "watermark": 0.0, "resume_watermark": 0.0}))
+
+    def attach(self) -> None:
+        self.num_blocks = min(self.num_blocks, 80 // self.block_size + 1)
+        worker = ToyWorker(
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            max_num_seqs=8,
+            max_batched_tokens=64,
+            num_host_blocks=self.rng.choice([self.num_blocks // 2, self.num_blocks, 4 * self.num_blocks]),
+        )
+        self.system.attach(worker)
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_every_stream_is_the_undisturbed_one_also_swapped(first: int) -> None:
+    swapped = 0
+    for seed in range(first, first + 50):
+        run = SwapRun(seed)
+        try:
+            run.play()
+            run.check()
+        except (AssertionError, KeyError) as error:
+            raise AssertionError(f"seed {seed}: {error!r}") from error
+        swapped += run.system.scheduler.counters.swapped_in
+    assert swapped > 50
+
+
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, 50))
 def test_every_stream_is_the_undisturbed_one(first: int) -> None:
     for seed in range(first, first + 50):
