@@ -43,8 +43,8 @@ class CacheLink:
     """Operations gather until the exchange before them has come back; then they all go in one message.
 
     Their order is fixed: commits, swaps to host memory, frees, workers going and coming, matches, and last what drafts
-    ask for. So a block that a sequence of this exchange gives up can be granted in the same exchange, and a commit never
-    follows its sequence's free.
+    ask for. So a block that a sequence of this exchange gives up can be granted in the same exchange, and a commit
+    never follows its sequence's free.
     """
 
     epoch: int
