@@ -90,6 +90,7 @@ class NullWorker:
 
     def __init__(self) -> None:
         self.seats: dict[int, Seat] = {}
+        self.swapped: set[str] = set()  # requests that were swapped out
         self._tokens = itertools.count(VOCAB - 2, -1)
 
     def run(self, plan: StepPlan) -> tuple[list[Scheduled], StepResult]:
@@ -107,7 +108,11 @@ class NullWorker:
         num_sampled = len(scheduled)
         for slot, tokens in zip(_ints(plan.prefill_slots), _ints(plan.prefill_tokens), strict=True):
             seat = self.seats[slot]
-            scheduled.append(Scheduled(seat.name, tokens, seat.cached, "prefill"))
+            if seat.name in self.swapped:  # it goes on where it was: no prompt is computed
+                self.swapped.remove(seat.name)
+                scheduled.append(Scheduled(seat.name, tokens, 0, "decode"))
+            else:
+                scheduled.append(Scheduled(seat.name, tokens, seat.cached, "prefill"))
             seat.remaining -= tokens
             seat.cached = 0
             num_sampled += seat.decodes
@@ -136,6 +141,7 @@ class Run:
             model=ModelInfo(name="null", fingerprint="null", vocab_size=VOCAB, max_model_len=scenario.max_model_len),
             block_size=scenario.block_size,
             num_blocks=scenario.num_blocks,
+            num_host_blocks=scenario.num_host_blocks,
             max_num_seqs=min(scenario.max_num_seqs, len(scenario.requests)),  # a seat costs memory
             max_batched_tokens=scenario.max_batched_tokens,
             max_loras=loras,
@@ -204,15 +210,23 @@ class Run:
                     self._plan = message.plan
             for _, response in outbox.to_sessions:
                 self._take(response, step)
-            for request in self.requests:
+            for exchange in outbox.to_cache:
+                self.core.cache_response(self.cache.exchange(exchange))
+            for request in self.requests:  # the cache has had its say about swaps
                 if request.num_preemptions > self._num_preemptions[request.request_id]:
                     self._num_preemptions[request.request_id] = request.num_preemptions
                     for record in (step, barren) if barren else (step,):
-                        record.preempted.append({"id": request.request_id, "mode": "recompute"})
+                        record.preempted.append({"id": request.request_id, "mode": self._mode(request)})
             if not outbox.to_cache:
                 return
-            for exchange in outbox.to_cache:
-                self.core.cache_response(self.cache.exchange(exchange))
+
+    def _mode(self, request: Request) -> str:
+        """How it was preempted."""
+        if not request.swapped_on:
+            self.worker.swapped.discard(request.request_id)
+            return "recompute"
+        self.worker.swapped.add(request.request_id)
+        return "swap"
 
     def _endings(self, step: Step) -> None:
         """Deliver what the step's result brought about, without deciding the next one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -77,7 +77,7 @@ Preset = Annotated[Annotated[str, Tag("name")] | Annotated[PolicyNames, Tag("nam
 class Scenario(Strict):
     block_size: int = Field(ge=1, le=MAX_BLOCK_SIZE)
     num_blocks: int = Field(ge=1, le=MAX_BLOCKS)
-    num_host_blocks: Literal[0] = 0
+    num_host_blocks: int = Field(0, ge=0, le=MAX_BLOCKS)
     max_num_seqs: Tokens
     max_batched_tokens: Tokens
     max_model_len: int = Field(ge=2, le=MAX_TOKENS)
