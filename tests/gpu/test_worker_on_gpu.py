@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from gpu_worker.build import build_worker
 from gpu_worker.settings import WorkerSettings
+from tests.support.kv_swaps import check_swaps
 from tests.unit.worker.driver import Driver
 
 CONFIG = {
@@ -36,3 +38,9 @@ def test_runs_and_is_reproducible(tmp_path: Path) -> None:
         driver.run()
         outputs.append([s.output for s in sequences])
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.gpu
+def test_swapped_blocks_come_back() -> None:
+    for _ in range(20):  # copies that do not wait for one another would lose a race sooner or later
+        check_swaps(torch.device("cuda"))

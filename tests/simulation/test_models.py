@@ -34,6 +34,7 @@ class ModelWorker:
             num_blocks=limits.num_blocks,
             max_num_seqs=limits.max_num_seqs,
             max_batched_tokens=limits.max_batched_tokens,
+            num_host_blocks=limits.num_host_blocks,
         )
 
     def reset(self) -> None:
@@ -65,10 +66,14 @@ def check(
     preset: str = "",
     expect_preemption: bool = False,
     expect_hits: bool = False,
+    swap: bool = False,
+    prefix_caching: bool = True,
     **settings: int,
 ) -> None:
     """Everything at once, `waves` times over; each output compared with transformers' own."""
-    system = LocalSystem(SchedulerConfig(window=window), build(choose(preset, options={"chunked_prefill": True})))
+    options = {"chunked_prefill": True, "mode": "swap" if swap else "recompute"}
+    config = SchedulerConfig(window=window, prefix_caching=prefix_caching)
+    system = LocalSystem(config, build(choose(preset, options=options)))
     for _ in range(workers):
         system.attach(ModelWorker(path, **{"num_blocks": 400, "max_num_seqs": 16} | settings))
     client = system.open("s")
@@ -82,6 +87,9 @@ def check(
     system.assert_at_rest()
     if expect_preemption:
         assert system.scheduler.counters.preempted > 0
+    if swap:
+        assert system.scheduler.counters.swapped_in > 0
+        assert system.cache.counters.swapped_in_blocks > 0
     if expect_hits:
         assert system.cache.counters.prefix_hit_tokens > 0
     if workers > 1:
@@ -112,6 +120,16 @@ def test_prefix_hit(models: dict[str, Path], family: str) -> None:
 def test_preemption_in_a_tiny_pool(models: dict[str, Path], family: str) -> None:
     asked = prompts(1, [9, 10, 11, 12])
     check(models[family], asked, block_size=4, num_blocks=13, expect_preemption=True)
+
+
+@pytest.mark.parametrize("preset", ["paceline", "vllm-v0"])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("window", [1, 3])
+def test_swapped_in_a_tiny_pool(models: dict[str, Path], preset: str, prefix_caching: bool, window: int) -> None:
+    """KV that was in host memory gives the tokens that it gave before. Without prefix caching all of it was there."""
+    asked = prompts(1, [9, 10, 11, 12, 13, 14])
+    tiny = {"block_size": 4, "num_blocks": 13, "num_host_blocks": 40}
+    check(models["llama3"], asked, preset=preset, prefix_caching=prefix_caching, window=window, swap=True, **tiny)
 
 
 @pytest.mark.parametrize("window", [1, 2])

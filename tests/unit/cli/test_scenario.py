@@ -76,7 +76,7 @@ def test_the_good_one_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             for name in ("block_size", "num_blocks", "max_num_seqs", "max_batched_tokens", "max_model_len")
             for value in (0, -1, 1.5, True, "10", None, NAN, INF, 10**30, [], {})
         ),
-        (scenario(num_host_blocks=1), "num_host_blocks"),
+        *((scenario(num_host_blocks=value), "num_host_blocks") for value in (-1, 1.5, True, "10", None, 10**30)),
         (scenario(prefix_caching=1), "prefix_caching"),
         (scenario(colour="blue"), "colour"),
         (scenario(requests=[]), "requests"),
@@ -145,6 +145,29 @@ def test_bad_input_names_the_field(
 ) -> None:
     line = refused(tmp_path, capsys, json.dumps(values))
     assert f"paceline scenario: {field}" in line or f": {field} " in line
+
+
+SWAPPING = {
+    **{"block_size": 4, "num_blocks": 8, "max_num_seqs": 4, "max_batched_tokens": 64, "max_model_len": 100},
+    "preset": "vllm-v0",
+    "options": {"mode": "swap"},
+    "requests": [{"id": str(i), "arrive": 2 * (i > 1), "prompt_len": 8, "max_new_tokens": 12} for i in range(3)],
+}
+
+
+@pytest.mark.parametrize(("host_blocks", "modes"), [(20, {"swap"}), (1, {"recompute"}), (4, {"swap", "recompute"})])
+def test_what_gives_way_is_swapped_as_long_as_there_are_host_blocks(
+    host_blocks: int, modes: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "scenario.json"
+    path.write_text(json.dumps({**SWAPPING, "num_host_blocks": host_blocks}))
+    assert run(path, "--json") == 0
+    outcome = json.loads(capsys.readouterr().out)
+    assert {entry["mode"] for step in outcome["steps"] for entry in step["preempted"]} == modes
+    assert outcome["generated_tokens"] == {"0": 12, "1": 12, "2": 12}
+    scheduled = [entry for step in outcome["steps"] for entry in step["scheduled"]]
+    prompts = [entry["id"] for entry in scheduled if entry["phase"] == "prefill"]
+    assert (len(prompts) == 3) == (modes == {"swap"})  # what was swapped goes on decoding
 
 
 @pytest.mark.parametrize("name", sorted(scenario()))

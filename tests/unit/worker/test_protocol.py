@@ -20,6 +20,7 @@ LIMITS = SlotLimits(
     num_blocks=10,
     vocab_size=100,
     eos_token_ids=(0,),
+    num_host_blocks=5,
 )
 
 
@@ -131,6 +132,22 @@ def test_blocks_of_a_prefill_may_come_with_its_chunks(table: SlotTable) -> None:
     assert table.block_table[2, :3].tolist() == [6, 7, 8]
 
 
+def test_swaps_are_made_first_and_a_sequence_comes_back_as_a_new_one(table: SlotTable) -> None:
+    """Slot 0 leaves; its blocks belong to another sequence in the same plan. Then it is back in another slot."""
+    plan = prefill(2, 2, 8, free_slots=pack([0]), new_sequences=[new(2, 8, (1, 2, 8))])
+    plan.swap_out_from, plan.swap_out_to = pack([1, 2]), pack([4, 5])
+    rows = table.apply(plan)
+    assert [blocks.tolist() for blocks in rows.swaps_out] == [[1, 2], [4, 5]]
+    assert rows.granted_blocks.tolist() == [1, 2, 8]
+    table.commit(rows)
+    plan = prefill(3, 3, 1, new_sequences=[new(3, 7, (6, 7), num_cached_tokens=6)])
+    plan.swap_in_from, plan.swap_in_to = pack([4, 5]), pack([6, 7])
+    rows = table.apply(plan)
+    assert [blocks.tolist() for blocks in rows.swaps_in] == [[4, 5], [6, 7]]
+    assert rows.granted_blocks.tolist() == []  # their content comes with them
+    assert (rows.slots.tolist(), rows.starts.tolist(), rows.samples.tolist()) == ([2, 3], [8, 6], [True, True])
+
+
 def test_reset_forgets_everything(table: SlotTable) -> None:
     table.reset()
     assert table.apply(prefill(1, 0, 6, new_sequences=[new()])).slots.tolist() == [0]
@@ -186,6 +203,34 @@ VIOLATIONS: dict[str, tuple[Callable[[], StepPlan], str]] = {
     "hold of an empty slot": (lambda: StepPlan(step=2, hold_slots=pack([3])), "no sequence"),
     "hold twice": (lambda: StepPlan(step=2, hold_slots=pack([0, 0])), "hold_slots"),
     "resume of what is not held": (lambda: StepPlan(step=2, resume_slots=pack([0])), "resume_slots"),
+    "swap out uneven": (lambda: StepPlan(step=2, swap_out_from=pack([1])), "1 blocks in swap_out_from and 0"),
+    "swap out beyond": (lambda: StepPlan(step=2, swap_out_from=pack([11]), swap_out_to=pack([1])), "outside 1..10"),
+    "swap out to no host block": (
+        lambda: StepPlan(step=2, swap_out_from=pack([1]), swap_out_to=pack([6])),
+        "host block id outside 1..5",
+    ),
+    "swap out twice to one": (
+        lambda: StepPlan(step=2, swap_out_from=pack([1, 2]), swap_out_to=pack([3, 3])),
+        "swap_out_to names a block twice",
+    ),
+    "swap in uneven": (lambda: StepPlan(step=2, swap_in_to=pack([1])), "0 blocks in swap_in_from and 1"),
+    "swap in from no host block": (
+        lambda: StepPlan(step=2, swap_in_from=pack([0]), swap_in_to=pack([1])),
+        "host block id outside 1..5",
+    ),
+    "swap in to the dummy": (lambda: StepPlan(step=2, swap_in_from=pack([1]), swap_in_to=pack([0])), "outside 1..10"),
+    "swap in twice to one": (
+        lambda: StepPlan(step=2, swap_in_from=pack([1, 2]), swap_in_to=pack([3, 3])),
+        "swap_in_to names a block twice",
+    ),
+    "copy twice to one": (
+        lambda: StepPlan(step=2, copy_from=pack([1, 2]), copy_to=pack([3, 3])),
+        "copy_to names a block twice",
+    ),
+    "copy to a source": (
+        lambda: StepPlan(step=2, copy_from=pack([1, 2]), copy_to=pack([2, 3])),
+        "copy_to names one of copy_from",
+    ),
     "odd bytes": (lambda: StepPlan(step=2, free_slots=b"abc"), "not packed int32"),
     "negative temperature": (
         lambda: StepPlan(step=2, new_sequences=[new(2, sampling=SamplingParams(temperature=-1))]),

@@ -1,0 +1,218 @@
+"""Preempted requests in host memory: what becomes of them, whatever happens to them there."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.v1.common_pb2 import SamplingParams
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.types import SchedulerConfig
+from scheduler_svc.core.worker import Worker
+from scheduler_svc.policies.registry import build, choose
+from simulator.system import Client, LocalSystem, WorkerEnd
+from simulator.toy_worker import ToyWorker, expected_output
+
+NUM_TOKENS = 24
+SAMPLING = SamplingParams(top_p=1.0, max_tokens=NUM_TOKENS, seed=1, ignore_eos=True)
+PROMPTS = {handle: [100 * handle + i for i in range(6)] for handle in range(1, 5)}
+
+
+def toy(**changes: int) -> ToyWorker:
+    """Room for one and a half of them."""
+    sizes = {"block_size": 4, "num_blocks": 12, "max_num_seqs": 8, "max_batched_tokens": 64, "num_host_blocks": 40}
+    return ToyWorker(**sizes | changes)
+
+
+def make(preset: str = "paceline", window: int = 2, prefix_caching: bool = False, **options: object) -> LocalSystem:
+    config = SchedulerConfig(window=window, prefix_caching=prefix_caching)
+    system = LocalSystem(config, build(choose(preset, options={"mode": "swap"} | options)))
+    system.open("s")
+    return system
+
+
+def begin(system: LocalSystem, **changes: int) -> WorkerEnd:
+    """Until the first one is swapped, and the cache has answered."""
+    end = system.attach(toy(**changes))
+    for handle, prompt in PROMPTS.items():
+        system.submit("s", handle, prompt, SAMPLING)
+    while not system.scheduler.counters.swapped_out:
+        system.move(*system.moves()[0])
+    return end
+
+
+def swapped(system: LocalSystem) -> list[Request]:
+    return [request for request in system.scheduler.queue if request.swapped_on]
+
+
+def only(system: LocalSystem) -> Worker:
+    (worker,) = system.scheduler.workers.values()
+    return worker
+
+
+def finish(system: LocalSystem, but: int = 0) -> Client:
+    system.run()
+    client = system.clients["s"]
+    for handle, prompt in PROMPTS.items():
+        if handle != but:
+            assert client.tokens[handle] == expected_output(prompt, SAMPLING)
+    system.assert_at_rest()
+    return client
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("preset", ["paceline", "vllm-v0", "vllm-v1", "trtllm-max-util", "sglang"])
+def test_it_goes_on_where_it_was(preset: str, prefix_caching: bool, window: int) -> None:
+    options: dict[str, object] = {"init_new_token_ratio": 0.1} if preset == "sglang" else {}
+    system = make(preset, window, prefix_caching, chunked_prefill=True, **options)
+    begin(system)
+    finish(system)
+    counters = system.scheduler.counters
+    assert counters.swapped_in == counters.swapped_out == counters.preempted > 0
+
+
+def test_nothing_is_computed_twice() -> None:
+    system = make(window=1)
+    end = begin(system)
+    prefilled = 0
+    while moves := system.moves():
+        kind, moving = moves[0]
+        if kind == "step":
+            prefilled += sum(len(new.token_ids) // 4 - new.num_cached_tokens for new in end.plans[0].new_sequences)
+        system.move(kind, moving)
+    waiting = [request for request in PROMPTS if request not in system.clients["s"].tokens]
+    assert not waiting
+    assert prefilled <= system.scheduler.counters.swapped_in + 6 * len(PROMPTS)
+    finish(system)
+
+
+def test_the_oldest_comes_back_first_and_before_those_that_wait() -> None:
+    system = make("vllm-v0", window=1, requeue="back")
+    end = begin(system)
+    for handle in (7, 8):
+        system.submit("s", handle, [handle], SAMPLING)
+    away: list[int] = []
+    num_back = 0
+    while moves := system.moves():
+        kind, moving = moves[0]
+        system.move(kind, moving)
+        come = [int(new.request_id.removeprefix("s-")) for plan in end.plans for new in plan.new_sequences]
+        if kind == "answer" and come:
+            back = [handle for handle in come if handle in away]
+            assert back == away[: len(back)]
+            assert back == come or not set(away) - set(back)
+            num_back += len(back)
+        if only(system).draft is None:  # those that it binds have left the queue
+            away = sorted(request.handle for request in swapped(system))
+    assert num_back > 1
+    finish(system)
+
+
+def test_a_swapped_request_can_be_cancelled() -> None:
+    system = make()
+    begin(system)
+    (request,) = swapped(system)
+    system.cancel("s", request.handle)
+    system.run_for(2)
+    finish(system, but=request.handle)
+
+
+def test_a_cancel_that_crosses_the_swap_on_its_way() -> None:
+    """The cache has not answered, or the copies have not been sent: no host block is lost, and none is written late."""
+    for moves_before in range(60):
+        system = make(window=1, prefix_caching=bool(moves_before % 2))
+        system.attach(toy())
+        for handle, prompt in PROMPTS.items():
+            system.submit("s", handle, prompt, SAMPLING)
+        while not system.scheduler.counters.preempted:
+            system.move(*system.moves()[0])
+        system.run_for(moves_before)
+        victim = next(iter(swapped(system)), None)
+        if victim is None:
+            break
+        system.cancel("s", victim.handle)
+        finish(system, but=victim.handle)
+    assert moves_before > 3
+
+
+def test_a_deadline_that_passes_in_host_memory() -> None:
+    system = make()
+    end = system.attach(toy())
+    for handle, prompt in PROMPTS.items():
+        system.submit("s", handle, prompt, SAMPLING, deadline_s=5.0 if handle > 1 else 0.0)
+    while not system.scheduler.counters.swapped_out:
+        system.move(*system.moves()[0])
+    system.now_s = 6.0
+    system.scheduler.worker_heartbeat(end.id, 6.0)
+    system.scheduler.tick(6.0)
+    system.poll()
+    system.run()
+    assert "deadline" in system.clients["s"].endings[2].message
+    assert system.clients["s"].tokens[1] == expected_output(PROMPTS[1], SAMPLING)
+    system.assert_at_rest()
+
+
+def test_a_lost_worker_takes_the_kv_with_it() -> None:
+    system = make()
+    end = begin(system)
+    system.attach(toy(num_blocks=40))
+    system.kill(end)
+    assert not swapped(system)
+    finish(system)
+
+
+def test_a_lost_cache_does_too() -> None:
+    system = make()
+    begin(system)
+    system.restart_cache()
+    assert not swapped(system)
+    finish(system)
+
+
+def test_a_worker_that_drains_gives_its_swapped_requests_away() -> None:
+    system = make()
+    end = begin(system)
+    other = system.attach(toy(num_blocks=40))
+    system.scheduler.worker_drain(end.id)
+    system.poll()
+    finish(system)
+    assert end.released
+    assert not other.released
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 1])
+def test_without_room_it_is_computed_anew(num_host_blocks: int) -> None:
+    system = make()
+    system.attach(toy(num_host_blocks=num_host_blocks))
+    for handle, prompt in PROMPTS.items():
+        system.submit("s", handle, prompt, SAMPLING)
+    finish(system)
+    assert system.scheduler.counters.preempted > 0 == system.scheduler.counters.swapped_out
+
+
+def test_a_cache_that_has_less_room_than_was_thought() -> None:
+    system = make()
+    system.attach(toy(num_host_blocks=1))
+    worker = only(system)
+    for handle, prompt in PROMPTS.items():
+        system.submit("s", handle, prompt, SAMPLING)
+    while moves := system.moves():
+        worker.free_host_blocks = 40
+        system.move(*moves[0])
+    worker.free_host_blocks = 1
+    finish(system)
+    assert system.scheduler.counters.preempted > 0 == system.scheduler.counters.swapped_out
+    assert system.cache.counters.refused_ops > 0
+
+
+def test_auto_swaps_samples_of_one_prompt_and_nothing_else() -> None:
+    for fork_of, expected in ((0, False), (1, True)):
+        system = make("vllm-v0", mode="auto")
+        system.attach(toy())
+        for handle in PROMPTS:
+            system.submit("s", handle, PROMPTS[1], SAMPLING, fork_of=fork_of if handle > 1 else 0)
+        system.run()
+        assert all(tokens == expected_output(PROMPTS[1], SAMPLING) for tokens in system.clients["s"].tokens.values())
+        assert system.scheduler.counters.preempted > 0
+        assert (system.scheduler.counters.swapped_out > 0) == expected
+        system.assert_at_rest()
