@@ -172,9 +172,9 @@ class LocalSystem:
             response = self.cache.exchange(request)
             for op, result in zip(request.ops, response.results, strict=True):
                 # Only blocks may run short; any other refusal is a mistake of the scheduler, and would leak.
-                kind, refused = op.WhichOneof("op"), result.HasField("error")
-                short = kind in ("admit", "extend") or result.error.code == Code.RESOURCE_EXHAUSTED
-                assert short or not refused, f"the cache refused {kind}: {result.error.message}"
+                name, refused = op.WhichOneof("op"), result.HasField("error")
+                short = name in ("admit", "extend") or result.error.code == Code.RESOURCE_EXHAUSTED
+                assert short or not refused, f"the cache refused {name}: {result.error.message}"
             self.from_cache.append(response)
             return
         if kind == "step":
