@@ -51,6 +51,7 @@ class UpSettings(ServiceSettings, section="up"):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="type of weights and KV")
     block_size: int = Field(16, ge=1, le=128, description="tokens in a KV block")
     num_blocks: int = Field(0, ge=0, description="KV blocks of each worker; 0: as memory allows")
+    host_gib: float = Field(0.0, ge=0, description="host memory of each worker to swap preempted requests to, in GiB")
     max_model_len: int = Field(0, ge=0, description="longest sequence; 0: the model's")
     window: int = Field(2, ge=1, le=8, description="steps in flight per worker")
     preset: str = Field("", description="scheduling policies, as those of a known system; empty: paceline's own")
@@ -153,7 +154,7 @@ class Stack:
         scheduler = [*inside, "--port", str(self.scheduler_port), "--cache", f"{LOOPBACK}:{self.cache_port}"]
         scheduler += self._chosen("window", "preset")
         worker = [*inside, *dial, *self._chosen("model", "load_format", "dtype", "block_size", "num_blocks")]
-        worker += self._chosen("max_model_len", "threads")
+        worker += self._chosen("host_gib", "max_model_len", "threads")
         gateway = [*common, *dial, "--host", s.host, "--port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
         gateway += self._chosen("model", "served_model_name", "max_model_len")
         return [

@@ -114,7 +114,10 @@ def test_a_swapped_request_can_be_cancelled() -> None:
     system = make()
     begin(system)
     (request,) = swapped(system)
+    worker = only(system)
+    assert worker.swap_outs
     system.cancel("s", request.handle)
+    assert not worker.swap_outs  # its host blocks may soon be somebody else's
     system.run_for(2)
     finish(system, but=request.handle)
 
