@@ -83,6 +83,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
         device="cpu",
         threads=1,
         num_blocks=50,
+        num_host_blocks=9,
         max_num_seqs=4,
         max_batched_tokens=64,
         drain_s=3.0,
@@ -114,6 +115,7 @@ async def test_registers_runs_plans_and_is_released(rig: Rig) -> None:
     link = await rig.accept()
     registration = link.registration
     assert (registration.name, registration.block_size, registration.num_blocks) == ("w", 16, 50)
+    assert registration.num_host_blocks == 9
     assert (registration.max_num_seqs, registration.max_batched_tokens) == (4, 64)
     assert registration.model.vocab_size == 100
     assert registration.model.max_model_len == 256
