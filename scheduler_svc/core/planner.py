@@ -85,10 +85,10 @@ class Planner:
                 break
 
     def _take_out(self, worker: Worker, victim: Running, policies: Policies) -> None:
-        request, policy = worker.running[victim.slot], policies.preemption
+        request, requeue, mode = worker.running[victim.slot], policies.preemption.requeue, policies.preemption.mode
         worker.preempted.append(request)
         worker.knows_cache = False
-        self.preempt(request, policy.requeue, policy.mode)
+        self.preempt(request, requeue, mode)
 
     # ── after the exchange ───────────────────────────────────────────────────────────────────────────────────────────
 
