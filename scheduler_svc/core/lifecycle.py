@@ -124,7 +124,10 @@ class Lifecycle:
         request.parent = None
         request.phase, request.worker = Phase.WAITING, 0
         self.queue.add(request)
-        self.swaps.refused(request)
+        if request.swapped_on and self._workers[request.swapped_on].draining:
+            self.recompute([request])  # it can come back no more
+        else:
+            self.swaps.refused(request)
 
     def requeue(self, request: Request) -> None:
         """Take back a request whose blocks the cache has granted, or may have granted, in vain."""

@@ -190,6 +190,17 @@ class SwapRun(Run):
         )
         self.system.attach(worker)
 
+    def fault(self) -> None:
+        """Or a worker that is told to leave."""
+        if self.rng.random() < 0.6:
+            super().fault()
+        else:
+            self.faults_left -= 1
+            self.system.scheduler.worker_drain(self.rng.choice(self.system.workers).id)
+            self.system.poll()
+        if all(worker.draining for worker in self.system.scheduler.workers.values()):
+            self.attach()
+
 
 @pytest.mark.parametrize("first", range(0, 200, 50))
 def test_every_stream_is_the_undisturbed_one_also_swapped(first: int) -> None:

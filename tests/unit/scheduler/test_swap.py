@@ -185,6 +185,30 @@ def test_a_worker_that_drains_gives_its_swapped_requests_away() -> None:
     assert not other.released
 
 
+@pytest.mark.parametrize("drains", [False, True])
+def test_the_cache_may_have_no_room_for_one_that_comes_back(drains: bool) -> None:
+    system = make(window=1)
+    end = begin(system)
+    while not any(op.HasField("swap_in") for exchange in system.to_cache for op in exchange.ops):
+        system.move(*system.moves()[0])
+    pool = system.cache.workers[end.id].pool
+    system.cache.debug = False
+    taken = pool.take(pool.available_blocks)
+    if drains:
+        system.scheduler.worker_drain(end.id)
+        system.poll()
+    system.move("exchange", None)
+    pool.recycle(taken)
+    system.cache.debug = True
+    system.move("answer", None)
+    assert system.scheduler.counters.swapped_in == 0
+    assert bool(swapped(system)) != drains
+    if drains:
+        system.attach(toy(num_blocks=40))
+    system.run()
+    assert all(system.clients["s"].tokens[handle] == expected_output(PROMPTS[handle], SAMPLING) for handle in PROMPTS)
+
+
 @pytest.mark.parametrize("num_host_blocks", [0, 1])
 def test_without_room_it_is_computed_anew(num_host_blocks: int) -> None:
     system = make()
