@@ -1,253 +1,149 @@
-"""What the control plane itself costs: the cores of scheduler and cache in one process, with a worker that computes
-nothing. `make bench` prints the tables and writes bench/results/control_plane.json; beside it vLLM's Scheduler and
-SGLang's order policies in environments of their own, if those are there (tests/peer/).
+"""What the control plane itself costs: a decode step, an admission, an abort; beside it vLLM's Scheduler on the same
+workloads, in its own environment and in turns with ours.
 
-A decode step is everything from a step's result to the next plan: results taken in, tokens to the sessions, commits and
-extensions exchanged with the cache (its time counts), the next plan made, and all protobuf messages built and parsed.
+A decode step is everything from a step's result to the next plan: results taken in, tokens to the session, commits and
+extensions exchanged with the cache (its time counts), the next plan made; all protobuf messages are built. Serialising
+and parsing them is what the second column ("with wire") adds; vLLM's figures are without its own (pickle, msgpack).
 """
 
 from __future__ import annotations
 
-import gc
 import statistics
-import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from cache_svc.core.cache import CacheCore
-from paceline.v1.cache_pb2 import CacheServiceLinkRequest, CacheServiceLinkResponse
-from paceline.v1.common_pb2 import ModelInfo, SamplingParams
-from paceline.v1.inference_pb2 import SessionRequest, Submission
-from paceline.v1.worker_pb2 import StepPlan, StepResult, WorkerRegistration
-from scheduler_svc.core.request import Request
-from scheduler_svc.core.scheduler import SchedulerCore
-from scheduler_svc.core.types import SchedulerConfig
-from scheduler_svc.core.view import RequestView
-from scheduler_svc.policies.registry import build, choose, find, names
+from bench.cores import BLOCK_SIZE, Bench, Sample, no_collections
+from bench.peers.peer import Peer
 
-BLOCK_SIZE = 16
 RUNNING = (64, 256, 1024, 4096)
-WAITING = (128, 1_000, 5_000)
-ADMISSIONS = 200
-ABORTS = 500
+STEPS, STEPS_OF_4096 = 200, 60  # of a repeat
+WARM_UP = 20
+PROMPT, CACHED = 3_000, 2_000
+ADMISSIONS = 100
+WAITING = 10_000
+ABORTS = {"fcfs": 200, "priority": 50}
+REPEATS = 3
+
+COUNTED = {
+    "how": f"medians of {REPEATS} repeats, ours and the peer's in turns, each warmed up; garbage collector frozen and "
+    "off in both; wall time of one thread, so what other processes take shows in p99 first",
+    "us": "CPU of the scheduler's and the cache's cores; protobuf messages built, not serialised or parsed",
+    "with_wire_us": "the same, and every message of the two services serialised and parsed",
+    "decode": "from a step's result to the next plan; peer: schedule + update_from_output",
+    "admission": "from the submission to the plan that runs it; whole: also its one token, its blocks stored, its end; "
+    "peer: request made and hashed, add_request, schedule; whole: also update_from_output",
+    "abort": "from the cancel until the cache has freed it; peer: finish_requests",
+}
 
 
-class Bench:
-    """One session, one worker, one cache; messages are serialised and parsed as on the wire."""
-
-    def __init__(self, max_num_seqs: int, num_blocks: int, max_batched_tokens: int = 8192, preset: str = "") -> None:
-        config = SchedulerConfig(window=1, max_queued_requests=1 << 30, max_queued_tokens=1 << 60)
-        self.core = SchedulerCore(config, build(choose(preset)), lambda: build(choose()), epoch=1)
-        self.cache = CacheCore()
-        self.core.open_session("bench", 1 << 30)
-        self.core.cache_connected(1)
-        registration = WorkerRegistration(
-            model=ModelInfo(name="null", fingerprint="null", vocab_size=1 << 30, max_model_len=1 << 20),
-            block_size=BLOCK_SIZE,
-            num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs,
-            max_batched_tokens=max_batched_tokens,
-        )
-        self.worker = self.core.register_worker(registration, 0.0)
-        self.handle = 0
-        self.scheduler_s = self.cache_s = 0.0
-        self.plan: StepPlan | None = None
-        self.num_decoding = 0
-        self.settle()
-
-    def submit(self, prompts: list[np.ndarray], max_tokens: int) -> None:
-        submissions = []
-        for prompt in prompts:
-            self.handle += 1
-            submissions.append(
-                Submission(
-                    handle=self.handle,
-                    request_id=str(self.handle),
-                    prompt_token_ids=prompt.astype(np.int32).tobytes(),
-                    sampling=SamplingParams(max_tokens=max_tokens, top_p=1.0, ignore_eos=True),
-                )
-            )
-        message = SessionRequest(submissions=submissions).SerializeToString()
-        self.timed(lambda: self.core.session_message("bench", SessionRequest.FromString(message), 0.0))
-
-    def timed(self, call: Callable[[], Any]) -> Any:
-        began = time.perf_counter()
-        result = call()
-        self.scheduler_s += time.perf_counter() - began
-        return result
-
-    def settle(self) -> None:
-        """Until neither core has anything to say."""
-        while True:
-            plans, exchanges = self.timed(self._poll)
-            for plan in plans:
-                self.plan = StepPlan.FromString(plan)
-            if not exchanges:
-                return
-            for exchange in exchanges:
-                began = time.perf_counter()
-                answer = self.cache.exchange(CacheServiceLinkRequest.FromString(exchange)).SerializeToString()
-                self.cache_s += time.perf_counter() - began
-                self.timed(partial(self._answer, answer))
-
-    def _answer(self, answer: bytes) -> None:
-        self.core.cache_response(CacheServiceLinkResponse.FromString(answer))
-
-    def _poll(self) -> tuple[list[bytes], list[bytes]]:
-        outbox = self.core.poll(0.0)
-        for _, message in outbox.to_sessions:
-            message.SerializeToString()
-        plans = [m.plan.SerializeToString() for _, m in outbox.to_workers if m.HasField("plan")]
-        return plans, [message.SerializeToString() for message in outbox.to_cache]
-
-    def run_step(self) -> None:
-        """The worker's part: as many tokens as the plan makes, at once."""
-        assert self.plan is not None
-        step = self.core.workers[self.worker].in_flight[0]
-        tokens = np.full(step.num_sampled, 99, np.int32).tobytes()
-        result = StepResult(step=self.plan.step, token_ids=tokens).SerializeToString()
-        self.plan = None
-        self.timed(lambda: self.core.worker_result(self.worker, StepResult.FromString(result), 0.0))
-        self.settle()
-
-    def measure(self, call: Callable[[], None], times: int) -> tuple[list[float], list[float]]:
-        """Microseconds of the scheduler and of the cache, for each call."""
-        scheduler, cache = [], []
-        for _ in range(times):
-            self.scheduler_s = self.cache_s = 0.0
-            call()
-            scheduler.append(self.scheduler_s * 1e6)
-            cache.append(self.cache_s * 1e6)
-        return scheduler, cache
+def spread(name: str, seconds: list[float]) -> dict[str, float | None]:
+    """Median, p10 and p99 in microseconds; None if there is nothing."""
+    keys = (f"{name}_median", f"{name}_p10", f"{name}_p99")
+    if not seconds:
+        return dict.fromkeys(keys)
+    values = (statistics.median(seconds), *np.percentile(seconds, [10, 99]))
+    return {key: round(float(value) * 1e6, 1) for key, value in zip(keys, values, strict=True)}
 
 
-def steady_decode(running: int, steps: int) -> dict[str, float]:
+def ours(prefix: str, samples: list[Sample]) -> dict[str, float | None]:
+    cores = [sample["scheduler"] + sample["cache"] for sample in samples]
+    return {
+        **spread(f"{prefix}us", cores),
+        **spread(f"{prefix}with_wire_us", [sum(sample.values()) for sample in samples]),
+        f"{prefix}scheduler_us_median": spread("", [sample["scheduler"] for sample in samples])["_median"],
+        f"{prefix}cache_us_median": spread("", [sample["cache"] for sample in samples])["_median"],
+    }
+
+
+def theirs(prefix: str, samples: list[dict[str, float]], what: str) -> dict[str, float | None]:
+    return spread(f"peer_{prefix}us", [sample[what] for sample in samples])
+
+
+def ratio(ours: float | None, peer: float | None) -> float | None:
+    """Ours as a share of the peer's."""
+    return None if ours is None or peer is None else round(ours / peer, 4)
+
+
+def decode(running: int, steps: int, seed: int) -> list[Sample]:
     """Sequences at random places in their blocks, none arriving or leaving."""
-    prompts = np.random.default_rng(0)
-    blocks = running * (2 + (64 + steps + 200) // BLOCK_SIZE)
-    bench = Bench(running, blocks, max_batched_tokens=max(8192, running))
-    bench.submit([prompts.integers(1, 1 << 29, prompts.integers(17, 64)) for _ in range(running)], 10_000)
-    bench.settle()
+    rng = np.random.default_rng(seed)
+    bench = Bench(running, running * (2 + (64 + steps + 200) // BLOCK_SIZE))
+    for _ in range(running):
+        bench.send(bench.submission(rng.integers(1, 1 << 29, rng.integers(17, 64)), 10_000))
     while len(bench.core.queue) or bench.core.workers[bench.worker].prefills:
         bench.run_step()
-    for _ in range(20):
+    for _ in range(WARM_UP):
         bench.run_step()
-    scheduler, cache = bench.measure(bench.run_step, steps)
-    total = [a + b for a, b in zip(scheduler, cache, strict=True)]
-    return {
-        "running": running,
-        "step_us_median": statistics.median(total),
-        "step_us_p99": float(np.percentile(total, 99)),
-        "scheduler_us_median": statistics.median(scheduler),
-        "cache_us_median": statistics.median(cache),
-    }
+    with no_collections():
+        return [bench.measured(bench.run_step) for _ in range(steps)]
 
 
-def admission() -> dict[str, float]:
-    """A request of 3,000 tokens, the first 2,000 of which are cached: from its submission to the plan that runs it."""
-    rng = np.random.default_rng(0)
-    bench = Bench(4096, 400_000, max_batched_tokens=8192)
-    shared = rng.integers(1, 1 << 29, 2_000)
+def admission(seed: int) -> list[tuple[Sample, Sample]]:
+    """Requests of which a prefix is cached, one at a time: until the plan that runs each, and what comes after that."""
+    rng = np.random.default_rng(seed)
+    bench = Bench(4096, 400_000)
+    shared = rng.integers(1, 1 << 29, CACHED)
 
-    def one() -> None:
-        bench.submit([np.concatenate((shared, rng.integers(1, 1 << 29, 1_000)))], 1)
-        bench.settle()
+    def message() -> bytes:
+        return bench.submission(np.concatenate((shared, rng.integers(1, 1 << 29, PROMPT - CACHED))), 1)
 
-    def whole() -> None:
-        one()
+    for _ in range(WARM_UP):
+        bench.send(message())
         bench.run_step()
+    with no_collections():
+        return [(bench.measured(bench.send, message()), bench.measured(bench.run_step)) for _ in range(ADMISSIONS)]
 
-    whole()
-    scheduler, cache = [], []
-    for _ in range(ADMISSIONS):
-        own, theirs = bench.measure(one, 1)
-        scheduler += own
-        cache += theirs
-        bench.run_step()
-    total = [a + b for a, b in zip(scheduler, cache, strict=True)]
-    return {
-        "prompt_tokens": 3000,
-        "cached_tokens": 2000,
-        "us_median": statistics.median(total),
-        "scheduler_us_median": statistics.median(scheduler),
-        "cache_us_median": statistics.median(cache),
+
+def abort(order: str, seed: int) -> list[Sample]:
+    """Cancels of requests anywhere in the queue behind a worker that is full."""
+    rng = np.random.default_rng(seed)
+    bench = Bench(1, 100_000, preset="vllm-v1-priority" if order == "priority" else "")
+    bench.send(bench.submission(rng.integers(1, 1 << 29, 32), 100_000, 10))
+    for _ in range(WAITING):
+        bench.send(bench.submission(rng.integers(1, 1 << 29, 32), 64, float(rng.integers(5))))
+    handles = rng.permutation(np.arange(2, WAITING + 2))[: ABORTS[order]].tolist()
+    cancels = [bench.cancel(handle) for handle in handles]
+    with no_collections():
+        return [bench.measured(bench.send, cancel) for cancel in cancels]
+
+
+def in_turns(our_part: Callable[[int], list[Any]], peer: Peer, job: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    own: list[Any] = []
+    other: list[Any] = []
+    for seed in range(REPEATS):
+        own += our_part(seed)
+        other += peer.ask({**job, "seed": seed}) or []
+    return own, other
+
+
+def measure_decode(running: int, peer: Peer) -> dict[str, Any]:
+    steps = STEPS if running < 4096 else STEPS_OF_4096
+    job = {"what": "decode", "running": running, "steps": steps, "warm_up": WARM_UP}
+    own, other = in_turns(lambda seed: decode(running, steps, seed), peer, job)
+    row: dict[str, Any] = {"running": running, **ours("step_", own), **theirs("step_", other, "step")}
+    return {**row, "ratio": ratio(row["step_us_median"], row["peer_step_us_median"])}
+
+
+def measure_admission(peer: Peer) -> dict[str, Any]:
+    job = {"what": "admission", "prompt": PROMPT, "cached": CACHED, "times": ADMISSIONS}
+    own, other = in_turns(admission, peer, job)
+    row: dict[str, Any] = {
+        "prompt_tokens": PROMPT,
+        "cached_tokens": CACHED // BLOCK_SIZE * BLOCK_SIZE,
+        **ours("", [first for first, _ in own]),
+        **ours("whole_", [{part: first[part] + second[part] for part in first} for first, second in own]),
+        **theirs("", other, "admission"),
+        **theirs("hashing_", other, "hashing"),
+        **theirs("whole_", other, "whole"),
     }
+    shares = {f"{name}ratio": ratio(row[f"{name}us_median"], row[f"peer_{name}us_median"]) for name in ("", "whole_")}
+    return {**row, **shares}
 
 
-def abort(waiting: int = 10_000) -> dict[str, float]:
-    """Cancels of requests anywhere in a queue of 10,000 behind a worker that is full."""
-    rng = np.random.default_rng(0)
-    bench = Bench(1, 100_000)
-    bench.submit([rng.integers(1, 1 << 29, 32)], 100_000)
-    bench.settle()
-    bench.submit([rng.integers(1, 1 << 29, 32) for _ in range(waiting)], 64)
-    bench.settle()
-    handles = iter(rng.permutation(np.arange(2, waiting + 2))[:ABORTS].tolist())
-
-    def one() -> None:
-        message = SessionRequest(cancels=[next(handles)]).SerializeToString()
-        bench.timed(lambda: bench.core.session_message("bench", SessionRequest.FromString(message), 0.0))
-        bench.settle()
-
-    scheduler, cache = bench.measure(one, ABORTS)
-    total = [a + b for a, b in zip(scheduler, cache, strict=True)]
-    return {"waiting": waiting, "us_median": statistics.median(total), "us_p99": float(np.percentile(total, 99))}
-
-
-def order_cost() -> list[dict[str, Any]]:
-    """A pass: the first 16 in order, once 1 % of the waiting has been replaced and 1 % has another match."""
-    rows = []
-    for name in sorted(names("order")):
-        for waiting in WAITING:
-            rng = np.random.default_rng(0)
-            policy = find("order", name)()
-            requests = [RequestView(_waiting_request(rng, i)) for i in range(waiting)]
-            for request in requests:
-                policy.add(request)
-            times = []
-            for _ in range(20):
-                changed = rng.choice(waiting, max(1, waiting // 100), replace=False).tolist()
-                began = time.perf_counter()
-                for i in changed:
-                    policy.rematched(requests[i])
-                for _, request in zip(range(16), policy.ordered(0.0), strict=False):
-                    assert request
-                times.append((time.perf_counter() - began) * 1e6)
-            rows.append({"order": name, "waiting": waiting, "us_median": statistics.median(times)})
-    return rows
-
-
-def _waiting_request(rng: np.random.Generator, i: int) -> Request:
-    from paceline.v1.cache_pb2 import WorkerMatch
-
-    family = int(rng.integers(16))
-    prompt = np.concatenate((np.arange(512) + 1000 * family, rng.integers(1, 1 << 29, 128))).astype(np.int32)
-    request = Request(
-        seniority=i,
-        session_id="",
-        handle=i,
-        request_id=str(i),
-        prompt=prompt.tobytes(),
-        output=bytearray(),
-        sampling=SamplingParams(max_tokens=int(rng.integers(1, 512))),
-        arrival_s=float(i),
-        priority=float(rng.integers(5)),
-        tenant=f"tenant-{i % 10}",
-        place=i,
-    )
-    request.matches = {1: WorkerMatch(worker=1, num_tokens=int(rng.integers(0, 33)) * BLOCK_SIZE)}
-    return request
-
-
-def measure() -> dict[str, Any]:
-    gc.collect()
-    return {
-        "block_size": BLOCK_SIZE,
-        "decode": [steady_decode(running, 200 if running <= 1024 else 60) for running in RUNNING],
-        "admission": admission(),
-        "abort": abort(),
-        "order": order_cost(),
-    }
+def measure_abort(order: str, peer: Peer) -> dict[str, Any]:
+    job = {"what": "abort", "waiting": WAITING, "times": ABORTS[order], "order": order}
+    own, other = in_turns(lambda seed: abort(order, seed), peer, job)
+    row: dict[str, Any] = {"order": order, "waiting": WAITING, **ours("", own), **theirs("", other, "abort")}
+    return {**row, "ratio": ratio(row["us_median"], row["peer_us_median"])}

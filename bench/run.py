@@ -1,8 +1,7 @@
-"""`make bench`: the whole path on this machine, with the demo model.
+"""`make bench`: the control plane's cores beside their peers, then the whole path on this machine with the demo model.
 
-Tokens per second over HTTP at 1, 32 and 128 streams, and where a step's time goes: what the scheduler's core, the cache
-and the worker's forward pass take, and how long the worker waits between two steps. `--sweep` compares ways to share
-the cores (torch threads, window, workers).
+Tables on the terminal, JSON in bench/results/. `--part` runs one of the two; `--sweep` compares ways to share the cores
+on the whole path (torch threads, window, workers).
 """
 
 from __future__ import annotations
@@ -11,129 +10,78 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
-from rich.table import Table
 
-from tests.support.stack import Stack
+from bench import tables, whole_path
+from bench.control_plane import ABORTS, COUNTED, RUNNING, measure_abort, measure_admission, measure_decode
+from bench.cores import BLOCK_SIZE
+from bench.orders import measure_orders
+from bench.peers.peer import ROOT, Peer
 
 RESULTS = Path(__file__).parent / "results"
-PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
-REQUESTS = {1: 16, 32: 192, 128: 512}
-COUNTERS = {
-    "scheduler_s": ("scheduler", "paceline_scheduler_core_seconds_total"),
-    "steps": ("scheduler", "paceline_scheduler_steps_total"),
-    "cache_s": ("cache", "paceline_cache_exchange_duration_seconds_sum"),
-    "exchanges": ("cache", "paceline_cache_exchange_duration_seconds_count"),
-    "worker_s": ("worker-1", "paceline_worker_step_seconds_sum"),
-    "worker_steps": ("worker-1", "paceline_worker_step_seconds_count"),
-}
+QUIET_LOAD = 0.5
+PARTS = ("control-plane", "whole-path")
 
 
-def snapshot(stack: Stack) -> dict[str, float]:
-    values = {key: stack.metric(name, of=service) or 0.0 for key, (service, name) in COUNTERS.items()}
-    for name, process in stack.processes.items():
-        times = psutil.Process(process.pid).cpu_times()
-        values[f"cpu_{name}"] = times.user + times.system
-    return values
+def control_plane(environments: Path, console: Console) -> dict[str, Any]:
+    before = os.getloadavg()
+    vllm, sglang = Peer("vllm", environments), Peer("sglang", environments)
+    try:
+        report = {
+            "counted": COUNTED,
+            "peers": {peer.name: peer.version for peer in (vllm, sglang)},
+            "block_size": BLOCK_SIZE,
+            "decode": [measure_decode(running, vllm) for running in RUNNING],
+            "admission": measure_admission(vllm),
+            "abort": [measure_abort(order, vllm) for order in ABORTS],
+            "order": list(measure_orders(sglang)),
+        }
+    finally:
+        vllm.close()
+        sglang.close()
+    note = ""
+    if before[0] > QUIET_LOAD:
+        note = f"other processes ran (load {before[0]:.1f} at the start): to be run again on a quiet machine"
+    report = {"note": note, **report}
+    tables.show(report, console)
+    for line in filter(None, (note, vllm.absent, sglang.absent)):
+        console.print(line)
+    return report
 
 
-def run_client(stack: Stack, concurrency: int, requests: int) -> dict[str, float]:
-    arguments = [stack.url, concurrency, requests, PROMPT_TOKENS, OUTPUT_TOKENS]
-    command = [sys.executable, "-m", "bench.client", *map(str, arguments)]
-    result: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=300).stdout)
-    return result
-
-
-def measure(stack: Stack, concurrency: int) -> dict[str, Any]:
-    """One row: the client's figures, and the services' own per step."""
-    run_client(stack, concurrency, concurrency)  # warm
-    before = snapshot(stack)
-    load = run_client(stack, concurrency, REQUESTS[concurrency])
-    change = {key: value - before[key] for key, value in snapshot(stack).items()}
-    steps, worker_steps = max(1.0, change["steps"]), max(1.0, change["worker_steps"])
-    # Of the first worker; the control plane's figures are per step of any.
-    step_us, worker_us = 1e6 * load["wall_s"] / worker_steps, 1e6 * change["worker_s"] / worker_steps
-    return {
-        "running": concurrency,
-        **load,
-        "step_us": step_us,
-        "worker_us": worker_us,
-        "between_steps_us": step_us - worker_us,
-        "scheduler_core_us": 1e6 * change["scheduler_s"] / steps,
-        "cache_us": 1e6 * change["cache_s"] / steps,
-        "exchanges_per_step": change["exchanges"] / steps,
-        "cpu_us_per_token": {
-            name.removeprefix("cpu_"): 1e6 * value / load["tokens"]
-            for name, value in change.items()
-            if name.startswith("cpu_")
-        },
-    }
-
-
-def serve_and_measure(threads: int, window: int, workers: int, concurrencies: list[int]) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        stack = Stack(Path(folder))
-        stack.worker_flags = ["--threads", str(threads), "--log-level", "warning"]
-        stack.scheduler_flags = ["--window", str(window)]
-        try:
-            stack.up(workers)
-            way = {"threads": threads, "window": window, "workers": workers}
-            return [way | measure(stack, concurrency) for concurrency in concurrencies]
-        finally:
-            stack.down()
-
-
-def show(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title=f"Whole path, demo model, {PROMPT_TOKENS} tokens in, {OUTPUT_TOKENS} out; times per step in µs")
-    columns = [
-        "threads",
-        "window",
-        "workers",
-        "running",
-        "tokens/s",
-        "TTFT p50 ms",
-        "step",
-        "worker",
-        "between",
-        "scheduler",
-        "cache",
-    ]
-    for column in [*columns, "CPU µs/token"]:
-        table.add_column(column, justify="right")
-    for row in rows:
-        cpu = " ".join(f"{name[:5]} {value:.0f}" for name, value in row["cpu_us_per_token"].items())
-        names = ("step_us", "worker_us", "between_steps_us", "scheduler_core_us", "cache_us")
-        numbers = [f"{row[name]:,.0f}" for name in ("tokens_per_s", "ttft_p50_ms", *names)]
-        table.add_row(*(str(row[name]) for name in ("threads", "window", "workers", "running")), *numbers, cpu)
-    console.print(table)
+def write(name: str, report: dict[str, Any], console: Console) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    machine = {"cpu_count": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
+    head = {"date": time.strftime("%Y-%m-%d"), "machine": machine, "load_average": os.getloadavg()}
+    path.write_text(json.dumps(head | report, indent=1) + "\n")
+    console.print(f"written to {path.relative_to(Path.cwd())}" if path.is_relative_to(Path.cwd()) else str(path))
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="paceline bench", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--running", type=int, nargs="+", choices=sorted(REQUESTS), default=sorted(REQUESTS))
+    parser.add_argument("--part", choices=PARTS, help="only this one")
+    streams = sorted(whole_path.REQUESTS)
+    parser.add_argument("--running", type=int, nargs="+", choices=streams, default=streams, help="streams")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="torch threads")
     parser.add_argument("--window", type=int, default=2, help="steps in flight")
     parser.add_argument("--sweep", action="store_true", help="1 and 2 threads, windows 1 and 2, 1 and 2 workers")
+    parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers", help="where their environments are")
     options = parser.parse_args(argv)
-    sweep = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2)]
-    ways = sweep if options.sweep else [(options.threads, options.window, 1)]
-    rows = [row for t, w, n in ways for row in serve_and_measure(t, w, n, options.running)]
     console = Console(width=None if sys.stdout.isatty() else 160)
-    show(rows, console)
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / ("whole_path_sweep.json" if options.sweep else "whole_path.json")
-    machine = {"cpu_count": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
-    report = {"date": time.strftime("%Y-%m-%d"), "machine": machine, "load_average": os.getloadavg(), "rows": rows}
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    console.print(f"written to {path.relative_to(Path.cwd())}" if path.is_relative_to(Path.cwd()) else str(path))
+    if options.part in (None, "control-plane") and not options.sweep:
+        write("control_plane", control_plane(options.peers.resolve(), console), console)
+    if options.part in (None, "whole-path"):
+        sweep = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2)]
+        ways = sweep if options.sweep else [(options.threads, options.window, 1)]
+        rows = [row for t, w, n in ways for row in whole_path.serve_and_measure(t, w, n, options.running)]
+        whole_path.show(rows, console)
+        write("whole_path_sweep" if options.sweep else "whole_path", {"rows": rows}, console)
     return 0
 
 

@@ -1,0 +1,139 @@
+"""The cores of scheduler and cache in one process, with a worker that computes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_svc.core.cache import CacheCore
+from paceline.v1.cache_pb2 import CacheServiceLinkRequest, CacheServiceLinkResponse
+from paceline.v1.common_pb2 import ModelInfo, SamplingParams
+from paceline.v1.inference_pb2 import SessionRequest, Submission
+from paceline.v1.worker_pb2 import StepPlan, StepResult, WorkerRegistration
+from scheduler_svc.core.scheduler import SchedulerCore
+from scheduler_svc.core.types import Outbox, SchedulerConfig
+from scheduler_svc.policies.registry import build, choose
+
+BLOCK_SIZE = 16
+T = TypeVar("T")
+Sample = dict[str, float]  # seconds of "scheduler", "cache" and "wire"
+
+
+def new_sample() -> Sample:
+    return {"scheduler": 0.0, "cache": 0.0, "wire": 0.0}
+
+
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """What is there is set aside, and no collection falls into the measurement. The peers are measured the same way."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+class Bench:
+    """One session, one worker with a window of 1, one cache.
+
+    What is counted: the cores' events as the servers call them ("scheduler", "cache"), and apart from it ("wire")
+    the serialising and parsing of every message that the two services send and receive. The messages of gateway and
+    worker are made and read outside of it.
+    """
+
+    def __init__(self, max_num_seqs: int, num_blocks: int, max_batched_tokens: int = 8192, preset: str = "") -> None:
+        config = SchedulerConfig(window=1, max_queued_requests=1 << 30, max_queued_tokens=1 << 60)
+        self.core = SchedulerCore(config, build(choose(preset)), lambda: build(choose()), epoch=1)
+        self.cache = CacheCore()
+        self.core.open_session("bench", 1 << 30)
+        self.core.cache_connected(1)
+        registration = WorkerRegistration(
+            model=ModelInfo(name="null", fingerprint="null", vocab_size=1 << 30, max_model_len=1 << 20),
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=max_batched_tokens,
+        )
+        self.worker = self.core.register_worker(registration, 0.0)
+        self.handle = 0
+        self.sample = new_sample()
+        self.plan: StepPlan | None = None
+        self.settle()
+
+    def timed(self, what: str, call: Callable[..., T], *args: Any) -> T:
+        began = time.perf_counter()
+        result = call(*args)
+        self.sample[what] += time.perf_counter() - began
+        return result
+
+    def measured(self, call: Callable[..., None], *args: Any) -> Sample:
+        self.sample = new_sample()
+        call(*args)
+        return self.sample
+
+    # ── what the others do ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def submission(self, prompt: npt.NDArray[np.int64], max_tokens: int, priority: float = 0.0) -> bytes:
+        self.handle += 1
+        submission = Submission(
+            handle=self.handle,
+            request_id=str(self.handle),
+            prompt_token_ids=prompt.astype(np.int32).tobytes(),
+            sampling=SamplingParams(max_tokens=max_tokens, top_p=1.0, ignore_eos=True),
+            priority=priority,
+        )
+        return SessionRequest(submissions=[submission]).SerializeToString()
+
+    def cancel(self, handle: int) -> bytes:
+        return SessionRequest(cancels=[handle]).SerializeToString()
+
+    def send(self, message: bytes) -> None:
+        """A session's message, and all that follows from it."""
+        request = self.timed("wire", SessionRequest.FromString, message)
+        self.timed("scheduler", self.core.session_message, "bench", request, 0.0)
+        self.settle()
+
+    def run_step(self) -> None:
+        """The worker's part: as many tokens as the plan makes, at once; and all that follows from it."""
+        assert self.plan is not None
+        step = self.core.workers[self.worker].in_flight[0]
+        tokens = np.full(step.num_sampled, 99, np.int32).tobytes()
+        message = StepResult(step=self.plan.step, token_ids=tokens).SerializeToString()
+        self.plan = None
+        result = self.timed("wire", StepResult.FromString, message)
+        self.timed("scheduler", self.core.worker_result, self.worker, result, 0.0)
+        self.settle()
+
+    # ── what the servers do ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def settle(self) -> None:
+        """Until neither core has anything to say."""
+        while True:
+            outbox = self.timed("scheduler", self.core.poll, 0.0)
+            exchanges = self.timed("wire", self._serialise, outbox)
+            if not exchanges:
+                return
+            for exchange in exchanges:
+                request = self.timed("wire", CacheServiceLinkRequest.FromString, exchange)
+                answer = self.timed("cache", self.cache.exchange, request)
+                message = self.timed("wire", answer.SerializeToString)
+                response = self.timed("wire", CacheServiceLinkResponse.FromString, message)
+                self.timed("scheduler", self.core.cache_response, response)
+
+    def _serialise(self, outbox: Outbox) -> list[bytes]:
+        for _, response in outbox.to_sessions:
+            response.SerializeToString()
+        for _, message in outbox.to_workers:
+            message.SerializeToString()
+            if message.HasField("plan"):
+                self.plan = message.plan
+        return [request.SerializeToString() for request in outbox.to_cache]

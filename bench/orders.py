@@ -1,0 +1,102 @@
+"""What it costs to know who is next: every order policy at 128 to 5,000 waiting, beside SGLang's of the same name.
+
+The requests come in 16 families of 512 shared tokens, of which each family has another part cached (0 to 480 tokens).
+Between two passes 1 % of them have gone and as many have come, and 1 % have another match. A pass of ours is: the
+policy is told of that, and says who the first 16 are. SGLang's is calc_priority, which matches and sorts what waits;
+that its list has changed is not counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+
+from bench.control_plane import REPEATS, in_turns, ratio, spread
+from bench.cores import BLOCK_SIZE, no_collections
+from bench.peers.peer import Peer
+from paceline.v1.cache_pb2 import WorkerMatch
+from paceline.v1.common_pb2 import SamplingParams
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.view import RequestView
+from scheduler_svc.policies.registry import find, names
+
+WAITING = (128, 1_000, 5_000)
+PASSES = 10  # of a repeat
+FIRST = 16
+FAMILIES, SHARED, OWN = 16, 512, 128
+# Those that SGLang has too. It orders by fcfs in place of lpm and hrrn when more than 128 wait.
+SGLANG = ("fcfs", "lof", "random", "lpm", "dfs-weight", "hrrn")
+SGLANG_FCFS_ABOVE = {"lpm": 128, "hrrn": 128}
+
+
+def requests(rng: np.random.Generator) -> Iterator[Request]:
+    for i in count(1):
+        family = int(rng.integers(FAMILIES))
+        shared = np.arange(SHARED) + 1000 * family
+        prompt = np.concatenate((shared, rng.integers(1 << 20, 1 << 29, OWN))).astype(np.int32)
+        request = Request(
+            seniority=i,
+            session_id="",
+            handle=i,
+            request_id=str(i),
+            prompt=prompt.tobytes(),
+            output=bytearray(),
+            sampling=SamplingParams(max_tokens=int(rng.integers(1, 512))),
+            arrival_s=float(i),
+            deadline_s=1e9 + float(rng.integers(1000)),
+            priority=float(rng.integers(5)),
+            tenant=f"tenant-{i % 10}",
+            place=i,
+        )
+        request.matches = {1: WorkerMatch(worker=1, num_tokens=2 * BLOCK_SIZE * family)}
+        yield request
+
+
+def passes(order: str, waiting: int, seed: int) -> list[float]:
+    """Seconds of each."""
+    rng = np.random.default_rng(seed)
+    policy = find("order", order)()
+    source = requests(rng)
+    queue = list(islice(source, waiting))
+    for request in queue:
+        policy.add(RequestView(request))
+    changes = max(1, waiting // 100)
+    seconds = []
+    with no_collections():
+        for number in range(PASSES + 1):
+            places = rng.choice(waiting, 2 * changes, replace=False).tolist()
+            fresh = list(islice(source, changes))
+            for i in places[changes:]:
+                match = 2 * BLOCK_SIZE * int(rng.integers(FAMILIES))
+                queue[i].matches = {1: WorkerMatch(worker=1, num_tokens=match)}
+            began = time.perf_counter()
+            for i, request in zip(places, fresh, strict=False):
+                policy.remove(RequestView(queue[i]))
+                policy.add(RequestView(request))
+            for i in places[changes:]:
+                policy.rematched(RequestView(queue[i]))
+            assert len(list(islice(policy.ordered(1e6), FIRST))) == FIRST
+            if number:  # the first one is the warm-up
+                seconds.append(time.perf_counter() - began)
+            for i, request in zip(places, fresh, strict=False):
+                queue[i] = request
+    return seconds
+
+
+def measure_orders(peer: Peer) -> Iterator[dict[str, Any]]:
+    for order in sorted(names("order")):
+        for waiting in WAITING:
+            row: dict[str, Any] = {"order": order, "waiting": waiting}
+            if order in SGLANG:
+                job = {"what": "order", "order": order, "waiting": waiting, "passes": PASSES}
+                own, other = in_turns(partial(passes, order, waiting), peer, job)
+            else:
+                own, other = [s for seed in range(REPEATS) for s in passes(order, waiting, seed)], []
+            row |= {**spread("us", own), **spread("peer_us", other)}
+            falls_back = bool(other) and waiting > SGLANG_FCFS_ABOVE.get(order, waiting)
+            yield {**row, "ratio": ratio(row["us_median"], row["peer_us_median"]), "peer_falls_back": falls_back}

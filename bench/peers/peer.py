@@ -1,0 +1,53 @@
+"""A peer's benchmark as a process: one job a line in, one result a line out, so that ours and theirs can take turns."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+class Peer:
+    """If its environment is not there, or it cannot start, every answer is None and `absent` says why."""
+
+    def __init__(self, name: str, environments: Path) -> None:
+        self.name = name
+        self.absent = ""
+        self.version: str | None = None
+        self._process: subprocess.Popen[str] | None = None
+        python = environments / name / "bin" / "python"
+        if not python.exists():
+            self.absent = f"{name}: not measured, its environment is not there; to make it: tests/peer/env.sh {name}"
+            return
+        script = ROOT / "bench" / "peers" / f"{name}_bench.py"
+        self._process = subprocess.Popen(
+            [str(python), str(script)], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self.version = self.ask({"what": "version"})
+
+    def ask(self, job: dict[str, Any]) -> Any:
+        """What it measured; None without it."""
+        if self._process is None:
+            return None
+        assert self._process.stdin
+        assert self._process.stdout
+        try:
+            self._process.stdin.write(json.dumps(job) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self.absent = f"{self.name}: its process ended ({self._process.wait()}) at {job}"
+            self._process = None
+            return None
+        return json.loads(line)
+
+    def close(self) -> None:
+        if self._process is not None:
+            assert self._process.stdin
+            self._process.stdin.close()
+            self._process.wait()

@@ -1,0 +1,174 @@
+"""vLLM's own V1 Scheduler on the workloads of bench/control_plane.py, without a model: jobs in, samples out (peer.py).
+
+Runs in the environment that tests/peer/env.sh makes, and imports nothing of Paceline but that test's driver. Counted
+are schedule() and update_from_output(), and for an admission what its engine core does when a request comes: the
+Request with its block hashes, add_request(). Not counted: what the model runner would return, pickling, msgpack.
+"""
+
+# ruff: noqa: E402 - vLLM is imported when its settings stand
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+ANSWERS, sys.stdout = sys.stdout, sys.stderr  # vLLM prints
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "peer"))
+
+import numpy as np
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.version import __version__
+from vllm_driver import make_scheduler
+
+BLOCK_SIZE = 16
+T = TypeVar("T")
+
+
+class Bench:
+    def __init__(self, max_num_seqs: int, num_blocks: int, max_batched_tokens: int = 8192, priority: bool = False):
+        self.scheduler = make_scheduler(
+            {
+                "preset": "vllm-v1-priority" if priority else "vllm-v1",
+                "block_size": BLOCK_SIZE,
+                "num_blocks": num_blocks,
+                "max_num_seqs": max_num_seqs,
+                "max_batched_tokens": max_batched_tokens,
+                "max_model_len": 1 << 16,
+            }
+        )
+        self.number = 0
+        self.hashing_s = 0.0
+        self._hash = get_request_block_hasher(BLOCK_SIZE, sha256)
+
+    def request(self, prompt: list[int], max_tokens: int, priority: int = 0) -> Request:
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        sampling.update_from_generation_config({}, 0)
+        self.number += 1
+        return Request(
+            request_id=str(self.number),
+            prompt_token_ids=prompt,
+            sampling_params=sampling,
+            pooling_params=None,
+            arrival_time=float(self.number),
+            priority=priority,
+            block_hasher=self._timed_hash,
+        )
+
+    def _timed_hash(self, request: Request) -> Any:
+        began = time.perf_counter()
+        hashes = self._hash(request)
+        self.hashing_s += time.perf_counter() - began
+        return hashes
+
+    def result(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """One token for each request that has computed all it has."""
+        names = list(output.num_scheduled_tokens)
+        requests = [self.scheduler.requests[name] for name in names]
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=[[99] if r.num_computed_tokens >= r.num_tokens else [] for r in requests],
+        )
+
+    def step(self) -> tuple[float, float]:
+        """Seconds of schedule() and of update_from_output()."""
+        began = time.perf_counter()
+        output = self.scheduler.schedule()
+        scheduled = time.perf_counter()
+        result = self.result(output)
+        resulted = time.perf_counter()
+        self.scheduler.update_from_output(output, result)
+        return scheduled - began, time.perf_counter() - resulted
+
+
+def no_collections(call: Callable[[], T]) -> T:
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        return call()
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def decode(running: int, steps: int, warm_up: int, seed: int) -> list[dict[str, float]]:
+    rng = np.random.default_rng(seed)
+    bench = Bench(running, running * (2 + (64 + steps + 200) // BLOCK_SIZE))
+    for _ in range(running):
+        bench.scheduler.add_request(bench.request(rng.integers(1, 1 << 29, rng.integers(17, 64)).tolist(), 10_000))
+    while bench.scheduler.waiting:
+        bench.step()
+    for _ in range(warm_up):
+        bench.step()
+    samples = no_collections(lambda: [bench.step() for _ in range(steps)])
+    return [{"step": schedule + update, "schedule": schedule, "update": update} for schedule, update in samples]
+
+
+def admission(prompt: int, cached: int, times: int, seed: int) -> list[dict[str, float]]:
+    rng = np.random.default_rng(seed)
+    bench = Bench(4096, 400_000)
+    shared = rng.integers(1, 1 << 29, cached).tolist()
+
+    def one() -> dict[str, float]:
+        tokens = shared + rng.integers(1, 1 << 29, prompt - cached).tolist()
+        bench.hashing_s = 0.0
+        began = time.perf_counter()
+        request = bench.request(tokens, 1)
+        bench.scheduler.add_request(request)
+        added = time.perf_counter()
+        hashing = bench.hashing_s
+        schedule, update = bench.step()
+        admitted = added - began + schedule
+        return {"admission": admitted, "hashing": hashing, "schedule": schedule, "whole": admitted + update}
+
+    for _ in range(20):
+        one()
+    return no_collections(lambda: [one() for _ in range(times)])
+
+
+def abort(waiting: int, times: int, order: str, seed: int) -> list[dict[str, float]]:
+    rng = np.random.default_rng(seed)
+    bench = Bench(1, 100_000, priority=order == "priority")
+    bench.scheduler.add_request(bench.request(rng.integers(1, 1 << 29, 32).tolist(), 30_000, -10))
+    bench.step()
+    for _ in range(waiting):
+        prompt, priority = rng.integers(1, 1 << 29, 32).tolist(), -int(rng.integers(5))
+        bench.scheduler.add_request(bench.request(prompt, 64, priority))
+    names = [str(i) for i in rng.permutation(np.arange(2, waiting + 2))[:times].tolist()]
+
+    def one(name: str) -> dict[str, float]:
+        began = time.perf_counter()
+        bench.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+        return {"abort": time.perf_counter() - began}
+
+    return no_collections(lambda: [one(name) for name in names])
+
+
+def main() -> None:
+    jobs: dict[str, Callable[..., Any]] = {
+        "decode": decode,
+        "admission": admission,
+        "abort": abort,
+        "version": lambda: __version__,
+    }
+    for line in sys.stdin:
+        job = json.loads(line)
+        print(json.dumps(jobs[job.pop("what")](**job)), file=ANSWERS, flush=True)
+
+
+if __name__ == "__main__":
+    main()
