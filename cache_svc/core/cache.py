@@ -272,7 +272,8 @@ class CacheCore:
     def _extend(self, op: pb.ExtendOp, result: pb.CacheOpResult) -> None:
         sequences = self._all_admitted(op.sequences[:])
         workers = [sequence.worker for sequence in sequences]
-        needed = Counter(workers) if len(set(workers)) > 1 else dict.fromkeys(workers[:1], len(workers))
+        alike = workers.count(workers[0]) if workers else 0
+        needed = Counter(workers) if alike < len(workers) else dict.fromkeys(workers[:1], alike)
         for worker, num_blocks in needed.items():
             worker.check_room(num_blocks)
         taken = {}

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from itertools import chain
 from operator import attrgetter
 from struct import Struct
 from typing import TYPE_CHECKING
@@ -78,14 +79,20 @@ class PrefixTree:
         children = path[-1].children if path else self.root.children
         if not children:
             return
-        for start in range(len(path), num_blocks, BLOCKS_PER_CUT):
-            cut = self._cut[min(BLOCKS_PER_CUT, num_blocks - start)]
-            for key in cut.unpack_from(token_ids, start * self.block_bytes):
-                node = children.get(key)
-                if node is None:
-                    return
-                path.append(node)
-                children = node.children
+        for key in self.blocks(token_ids, len(path), num_blocks):
+            node = children.get(key)
+            if node is None:
+                return
+            path.append(node)
+            children = node.children
+
+    def blocks(self, token_ids: bytes | bytearray, first: int, end: int) -> Iterator[bytes]:
+        """The keys of these blocks of a sequence, which has as many. They are cut some at a time: one who stops early
+        pays for few."""
+        return chain.from_iterable(
+            self._cut[min(BLOCKS_PER_CUT, end - start)].unpack_from(token_ids, start * self.block_bytes)
+            for start in range(first, end, BLOCKS_PER_CUT)
+        )
 
     def block_at(self, token_ids: bytes, index: int) -> bytes:
         """The key of that block of a sequence; empty if a match cannot reach so far."""

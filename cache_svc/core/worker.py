@@ -129,14 +129,12 @@ class Worker:
         """Put every whole computed block that is not in the tree yet into it."""
         if not self.prefix_caching:
             return
-        tree, index, nodes, table, tokens = self.tree, self.index, sequence.nodes, sequence.table, sequence.tokens
-        block_bytes = tree.block_bytes
+        tree, index, nodes, table = self.tree, self.index, sequence.nodes, sequence.table
         parent = nodes[-1] if nodes else tree.root
-        for i in range(len(nodes), sequence.num_computed_tokens // tree.block_size):
-            key = bytes(tokens[i * block_bytes : (i + 1) * block_bytes])
+        first, end = len(nodes), sequence.num_computed_tokens // tree.block_size
+        for block, key in zip(table[first:end], tree.blocks(sequence.tokens, first, end), strict=True):
             node = parent.children.get(key)
             if node is None:
-                block = table[i]
                 node = self.node_of[block] = tree.grow(parent, key, index, block)
             elif node.holders & self.bit:
                 # An equal block is here already: ours stays private, theirs must not go while we hold what is below.
@@ -146,7 +144,6 @@ class Worker:
                     self.pool.revive([node.block_of[index]])
                     node.live |= self.bit
             else:
-                block = table[i]
                 node.block_of[index] = block
                 node.holders |= self.bit
                 node.live |= self.bit
@@ -158,7 +155,9 @@ class Worker:
         """The sequence ends. From the tail to the head, so that eviction will meet children before their parents."""
         pool, index, table, nodes = self.pool, self.index, sequence.table, sequence.nodes
         held = [node.block_of[index] for node in nodes]
-        private = [block for block, ours in zip(table, held, strict=False) if block != ours] + table[len(nodes) :]
+        private = table[len(held) :]
+        if table[: len(held)] != held:  # rare: an equal block of another sequence was there first
+            private = [block for block, ours in zip(table, held, strict=False) if block != ours] + private
         pool.recycle(private[::-1])
         others = ~self.bit
         # Users get fewer on the way down, so the nodes that lost their last one are the deepest.
