@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
+
 from paceline.v1.cache_pb2 import (
     AddWorkerOp,
-    AdmitOp,
     AdmitResult,
     CacheOp,
     CacheServiceLinkRequest,
     CacheServiceLinkResponse,
-    CommitOp,
-    ExtendOp,
-    FreeOp,
-    MatchOp,
-    RematchOp,
-    RemoveWorkerOp,
-    SwapInOp,
-    SwapOutOp,
 )
 from scheduler_svc.core.request import TOKEN_BYTES, Request
 from scheduler_svc.core.worker import Draft, Worker
@@ -99,64 +92,68 @@ class CacheLink:
         num_computed.append(num_computed_tokens)
         tokens.append(new_tokens)
 
-    def _gathered(self, sent: Sent) -> list[CacheOp]:
-        ops: list[CacheOp] = []
+    def _add_gathered(self, ops: RepeatedCompositeFieldContainer[CacheOp], sent: Sent) -> None:
         sequences, new_tokens, computed, tokens = self._commits
         if sequences:
-            commit = CommitOp(sequences=sequences, num_new_tokens=new_tokens, num_computed_tokens=computed)
+            commit = ops.add().commit
+            commit.sequences.extend(sequences)
+            commit.num_new_tokens.extend(new_tokens)
+            commit.num_computed_tokens.extend(computed)
             commit.token_ids = b"".join(tokens)
-            ops.append(CacheOp(commit=commit))
             for gathered in self._commits:
                 gathered.clear()
         for sequence, request in self.swap_outs.items():
             sent.swap_outs.append((len(ops), sequence, request))
-            ops.append(CacheOp(swap_out=SwapOutOp(sequence=sequence)))
+            ops.add().swap_out.sequence = sequence
         self.swap_outs.clear()
         if self.frees:
-            ops.append(CacheOp(free=FreeOp(sequences=self.frees)))
+            ops.add().free.sequences.extend(self.frees)
             self.frees.clear()
-        ops += [CacheOp(remove_worker=RemoveWorkerOp(worker=worker)) for worker in self.removed]
-        ops += [CacheOp(add_worker=op) for op in self.added]
+        for worker in self.removed:
+            ops.add().remove_worker.worker = worker
+        for op in self.added:
+            ops.add().add_worker.MergeFrom(op)
         self.removed.clear()
         self.added.clear()
-        return ops
 
     def compose(
         self, drafts: list[tuple[Worker, Draft]], askers: list[Worker], heads: list[Request]
     ) -> CacheServiceLinkRequest | None:
         """The next exchange, or None if there is nothing to say. It asks anew for the matches of `heads`, the waiting
         requests that are looked at next."""
-        sent = Sent(askers=askers)
-        ops = self._gathered(sent)
+        if not (drafts or self.has_gathered):
+            return None
+        self.exchange += 1
+        message = CacheServiceLinkRequest(epoch=self.epoch, exchange=self.exchange)
+        ops = message.ops  # filled in place: a message that is given to another one is copied, prompt and all
+        self.sent = sent = Sent(askers=askers)
+        self._add_gathered(ops, sent)
         for sequence, request in self.matches.items():
             sent.matches.append((len(ops), sequence))
-            ops.append(CacheOp(match=MatchOp(sequence=sequence, token_ids=request.token_ids)))
+            match = ops.add().match
+            match.sequence, match.token_ids = sequence, request.token_ids
         self.matches.clear()
         for worker, draft in drafts:
             extend, admits = -1, []
             if len(draft.decision.growth):
                 extend = len(ops)
-                grown = worker.slots.sequence[draft.decision.growth].tolist()
-                ops.append(CacheOp(extend=ExtendOp(sequences=grown)))
+                ops.add().extend.sequences.extend(worker.slots.sequence[draft.decision.growth].tolist())
             for admission in draft.decision.admissions:
                 admits.append(len(ops))
-                request = admission.request
+                request, op = admission.request, ops.add()
                 if request.swapped_on:
-                    ops.append(CacheOp(swap_in=SwapInOp(sequence=request.sequence)))
+                    op.swap_in.sequence = request.sequence
                     continue
-                admit = AdmitOp(sequence=request.sequence, worker=worker.id, num_new_tokens=admission.num_new_tokens)
+                admit = op.admit
+                admit.sequence, admit.worker = request.sequence, worker.id
+                admit.num_new_tokens = admission.num_new_tokens
                 if request.parent is not None and request.can_fork_on(worker.id):
                     admit.fork_of = request.parent.sequence
-                ops.append(CacheOp(admit=admit))
             sent.drafts.append((draft, extend, admits))
-        if not ops:
-            return None
         known = [request.sequence for request in heads if request.matches is not None]
         if known:
-            ops.append(CacheOp(rematch=RematchOp(sequences=known)))
-        self.exchange += 1
-        self.sent = sent
-        return CacheServiceLinkRequest(epoch=self.epoch, exchange=self.exchange, ops=ops)
+            ops.add().rematch.sequences.extend(known)
+        return message
 
     def receive(self, response: CacheServiceLinkResponse) -> Sent:
         """The exchange that this response answers. Raises ProtocolError if it answers none."""

@@ -24,7 +24,8 @@ CODE_ABORTED = 10
 CODE_INTERNAL = 13
 CODE_UNAVAILABLE = 14
 
-
+# Of a submission. Each is copied whenever it is read.
+TOKEN_FIELDS = ("prompt_token_ids", "output_token_ids")
 # They are kept, logged and named in answers.
 MAX_CHARS = {"request_id": 256, "tenant": 256, "lora": 256}
 
@@ -81,7 +82,7 @@ def check_submission(submission: Submission) -> None:
 
 
 def _check_sizes(submission: Submission) -> None:
-    for name in ("prompt_token_ids", "output_token_ids"):
+    for name in TOKEN_FIELDS:
         if len(getattr(submission, name)) % TOKEN_BYTES:
             raise invalid(name, "is not packed int32")
     for name, limit in MAX_CHARS.items():
@@ -92,17 +93,19 @@ def _check_sizes(submission: Submission) -> None:
 def check_limits(submission: Submission, limits: Limits) -> None:
     """What the model and the pools allow. Raises Rejection."""
     vocab = limits.model.vocab_size
-    for name in ("prompt_token_ids", "output_token_ids"):
-        tokens = np.frombuffer(getattr(submission, name), np.int32)
-        if tokens.size and not (int(tokens.min()) >= 0 and int(tokens.max()) < vocab):
-            bad = tokens[(tokens < 0) | (tokens >= vocab)][0]
+    prompt = 0
+    for name in TOKEN_FIELDS:
+        # As unsigned numbers, negative ones are larger than any vocabulary.
+        tokens = np.frombuffer(getattr(submission, name), np.uint32)
+        if tokens.size and tokens.max() >= vocab:
+            bad = tokens.view(np.int32)[tokens >= vocab][0]
             raise invalid(name, f"token id {bad} is outside the vocabulary of {vocab}")
+        prompt = prompt or tokens.size
     for token in submission.sampling.stop_token_ids:
         if token >= vocab:
             raise invalid("stop_token_ids", f"token id {token} is outside the vocabulary of {vocab}")
     if submission.lora and not limits.max_loras:
         raise invalid("lora", f"{submission.lora!r}: no attached worker serves adapters")
-    prompt = len(submission.prompt_token_ids) // TOKEN_BYTES
     total = prompt + submission.sampling.max_tokens
     for what, limit in (("the model's length", limits.model.max_model_len), ("a pool", limits.pool_tokens)):
         if prompt >= limit:
@@ -110,9 +113,13 @@ def check_limits(submission: Submission, limits: Limits) -> None:
             raise invalid("prompt_token_ids", message)
     asked = f"prompt of {prompt} tokens and max_tokens of {submission.sampling.max_tokens}"
     if total > limits.model.max_model_len:
-        raise invalid("max_tokens", f"{asked} exceed the model's length of {limits.model.max_model_len}")
-    if total - 1 > limits.pool_tokens:
-        raise invalid("max_tokens", f"{asked} can never fit a pool of {limits.pool_tokens} tokens")
+        verdict = f"exceed the model's length of {limits.model.max_model_len}"
+    elif total - 1 > limits.pool_tokens:
+        verdict = f"can never fit a pool of {limits.pool_tokens} tokens"
+    else:
+        return
+    asked = f"prompt of {prompt} tokens and max_tokens of {submission.sampling.max_tokens}"
+    raise invalid("max_tokens", f"{asked} {verdict}")
 
 
 def new_request(session_id: str, seniority: int, submission: Submission, now_s: float) -> Request:

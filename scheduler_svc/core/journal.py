@@ -45,8 +45,13 @@ class Wait:
 class Record:
     request_id: str
     arrival_s: float
-    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
-    waits: deque[Wait] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
+    # Lists, though only the last MAX_SPANS are kept: most records have a few, and an empty deque takes 600 bytes.
+    spans: list[Span] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+
+    def add(self, span: Span) -> None:
+        self.spans.append(span)
+        del self.spans[:-MAX_SPANS]
 
 
 @dataclass(slots=True)
@@ -71,7 +76,8 @@ class Journal:
             record.waits[-1].last, record.waits[-1].to_s = self.decisions - (reason == "running"), now_s
         if reason in WAITING:
             record.waits.append(Wait(self.decisions))
-        record.spans.append(Span(reason, detail, self.decisions, self.decisions, now_s, now_s))
+            del record.waits[:-MAX_SPANS]
+        record.add(Span(reason, detail, self.decisions, self.decisions, now_s, now_s))
 
     def decided(self, held_back: Sequence[tuple[Request, str, str]], now_s: float) -> None:
         """A decision looked at these and left them out, the first one first."""
@@ -79,7 +85,7 @@ class Journal:
         for request, reason, detail in held_back:
             record = self._records.get(request.request_id)
             if record is not None:
-                self._extend(record.spans, reason, detail, now_s)
+                self._extend(record, reason, detail, now_s)
         if held_back:
             request, reason, _ = held_back[0]
             if self._heads and self._heads[-1][0] == request.request_id and self._heads[-1][1].reason == reason:
@@ -116,9 +122,9 @@ class Journal:
             turns.append(Span("order", detail, max(head.first, first + 1), min(head.last, last), from_s, to_s))
         return turns
 
-    def _extend(self, spans: deque[Span], reason: str, detail: str, now_s: float) -> None:
-        last = spans[-1] if spans else None
+    def _extend(self, record: Record, reason: str, detail: str, now_s: float) -> None:
+        last = record.spans[-1] if record.spans else None
         if last is not None and last.reason == reason and last.last == self.decisions - 1:
             last.last, last.to_s, last.detail = self.decisions, now_s, detail
         else:
-            spans.append(Span(reason, detail, self.decisions, self.decisions, now_s, now_s))
+            record.add(Span(reason, detail, self.decisions, self.decisions, now_s, now_s))

@@ -26,6 +26,8 @@ from scheduler_svc.core.swapping import Swaps
 from scheduler_svc.core.types import Counters, SchedulerConfig
 from scheduler_svc.core.worker import Worker
 
+REASONS = {reason: name.removeprefix("FINISH_REASON_").lower() for name, reason in FinishReason.items()}
+
 
 class Lifecycle:
     def __init__(
@@ -242,15 +244,17 @@ class Lifecycle:
             for member in self._members_of(request):
                 self._withdraw(member)
         self._withdraw(request)
-        self._deadlines.pop((request.deadline_s, request.seniority), None)
-        name = FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+        if request.deadline_s < math.inf:
+            self._deadlines.pop((request.deadline_s, request.seniority), None)
+        name = REASONS[reason]
         self.counters.finished[name] = self.counters.finished.get(name, 0) + 1
         self.journal.event(request, "ended", name if error is None else error.message, self.now_s)
         session = self._sessions.get(request.session_id)
         if session is not None and session.live.pop(request.handle, None) is not None:
             ending = rejected(request.handle, error) if error else Ending(handle=request.handle, reason=reason)
             ending.cached_tokens = request.cached_tokens or 0
-            ending.hypotheses.extend(request.hypotheses)
+            if request.hypotheses:
+                ending.hypotheses.extend(request.hypotheses)
             session.add_ending(ending)
 
     def _members_of(self, root: Request) -> list[Request]:

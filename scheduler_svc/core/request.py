@@ -104,7 +104,7 @@ class Request:
 
     @property
     def token_ids(self) -> bytes:
-        return self.prompt + bytes(self.output)
+        return self.prompt + self.output if self.output else self.prompt
 
     def ran_s(self, now_s: float) -> float:
         """Since it first ran."""

@@ -89,10 +89,10 @@ class Step(StepView):
         num_new_tokens = uncached if self._capacity.reserves_prompt else num_tokens
         need_blocks = self.need_blocks(request, num_new_tokens)
         verdict = self._ask_capacity(request, need_blocks)
-        detail = f"needs {need_blocks} blocks, {self._available_blocks} are available"
-        if verdict is not Verdict.ADMIT:
-            return self.hold_back(request, verdict, "capacity", detail)
-        if need_blocks > self._available_blocks:
+        if verdict is not Verdict.ADMIT or need_blocks > self._available_blocks:
+            detail = f"needs {need_blocks} blocks, {self._available_blocks} are available"
+            if verdict is not Verdict.ADMIT:
+                return self.hold_back(request, verdict, "capacity", detail)
             return self.hold_back(request, Verdict.STOP, "blocks", detail)
         self._available_blocks -= need_blocks
         self._num_seats -= 1
