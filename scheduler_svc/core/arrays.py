@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
-Slots = npt.NDArray[np.int32]  # slot numbers
+Slots = npt.NDArray[np.intp]  # slot numbers, in the type that NumPy indexes with: others it converts each time
 Longs = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.int32]  # token ids
+
+
+def packed(numbers: Iterable[int]) -> bytes:
+    """As they travel: packed int32."""
+    return array("i", numbers).tobytes()

@@ -8,7 +8,7 @@ import numpy as np
 
 from scheduler_svc.core.arrays import Longs, Slots
 
-NONE: Slots = np.zeros(0, np.int32)
+NONE: Slots = np.zeros(0, np.intp)
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Borders:
             return NONE
         slots = group.slots
         if slots is None:
-            slots = group.slots = np.fromiter(group.members, np.int32, len(group.members))
+            slots = group.slots = np.fromiter(group.members, np.intp, len(group.members))
         if step >= group.certain_from:
             return slots
         lacking: Slots = slots[capacity[slots] < num_tokens[slots] + step]

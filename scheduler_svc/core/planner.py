@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.v1.cache_pb2 import CacheServiceLinkResponse
-from paceline.v1.worker_pb2 import NewSequence, StepPlan
+from paceline.v1.worker_pb2 import StepPlan, WorkerServiceLinkResponse
+from scheduler_svc.core.arrays import packed
 from scheduler_svc.core.cache_link import admit_result
 from scheduler_svc.core.decision import Admission, OutOfBlocks, Paused
 from scheduler_svc.core.policy import Policies, PolicyError
@@ -94,13 +95,14 @@ class Planner:
 
     def finish_step(
         self, worker: Worker, draft: Draft, response: CacheServiceLinkResponse | None, extend: int, admits: list[int]
-    ) -> StepPlan | None:
+    ) -> WorkerServiceLinkResponse | None:
         """The plan, with the blocks the cache granted; None if nothing is left to run.
 
         `extend` and `admits` are the indexes of the draft's operations in `response`.
         """
         decision = draft.decision
-        plan = new_plan(worker)
+        message = new_plan(worker)
+        plan = message.plan
         worker.binding_tokens = 0
         if len(decision.growth):
             assert response is not None, "growth needs an exchange"
@@ -111,17 +113,17 @@ class Planner:
         for admission, index in zip(decision.admissions, admits, strict=True):
             assert response is not None, "an admission needs an exchange"
             self._seat(worker, admission, response, index, plan, sizes)
-        return self._run(worker, plan, sizes)
+        return message if self._run(worker, plan, sizes) else None
 
     def _grow(
         self, worker: Worker, draft: Draft, response: CacheServiceLinkResponse, extend: int, plan: StepPlan
     ) -> None:
-        slots, packed = draft.decision.growth, response.results[extend].extend.block_ids
+        slots, blocks = draft.decision.growth, response.results[extend].extend.block_ids
         if worker.slots.num_releases != draft.num_releases:
             # A sequence that ended while the exchange was on its way has been freed with its new block.
             alive = worker.slots.generation[slots] == draft.decision.growth_generations
-            slots, packed = slots[alive], np.frombuffer(packed, np.int32)[alive].tobytes()
-        plan.grow_slots, plan.grow_blocks = slots.tobytes(), packed
+            slots, blocks = slots[alive], np.frombuffer(blocks, np.int32)[alive].tobytes()
+        plan.grow_slots, plan.grow_blocks = slots.astype(np.int32).tobytes(), blocks
         worker.grow(slots)
 
     def _choose_decodes(self, worker: Worker, chosen: list[int] | None, plan: StepPlan) -> None:
@@ -139,8 +141,8 @@ class Planner:
         for slot in resumed:
             worker.resume(slot)
         if held or resumed:
-            plan.hold_slots = np.array(held, np.int32).tobytes()
-            plan.resume_slots = np.array(resumed, np.int32).tobytes()
+            plan.hold_slots = packed(held)
+            plan.resume_slots = packed(resumed)
 
     def _seat(
         self,
@@ -171,29 +173,27 @@ class Planner:
         if granted.copy_from:
             plan.copy_from += granted.copy_from.to_bytes(4, "little")
             plan.copy_to += granted.block_table[-4:]
-        plan.new_sequences.append(
-            NewSequence(
-                slot=slot,
-                token_ids=request.token_ids,
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_cached_tokens=granted.num_cached_tokens,
-                block_table=granted.block_table,
-                sampling=request.sampling,
-                request_id=request.request_id,
-            )
+        plan.new_sequences.add(
+            slot=slot,
+            token_ids=request.token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=granted.num_cached_tokens,
+            block_table=granted.block_table,
+            sampling=request.sampling,
+            request_id=request.request_id,
         )
 
-    def _run(self, worker: Worker, plan: StepPlan, sizes: dict[int, int]) -> StepPlan | None:
-        """Note the rows as in flight."""
+    def _run(self, worker: Worker, plan: StepPlan, sizes: dict[int, int]) -> bool:
+        """Note the rows as in flight; whether there are any."""
         slots = worker.slots
         rows = slots.no_rows() if plan.skip_decodes else slots.decode_rows()
         chunks = [self._chunk(worker, slot, size) for slot, size in sizes.items()]
         if not (len(rows) or chunks):
             self._withdraw(worker, plan)
-            return None
+            return False
         if chunks:
-            plan.prefill_slots = np.array([chunk.slot for chunk in chunks], np.int32).tobytes()
-            plan.prefill_tokens = np.array(list(sizes.values()), np.int32).tobytes()
+            plan.prefill_slots = packed(chunk.slot for chunk in chunks)
+            plan.prefill_tokens = packed(sizes.values())
         worker.add_swap_outs(plan)
         sampled = len(rows) + sum(chunk.samples for chunk in chunks)
         step = StepInFlight(plan.step, rows, worker.decode_step, slots.num_releases, tuple(chunks), sampled)
@@ -202,7 +202,7 @@ class Planner:
             self._advance_decodes(worker)
         for chunk in chunks:
             self._advance_prefill(worker, chunk)
-        return plan
+        return True
 
     def _chunk(self, worker: Worker, slot: int, size: int) -> Chunk:
         prefill = worker.prefills[slot]

@@ -36,7 +36,7 @@ class ResultReader:
         failed = {error.slot: error.message for error in result.errors}
         logprobs = {item.slot: item for item in result.logprobs}
         accepted = self._decodes(worker, step, tokens[: len(step.rows)], failed, logprobs)
-        sampled = iter(tokens[len(step.rows) :].tolist())
+        sampled = iter(tokens[len(step.rows) :].tolist() if step.chunks else ())
         for chunk in step.chunks:
             accepted += self._chunk(worker, chunk, next(sampled) if chunk.samples else None, failed, logprobs)
         return accepted
@@ -105,7 +105,7 @@ class ResultReader:
         if request.group is not None:
             self.report_beam(request, logprobs.get(slot))
             return 0
-        row, tokens = np.array([slot], np.int32), np.array([token], np.int32)
+        row, tokens = np.array([slot], np.intp), np.array([token], np.int32)
         request.output += tokens.tobytes()
         request.prompt_is_computed = True
         self.publish(int(slots.session[slot]), slots.session[row], slots.handle[row], tokens)

@@ -304,10 +304,10 @@ class SchedulerCore:
         if extend >= 0 and response is not None and not response.results[extend].HasField("extend"):
             self._undo_draft(draft)
             return
-        plan = self._planner.finish_step(worker, draft, response, extend, list(admits))
-        if plan is not None:
+        message = self._planner.finish_step(worker, draft, response, extend, list(admits))
+        if message is not None:
             self.counters.steps += 1
-            self._outbox.to_workers.append((worker.id, WorkerServiceLinkResponse(plan=plan)))
+            self._outbox.to_workers.append((worker.id, message))
         self._groups.settle(admission.request for admission in draft.decision.admissions)
         for admission in draft.decision.admissions:
             request = admission.request

@@ -129,11 +129,11 @@ class SlotTable:
 
     def decode_rows(self) -> DecodeRows:
         if self._rows is None:
-            self._rows = self._decode_rows(np.flatnonzero(self.decoding).astype(np.int32))
+            self._rows = self._decode_rows(np.flatnonzero(self.decoding))
         return self._rows
 
     def no_rows(self) -> DecodeRows:
-        return self._decode_rows(np.zeros(0, np.int32))
+        return self._decode_rows(np.zeros(0, np.intp))
 
     def _decode_rows(self, slots: Slots) -> DecodeRows:
         sessions = self.session[slots]
@@ -142,7 +142,7 @@ class SlotTable:
 
     def still_decoding(self, slots: list[int], stints: list[int]) -> Slots:
         """Those that decode, without a break since that stint."""
-        found = np.array(slots, np.int32)
+        found = np.array(slots, np.intp)
         if not slots:
             return found
         kept: Slots = found[(self.stint[found] == stints) & self.decoding[found]]

@@ -62,7 +62,7 @@ class Step(StepView):
             self._chunks[slot] = num_tokens
         missing = self.blocks_for(sequence.num_computed_tokens + num_tokens) - sequence.num_blocks
         if missing > 0:
-            self._grow(np.full(missing, slot, np.int32))
+            self._grow(np.full(missing, slot, np.intp))
 
     def admit(self, request: RequestView, num_tokens: int) -> Verdict:
         """Offer a waiting request a place, with so many of its uncached tokens to compute in this step.
@@ -167,7 +167,7 @@ class Step(StepView):
                 growth = np.concatenate(several)
         return Decision(
             growth=growth,
-            growth_generations=generation[growth],
+            growth_generations=generation[growth] if self._growth else NONE,
             decodes=self._decodes,
             chunks=[(slot, int(generation[slot]), tokens) for slot, tokens in self._chunks.items()],
             admissions=list(self._placed.values()),

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from paceline.v1.worker_pb2 import StepPlan, WorkerRegistration
-from scheduler_svc.core.arrays import Slots
+from paceline.v1.worker_pb2 import WorkerRegistration, WorkerServiceLinkResponse
+from scheduler_svc.core.arrays import Slots, packed
 from scheduler_svc.core.calendar import Calendar
 from scheduler_svc.core.request import Phase, Request
 from scheduler_svc.core.slots import DecodeRows, SlotTable
@@ -100,14 +100,15 @@ class Worker:
     free_host_blocks: int = 0
     num_departed: int = 0  # sequences that ever left
     binding_tokens: int = 0  # load of the requests that the draft binds
+    # As in the registration, which is slow to read.
+    num_blocks: int = field(init=False)
+    block_size: int = field(init=False)
+    max_batched_tokens: int = field(init=False)
 
-    @property
-    def num_blocks(self) -> int:
-        return self.registration.num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self.registration.block_size
+    def __post_init__(self) -> None:
+        self.num_blocks = self.registration.num_blocks
+        self.block_size = self.registration.block_size
+        self.max_batched_tokens = self.registration.max_batched_tokens
 
     @property
     def has_credit(self) -> bool:
@@ -176,14 +177,14 @@ class Worker:
         if not self.held:
             return due
         held = [slot for slot, num_tokens in self.held.items() if self.slots.capacity[slot] < num_tokens]
-        return np.concatenate((due, np.array(held, np.int32)))
+        return np.concatenate((due, np.array(held, np.intp)))
 
     @property
     def may_lack_blocks(self) -> bool:
         """Whether what runs could ask for more blocks in a step than were available at the last exchange."""
         missing = len(self.growing_slots())
         for slot, prefill in self.prefills.items():
-            end = prefill.num_planned + min(prefill.remaining_tokens, self.registration.max_batched_tokens)
+            end = prefill.num_planned + min(prefill.remaining_tokens, self.max_batched_tokens)
             missing += max(0, self.blocks_for(end) - int(self.slots.capacity[slot]) // self.block_size)
         return missing > self.available_blocks
 
@@ -256,10 +257,12 @@ class Worker:
         return request
 
 
-def new_plan(worker: Worker) -> StepPlan:
+def new_plan(worker: Worker) -> WorkerServiceLinkResponse:
+    """The message with the worker's next plan, to be filled in place: to put a plan into a message is to copy it."""
     worker.steps_sent += 1
-    plan = StepPlan(step=worker.steps_sent)
+    message = WorkerServiceLinkResponse()
+    message.plan.step = worker.steps_sent
     if worker.frees:
-        plan.free_slots = np.array(worker.frees, np.int32).tobytes()
+        message.plan.free_slots = packed(worker.frees)
         worker.frees.clear()
-    return plan
+    return message
