@@ -93,25 +93,23 @@ def _check_sizes(submission: Submission) -> None:
 def check_limits(submission: Submission, limits: Limits) -> None:
     """What the model and the pools allow. Raises Rejection."""
     vocab = limits.model.vocab_size
-    prompt = 0
     for name in TOKEN_FIELDS:
         # As unsigned numbers, negative ones are larger than any vocabulary.
         tokens = np.frombuffer(getattr(submission, name), np.uint32)
         if tokens.size and tokens.max() >= vocab:
             bad = tokens.view(np.int32)[tokens >= vocab][0]
             raise invalid(name, f"token id {bad} is outside the vocabulary of {vocab}")
-        prompt = prompt or tokens.size
     for token in submission.sampling.stop_token_ids:
         if token >= vocab:
             raise invalid("stop_token_ids", f"token id {token} is outside the vocabulary of {vocab}")
     if submission.lora and not limits.max_loras:
         raise invalid("lora", f"{submission.lora!r}: no attached worker serves adapters")
+    prompt = len(submission.prompt_token_ids) // TOKEN_BYTES
     total = prompt + submission.sampling.max_tokens
     for what, limit in (("the model's length", limits.model.max_model_len), ("a pool", limits.pool_tokens)):
         if prompt >= limit:
             message = f"a prompt of {prompt} tokens leaves no room for output in {what} of {limit} tokens"
             raise invalid("prompt_token_ids", message)
-    asked = f"prompt of {prompt} tokens and max_tokens of {submission.sampling.max_tokens}"
     if total > limits.model.max_model_len:
         verdict = f"exceed the model's length of {limits.model.max_model_len}"
     elif total - 1 > limits.pool_tokens:
