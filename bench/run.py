@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 import time
+import timeit
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,21 @@ QUIET_LOAD = 0.5
 PARTS = ("control-plane", "whole-path")
 
 
+def python_speed() -> float:
+    """Microseconds of 10,000 additions in a loop: to compare results of different days, as the machine's speed varies
+    by a factor of 3."""
+    return round(min(timeit.repeat("for i in range(10_000): i + 1", number=1, repeat=50)) * 1e6, 1)
+
+
 def control_plane(environments: Path, console: Console) -> dict[str, Any]:
     before = os.getloadavg()
     vllm, sglang = Peer("vllm", environments), Peer("sglang", environments)
     try:
-        report = {
+        report: dict[str, Any] = {
             "counted": COUNTED,
             "peers": {peer.name: peer.version for peer in (vllm, sglang)},
             "block_size": BLOCK_SIZE,
+            "loop_us": [python_speed()],
             "decode": [measure_decode(running, vllm) for running in RUNNING],
             "admission": measure_admission(vllm),
             "abort": [measure_abort(order, vllm) for order in ABORTS],
@@ -44,6 +52,7 @@ def control_plane(environments: Path, console: Console) -> dict[str, Any]:
     finally:
         vllm.close()
         sglang.close()
+    report["loop_us"].append(python_speed())
     note = ""
     if before[0] > QUIET_LOAD:
         note = f"other processes ran (load {before[0]:.1f} at the start): to be run again on a quiet machine"

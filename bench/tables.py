@@ -35,7 +35,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     _show(console, "Abort, µs", report["abort"], ["order", "waiting", *columns])
     title = "Who is next, µs a pass; peer: SGLang (*: orders by fcfs at so many waiting)"
     rows = [{**row, "order": f"{row['order']}{'*' if row['peer_falls_back'] else ''}"} for row in report["order"]]
-    _show(console, title, rows, ["order", "waiting", "us_median", "us_p10", "us_p99", "peer_us_median", "ratio"])
+    _show(console, title, rows, ["order", "waiting", *PEERS, "next_us_median", "peer_us_median", "ratio"])
     for name, what in report["counted"].items():
         console.print(f"{name}: {what}", highlight=False)
 

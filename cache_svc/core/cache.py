@@ -76,8 +76,9 @@ class CacheCore:
         self.last_exchange = request.exchange
         self.counters.exchanges += 1
         response = pb.CacheServiceLinkResponse(epoch=request.epoch, exchange=request.exchange)
+        results = response.results
         for op in request.ops:
-            result = response.results.add()
+            result = results.add()
             kind = op.WhichOneof("op")
             try:
                 if kind is None:
@@ -337,7 +338,7 @@ class CacheCore:
         return entries
 
     def _free(self, op: pb.FreeOp, _: pb.CacheOpResult) -> None:
-        sequence_ids = list(op.sequences)
+        sequence_ids = op.sequences[:]
         known = (self.admitted, self.waiting, self.swapped)
         unknown = [s for s in sequence_ids if not any(s in those for those in known)]
         if unknown:

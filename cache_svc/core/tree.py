@@ -145,11 +145,15 @@ def live_depths(path: list[PrefixNode]) -> dict[int, int]:
 
 def held_depth(path: list[PrefixNode], bit: int) -> int:
     """How many nodes of the path the worker of this mask bit holds."""
+    if path and path[-1].holders & bit:  # as mostly
+        return len(path)
     return bisect_left(path, True, key=lambda node: not node.holders & bit)
 
 
 def live_depth(path: list[PrefixNode], bit: int) -> int:
     """How many nodes of the path are in use on the worker of this mask bit."""
+    if not path or not path[0].live & bit:  # as mostly
+        return 0
     return bisect_left(path, True, key=lambda node: not node.live & bit)
 
 

@@ -80,7 +80,7 @@ class Composer:
         """The requests that the next composition looks at first."""
         seats = sum(worker.slots.num_free for worker in workers.values())
         count = MAX_HEADS if self.policies.capacity.preempts_for_waiting else min(seats, MAX_HEADS)
-        if not count:
+        if not count or not len(self.queue):
             return []
         try:
             return list(itertools.islice(self.queue.ordered(now_s), count))

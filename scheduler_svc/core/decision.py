@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from scheduler_svc.core.arrays import Longs, Slots
 from scheduler_svc.core.request import Request
@@ -25,15 +25,13 @@ class Paused(Exception):
         self.victims = victims
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(NamedTuple):
     request: Request
     num_tokens: int  # to compute in this step
     num_new_tokens: int  # to take blocks for, after the cached prefix
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """What came of a composition."""
 
     growth: Slots  # one block each; a slot may stand several times

@@ -94,9 +94,10 @@ def check_limits(submission: Submission, limits: Limits) -> None:
     """What the model and the pools allow. Raises Rejection."""
     vocab = limits.model.vocab_size
     for name in TOKEN_FIELDS:
-        # As unsigned numbers, negative ones are larger than any vocabulary.
-        tokens = np.frombuffer(getattr(submission, name), np.uint32)
-        if tokens.size and tokens.max() >= vocab:
+        if not (token_ids := getattr(submission, name)):
+            continue
+        tokens = np.frombuffer(token_ids, np.uint32)  # so that negative ones are larger than any vocabulary
+        if tokens.max() >= vocab:
             bad = tokens.view(np.int32)[tokens >= vocab][0]
             raise invalid(name, f"token id {bad} is outside the vocabulary of {vocab}")
     for token in submission.sampling.stop_token_ids:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.v1.common_pb2 import FinishReason
+from paceline.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
 from paceline.v1.worker_pb2 import StepResult, TokenLogprobs
 from scheduler_svc.core.arrays import Longs, Slots, Tokens
 from scheduler_svc.core.cache_link import CacheLink, ProtocolError
@@ -33,8 +33,8 @@ class ResultReader:
         """
         step = self._matching_step(worker, result)
         tokens = np.frombuffer(result.token_ids, np.int32)
-        failed = {error.slot: error.message for error in result.errors}
-        logprobs = {item.slot: item for item in result.logprobs}
+        failed = {error.slot: error.message for error in result.errors} if result.errors else {}
+        logprobs = {item.slot: item for item in result.logprobs} if result.logprobs else {}
         accepted = self._decodes(worker, step, tokens[: len(step.rows)], failed, logprobs)
         sampled = iter(tokens[len(step.rows) :].tolist() if step.chunks else ())
         for chunk in step.chunks:
@@ -83,10 +83,10 @@ class ResultReader:
             by_slot = dict(zip(rows.tolist(), tokens.tolist(), strict=True))
             ended |= {slot for slot, stops in slots.extra_stops.items() if by_slot.get(slot) in stops}
         for slot in sorted(ended):
-            self.finish(worker.running[slot], FinishReason.FINISH_REASON_STOP)
+            self.finish(worker.running[slot], FINISH_REASON_STOP)
         for slot in sorted(worker.finishing - ended):
             if slots.has_all_tokens(slot):
-                self.finish(worker.running[slot], FinishReason.FINISH_REASON_LENGTH)
+                self.finish(worker.running[slot], FINISH_REASON_LENGTH)
 
     def _chunk(
         self, worker: Worker, chunk: Chunk, token: int | None, failed: dict[int, str], logprobs: Logprobs

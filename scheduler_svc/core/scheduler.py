@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from paceline.v1.cache_pb2 import AddWorkerOp, CacheServiceLinkResponse
-from paceline.v1.common_pb2 import FinishReason
+from paceline.v1.common_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR
 from paceline.v1.inference_pb2 import SchedulerStatus, SessionOpened, SessionRequest, Submission
 from paceline.v1.worker_pb2 import (
     StepResult,
@@ -121,7 +121,7 @@ class SchedulerCore:
         if session is None:
             return
         for request in list(session.live.values()):
-            self.life.end(request, FinishReason.FINISH_REASON_ABORT)
+            self.life.end(request, FINISH_REASON_ABORT)
         del self._session_at[session.index]
 
     def session_message(self, session_id: str, message: SessionRequest, now_s: float) -> None:
@@ -136,7 +136,7 @@ class SchedulerCore:
         for handle in message.cancels:
             request = session.live.get(handle)
             if request is not None:
-                self.life.end(request, FinishReason.FINISH_REASON_ABORT)
+                self.life.end(request, FINISH_REASON_ABORT)
 
     def _submit(self, session: Session, submission: Submission, now_s: float) -> None:
         check_submission(submission)
@@ -220,7 +220,7 @@ class SchedulerCore:
             if fresh:
                 for request in list(self.queue):  # accepted before anybody knew the model
                     if (rejection := recheck(request, self.limits)) is not None:
-                        self.life.end(request, FinishReason.FINISH_REASON_ERROR, rejection)
+                        self.life.end(request, FINISH_REASON_ERROR, rejection)
             self._groups.model_known(self.limits)
         self._announce()
 
@@ -419,7 +419,7 @@ class SchedulerCore:
             self._refusals = 0
             request, reason, detail = step.held_back[0]
             message = f"{reason}: no progress is possible for this request under the policies in force: {detail}"
-            self.life.end(request, FinishReason.FINISH_REASON_ERROR, Rejection(CODE_FAILED_PRECONDITION, message))
+            self.life.end(request, FINISH_REASON_ERROR, Rejection(CODE_FAILED_PRECONDITION, message))
 
     def _publish(self, session: int, sessions: Longs, handles: Longs, tokens: Tokens) -> None:
         if session >= 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +35,7 @@ class Prefill:
         return self.num_tokens - self.num_planned
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A prefill row of a step: after it, `num_computed` of `num_tokens` known tokens are computed."""
 
     slot: int
@@ -49,8 +48,7 @@ class Chunk:
         return self.num_computed == self.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class StepInFlight:
+class StepInFlight(NamedTuple):
     """What a plan asked for, kept until its result comes back."""
 
     step: int
