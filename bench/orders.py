@@ -19,9 +19,8 @@ import numpy as np
 from bench.control_plane import REPEATS, in_turns, ratio, spread
 from bench.cores import BLOCK_SIZE, no_collections
 from bench.peers.peer import Peer
-from paceline.v1.cache_pb2 import WorkerMatch
 from paceline.v1.common_pb2 import SamplingParams
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Match, Request
 from scheduler_svc.core.view import RequestView
 from scheduler_svc.policies.registry import find, names
 
@@ -53,7 +52,7 @@ def requests(rng: np.random.Generator) -> Iterator[Request]:
             tenant=f"tenant-{i % 10}",
             place=i,
         )
-        request.matches = {1: WorkerMatch(worker=1, num_tokens=2 * BLOCK_SIZE * family)}
+        request.matches = {1: Match(2 * BLOCK_SIZE * family)}
         yield request
 
 
@@ -73,7 +72,7 @@ def passes(order: str, waiting: int, seed: int) -> list[tuple[float, float]]:
             fresh = list(islice(source, changes))
             for i in places[changes:]:
                 match = 2 * BLOCK_SIZE * int(rng.integers(FAMILIES))
-                queue[i].matches = {1: WorkerMatch(worker=1, num_tokens=match)}
+                queue[i].matches = {1: Match(match)}
             began = time.perf_counter()
             for i, request in zip(places, fresh, strict=False):
                 policy.remove(RequestView(queue[i]))

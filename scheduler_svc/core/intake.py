@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.v1.common_pb2 import FinishReason, ModelInfo
+from paceline.v1.common_pb2 import FinishReason, ModelInfo, SamplingParams
 from paceline.v1.inference_pb2 import Ending, Submission
 from paceline.v1.worker_pb2 import WorkerRegistration
 from scheduler_svc.core.budgets import Budgets
@@ -24,8 +24,6 @@ CODE_ABORTED = 10
 CODE_INTERNAL = 13
 CODE_UNAVAILABLE = 14
 
-# Of a submission. Each is copied whenever it is read.
-TOKEN_FIELDS = ("prompt_token_ids", "output_token_ids")
 # They are kept, logged and named in answers.
 MAX_CHARS = {"request_id": 256, "tenant": 256, "lora": 256}
 
@@ -58,11 +56,14 @@ def invalid(field: str, message: str) -> Rejection:
     return Rejection(CODE_INVALID_ARGUMENT, f"{field}: {message}", field)
 
 
-def check_submission(submission: Submission) -> None:
+# Prompt and output are handed on beside their submission: each time they are read from it, they are copied.
+
+
+def check_submission(submission: Submission, prompt: bytes, output: bytes) -> None:
     """What can be told without knowing the model. Raises Rejection."""
-    _check_sizes(submission)
+    _check_sizes(submission, prompt, output)
     sampling = submission.sampling
-    if not submission.prompt_token_ids:
+    if not prompt:
         raise invalid("prompt_token_ids", "at least one token is required")
     if not sampling.max_tokens:
         raise invalid("max_tokens", "must be at least 1")
@@ -81,35 +82,33 @@ def check_submission(submission: Submission) -> None:
         raise invalid("top_k", f"{sampling.top_k} is negative; 0 keeps every token")
 
 
-def _check_sizes(submission: Submission) -> None:
-    for name in TOKEN_FIELDS:
-        if len(getattr(submission, name)) % TOKEN_BYTES:
+def _check_sizes(submission: Submission, prompt: bytes, output: bytes) -> None:
+    for name, token_ids in (("prompt_token_ids", prompt), ("output_token_ids", output)):
+        if len(token_ids) % TOKEN_BYTES:
             raise invalid(name, "is not packed int32")
     for name, limit in MAX_CHARS.items():
         if len(getattr(submission, name)) > limit:
             raise invalid(name, f"has {len(getattr(submission, name))} characters, {limit} are possible")
 
 
-def check_limits(submission: Submission, limits: Limits) -> None:
+def check_limits(prompt: bytes, output: bytes, sampling: SamplingParams, lora: str, limits: Limits) -> None:
     """What the model and the pools allow. Raises Rejection."""
     vocab = limits.model.vocab_size
-    for name in TOKEN_FIELDS:
-        if not (token_ids := getattr(submission, name)):
-            continue
+    for name, token_ids in (("prompt_token_ids", prompt), ("output_token_ids", output)):
         tokens = np.frombuffer(token_ids, np.uint32)  # so that negative ones are larger than any vocabulary
-        if tokens.max() >= vocab:
+        if token_ids and tokens.max() >= vocab:
             bad = tokens.view(np.int32)[tokens >= vocab][0]
             raise invalid(name, f"token id {bad} is outside the vocabulary of {vocab}")
-    for token in submission.sampling.stop_token_ids:
+    for token in sampling.stop_token_ids:
         if token >= vocab:
             raise invalid("stop_token_ids", f"token id {token} is outside the vocabulary of {vocab}")
-    if submission.lora and not limits.max_loras:
-        raise invalid("lora", f"{submission.lora!r}: no attached worker serves adapters")
-    prompt = len(submission.prompt_token_ids) // TOKEN_BYTES
-    total = prompt + submission.sampling.max_tokens
+    if lora and not limits.max_loras:
+        raise invalid("lora", f"{lora!r}: no attached worker serves adapters")
+    num_tokens = len(prompt) // TOKEN_BYTES
+    total = num_tokens + sampling.max_tokens
     for what, limit in (("the model's length", limits.model.max_model_len), ("a pool", limits.pool_tokens)):
-        if prompt >= limit:
-            message = f"a prompt of {prompt} tokens leaves no room for output in {what} of {limit} tokens"
+        if num_tokens >= limit:
+            message = f"a prompt of {num_tokens} tokens leaves no room for output in {what} of {limit} tokens"
             raise invalid("prompt_token_ids", message)
     if total > limits.model.max_model_len:
         verdict = f"exceed the model's length of {limits.model.max_model_len}"
@@ -117,18 +116,19 @@ def check_limits(submission: Submission, limits: Limits) -> None:
         verdict = f"can never fit a pool of {limits.pool_tokens} tokens"
     else:
         return
-    asked = f"prompt of {prompt} tokens and max_tokens of {submission.sampling.max_tokens}"
-    raise invalid("max_tokens", f"{asked} {verdict}")
+    raise invalid("max_tokens", f"prompt of {num_tokens} tokens and max_tokens of {sampling.max_tokens} {verdict}")
 
 
-def new_request(session_id: str, seniority: int, submission: Submission, now_s: float) -> Request:
+def new_request(
+    session_id: str, seniority: int, submission: Submission, prompt: bytes, output: bytes, now_s: float
+) -> Request:
     return Request(
         seniority=seniority,
         session_id=session_id,
         handle=submission.handle,
         request_id=submission.request_id,
-        prompt=submission.prompt_token_ids,
-        output=bytearray(submission.output_token_ids),
+        prompt=prompt,
+        output=bytearray(output),
         sampling=submission.sampling,
         arrival_s=now_s,
         priority=submission.priority,
@@ -160,11 +160,8 @@ def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, 
 
 def recheck(request: Request, limits: Limits) -> Rejection | None:
     """The verdict on a request that was accepted before the limits were known."""
-    submission = Submission(
-        prompt_token_ids=request.prompt, output_token_ids=bytes(request.output), sampling=request.sampling
-    )
     try:
-        check_limits(submission, limits)
+        check_limits(request.prompt, bytes(request.output), request.sampling, "", limits)
     except Rejection as rejection:
         return rejection
     return None

@@ -20,7 +20,7 @@ from scheduler_svc.core.cache_link import CacheLink
 from scheduler_svc.core.intake import CODE_DEADLINE_EXCEEDED, CODE_INTERNAL, Rejection, rejected
 from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.queue import WaitingQueue
-from scheduler_svc.core.request import TOKEN_BYTES, Phase, Request
+from scheduler_svc.core.request import TOKEN_BYTES, Match, Phase, Request
 from scheduler_svc.core.sessions import Session
 from scheduler_svc.core.swapping import Swaps
 from scheduler_svc.core.types import Counters, SchedulerConfig
@@ -89,7 +89,7 @@ class Lifecycle:
         """What the cache holds of a waiting request. It may have moved on meanwhile; then nobody cares."""
         request = self._matched.get(sequence)
         if request is not None and request.phase is Phase.WAITING:
-            request.matches = {match.worker: match for match in matches}
+            request.matches = {match.worker: Match(match.num_tokens, match.num_live_tokens) for match in matches}
             self.queue.rematched(request)
 
     def forget_matches(self) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.v1.cache_pb2 import WorkerMatch
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import Hypothesis
 
@@ -25,6 +24,13 @@ class Phase(enum.Enum):
     RUNNING = "running"  # holds a slot and blocks of one worker
     PARKED = "parked"  # a beam that has left its slot and keeps its blocks, for those that fork from it
     ENDED = "ended"
+
+
+class Match(NamedTuple):
+    """What one worker has of a request in its cache, as paceline.v1.WorkerMatch says it."""
+
+    num_tokens: int
+    num_live_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +58,7 @@ class Request:
     phase: Phase = Phase.WAITING
     sequence: int = 0
     num_registered: int = 0  # tokens that the cache knows of that sequence
-    matches: dict[int, WorkerMatch] | None = None  # by worker; None until the cache has answered
+    matches: dict[int, Match] | None = None  # by worker; None until the cache has answered
     place: int = 0
     worker: int = 0  # while BINDING or RUNNING
     slot: int = -1  # while RUNNING

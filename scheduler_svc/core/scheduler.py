@@ -139,15 +139,16 @@ class SchedulerCore:
                 self.life.end(request, FINISH_REASON_ABORT)
 
     def _submit(self, session: Session, submission: Submission, now_s: float) -> None:
-        check_submission(submission)
+        prompt, output = submission.prompt_token_ids, submission.output_token_ids
+        check_submission(submission, prompt, output)
         if submission.HasField("beam"):
             check_beam(submission)
         if self.limits:
-            check_limits(submission, self.limits)
+            check_limits(prompt, output, submission.sampling, submission.lora, self.limits)
         if submission.handle in session.live:
             raise Rejection(CODE_FAILED_PRECONDITION, f"handle: {submission.handle} is in use", "handle")
-        request = new_request(session.id, self.life.next_seniority(), submission, now_s)
-        if submission.fork_of and not submission.output_token_ids:
+        request = new_request(session.id, self.life.next_seniority(), submission, prompt, output, now_s)
+        if submission.fork_of and not output:
             parent = session.live.get(submission.fork_of)
             if parent is not None and parent.prompt == request.prompt:
                 request.parent = parent

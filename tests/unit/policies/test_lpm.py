@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.v1.cache_pb2 import WorkerMatch
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.policy import OrderPolicy
 from scheduler_svc.core.queue import WaitingQueue
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Match, Request
 from scheduler_svc.policies.order.lpm import LongestPrefixMatch
 
 SHARED = list(range(100, 140))
@@ -28,7 +27,7 @@ def wait(queue: WaitingQueue, seniority: int, tokens: list[int], cached: int = 0
     prompt = np.array(tokens, np.int32).tobytes()
     request = Request(seniority, "", seniority, str(seniority), prompt, bytearray(), SamplingParams(max_tokens=1), 0.0)
     request.place = seniority
-    request.matches = {1: WorkerMatch(worker=1, num_tokens=cached)}
+    request.matches = {1: Match(cached)}
     queue.add(request)
     return request
 
@@ -47,6 +46,6 @@ def test_the_longest_match_goes_first_and_one_of_those_that_share_what_is_not_ca
     assert order(queue) == [3, 2, 4], "the next one leads, with its own match"
     queue.add(leader)
     assert order(queue) == [3, 1, 4, 2]
-    follower.matches = {1: WorkerMatch(worker=1, num_tokens=33)}
+    follower.matches = {1: Match(33)}
     queue.rematched(follower)
     assert order(queue) == [2, 3, 1, 4], "with more than the threshold cached it depends on nobody"
