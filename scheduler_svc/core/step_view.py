@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 
@@ -187,15 +188,18 @@ class StepView:
 
     def _live_tokens(self, request: RequestView) -> int:
         """Tokens in blocks that something uses, counting what was admitted before it in this very step."""
-        live, matched = request.live_tokens(self.worker_id), self.cached_tokens(request)
-        if live == matched or request.is_swapped:  # what of that one is shared, only the cache knows
+        live = request.live_tokens(self.worker_id)
+        if not self._considered or request.is_swapped:  # what of that one is shared, only the cache knows
             return live
-        tokens = request.token_ids
+        matched, tokens = self.cached_tokens(request), request.token_ids
         for admission in self._considered.values():
-            common = min(self.cached_tokens(admission.request), matched)
-            while (
-                common > live and tokens[: TOKEN_BYTES * common] != admission.request.token_ids[: TOKEN_BYTES * common]
-            ):
-                common -= self.block_size
-            live = max(live, common)
+            if live >= matched:
+                break
+            others = admission.request.token_ids
+            if not others.startswith(tokens[: (live + self.block_size) * TOKEN_BYTES]):
+                continue
+            # The longest beginning of whole blocks that they share.
+            lengths = range(min(self.cached_tokens(admission.request), matched), live, -self.block_size)
+            i = bisect_left(lengths, True, key=lambda n: others.startswith(tokens[: n * TOKEN_BYTES]))
+            live = lengths[i] if i < len(lengths) else live
         return live

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paceline.v1.worker_pb2 import WorkerRegistration, WorkerServiceLinkResponse
+from paceline.v1.worker_pb2 import StepPlan, WorkerRegistration, WorkerServiceLinkResponse
 from scheduler_svc.core.arrays import Slots, packed
 from scheduler_svc.core.calendar import Calendar
 from scheduler_svc.core.request import Phase, Request
