@@ -18,13 +18,13 @@ from bench.cores import BLOCK_SIZE, Bench, Sample, no_collections
 from bench.peers.peer import Peer
 
 RUNNING = (64, 256, 1024, 4096)
-STEPS, STEPS_OF_4096 = 200, 60  # of a repeat
+STEPS, STEPS_OF_4096 = 100, 30  # of a repeat
 WARM_UP = 20
 PROMPT, CACHED = 3_000, 2_000
-ADMISSIONS = 100
+ADMISSIONS = 60
 WAITING = 10_000
-ABORTS = {"fcfs": 200, "priority": 50}
-REPEATS = 3
+ABORTS = {"fcfs": 100, "priority": 30}
+REPEATS = 5
 
 COUNTED = {
     "how": f"medians of {REPEATS} repeats, ours and the peer's in turns, each warmed up; garbage collector frozen and "

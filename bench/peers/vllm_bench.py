@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 ANSWERS, sys.stdout = sys.stdout, sys.stderr  # vLLM prints
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "peer"))
