@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import sys
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+logging.disable(logging.WARNING)  # it warns for every scheduler that is made
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 ANSWERS, sys.stdout = sys.stdout, sys.stderr  # vLLM prints
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "peer"))
