@@ -6,7 +6,7 @@ what is to be sent gathers until `poll` hands it over. Same events, same message
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from paceline.v1.worker_pb2 import (
 )
 from scheduler_svc.core.arrays import Longs, Tokens
 from scheduler_svc.core.beam_groups import BeamGroups, check_beam
-from scheduler_svc.core.cache_link import CacheLink, Sent, admit_result
+from scheduler_svc.core.cache_link import CacheLink
 from scheduler_svc.core.composer import Composer
 from scheduler_svc.core.intake import (
     CODE_FAILED_PRECONDITION,
@@ -41,13 +41,13 @@ from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import Policies
-from scheduler_svc.core.request import Phase, Request
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.results import ResultReader
+from scheduler_svc.core.rounds import Rounds
 from scheduler_svc.core.sessions import Session
 from scheduler_svc.core.slots import SlotTable
-from scheduler_svc.core.step import Step
 from scheduler_svc.core.types import Counters, Outbox, SchedulerConfig
-from scheduler_svc.core.worker import Draft, Worker
+from scheduler_svc.core.worker import Worker
 
 # Waiting requests whose matches are asked for anew, at the most.
 MAX_HEADS = 16
@@ -73,7 +73,6 @@ class SchedulerCore:
         self._outbox = Outbox()
         self._next_worker = self._next_session = 1
         self._told: bytes = b""
-        self._refusals = 0  # of an idle system, in a row
         self._cache = CacheLink(epoch)
         self._composer = Composer(policies, fallback, self.counters, on_policy_error)
         self.queue = self._composer.queue
@@ -81,7 +80,10 @@ class SchedulerCore:
         self._groups = BeamGroups(self.life, self.workers)
         exceeded = self.life.budgets.exceeded
         resumed = self.life.swaps.resumed
-        self._planner = Planner(self.life.preempt, exceeded, self._session_index, resumed, config.max_num_seqs)
+        planner = Planner(self.life.preempt, exceeded, self._session_index, resumed, config.max_num_seqs)
+        self._rounds = Rounds(
+            self.workers, self._cache, self._composer, planner, self.life, self._groups, self._send_worker
+        )
         self._results = ResultReader(
             self._cache, self._publish, self.life.end, self.life.fail, self._publish_score, self._groups.report
         )
@@ -282,50 +284,7 @@ class SchedulerCore:
         for worker in sent.askers:
             worker.knows_cache = True
         self.life.recompute(self.life.swaps.answered(sent.swap_outs, response))
-        self._finish_drafts(sent, response)
-
-    def _finish_drafts(self, sent: Sent, response: CacheServiceLinkResponse) -> None:
-        for draft, extend, admits in sent.drafts:
-            worker = self.workers.get(draft.worker)
-            if worker is not None and worker.draft is draft:
-                worker.draft = None
-                self._finish_draft(worker, draft, response, extend, admits)
-            else:  # lost meanwhile: RemoveWorker follows and forgets what was admitted there, but not what was refused
-                refused = [seq for seq, i in draft.orphans if admit_result(response, admits[i]) is None]
-                self._cache.frees.extend(refused)
-
-    def _finish_draft(
-        self,
-        worker: Worker,
-        draft: Draft,
-        response: CacheServiceLinkResponse | None,
-        extend: int = -1,
-        admits: Iterable[int] = (),
-    ) -> None:
-        if extend >= 0 and response is not None and not response.results[extend].HasField("extend"):
-            self._undo_draft(draft)
-            return
-        message = self._planner.finish_step(worker, draft, response, extend, list(admits))
-        if message is not None:
-            self.counters.steps += 1
-            self._outbox.to_workers.append((worker.id, message))
-        self._groups.settle(admission.request for admission in draft.decision.admissions)
-        for admission in draft.decision.admissions:
-            request = admission.request
-            if request.phase is Phase.BINDING:  # the cache had less room than was thought
-                self.life.refused(request)
-
-    def _undo_draft(self, draft: Draft) -> None:
-        """The running sequences could not grow after all, so this step is not made; the next draft makes room.
-
-        It happens when a commit of the same exchange found its block stored already: it then holds that one too, which
-        takes an evictable block out of what was counted as available.
-        """
-        self.workers[draft.worker].binding_tokens = 0
-        for admission in draft.decision.admissions:
-            request = admission.request
-            if request.phase is Phase.BINDING:
-                self.life.requeue(request)
+        self._rounds.answered(sent, response)
 
     def _add_worker_op(self, worker: Worker) -> AddWorkerOp:
         return AddWorkerOp(
@@ -353,7 +312,8 @@ class SchedulerCore:
     def poll(self, now_s: float) -> Outbox:
         """Everything there is to send, after planning whatever can be planned."""
         self.life.now_s = now_s
-        self._plan(now_s)
+        if (exchange := self._rounds.plan(now_s)) is not None:
+            self._outbox.to_cache.append(exchange)
         for session in self.sessions.values():
             if (message := session.next_message()) is not None:
                 self._outbox.to_sessions.append((session.id, message))
@@ -361,66 +321,8 @@ class SchedulerCore:
         outbox, self._outbox = self._outbox, Outbox()
         return outbox
 
-    def _plan(self, now_s: float) -> None:
-        """Compose a step for every worker with credit; those that need nothing of the cache are plans at once."""
-        if not self._cache.connected:
-            return
-        drafts: list[tuple[Worker, Draft]] = []
-        askers: list[Worker] = []
-        for worker in self.workers.values():
-            while worker.draft is None and worker.has_credit:
-                if self._composer.must_ask(worker, self._cache):
-                    askers.append(worker)
-                    break
-                step = self._composer.compose(self._planner, worker, self.workers, now_s)
-                if step is None:
-                    if worker.parked:
-                        self._groups.give_up_blocks(worker)
-                    askers.append(worker)  # somebody gave way
-                    break
-                if not self._accept(worker, step, drafts):
-                    break
-        if self._cache.idle:
-            heads = self._composer.heads(self.workers, now_s) if askers or drafts else []
-            if (message := self._cache.compose(drafts, askers, heads)) is not None:
-                self._outbox.to_cache.append(message)
-
-    def _accept(self, worker: Worker, step: Step, drafts: list[tuple[Worker, Draft]]) -> bool:
-        """Turn a composed step into a plan, or into a draft that waits for the cache; False if it was empty."""
-        worker.knows_cache = False
-        preempted = bool(worker.preempted)
-        worker.preempted.clear()
-        self._composer.planned(step)
-        self.journal.decided(step.held_back, self.life.now_s)
-        if step.is_empty:
-            self.counters.barren_steps += preempted
-            self._watch_progress(step)
-            return preempted  # what gave way may be all that there is to run
-        self._refusals = 0
-        draft = Draft(worker.id, step.decision(), worker.slots.num_releases)
-        if len(draft.decision.growth) or draft.decision.admissions:
-            for admission in draft.decision.admissions:
-                self.life.bind(worker, admission.request)
-            worker.draft = draft
-            drafts.append((worker, draft))
-        else:
-            self._finish_draft(worker, draft, None)
-        return True
-
-    def _watch_progress(self, step: Step) -> None:
-        """Nothing runs anywhere, and still the policies let nobody in: after a while the first one is failed, so that
-        it does not block the others for ever."""
-        idle = not any(w.running or w.in_flight or w.draft for w in self.workers.values())
-        if not (idle and step.held_back and len(self.queue)):
-            return
-        if sum(self._groups.give_up_blocks(worker) for worker in self.workers.values()):
-            return
-        self._refusals += 1
-        if self._refusals >= self.config.stuck_decisions * len(self.workers):
-            self._refusals = 0
-            request, reason, detail = step.held_back[0]
-            message = f"{reason}: no progress is possible for this request under the policies in force: {detail}"
-            self.life.end(request, FINISH_REASON_ERROR, Rejection(CODE_FAILED_PRECONDITION, message))
+    def _send_worker(self, worker: int, message: WorkerServiceLinkResponse) -> None:
+        self._outbox.to_workers.append((worker, message))
 
     def _publish(self, session: int, sessions: Longs, handles: Longs, tokens: Tokens) -> None:
         if session >= 0:

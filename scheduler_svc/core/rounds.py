@@ -1,0 +1,148 @@
+"""Rounds of steps: each is composed for a worker with credit, granted its blocks by the cache, and sent as a plan.
+
+A composed step that needs nothing of the cache is a plan at once; the others are drafts until the cache has answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from paceline.v1.cache_pb2 import CacheServiceLinkRequest, CacheServiceLinkResponse
+from paceline.v1.common_pb2 import FINISH_REASON_ERROR
+from paceline.v1.worker_pb2 import WorkerServiceLinkResponse
+from scheduler_svc.core.beam_groups import BeamGroups
+from scheduler_svc.core.cache_link import CacheLink, Sent, admit_result
+from scheduler_svc.core.composer import Composer
+from scheduler_svc.core.intake import CODE_FAILED_PRECONDITION, Rejection
+from scheduler_svc.core.lifecycle import Lifecycle
+from scheduler_svc.core.planner import Planner
+from scheduler_svc.core.request import Phase
+from scheduler_svc.core.step import Step
+from scheduler_svc.core.worker import Draft, Worker
+
+
+class Rounds:
+    def __init__(
+        self,
+        workers: dict[int, Worker],
+        cache: CacheLink,
+        composer: Composer,
+        planner: Planner,
+        life: Lifecycle,
+        groups: BeamGroups,
+        send: Callable[[int, WorkerServiceLinkResponse], None],
+    ) -> None:
+        """`send` takes a worker's id and what it is to be sent."""
+        self._workers = workers
+        self._cache = cache
+        self._composer = composer
+        self._planner = planner
+        self._life = life
+        self._groups = groups
+        self._send = send
+        self._refusals = 0  # of an idle system, in a row
+
+    def plan(self, now_s: float) -> CacheServiceLinkRequest | None:
+        """Compose a step for every worker with credit; returns what there is to tell the cache."""
+        if not self._cache.connected:
+            return None
+        drafts: list[tuple[Worker, Draft]] = []
+        askers: list[Worker] = []
+        for worker in self._workers.values():
+            while worker.draft is None and worker.has_credit:
+                if self._composer.must_ask(worker, self._cache):
+                    askers.append(worker)
+                    break
+                step = self._composer.compose(self._planner, worker, self._workers, now_s)
+                if step is None:
+                    if worker.parked:
+                        self._groups.give_up_blocks(worker)
+                    askers.append(worker)  # somebody gave way
+                    break
+                if not self._accept(worker, step, drafts):
+                    break
+        if not self._cache.idle:
+            return None
+        heads = self._composer.heads(self._workers, now_s) if askers or drafts else []
+        return self._cache.compose(drafts, askers, heads)
+
+    def _accept(self, worker: Worker, step: Step, drafts: list[tuple[Worker, Draft]]) -> bool:
+        """Turn a composed step into a plan, or into a draft that waits for the cache; False if it was empty."""
+        worker.knows_cache = False
+        preempted = bool(worker.preempted)
+        worker.preempted.clear()
+        self._composer.planned(step)
+        self._life.journal.decided(step.held_back, self._life.now_s)
+        if step.is_empty:
+            self._life.counters.barren_steps += preempted
+            self._watch_progress(step)
+            return preempted  # what gave way may be all that there is to run
+        self._refusals = 0
+        draft = Draft(worker.id, step.decision(), worker.slots.num_releases)
+        if len(draft.decision.growth) or draft.decision.admissions:
+            for admission in draft.decision.admissions:
+                self._life.bind(worker, admission.request)
+            worker.draft = draft
+            drafts.append((worker, draft))
+        else:
+            self._finish_draft(worker, draft, None)
+        return True
+
+    def _watch_progress(self, step: Step) -> None:
+        """Nothing runs anywhere, and still the policies let nobody in: after a while the first one is failed, so that
+        it does not block the others for ever."""
+        idle = not any(w.running or w.in_flight or w.draft for w in self._workers.values())
+        if not (idle and step.held_back and len(self._life.queue)):
+            return
+        if sum(self._groups.give_up_blocks(worker) for worker in self._workers.values()):
+            return
+        self._refusals += 1
+        if self._refusals >= self._life.config.stuck_decisions * len(self._workers):
+            self._refusals = 0
+            request, reason, detail = step.held_back[0]
+            message = f"{reason}: no progress is possible for this request under the policies in force: {detail}"
+            self._life.end(request, FINISH_REASON_ERROR, Rejection(CODE_FAILED_PRECONDITION, message))
+
+    def answered(self, sent: Sent, response: CacheServiceLinkResponse) -> None:
+        """The cache has answered an exchange: its drafts become plans."""
+        for draft, extend, admits in sent.drafts:
+            worker = self._workers.get(draft.worker)
+            if worker is not None and worker.draft is draft:
+                worker.draft = None
+                self._finish_draft(worker, draft, response, extend, admits)
+            else:  # lost meanwhile: RemoveWorker follows and forgets what was admitted there, but not what was refused
+                refused = [seq for seq, i in draft.orphans if admit_result(response, admits[i]) is None]
+                self._cache.frees.extend(refused)
+
+    def _finish_draft(
+        self,
+        worker: Worker,
+        draft: Draft,
+        response: CacheServiceLinkResponse | None,
+        extend: int = -1,
+        admits: Iterable[int] = (),
+    ) -> None:
+        if extend >= 0 and response is not None and not response.results[extend].HasField("extend"):
+            self._undo_draft(draft)
+            return
+        message = self._planner.finish_step(worker, draft, response, extend, list(admits))
+        if message is not None:
+            self._life.counters.steps += 1
+            self._send(worker.id, message)
+        self._groups.settle(admission.request for admission in draft.decision.admissions)
+        for admission in draft.decision.admissions:
+            request = admission.request
+            if request.phase is Phase.BINDING:  # the cache had less room than was thought
+                self._life.refused(request)
+
+    def _undo_draft(self, draft: Draft) -> None:
+        """The running sequences could not grow after all, so this step is not made; the next draft makes room.
+
+        It happens when a commit of the same exchange found its block stored already: it then holds that one too, which
+        takes an evictable block out of what was counted as available.
+        """
+        self._workers[draft.worker].binding_tokens = 0
+        for admission in draft.decision.admissions:
+            request = admission.request
+            if request.phase is Phase.BINDING:
+                self._life.requeue(request)
