@@ -48,6 +48,7 @@ class CacheLink:
     added: list[AddWorkerOp] = field(default_factory=list)
     matches: dict[int, Request] = field(default_factory=dict)  # by sequence
     swap_outs: dict[int, Request] = field(default_factory=dict)  # by sequence
+    rematches: dict[int, None] = field(default_factory=dict)  # sequences that wait, whose matches are asked for anew
     frees: list[int] = field(default_factory=list)
     # Of sequences that have progressed: their names, numbers of new tokens, numbers of computed tokens, the new tokens.
     _commits: tuple[list[int], list[int], list[int], list[bytes]] = field(default_factory=lambda: ([], [], [], []))
@@ -55,7 +56,7 @@ class CacheLink:
     @property
     def has_gathered(self) -> bool:
         """Whether the cache has yet to hear of something."""
-        changed = self._commits[0] or self.swap_outs or self.frees or self.matches
+        changed = self._commits[0] or self.swap_outs or self.frees or self.matches or self.rematches
         return bool(changed or self.added or self.removed)
 
     @property
@@ -69,11 +70,13 @@ class CacheLink:
         self.sent = None
         self.matches.clear()
         self.swap_outs.clear()
+        self.rematches.clear()
         for gathered in (self.removed, self.added, self.frees, *self._commits):
             gathered.clear()
 
     def forget_sequence(self, sequence: int) -> None:
         """The cache need not know the sequence any more (or never hears of it, if it has not yet)."""
+        self.rematches.pop(sequence, None)
         if self.matches.pop(sequence, None) is None:
             self.frees.append(sequence)
 
@@ -150,9 +153,10 @@ class CacheLink:
                 if request.parent is not None and request.can_fork_on(worker.id):
                     admit.fork_of = request.parent.sequence
             sent.drafts.append((draft, extend, admits))
-        known = [request.sequence for request in heads if request.matches is not None]
+        known = dict.fromkeys(request.sequence for request in heads if request.matches is not None) | self.rematches
         if known:
             ops.add().rematch.sequences.extend(known)
+        self.rematches.clear()
         return message
 
     def receive(self, response: CacheServiceLinkResponse) -> Sent:

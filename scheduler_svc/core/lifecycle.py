@@ -117,6 +117,8 @@ class Lifecycle:
         if request.started_s is None:
             request.started_s = self.now_s
         if request.group is not None:
+            if request.group.root.started_s is None:
+                self.journal.event(request.group.root, "running", "its beams", self.now_s)
             request.group.root.started_s = request.started_s
         self._note(request, "running", f"on worker {worker.id}")
 
@@ -126,7 +128,10 @@ class Lifecycle:
         request.parent = None
         request.phase, request.worker = Phase.WAITING, 0
         self.queue.add(request)
-        if request.swapped_on and self._workers[request.swapped_on].draining:
+        if not request.swapped_on:
+            request.matches = None  # what was known of it was too good: it is offered again when the cache has answered
+            self._cache.rematches[request.sequence] = None
+        elif self._workers[request.swapped_on].draining:
             self.recompute([request])  # it can come back no more
         else:
             self.swaps.refused(request)
