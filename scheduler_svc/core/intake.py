@@ -106,14 +106,16 @@ def check_limits(prompt: bytes, output: bytes, sampling: SamplingParams, lora: s
         raise invalid("lora", f"{lora!r}: no attached worker serves adapters")
     num_tokens = len(prompt) // TOKEN_BYTES
     total = num_tokens + sampling.max_tokens
-    for what, limit in (("the model's length", limits.model.max_model_len), ("a pool", limits.pool_tokens)):
-        if num_tokens >= limit:
-            message = f"a prompt of {num_tokens} tokens leaves no room for output in {what} of {limit} tokens"
-            raise invalid("prompt_token_ids", message)
-    if total > limits.model.max_model_len:
-        verdict = f"exceed the model's length of {limits.model.max_model_len}"
-    elif total - 1 > limits.pool_tokens:
-        verdict = f"can never fit a pool of {limits.pool_tokens} tokens"
+    # The last token of a sequence is never computed, so it needs no room in the pool.
+    longest, pool = limits.model.max_model_len, limits.pool_tokens
+    if num_tokens >= longest:
+        raise invalid("prompt_token_ids", f"{num_tokens} tokens leave no room for output in a length of {longest}")
+    if num_tokens > pool:
+        raise invalid("prompt_token_ids", f"a prompt of {num_tokens} tokens does not fit a pool of {pool} tokens")
+    if total > longest:
+        verdict = f"exceed the model's length of {longest}"
+    elif total - 1 > pool:
+        verdict = f"can never fit a pool of {pool} tokens"
     else:
         return
     raise invalid("max_tokens", f"prompt of {num_tokens} tokens and max_tokens of {sampling.max_tokens} {verdict}")

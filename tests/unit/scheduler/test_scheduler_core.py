@@ -297,6 +297,16 @@ def test_bad_submissions_are_refused_by_name(
     system.assert_at_rest()
 
 
+def test_a_sequence_may_fill_the_pool_to_the_last_block(system: LocalSystem, client: Client) -> None:
+    """Its last token is never computed and needs no room. If the prompt alone is too long, it is named."""
+    system.attach(toy(num_blocks=3))
+    for handle, (length, max_tokens) in enumerate([(12, 1), (11, 2), (12, 2), (13, 1)]):
+        system.submit("s", handle, [9] * length, params(max_tokens))
+    system.run()
+    assert [client.endings[handle].field for handle in range(4)] == ["", "", "max_tokens", "prompt_token_ids"]
+    assert client.tokens[0] == expected_output([9] * 12, params(1))
+
+
 def test_a_full_queue_refuses_but_not_what_was_accepted_before(system: LocalSystem, client: Client) -> None:
     for handle in range(1, 6):
         system.submit("s", handle, [9], params())
