@@ -153,6 +153,7 @@ class Run:
         self._names = {submission.handle: submission.request_id for _, submission in self._submissions}
         self._num_preemptions: dict[str, int] = defaultdict(int)
         self._barren_steps = 0
+        self._arrived_until = -1
         self._handles: list[int] = []
         self._plan: StepPlan | None = None
 
@@ -180,11 +181,11 @@ class Run:
             if result is not None:
                 self.core.worker_result(self.worker_id, result, 0.0)
                 self._endings(step)
-            pending = any(at > step.step for at in arrivals)
+            pending = any(at > self._arrived_until for at in arrivals)
             if not (step.scheduled or step.waiting or step.running or step.rejected or pending):
                 return Outcome(steps, len(steps), self.generated)
             steps.append(step)
-            idle = 0 if step.scheduled or pending else idle + 1
+            idle = 0 if step.scheduled or step.rejected or pending else idle + 1
             if not (step.waiting or step.running or pending) and not step.scheduled:
                 return Outcome(steps, len(steps), self.generated)
             if idle > MAX_IDLE_STEPS:
@@ -196,7 +197,9 @@ class Run:
         return any(worker.running or worker.draft for worker in self.core.workers.values())
 
     def _submit(self, step: Step) -> None:
-        arriving = [submission for at, submission in self._submissions if at == step.step]
+        """Queue what has arrived, also in the step before if that one was counted only once it had been decided."""
+        arriving = [submission for at, submission in self._submissions if self._arrived_until < at <= step.step]
+        self._arrived_until = step.step
         if arriving:
             self.core.session_message("scenario", SessionRequest(submissions=arriving), 0.0)
             self.requests += list(self.core.queue)[-len(arriving) :]

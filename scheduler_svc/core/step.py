@@ -92,6 +92,8 @@ class Step(StepView):
         if verdict is not Verdict.ADMIT or need_blocks > self._available_blocks:
             detail = f"needs {need_blocks} blocks, {self._available_blocks} are available"
             if verdict is not Verdict.ADMIT:
+                if need_blocks <= self._available_blocks:  # it is about blocks that are to come, or promised
+                    detail += f"; up to {self.blocks_for(request.max_total_tokens)} to its end"
                 return self.hold_back(request, verdict, "capacity", detail)
             return self.hold_back(request, Verdict.STOP, "blocks", detail)
         self._available_blocks -= need_blocks

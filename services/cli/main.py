@@ -6,6 +6,7 @@ So is whatever else takes long to import: Ctrl-C is handled in main(), and befor
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from services.cli.restarts import CONFIGURATION_ERROR
 
 # Exit status of a program that Ctrl-C ended.
 INTERRUPTED = 130
+PIPE_CLOSED = 141
 
 # name: (module with the settings class, class, module with serve)
 SERVICES = {
@@ -112,7 +114,12 @@ def main(argv: list[str] | None = None) -> int:
     if command not in commands:
         return fail(f"paceline: there is no command {command!r} (see paceline --help)", 2)
     try:
-        return commands[command](rest)
+        code = commands[command](rest)
+        sys.stdout.flush()  # so that nobody listens any more turns out here
+        return code
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
     except KeyboardInterrupt:  # before the command has its own idea of Ctrl-C
         return INTERRUPTED
 

@@ -143,7 +143,7 @@ def error_from(
 def make_request(
     prompt: str | None, messages: Messages | None, token_ids: Sequence[int] | None, model: str, options: Options
 ) -> inference_pb2.GenerateRequest:
-    """The protocol's request. Raises TypeError unless exactly one kind of prompt is given."""
+    """The protocol's request. Raises TypeError unless one kind of prompt is given, and for unknown options."""
     if sum(value is not None for value in (prompt, messages, token_ids)) != 1:
         raise TypeError("give exactly one of prompt, messages and token_ids")
     request, sampling = inference_pb2.GenerateRequest(model=model), {}
@@ -153,8 +153,10 @@ def make_request(
             request.beam.CopyFrom(_beam(value))
         elif name in _TERMS:
             setattr(request, name, value)
-        else:
+        elif name in inference_pb2.SamplingOptions.DESCRIPTOR.fields_by_name:
             sampling[name] = value
+        else:
+            raise TypeError(f"there is no option {name!r}")
     request.sampling.CopyFrom(inference_pb2.SamplingOptions(**sampling))
     if prompt is not None:
         request.text = prompt

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -94,3 +95,15 @@ def test_a_taken_port_is_one_line() -> None:
             lines = [line for line in done.stderr.splitlines() if line.startswith("paceline serve cache: ")]
             assert len(lines) == 1
             assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_stops_early_gets_no_traceback(tmp_path: Path) -> None:
+    requests = ", ".join(f'{{"id": "{i}", "prompt_len": 9, "max_new_tokens": 90}}' for i in range(40))
+    path = tmp_path / "scenario.json"
+    path.write_text(
+        '{"block_size": 4, "num_blocks": 90, "max_num_seqs": 2, "max_batched_tokens": 64, "max_model_len": 100, '
+        f'"requests": [{requests}]}}'
+    )
+    command = f"{sys.executable} -m services.cli scenario {path} --json | head -c 9"
+    ended = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.stdout, ended.stderr) == ('{"steps":', "")

@@ -170,6 +170,44 @@ def test_what_gives_way_is_swapped_as_long_as_there_are_host_blocks(
     assert (len(prompts) == 3) == (modes == {"swap"})  # what was swapped goes on decoding
 
 
+def played(tmp_path: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> dict[str, Any]:
+    path = tmp_path / "scenario.json"
+    path.write_text(json.dumps(scenario(**changes)))
+    assert run(path, "--json") == 0
+    outcome: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return outcome
+
+
+def test_who_arrives_right_after_an_empty_step_is_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = played(
+        tmp_path,
+        capsys,
+        max_num_seqs=1,
+        preset={"order": "priority", "capacity": "max-utilization", "batch": "prefill-first"},
+        options={},
+        requests=[
+            {"id": "a", "prompt_len": 7, "max_new_tokens": 10},
+            {"id": "b", "arrive": 3, "prompt_len": 7, "max_new_tokens": 4, "priority": 1.0},
+            {"id": "c", "arrive": 4, "prompt_len": 5, "max_new_tokens": 3},
+        ],
+    )
+    empty = outcome["steps"][3]  # "a" gives way to "b", and that is all
+    assert (empty["scheduled"], [p["id"] for p in empty["preempted"]]) == ([], ["a"])
+    assert sorted(name for step in outcome["steps"] for name in step["finished"]) == ["a", "b", "c"]
+    assert outcome["generated_tokens"] == {"a": 10, "b": 4, "c": 3}
+
+
+def test_however_many_can_never_run_the_others_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    never = [{"id": f"n{i}", "prompt_len": 8, "max_new_tokens": 17} for i in range(4)]  # a block more than there are
+    fits = {"id": "fits", "arrive": 1, "prompt_len": 3, "max_new_tokens": 2}
+    outcome = played(tmp_path, capsys, block_size=4, num_blocks=6, options={}, requests=[*never, fits])
+    assert "stuck" not in outcome
+    rejected = {r["id"]: r["reason"] for step in outcome["steps"] for r in step["rejected"]}
+    assert sorted(rejected) == ["n0", "n1", "n2", "n3"]
+    assert "needs 2 blocks, 6 are available; up to 7 to its end" in rejected["n0"]
+    assert outcome["generated_tokens"]["fits"] == 2
+
+
 @pytest.mark.parametrize("name", sorted(scenario()))
 def test_what_is_missing_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = scenario()

@@ -52,6 +52,11 @@ def test_exactly_one_kind_of_prompt(prompts: tuple[str | None, list[dict[str, st
         make_request(*prompts, "", {})
 
 
+def test_an_unknown_option_is_named() -> None:
+    with pytest.raises(TypeError, match="there is no option 'best_of'"):
+        make_request("a", None, None, "", {"best_of": 2})  # type: ignore[typeddict-unknown-key]
+
+
 def test_empty_prompts_keep_their_kind() -> None:
     assert make_request("", None, None, "", {}).WhichOneof("prompt") == "text"
     assert make_request(None, [], None, "", {}).WhichOneof("prompt") == "messages"
