@@ -14,6 +14,8 @@ from scheduler_svc.core.types import SchedulerConfig
 RETRY_AFTER_S = (0.1, 600.0)
 # Share of a new measurement in the average.
 RATE_SMOOTHING = 0.3
+# Tenants whose rates are kept: those that were there last.
+MAX_RATES = 1024
 
 
 @dataclass(slots=True)
@@ -23,15 +25,17 @@ class Budgets:
     config: SchedulerConfig
     tenant_tokens: Counter[str] = field(default_factory=Counter)  # that they may grow to
     loras: Counter[str] = field(default_factory=Counter)
-    _admitted_tokens: int = 0
+    _taken_tokens: Counter[str | None] = field(default_factory=Counter)  # out of the queue, by tenant; None: in all
+    _tokens_per_s: dict[str | None, float] = field(default_factory=dict)
     _measured_s: float | None = None
-    _tokens_per_s: float = 0.0
 
     def bind(self, request: Request) -> None:
         self.tenant_tokens[request.tenant] += request.max_total_tokens
         if request.lora:
             self.loras[request.lora] += 1
-        self._admitted_tokens += request.num_tokens
+        if request.num_preemptions == 0 and request.num_worker_losses == 0:  # else it is not the queue that shrinks
+            self._taken_tokens[request.tenant] += request.num_tokens
+            self._taken_tokens[None] += request.num_tokens
 
     def unbind(self, request: Request) -> None:
         self.tenant_tokens[request.tenant] -= request.max_total_tokens
@@ -59,17 +63,23 @@ class Budgets:
     def measure(self, now_s: float) -> None:
         """To be called a few times a second."""
         if self._measured_s is None:
-            self._measured_s, self._admitted_tokens = now_s, 0
+            self._measured_s = now_s
+            self._taken_tokens.clear()
         elapsed_s = now_s - self._measured_s
         if elapsed_s < 1.0:
             return
-        rate = self._admitted_tokens / elapsed_s
-        self._tokens_per_s += RATE_SMOOTHING * (rate - self._tokens_per_s) if self._tokens_per_s else rate
-        self._measured_s, self._admitted_tokens = now_s, 0
+        for name, taken in self._taken_tokens.items():  # who took nothing may just not have been there
+            rate = taken / elapsed_s
+            before = self._tokens_per_s.pop(name, rate)
+            self._tokens_per_s[name] = before + RATE_SMOOTHING * (rate - before)
+        while len(self._tokens_per_s) > MAX_RATES:
+            del self._tokens_per_s[next(iter(self._tokens_per_s))]
+        self._measured_s = now_s
+        self._taken_tokens.clear()
 
-    def retry_after_s(self, excess_tokens: int) -> float:
-        """When so many tokens will have left the queue, at the rate at which they left it lately."""
-        if not self._tokens_per_s:
-            return 1.0
+    def retry_after_s(self, excess_tokens: int, tenant: str | None = None) -> float:
+        """When so many tokens will have left the queue, at the rate at which they left it lately: the tenant's own, or
+        those of all. A second, if nothing is known."""
+        rate = self._tokens_per_s.get(tenant, 0.0)
         low, high = RETRY_AFTER_S
-        return min(max(excess_tokens / self._tokens_per_s, low), high)
+        return min(max(excess_tokens / rate, low), high) if rate else 1.0

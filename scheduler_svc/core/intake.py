@@ -144,7 +144,7 @@ def new_request(
 
 def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, budgets: Budgets) -> None:
     """Whether the queue takes one more. Raises Rejection."""
-    tokens = request.num_tokens
+    tokens, tenant = request.num_tokens, None
     queued = queue.tenant_tokens.get(request.tenant, 0)
     if len(queue) >= config.max_queued_requests:
         why, excess = f"queue: full with {len(queue)} requests", tokens
@@ -154,10 +154,10 @@ def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, 
     elif config.tenant_max_queued_tokens and queued + tokens > config.tenant_max_queued_tokens:
         limit = config.tenant_max_queued_tokens
         why = f"tenant: {queued} tokens of tenant {request.tenant!r} wait, its limit is {limit}"
-        excess = queued + tokens - limit
+        excess, tenant = queued + tokens - limit, request.tenant
     else:
         return
-    raise Rejection(CODE_RESOURCE_EXHAUSTED, why, retry_after_s=budgets.retry_after_s(excess))
+    raise Rejection(CODE_RESOURCE_EXHAUSTED, why, retry_after_s=budgets.retry_after_s(excess, tenant))
 
 
 def recheck(request: Request, limits: Limits) -> Rejection | None:

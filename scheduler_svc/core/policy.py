@@ -61,6 +61,10 @@ class OrderPolicy(ABC):
     def ordered(self, now_s: float) -> Iterator[RequestView]:
         """Every request of the index, most deserving first. Lazily: mostly a few of the first are looked at."""
 
+    def hopeless(self, now_s: float) -> Iterable[RequestView]:
+        """Requests that it makes no sense to let wait on: they are failed at once. Asked a few times a second."""
+        return ()
+
     def rematched(self, request: RequestView) -> None:  # noqa: B027 - most orders do not care
         """What the cache holds of the request's tokens has changed."""
 

@@ -75,6 +75,15 @@ class WaitingQueue:
         if len(named) < len(self):
             raise PolicyError(f"order: {len(self) - len(named)} of {len(self)} waiting requests are left out")
 
+    def hopeless(self, now_s: float) -> list[Request]:
+        """Whom the order gives up."""
+        try:
+            seniorities = [view.seniority for view in self.order.hopeless(now_s)]
+            return [self._by_seniority[seniority] for seniority in dict.fromkeys(seniorities)]
+        except Exception as error:
+            self.reorder(self._fallback(error))
+            return []
+
     def _tell(self, event: Callable[[RequestView], None], request: Request) -> None:
         try:
             event(view_of(request))

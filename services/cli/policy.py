@@ -55,6 +55,8 @@ def main(argv: list[str]) -> int:
 
 def _choice(arguments: argparse.Namespace) -> PolicyChoice:
     """Raises ValueError."""
+    if not (arguments.preset or arguments.option or any(getattr(arguments, kind) for kind in KINDS)):
+        raise ValueError("give a preset, a policy or an option")
     options = {}
     for option in arguments.option:
         name, equals, value = option.partition("=")

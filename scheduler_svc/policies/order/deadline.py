@@ -1,38 +1,53 @@
 """Earliest deadline first (Liu and Layland 1973); without a deadline last. A request whose deadline has passed is
-failed by the scheduler whatever the order; one that cannot get its first token in time any more is let go of here: it
-stands behind all that can still be served.
+failed by the scheduler whatever the order. One that waits and cannot get its first token in time any more is given up
+here: at the best rate at which prompts have been taken up, its own would take longer than there is time.
 """
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Iterator
 
 from scheduler_svc.core.policy import KeyedOrder
 from scheduler_svc.core.view import RequestView
 from scheduler_svc.policies.options import Amount
 
+# Over such a time, at least, the rate is measured.
+WINDOW_S = 1.0
+
 
 class EarliestDeadlineFirst(KeyedOrder):
     def __init__(self, prefill_tokens_per_s: Amount = 0.0) -> None:
-        """`prefill_tokens_per_s`: how fast a prompt is computed at best; 0: not known, nobody is hopeless."""
+        """`prefill_tokens_per_s`: how fast a prompt is computed at best; 0: the best that was seen so far."""
         super().__init__()
         self.prefill_tokens_per_s = prefill_tokens_per_s
+        self._best_tokens_per_s = 0.0
+        self._began_s = math.nan
+        self._begun_tokens = 0
 
     def key(self, request: RequestView) -> float:
         return request.deadline_s
 
-    def is_hopeless(self, request: RequestView, now_s: float) -> bool:
-        if not self.prefill_tokens_per_s:
-            return False
-        uncached = request.num_tokens - request.best_matched_tokens
-        return now_s + uncached / self.prefill_tokens_per_s > request.deadline_s
+    def started(self, request: RequestView) -> None:
+        self._begun_tokens += _uncached_tokens(request)
 
-    def ordered(self, now_s: float) -> Iterator[RequestView]:
-        hopeless = []
-        for request in super().ordered(now_s):
-            if self.is_hopeless(request, now_s):
-                hopeless.append(request)
-            else:
+    def hopeless(self, now_s: float) -> Iterator[RequestView]:
+        rate = self.prefill_tokens_per_s or self._measure(now_s)
+        for request in super().ordered(now_s) if rate else ():
+            if request.deadline_s == math.inf:
+                return
+            if now_s + _uncached_tokens(request) / rate > request.deadline_s:
                 yield request
-        yield from itertools.chain(hopeless)
+
+    def _measure(self, now_s: float) -> float:
+        if math.isnan(self._began_s):
+            self._began_s, self._begun_tokens = now_s, 0
+        elapsed_s = now_s - self._began_s
+        if elapsed_s >= WINDOW_S:
+            self._best_tokens_per_s = max(self._best_tokens_per_s, self._begun_tokens / elapsed_s)
+            self._began_s, self._begun_tokens = now_s, 0
+        return self._best_tokens_per_s
+
+
+def _uncached_tokens(request: RequestView) -> int:
+    return request.num_tokens - request.best_matched_tokens

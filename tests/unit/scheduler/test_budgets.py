@@ -105,6 +105,55 @@ def test_the_time_to_come_back_is_what_the_queue_needs_to_drain() -> None:
     assert client.endings[12].retry_after_s == pytest.approx(20 / 20, rel=0.05)
 
 
+def test_a_tenant_is_told_its_own_time() -> None:
+    """The other's tokens leave the queue ten times as fast."""
+    system, client = system_with(tenant_max_queued_tokens=30)
+    for second in range(5):
+        system.submit("s", 2 * second, [9] * 20, params(1), tenant="slow")
+        for i in range(10):
+            system.submit("s", 100 + 10 * second + i, [8] * 20, params(1), tenant="fast")
+            system.run()
+        system.now_s += 1.0
+        system.scheduler.tick(system.now_s)
+    system.kill(system.workers[0])
+    for handle, tenant in ((200, "slow"), (201, "slow"), (202, "fast"), (203, "fast")):
+        system.submit("s", handle, [9] * 20, params(1), tenant=tenant)
+    assert client.endings[201].retry_after_s == pytest.approx(10 / 20, rel=0.05)
+    assert client.endings[203].retry_after_s == pytest.approx(0.1, rel=0.05), "10 / 200, but no less than a tenth"
+
+
+def test_the_deadline_order_gives_up_who_cannot_make_it() -> None:
+    system, client = system_with(build(choose("", {"order": "deadline"}, {"prefill_tokens_per_s": 10})))
+    system.kill(system.workers[0])
+    system.submit("s", 1, [9] * 40, params(4), deadline_s=5.0)
+    system.submit("s", 2, [9] * 40, params(4), deadline_s=3.0)
+    system.submit("s", 3, [9] * 40, params(4))
+    system.scheduler.tick(0.1)
+    system.poll()
+    assert client.endings.keys() == {2}
+    assert client.endings[2].code == CODE_DEADLINE_EXCEEDED
+    assert client.endings[2].message == "deadline_s: 2.9 s are left, which is too little"
+    system.scheduler.tick(1.2)
+    system.poll()
+    assert client.endings.keys() == {1, 2}
+
+
+def test_the_deadline_order_learns_how_fast_prompts_are_taken_up() -> None:
+    system, client = system_with(build(choose("", {"order": "deadline"})))
+    system.scheduler.tick(0.0)
+    system.submit("s", 1, [9] * 40, params(1))
+    system.run()
+    system.scheduler.tick(2.0)  # 20 tokens a second
+    system.kill(system.workers[0])
+    system.submit("s", 2, [8] * 40, params(1), deadline_s=4.5)
+    system.scheduler.tick(2.1)
+    system.poll()
+    assert 2 not in client.endings
+    system.scheduler.tick(2.6)
+    system.poll()
+    assert client.endings[2].code == CODE_DEADLINE_EXCEEDED
+
+
 def test_waiting_and_running_have_their_time() -> None:
     system, client = system_with(waiting_timeout_s=5.0, running_timeout_s=7.0)
     system.submit("s", 1, [9] * 4, params(200))
