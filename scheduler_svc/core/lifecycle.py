@@ -179,6 +179,7 @@ class Lifecycle:
     def evacuate(self, worker: Worker) -> list[Request]:
         """Take every live request off the worker, with all its known tokens. Their sequences are dropped."""
         for parked in worker.parked.values():
+            self._matched.pop(parked.sequence, None)
             parked.phase, parked.sequence, parked.prompt_is_computed = Phase.ENDED, 0, False
         worker.parked.clear()
         requests = worker.drop_draft()

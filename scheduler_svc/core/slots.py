@@ -76,10 +76,6 @@ class SlotTable:
     def num_free(self) -> int:
         return len(self._free)
 
-    @property
-    def num_used(self) -> int:
-        return self.num_slots - len(self._free)
-
     def occupy(self, request: Request, session_index: int, num_blocks: int) -> int:
         """Seat a request whose known tokens are in `num_blocks` blocks."""
         slot = self._free.pop()

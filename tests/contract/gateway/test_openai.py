@@ -210,14 +210,18 @@ def validator(schema_name: str) -> Any:
     )
 
 
+def errors(schema_name: str, body: Any) -> list[str]:
+    return [error.message for error in validator(schema_name).iter_errors(body)]
+
+
 async def test_answers_are_valid_by_the_published_schema(running: Running) -> None:
     chat = {"model": MODEL, "messages": CHAT, "max_tokens": 4}
     body = (await running.http.post("/v1/chat/completions", json=chat)).json()
-    validator("CreateChatCompletionResponse").validate(body)
+    assert errors("CreateChatCompletionResponse", body) == []
     body = (await running.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4})).json()
-    validator("CreateCompletionResponse").validate(body)
-    validator("ListModelsResponse").validate((await running.http.get("/v1/models")).json())
-    validator("Model").validate((await running.http.get(f"/v1/models/{MODEL}")).json())
+    assert errors("CreateCompletionResponse", body) == []
+    assert errors("ListModelsResponse", (await running.http.get("/v1/models")).json()) == []
+    assert errors("Model", (await running.http.get(f"/v1/models/{MODEL}")).json()) == []
 
 
 async def test_chunks_are_valid_by_the_published_schema(running: Running) -> None:
@@ -226,6 +230,5 @@ async def test_chunks_are_valid_by_the_published_schema(running: Running) -> Non
     assert response.headers["content-type"].startswith("text/event-stream")
     events = re.findall(r"^data: (.*)$", response.text, re.MULTILINE)
     assert events[-1] == "[DONE]"
-    check = validator("CreateChatCompletionStreamResponse")
     for event in events[:-1]:
-        check.validate(json.loads(event))
+        assert errors("CreateChatCompletionStreamResponse", json.loads(event)) == []

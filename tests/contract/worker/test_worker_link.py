@@ -252,12 +252,14 @@ async def test_it_waits_for_a_scheduler_that_is_not_there_yet(rig: Rig, tmp_path
     server = await late.start(late.port)
     try:
         link = await late.accept()
-        await asyncio.wait_for(ready, 10)
+        assert (await asyncio.wait_for(ready, 10)) is not None
+        assert not worker.done()
         stop.set()
         while (await link.next()).WhichOneof("message") != "drain":
             pass
         await link.release()
         await asyncio.wait_for(worker, 5)
+        assert worker.exception() is None
     finally:
         await server.stop(0)
 

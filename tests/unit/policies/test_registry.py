@@ -13,7 +13,7 @@ from scheduler_svc.policies.capacity.watermark import Watermark
 from scheduler_svc.policies.order.fcfs import FirstComeFirstServed
 from scheduler_svc.policies.preemption.last_in import LastIn
 from scheduler_svc.policies.presets import PRESETS
-from scheduler_svc.policies.registry import build, choose
+from scheduler_svc.policies.registry import KINDS, build, choose, find
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -82,7 +82,8 @@ class Sideways(LastIn):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_can_be_built(preset: str) -> None:
-    build(choose(preset))
+    policies, choice = build(choose(preset)), PRESETS[preset]
+    assert [type(getattr(policies, kind)) for kind in KINDS] == [find(kind, getattr(choice, kind)) for kind in KINDS]
 
 
 def test_options_reach_their_policies() -> None:
