@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 from cache_svc.core.errors import Code, LinkError, OpError
 from cache_svc.core.invariants import check_state
 from cache_svc.core.table import Sequence, SwappedSequence, pack_int32
-from cache_svc.core.tree import TOKEN_BYTES, PrefixTree, held_depths, live_depths
+from cache_svc.core.tree import TOKEN_BYTES, PrefixTree
 from cache_svc.core.waiting import MAX_SETTLED, Waiter
 from cache_svc.core.worker import Counters, Worker, check_token_bytes
 from paceline.v1 import cache_pb2 as pb
@@ -117,7 +118,7 @@ class CacheCore:
 
     def _count_evictions(self, worker: Worker) -> None:
         counted_before = worker.reported[3] if worker.reported else 0
-        self.counters.evicted_blocks += worker.pool.evicted_blocks_total - counted_before
+        self.counters.evicted_blocks += worker.device.evicted_blocks_total - counted_before
 
     # ------------------------------------------------------------------------------------------------- workers
 
@@ -132,6 +133,8 @@ class CacheCore:
             raise OpError(Code.INVALID_ARGUMENT, "block_size: must be at least 1 token")
         if self.tree is None:
             self.tree = PrefixTree(op.block_size)
+            for waiter in self.waiting.values():
+                waiter.node = self.tree.root
             self.tree.stale.update(self.waiting)
         elif self.tree.block_size != op.block_size:
             raise OpError(
@@ -139,7 +142,7 @@ class CacheCore:
                 f"block_size: {op.block_size} differs from {self.tree.block_size}, which the other workers have",
             )
         index = 0
-        while index in self.workers_by_index:  # bits of workers that left are used again: the masks stay short
+        while index in self.workers_by_index:
             index += 1
         worker = Worker(op.worker, index, self.tree, op.num_blocks, op.prefix_caching, op.num_host_blocks)
         self.workers[op.worker] = self.workers_by_index[index] = worker
@@ -148,7 +151,7 @@ class CacheCore:
     def _remove_worker(self, op: pb.RemoveWorkerOp, _: pb.CacheOpResult) -> None:
         worker = self._worker(op.worker)
         self._count_evictions(worker)
-        worker.leave_tree()
+        worker.device.leave_tree()
         for sequence_id in worker.sequences:
             del self.admitted[sequence_id]
         for sequence_id in worker.swapped:
@@ -157,9 +160,9 @@ class CacheCore:
         self._touched.pop(op.worker, None)
         if not self.workers:
             self.tree = None
-            self._asked += [waiter.sequence_id for waiter in self.waiting.values() if waiter.path]
+            self._asked += [waiter.sequence_id for waiter in self.waiting.values() if waiter.depth]
             for waiter in self.waiting.values():
-                waiter.path, waiter.watched = [], None
+                waiter.depth, waiter.watch = 0, None
 
     def _worker(self, worker_id: int) -> Worker:
         worker = self.workers.get(worker_id)
@@ -179,6 +182,7 @@ class CacheCore:
         waiter = self.waiting[op.sequence] = Waiter(op.sequence, token_ids)
         result.match.SetInParent()
         if self.tree is not None:
+            waiter.node = self.tree.root
             waiter.settle(self.tree)
             self._report_match(waiter, result.match.matches)
 
@@ -198,22 +202,31 @@ class CacheCore:
         if tree is not None and (asked or tree.stale):
             changed = [waiter for waiter in list(tree.stale.values())[:MAX_SETTLED] if waiter.settle(tree)]
             for waiter in asked.values():
-                if waiter.watched is None or waiter.sequence_id in tree.stale:
+                if waiter.watch is None:
                     waiter.settle(tree)
             asked.update((waiter.sequence_id, waiter) for waiter in changed)
         for sequence_id, waiter in asked.items():
             self._report_match(waiter, response.match_updates.add(sequence=sequence_id).matches)
 
     def _report_match(self, waiter: Waiter, matches: Any) -> None:
-        path = waiter.path
-        if self.tree is None or not path:
+        if self.tree is None or not waiter.depth:
             return
+        held: dict[int, int] = {}
+        live: dict[int, int] = {}
+        node, depth = waiter.place()
+        while node.parent is not None:  # from the far end up: the first time a worker is met says how far it goes
+            for index, holding in node.holdings.items():
+                if index not in held:
+                    held[index] = depth
+                if holding.users and index not in live:
+                    live[index] = depth
+            node = node.parent
+            depth = node.end
         block_size = self.tree.block_size
-        live = live_depths(path)
-        for index, depth in sorted(held_depths(path).items()):
+        for index in sorted(held):
             matches.add(
                 worker=self.workers_by_index[index].worker_id,
-                num_tokens=depth * block_size,
+                num_tokens=held[index] * block_size,
                 num_live_tokens=live.get(index, 0) * block_size,
             )
 
@@ -229,9 +242,9 @@ class CacheCore:
             sequence, result.admit.copy_from = worker.fork(op.sequence, waiter.token_ids, parent)
             self.counters.forked_sequences += 1
         else:
-            if op.sequence in worker.tree.stale:
+            if waiter.watch is None:
                 waiter.settle(worker.tree)
-            sequence = worker.admit(op.sequence, waiter.token_ids, waiter.path, op.num_new_tokens)
+            sequence = worker.admit(op.sequence, waiter.token_ids, *waiter.place(), op.num_new_tokens)
         waiter.leave(worker.tree)
         del self.waiting[op.sequence]
         self.admitted[op.sequence] = sequence
@@ -259,10 +272,11 @@ class CacheCore:
                 raise OpError(Code.FAILED_PRECONDITION, f"sequence {op.sequence} is not swapped out")
             raise OpError(Code.NOT_FOUND, f"sequence {op.sequence} is not known")
         worker = swapped.worker
-        sequence = self.admitted[op.sequence] = worker.swap_in(swapped)
+        sequence, num_cached = worker.swap_in(swapped)
+        self.admitted[op.sequence] = sequence
         del self.swapped[op.sequence]
         self._touched[worker.worker_id] = worker
-        num_cached, end = len(sequence.nodes), len(swapped.host_blocks)
+        end = len(swapped.host_blocks)
         self.counters.swapped_in_blocks += end - num_cached
         admit = result.swap_in.admit
         admit.num_cached_tokens = min(swapped.num_computed_tokens, swapped.num_tokens - 1)
@@ -279,13 +293,13 @@ class CacheCore:
             worker.check_room(num_blocks)
         taken = {}
         for worker, num_blocks in needed.items():
-            taken[worker] = worker.pool.take(num_blocks)
+            taken[worker] = worker.device.take(num_blocks)
             self._touched[worker.worker_id] = worker
         if len(taken) == 1:
             (block_ids,) = taken.values()
         else:
             grants = {worker: iter(blocks) for worker, blocks in taken.items()}
-            block_ids = [next(grants[worker]) for worker in workers]
+            block_ids = array("i", (next(grants[worker]) for worker in workers))
         for sequence, block in zip(sequences, block_ids, strict=True):
             sequence.table.append(block)
         result.extend.block_ids = pack_int32(block_ids)
@@ -300,7 +314,7 @@ class CacheCore:
             sequence.num_tokens += num_new
             sequence.num_computed_tokens = computed
             worker = sequence.worker
-            if computed // worker.tree.block_size > len(sequence.nodes):
+            if worker.prefix_caching and computed // worker.tree.block_size > sequence.node.end:
                 worker.store(sequence)
             self._touched[worker.worker_id] = worker
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 from cache_svc.core.errors import InvariantError
 from cache_svc.core.table import Sequence, SwappedSequence
-from cache_svc.core.tree import PrefixTree
+from cache_svc.core.tree import Holding, PrefixNode, PrefixTree, subtree
 from cache_svc.core.waiting import Waiter
 from cache_svc.core.worker import Worker
 
@@ -35,7 +35,7 @@ def check_state(
         _check_waiter(waiter, tree)
     _require(tree.stale.keys() <= waiting.keys(), "a place is stale of a sequence that does not wait")
     for worker in workers.values():
-        _check_pool(worker)
+        _check_device(worker)
         _check_host(worker)
         _check_eviction_order(worker)
     _check_tree(tree, workers)
@@ -53,51 +53,83 @@ def _check_sequence(sequence: Sequence) -> None:
     _require(sequence.num_computed_tokens <= sequence.num_tokens, f"{name}: computed more tokens than it has")
     _require(whole_computed <= len(sequence.table), f"{name}: computed more tokens than its blocks hold")
     _require(len(set(sequence.table)) == len(sequence.table), f"{name}: a block stands twice in its table")
-    _require(len(sequence.nodes) == (whole_computed if worker.prefix_caching else 0), f"{name}: wrong number of nodes")
-    parent = tree.root
-    for i, node in enumerate(sequence.nodes):
-        expected = bytes(sequence.tokens[i * tree.block_bytes : (i + 1) * tree.block_bytes])
-        _require(node.parent is parent and node.key == expected, f"{name}: node {i} is not the one of its tokens")
-        _require(bool(node.live & worker.bit), f"{name}: node {i} is in use and not live")
-        parent = node
+    path = _path(sequence.node)
+    if worker.prefix_caching:
+        _require(sequence.node.end == whole_computed, f"{name}: its node does not end where its whole blocks do")
+        _require((path[0].parent if path else sequence.node) is tree.root, f"{name}: its node is not in the tree")
+    tokens = b"".join(node.key for node in path)
+    _require(sequence.tokens.startswith(tokens), f"{name}: its nodes are not those of its tokens")
+    _require(len(tokens) == sequence.node.end * tree.block_bytes, f"{name}: its nodes end at a wrong place")
+    _require(all(worker.index in node.holdings for node in path), f"{name}: uses a node that is not held")
+    held = [block for node in path for block in node.holdings[worker.index].blocks]
+    own = [block for block, shared in zip(sequence.table, held, strict=False) if block != shared]
+    _require(list(sequence.duplicates) == own, f"{name}: duplicates are not its own blocks of what is stored")
+
+
+def _path(node: PrefixNode) -> list[PrefixNode]:
+    """From the root, which is left out, to the node."""
+    path = []
+    while node.parent is not None:
+        path.append(node)
+        node = node.parent
+    return path[::-1]
 
 
 def _check_waiter(waiter: Waiter, tree: PrefixTree) -> None:
     name = f"waiting sequence {waiter.sequence_id}"
     if waiter.sequence_id in tree.stale:
+        _require(waiter.watch is None, f"{name}: is stale and watches")
         return
-    _require(waiter.path == tree.walk(waiter.token_ids), f"{name}: its place is not where a walk ends")
-    end = waiter.path[-1] if waiter.path else tree.root
-    _require(waiter.watched is end, f"{name}: watches another node than its last")
-    watched = (end.watchers or {}).get(waiter.wanted, {}).get(waiter.sequence_id)
-    _require(watched is waiter, f"{name}: its node does not know of it")
-
-
-def _check_pool(worker: Worker) -> None:
-    """Users recounted; each block in one state; a shared or stored block is never one that somebody still writes."""
-    name, pool = f"worker {worker.worker_id}", worker.pool
-    users: Counter[int] = Counter()
-    for sequence in worker.sequences.values():
-        shared = [node.block_of[worker.index] for node in sequence.nodes]
-        users.update(set(shared) | set(sequence.table))
-        writable = sequence.table[len(shared) :]
-        _require(not any(block in worker.node_of for block in writable), f"{name}: a stored block can be written")
-    for block, count in users.items():
-        may_share = block in worker.node_of or not worker.prefix_caching
-        _require(count == 1 or may_share, f"{name}: block {block} has {count} users and is not stored")
-    counted = {block: count for block, count in enumerate(pool.users) if count}
-    _require(counted == users, f"{name}: the pool's users are not those of the sequences")
-    free, cached = pool.free_block_ids(), pool.cached_block_ids()
-    states = [*free, *cached, *users]
-    handed_out = pool.first_untouched - 1
-    _require(len(states) == handed_out, f"{name}: {len(states)} blocks in some state, not {handed_out}")
-    _require(set(states) == set(range(1, handed_out + 1)), f"{name}: a block is in two states, or out of range")
-    _require(handed_out <= pool.num_blocks, f"{name}: block {handed_out} is beyond the pool")
-    _require(pool.free_blocks + pool.cached_blocks + pool.used_blocks == pool.num_blocks, f"{name}: wrong counters")
-    _require(pool.used_blocks == len(users), f"{name}: used_blocks is {pool.used_blocks}, not {len(users)}")
+    node, depth = waiter.place()
+    _require((node, depth) == tree.walk(waiter.token_ids, tree.root, 0), f"{name}: its place is not where a walk ends")
+    _require((node.watches or {}).get(depth) is waiter.watch, f"{name}: its node does not know of its watch")
+    assert waiter.watch is not None
+    watched = waiter.watch.waiting.get(waiter.wanted, {}).get(waiter.sequence_id)
+    _require(watched is waiter, f"{name}: its watch does not know of it")
     _require(
-        set(cached) == {b for b in worker.node_of if not pool.users[b]}, f"{name}: cached is not stored and unused"
+        waiter.wanted == tree.next_block(waiter.token_ids, depth), f"{name}: waits for another block than its next"
     )
+
+
+def _holdings(worker: Worker) -> list[Holding]:
+    """Everything that the worker's device holds: in the tree, and in those that families of forks have of their own."""
+    found: dict[int, PrefixNode] = {}
+    for root in [worker.tree.root, *(_root(sequence.node) for sequence in worker.sequences.values())]:
+        found.update((id(node), node) for node in subtree(root) if worker.index in node.holdings)
+    return [node.holdings[worker.index] for node in found.values()]
+
+
+def _root(node: PrefixNode) -> PrefixNode:
+    while node.parent is not None:
+        node = node.parent
+    return node
+
+
+def _check_device(worker: Worker) -> None:
+    """Users recounted; each block in one state; a stored block is never one that somebody still writes."""
+    name, device, pool = f"worker {worker.worker_id}", worker.device, worker.device.pool
+    users: Counter[int] = Counter()
+    private: list[int] = []
+    for sequence in worker.sequences.values():
+        users.update(id(node.holdings[worker.index]) for node in _path(sequence.node))
+        private += [*sequence.duplicates, *sequence.table[sequence.node.end :]]
+    holdings = _holdings(worker)
+    for holding in holdings:
+        block = holding.blocks[0]
+        _require(holding.users == users[id(holding)], f"{name}: wrong number of users of the node with block {block}")
+    stored = [block for holding in holdings for block in holding.blocks]
+    states = [*pool.given_back(), *stored, *private]
+    handed_out = pool.first_untouched - 1
+    _require(sorted(states) == list(range(1, handed_out + 1)), f"{name}: a block is lost, or in two states")
+    _require(handed_out <= pool.num_blocks, f"{name}: block {handed_out} is beyond the pool")
+    unused = [holding for holding in holdings if not holding.users]
+    _require(device.keeps or not unused, f"{name}: keeps what nobody uses")
+    cached = sum(len(holding.blocks) for holding in unused)
+    _require(device.cached_blocks == cached, f"{name}: cached_blocks is {device.cached_blocks}, not {cached}")
+    used = len(private) + len(stored) - cached
+    _require(device.used_blocks == used, f"{name}: used_blocks is {device.used_blocks}, not {used}")
+    order = device.eviction_order()
+    _require(len(order) == len(unused) and set(order) == set(unused), f"{name}: what is unused is not to be evicted")
 
 
 def _check_host(worker: Worker) -> None:
@@ -110,47 +142,47 @@ def _check_host(worker: Worker) -> None:
             len(swapped.host_blocks) == num_blocks, f"{name}: sequence {swapped.sequence_id} has wrong host blocks"
         )
     used = [block for swapped in worker.swapped.values() for block in swapped.host_blocks]
-    states = [*pool.free_block_ids(), *used]
     handed_out = pool.first_untouched - 1
+    states = [*pool.given_back(), *used]
     _require(sorted(states) == list(range(1, handed_out + 1)), f"{name}: a host block is lost, or in two states")
     _require(handed_out <= pool.num_blocks, f"{name}: host block {handed_out} is beyond the pool")
-    _require(all(pool.users[block] == 1 for block in used), f"{name}: a host block has not one user")
-    _require((pool.cached_blocks, pool.used_blocks) == (0, len(used)), f"{name}: wrong host counters")
-    _require(pool.free_blocks + pool.used_blocks == pool.num_blocks, f"{name}: host blocks do not add up")
+    _require(pool.num_free + len(used) == pool.num_blocks, f"{name}: host blocks do not add up")
 
 
 def _check_eviction_order(worker: Worker) -> None:
-    """Children before their parents (why: worker.py)."""
-    order = {block: position for position, block in enumerate(worker.pool.cached_block_ids())}
-    for block, position in order.items():
-        parent = worker.node_of[block].parent
+    """Children before their parents (why: memory.py)."""
+    order = {id(holding): position for position, holding in enumerate(worker.device.eviction_order())}
+    for holding in worker.device.eviction_order():
+        parent = holding.node.parent
         if parent is None or parent.parent is None:
             continue  # the parent is the root
-        _require(worker.index in parent.block_of, f"worker {worker.worker_id}: the parent of block {block} is gone")
-        above = order.get(parent.block_of[worker.index])
-        _require(above is None or position < above, f"worker {worker.worker_id}: a parent goes before block {block}")
+        above = order.get(id(parent.holdings[worker.index]))
+        name = f"worker {worker.worker_id}: block {holding.blocks[0]}"
+        _require(above is None or order[id(holding)] < above, f"{name} goes after its parent")
 
 
 def _check_tree(tree: PrefixTree, workers: dict[int, Worker]) -> None:
-    stored: dict[int, set[tuple[int, int]]] = {worker.index: set() for worker in workers.values()}
-    by_index = {worker.index: worker for worker in workers.values()}
-    num_nodes = 0
-    for node in tree.nodes():
-        num_nodes += 1
-        parent = node.parent
-        _require(parent is not None and parent.children.get(node.key) is node, "a node is not its parent's child")
-        _require(len(node.key) == tree.block_bytes, "a node is not one block long")
-        _require(node.holders == sum(1 << index for index in node.block_of), "holders is not the mask of block_of")
-        _require(node.holders != 0, "a node without holders is left in the tree")
-        live = sum(1 << index for index, block in node.block_of.items() if by_index[index].pool.users[block])
-        _require(node.live == live, "live is not the mask of the blocks in use")
-        if parent is not None and parent is not tree.root:
-            _require(not node.holders & ~parent.holders, "a node is held by a worker that does not hold its parent")
-            _require(not node.live & ~parent.live, "a node is live on a worker where its parent is not")
-        for index, block in node.block_of.items():
-            _require(by_index[index].node_of.get(block) is node, f"block {block} does not lead back to its node")
-            stored[index].add((index, block))
-    _require(num_nodes == tree.num_nodes, f"num_nodes is {tree.num_nodes}, not {num_nodes}")
-    for worker in workers.values():
-        known = {(worker.index, block) for block in worker.node_of}
-        _require(stored[worker.index] == known, f"worker {worker.worker_id}: node_of is not what the tree holds")
+    indexes = {worker.index for worker in workers.values()}
+    for root in [tree.root, *(_root(s.node) for worker in workers.values() for s in worker.sequences.values())]:
+        for node in subtree(root):
+            _check_node(node, root, tree, indexes)
+
+
+def _check_node(node: PrefixNode, root: PrefixNode, tree: PrefixTree, indexes: set[int]) -> None:
+    parent = node.parent
+    first = node.key[: tree.block_bytes]
+    _require(parent is not None and parent.children.get(first) is node, "a node is not its parent's child")
+    num_blocks = node.end - node.start
+    _require(
+        len(node.key) == num_blocks * tree.block_bytes > 0, "a node's tokens do not reach from its start to its end"
+    )
+    _require(num_blocks <= tree.max_node_blocks, "a node is too long")
+    _require(bool(node.holdings), "a node without holders is left in the tree")
+    _require(node.holdings.keys() <= indexes, "a node is held by a worker that is gone")
+    for index, holding in node.holdings.items():
+        _require(holding.node is node and len(holding.blocks) == num_blocks, "a holding is not that of its node")
+        children = [child.holdings[index] for child in node.children.values() if index in child.holdings]
+        _require(holding.num_children == len(children), "wrong number of children that a memory holds")
+        _require(holding.users >= max((child.users for child in children), default=0), "a child has more users")
+        if parent is not root:
+            _require(parent is not None and index in parent.holdings, "a node is held, and its parent is not")

@@ -1,180 +1,173 @@
-"""The prefix tree: which blocks of tokens are stored on which workers.
+"""The prefix tree: which tokens are stored where. A radix tree over whole blocks, one for all workers.
 
-One tree for all workers. A node is one whole block of tokens after everything on the way from the root to it, and is
-found by the tokens themselves (their bytes are the dictionary key), so equal hashes cannot serve wrong KV.
+A node is a run of whole blocks of tokens that come after everything on the way from the root to it. Its key is these
+very tokens, and a child is found by the tokens of its first block, so equal hashes cannot serve wrong KV. Runs are cut
+(`split`) where sequences part, and where what is known of them differs, so that everything about a node holds for all
+of it: a memory (memory.py) holds a whole node or nothing of it, and who uses a node uses all of it.
 
-Two facts carry everything here. For any one worker, going down a path,
+Two facts carry everything here. For any one memory, going down a path,
 
-  * nodes it holds come first, nodes it does not hold come after     (`holders` only loses bits on the way down);
-  * of these, nodes in use come first, nodes only cached come after  (`live` only loses bits on the way down).
+  * nodes it holds come first, nodes it does not hold come after;
+  * of these, nodes in use come first, nodes only cached come after.
 
 The first holds because a sequence commits its blocks from the first on, and because eviction takes leaves before their
-parents (shown in worker.py). The second because a sequence that uses a node uses all nodes above it. Hence
-one walk down by tokens, the same for all workers, and then each worker's depth by bisection. And a node that loses its
+parents (shown in memory.py). The second because a sequence that uses a node uses all nodes above it. Hence one walk
+down by tokens, the same for all workers, and then one way up that meets each worker's depth. And a node that loses its
 last holder has no children left: it is unhooked at once, and nothing has to be swept.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from itertools import chain
-from operator import attrgetter
-from struct import Struct
+from array import array
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cache_svc.core.waiting import Waiter
+    from cache_svc.core.waiting import Waiter, Watch
 
 TOKEN_BYTES = 4
-BLOCKS_PER_CUT = 32
+# Longer runs become several nodes: to split one costs a copy of it.
+MAX_NODE_TOKENS = 2048
+
+
+class Holding:
+    """A node in one memory: `blocks[i]` there has the KV of the node's block i."""
+
+    __slots__ = ("blocks", "node", "num_children", "users")
+
+    def __init__(self, node: PrefixNode, blocks: array[int], users: int, num_children: int) -> None:
+        self.node = node
+        self.blocks = blocks
+        self.users = users  # sequences that run with it
+        self.num_children = num_children  # of the node, in the same memory
 
 
 class PrefixNode:
-    """One block of tokens at one place of the tree. `holders` and `live` are masks of worker indexes."""
+    """Places in the tree are counted in blocks from the root: this node's blocks are start ... end - 1."""
 
-    __slots__ = ("block_of", "children", "holders", "key", "live", "parent", "watchers")
+    __slots__ = ("children", "end", "holdings", "key", "parent", "watches")
 
-    def __init__(self, parent: PrefixNode | None, key: bytes, block_of: dict[int, int], mask: int) -> None:
+    def __init__(self, parent: PrefixNode | None, key: bytes, end: int) -> None:
         self.parent = parent
         self.key = key
-        self.children: dict[bytes, PrefixNode] = {}
-        self.block_of = block_of  # worker index -> block id
-        self.holders = mask  # the keys of block_of
-        self.live = mask  # of these, where the block has a user
-        # Waiting sequences whose match ends here, by the key of their next block and their id (see waiting.py).
-        self.watchers: dict[bytes, dict[int, Waiter]] | None = None
+        self.end = end
+        self.children: dict[bytes, PrefixNode] = {}  # by the tokens of their first block
+        self.holdings: dict[int, Holding] = {}  # by memory index
+        self.watches: dict[int, Watch] | None = None  # waiting sequences whose match ends in this node, by where
 
-
-_holders: Callable[[PrefixNode], int] = attrgetter("holders")
-_live: Callable[[PrefixNode], int] = attrgetter("live")
+    @property
+    def start(self) -> int:
+        return self.parent.end if self.parent is not None else 0
 
 
 class PrefixTree:
     """A tree of blocks of `block_size` tokens each."""
 
-    __slots__ = ("_cut", "block_bytes", "block_size", "num_nodes", "root", "stale")
+    __slots__ = ("block_bytes", "block_size", "max_node_blocks", "root", "stale")
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.block_bytes = block_size * TOKEN_BYTES
-        self.root = PrefixNode(None, b"", {}, 0)
-        self.num_nodes = 0  # without the root
+        self.max_node_blocks = max(1, MAX_NODE_TOKENS // block_size)
+        self.root = PrefixNode(None, b"", 0)
         self.stale: dict[int, Waiter] = {}  # waiting sequences whose place has changed, by id
-        # Entry n cuts n blocks at once, several times as fast as n slices.
-        self._cut = [Struct(f"{self.block_bytes}s" * n) for n in range(BLOCKS_PER_CUT + 1)]
 
-    def walk(self, token_ids: bytes) -> list[PrefixNode]:
-        """The nodes of the longest stored prefix of whole blocks, from the root down, on whichever worker.
+    def max_match(self, token_ids: bytes) -> int:
+        """Blocks that a match may have: never the one with the last token, as a model needs one to compute."""
+        return (len(token_ids) // TOKEN_BYTES - 1) // self.block_size
 
-        Never the block with the last token: a model needs at least one token to compute.
+    def next_block(self, token_ids: bytes, depth: int) -> bytes:
+        """The tokens of that block; none if a match cannot have it."""
+        begin = depth * self.block_bytes
+        return token_ids[begin : begin + self.block_bytes] if depth < self.max_match(token_ids) else b""
+
+    def walk(self, token_ids: bytes, node: PrefixNode, depth: int) -> tuple[PrefixNode, int]:
+        """Where the longest stored prefix ends, on whichever worker: a node, and how many blocks from the root.
+
+        `node` and `depth` are a place on the way to it: the root and 0, or one that an earlier walk found.
         """
-        path: list[PrefixNode] = []
-        self.walk_on(token_ids, path)
-        return path
+        limit, block_bytes = self.max_match(token_ids), self.block_bytes
+        while depth < limit:
+            if depth == node.end:
+                begin = depth * block_bytes
+                child = node.children.get(token_ids[begin : begin + block_bytes])
+                if child is None:
+                    break
+                node = child
+            depth = self.follow(node, token_ids, limit)
+            if depth < node.end:
+                break
+        return node, depth
 
-    def walk_on(self, token_ids: bytes, path: list[PrefixNode]) -> None:
-        """Lengthen a path that is a prefix of the walk to all of it."""
-        num_blocks = (len(token_ids) // TOKEN_BYTES - 1) // self.block_size
-        children = path[-1].children if path else self.root.children
-        if not children:
-            return
-        for key in self.blocks(token_ids, len(path), num_blocks):
-            node = children.get(key)
-            if node is None:
-                return
-            path.append(node)
-            children = node.children
+    def follow(self, node: PrefixNode, token_ids: bytes | bytearray, limit: int) -> int:
+        """How many blocks of the tokens the tree has along this node (of which the parent's path has all), up to
+        the node's end or the limit."""
+        block_bytes, start = self.block_bytes, node.start
+        begin = start * block_bytes
+        if node.end <= limit and token_ids.startswith(node.key, begin):
+            return node.end
+        key = memoryview(node.key)
+        low, high = 0, min(node.end, limit) - start
+        while low < high:  # blocks 0 ... low - 1 are equal, block `high` is not
+            middle = (low + high + 1) // 2
+            at = begin + low * block_bytes
+            if token_ids.startswith(key[low * block_bytes : middle * block_bytes], at):
+                low = middle
+            else:
+                high = middle - 1
+        return start + low
 
-    def blocks(self, token_ids: bytes | bytearray, first: int, end: int) -> Iterator[bytes]:
-        """The keys of these blocks of a sequence, which has as many. They are cut some at a time: one who stops early
-        pays for few."""
-        return chain.from_iterable(
-            self._cut[min(BLOCKS_PER_CUT, end - start)].unpack_from(token_ids, start * self.block_bytes)
-            for start in range(first, end, BLOCKS_PER_CUT)
-        )
-
-    def block_at(self, token_ids: bytes, index: int) -> bytes:
-        """The key of that block of a sequence; empty if a match cannot reach so far."""
-        if index >= (len(token_ids) // TOKEN_BYTES - 1) // self.block_size:
-            return b""
-        return token_ids[index * self.block_bytes : (index + 1) * self.block_bytes]
-
-    def grow(self, parent: PrefixNode, key: bytes, index: int, block: int) -> PrefixNode:
-        """A child of `parent` that was not there, held by the worker of this index and in use."""
-        node = parent.children[key] = PrefixNode(parent, key, {index: block}, 1 << index)
-        self.num_nodes += 1
-        if parent.watchers is not None and (waiting := parent.watchers.pop(key, None)) is not None:
-            self.stale.update(waiting)
+    def grow(self, parent: PrefixNode, key: bytes) -> PrefixNode:
+        """A child of `parent` that was not there. It is held by nobody yet."""
+        block_bytes = self.block_bytes
+        first = key[:block_bytes]
+        node = parent.children[first] = PrefixNode(parent, key, parent.end + len(key) // block_bytes)
+        watch = parent.watches.get(parent.end) if parent.watches else None
+        if watch is not None:
+            self.stale.update(watch.drop(first))
         return node
 
-    def release(self, node: PrefixNode, index: int) -> None:
-        """The worker holds this node no more. A node without holders leaves the tree."""
-        del node.block_of[index]
-        keep = ~(1 << index)
-        node.holders &= keep
-        node.live &= keep
-        if not node.holders:
-            parent = node.parent
-            assert parent is not None  # the root is never held
-            del parent.children[node.key]
-            self.num_nodes -= 1
-            if node.watchers is not None:
-                for waiting in node.watchers.values():
-                    self.stale.update(waiting)
-                node.watchers = None
+    def split(self, node: PrefixNode, depth: int) -> PrefixNode:
+        """Cut a node in two at a place within it; returns the front part. The node itself becomes the back part, so
+        that whoever uses both keeps what he has."""
+        parent = node.parent
+        assert parent is not None
+        num_blocks = depth - parent.end
+        assert 0 < num_blocks < node.end - parent.end, "a node is split within it"
+        cut, block_bytes = num_blocks * self.block_bytes, self.block_bytes
+        front = PrefixNode(parent, node.key[:cut], depth)
+        parent.children[node.key[:block_bytes]] = front
+        node.key, node.parent = node.key[cut:], front
+        front.children[node.key[:block_bytes]] = node
+        for index, holding in node.holdings.items():
+            front.holdings[index] = Holding(front, holding.blocks[:num_blocks], holding.users, 1)
+            holding.blocks = holding.blocks[num_blocks:]
+        if node.watches:
+            for watch in [watch for at, watch in node.watches.items() if at <= depth]:
+                watch.move(front)
+        return front
 
-    def nodes(self) -> Iterator[PrefixNode]:
-        """Every node but the root, parents before children."""
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+    def remove(self, node: PrefixNode) -> None:
+        """A node that nobody holds any more leaves the tree."""
+        parent = node.parent
+        assert parent is not None
+        assert not node.children, "a node without holders has no children"
+        del parent.children[node.key[: self.block_bytes]]
+        for watch in (node.watches or {}).values():
+            self.stale.update(watch.drop_all())
+        node.watches = None
 
-
-def held_depths(path: list[PrefixNode]) -> dict[int, int]:
-    """Worker index -> how many nodes of the path it holds. Workers that hold none are left out."""
-    return _depths(path, _holders)
-
-
-def live_depths(path: list[PrefixNode]) -> dict[int, int]:
-    """Worker index -> how many nodes of the path are in use there. Workers with none are left out."""
-    return _depths(path, _live)
-
-
-def held_depth(path: list[PrefixNode], bit: int) -> int:
-    """How many nodes of the path the worker of this mask bit holds."""
-    if path and path[-1].holders & bit:  # as mostly
-        return len(path)
-    return bisect_left(path, True, key=lambda node: not node.holders & bit)
+    def cut(self, node: PrefixNode, depth: int) -> PrefixNode:
+        """The node on the way to this one that ends there; it is made if there is none."""
+        while node.start >= depth and node.parent is not None:
+            node = node.parent
+        return node if node.end == depth else self.split(node, depth)
 
 
-def live_depth(path: list[PrefixNode], bit: int) -> int:
-    """How many nodes of the path are in use on the worker of this mask bit."""
-    if not path or not path[0].live & bit:  # as mostly
-        return 0
-    return bisect_left(path, True, key=lambda node: not node.live & bit)
-
-
-def _depths(path: list[PrefixNode], mask_of: Callable[[PrefixNode], int]) -> dict[int, int]:
-    """From the far end up: the masks only gain bits, so jump from one change to the next by bisection."""
-
-    def fewness(node: PrefixNode) -> int:
-        return -mask_of(node).bit_count()
-
-    depths: dict[int, int] = {}
-    answered = 0
-    end = len(path)
-    while end:
-        mask = mask_of(path[end - 1])
-        new = mask & ~answered
-        while new:
-            bit = new & -new
-            depths[bit.bit_length() - 1] = end
-            new ^= bit
-        answered = mask
-        if mask_of(path[0]) == mask:
-            break
-        end = bisect_left(path, -mask.bit_count(), 0, end, key=fewness)
-    return depths
+def subtree(root: PrefixNode) -> Iterator[PrefixNode]:
+    """Every node below this one, parents before children."""
+    stack = list(root.children.values())
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(node.children.values())

@@ -1,10 +1,10 @@
 """Sequences that wait: each keeps its place in the prefix tree, and learns when that place changes.
 
-A waiting sequence watches the node where its match ends (the root, if nothing matches), for the block that would come
-next. When that block is stored, or the node leaves the tree, the watcher is moved to `stale`, which costs nothing but
-that; it finds its new place from where it stands, not from the root, the next time it is looked at. That is when
-somebody asks for it, or at the end of the exchange; no exchange settles more than MAX_SETTLED of its own accord, so
-that a prefix for which thousands wait does not hold up a step: their turn comes with the next ones.
+A waiting sequence watches the place where its match ends, for the block that would come next. When that block is
+stored, or the node leaves the tree, the sequence is moved to `stale`, which costs nothing but that; it finds its new
+place from where it stands, not from the root, the next time it is looked at. That is when somebody asks for it, or at
+the end of the exchange; no exchange settles more than MAX_SETTLED of its own accord, so that a prefix for which
+thousands wait does not hold up a step: their turn comes with the next ones.
 
 What a watcher does not notice, because the node stays: that another worker comes to hold it or lets it go, and that
 it gets or loses its last user. Both only change what is reported of a worker, never how far the tree knows the
@@ -18,41 +18,103 @@ from cache_svc.core.tree import PrefixNode, PrefixTree
 MAX_SETTLED = 256
 
 
-class Waiter:
-    """`path` leads from the root to where the match ends: the longest stored prefix, on whichever worker."""
+class Watch:
+    """One place of the tree, and who waits there: by the tokens of the next block (none, if a match can get no longer),
+    and by id."""
 
-    __slots__ = ("path", "sequence_id", "token_ids", "wanted", "watched")
+    __slots__ = ("depth", "node", "waiting")
+
+    def __init__(self, node: PrefixNode, depth: int) -> None:
+        self.node = node
+        self.depth = depth
+        self.waiting: dict[bytes, dict[int, Waiter]] = {}
+        if node.watches is None:
+            node.watches = {}
+        node.watches[depth] = self
+
+    def move(self, node: PrefixNode) -> None:
+        """The place belongs to another node now."""
+        self._unhook()
+        self.node = node
+        if node.watches is None:
+            node.watches = {}
+        node.watches[self.depth] = self
+
+    def leave(self, waiter: Waiter) -> None:
+        group = self.waiting[waiter.wanted]
+        del group[waiter.sequence_id]
+        if not group:
+            self._drop_group(waiter.wanted)
+
+    def drop(self, wanted: bytes) -> dict[int, Waiter]:
+        """Nobody waits here for that block any more; returns those who did."""
+        return self._drop_group(wanted) if wanted in self.waiting else {}
+
+    def drop_all(self) -> dict[int, Waiter]:
+        """The place is gone; returns everybody."""
+        everybody: dict[int, Waiter] = {}
+        for group in self.waiting.values():
+            everybody |= group
+        self.waiting = {}
+        for waiter in everybody.values():
+            waiter.watch = None
+        return everybody
+
+    def _drop_group(self, wanted: bytes) -> dict[int, Waiter]:
+        group = self.waiting.pop(wanted)
+        for waiter in group.values():
+            waiter.watch = None
+        if not self.waiting:
+            self._unhook()
+        return group
+
+    def _unhook(self) -> None:
+        watches = self.node.watches
+        assert watches is not None
+        del watches[self.depth]
+        if not watches:
+            self.node.watches = None
+
+
+class Waiter:
+    """`node` and `depth` are where its match ended when it was last looked at: the longest stored prefix, on whichever
+    worker."""
+
+    __slots__ = ("depth", "node", "sequence_id", "token_ids", "wanted", "watch")
+
+    node: PrefixNode
 
     def __init__(self, sequence_id: int, token_ids: bytes) -> None:
         self.sequence_id = sequence_id
         self.token_ids = token_ids
-        self.path: list[PrefixNode] = []
-        self.watched: PrefixNode | None = None
-        self.wanted = b""  # key of the next block; empty: the match can get no longer
+        self.depth = 0
+        self.watch: Watch | None = None
+        self.wanted = b""
+
+    def place(self) -> tuple[PrefixNode, int]:
+        """Where its match ends, of one that is settled."""
+        assert self.watch is not None
+        return self.watch.node, self.depth
 
     def settle(self, tree: PrefixTree) -> bool:
         """Find the place in the tree anew, from the present one; whether it is another one."""
-        path = self.path
-        before = path[-1] if path else None
         self.leave(tree)
-        while path and not path[-1].holders:
-            path.pop()
-        tree.walk_on(self.token_ids, path)
-        end = path[-1] if path else tree.root
-        self.watched, self.wanted = end, tree.block_at(self.token_ids, len(path))
-        if end.watchers is None:
-            end.watchers = {}
-        end.watchers.setdefault(self.wanted, {})[self.sequence_id] = self
-        return (path[-1] if path else None) is not before
+        node, depth = self.node, self.depth
+        is_gone = node.parent is not None and not node.holdings
+        while node.parent is not None and (not node.holdings or depth <= node.start):
+            node = node.parent
+        node, depth = tree.walk(self.token_ids, node, min(depth, node.end))
+        changed = is_gone or depth != self.depth
+        self.node, self.depth = node, depth
+        self.wanted = tree.next_block(self.token_ids, depth)
+        watch = node.watches.get(depth) if node.watches else None
+        self.watch = watch or Watch(node, depth)
+        self.watch.waiting.setdefault(self.wanted, {})[self.sequence_id] = self
+        return changed
 
     def leave(self, tree: PrefixTree) -> None:
-        """Watch nothing."""
+        """Watch nothing. Its place is still known, as long as nobody changes the tree."""
         tree.stale.pop(self.sequence_id, None)
-        node, self.watched = self.watched, None
-        if node is None or node.watchers is None:
-            return
-        group = node.watchers.get(self.wanted)
-        if group is not None and group.pop(self.sequence_id, None) is not None and not group:
-            del node.watchers[self.wanted]
-            if not node.watchers:
-                node.watchers = None
+        if self.watch is not None:
+            self.node, watch, self.watch = self.watch.node, self.watch, None
+            watch.leave(self)

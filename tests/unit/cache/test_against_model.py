@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from cache_svc.core import tree
 from cache_svc.core.errors import Code
+from cache_svc.core.tree import subtree
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 from tests.unit.cache.model import Model, ModelRefusal, Result
@@ -26,8 +29,11 @@ class CacheMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 3),
         num_blocks=st.lists(st.integers(4, 16), min_size=1, max_size=3),
         num_host=st.sampled_from([0, 2, 6, 20]),
+        node_tokens=st.sampled_from([6, tree.MAX_NODE_TOKENS]),
     )
-    def begin(self, block_size: int, num_blocks: list[int], num_host: int) -> None:
+    def begin(self, block_size: int, num_blocks: list[int], num_host: int, node_tokens: int) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(tree, "MAX_NODE_TOKENS", node_tokens)
         self.link = d.Driver()
         self.model = Model()
         self.ops: list[pb.CacheOp] = []
@@ -111,25 +117,25 @@ class CacheMachine(RuleBasedStateMachine):
         assert core.admitted.keys() == self.model.running.keys()
         for sequence_id, sequence in core.admitted.items():
             expected = self.model.running[sequence_id]
-            assert sequence.table == expected.table
+            assert list(sequence.table) == expected.table
             assert d.unpack(bytes(sequence.tokens)) == expected.tokens
             assert sequence.num_computed_tokens == expected.computed
         assert core.swapped.keys() == self.model.swapped.keys()
         for sequence_id, swapped in core.swapped.items():
             off_device = self.model.swapped[sequence_id]
-            assert (d.unpack(swapped.token_ids), swapped.host_blocks) == (off_device.tokens, off_device.host)
+            assert (d.unpack(swapped.token_ids), list(swapped.host_blocks)) == (off_device.tokens, off_device.host)
             assert swapped.num_computed_tokens == off_device.computed
         prefixes = set()
         for worker_id, model_worker in self.model.workers.items():
-            pool = core.workers[worker_id].pool
-            assert pool.cached_block_ids() == [model_worker.stored[prefix] for prefix in model_worker.unused]
-            untouched = list(range(pool.num_blocks, pool.first_untouched - 1, -1))
-            assert untouched + pool.free_block_ids() == model_worker.free
-            host = core.workers[worker_id].host
-            untouched = list(range(host.num_blocks, host.first_untouched - 1, -1))
-            assert untouched + host.free_block_ids() == model_worker.free_host
+            device, host = core.workers[worker_id].device, core.workers[worker_id].host
+            cached = [block for holding in device.eviction_order() for block in reversed(holding.blocks)]
+            assert cached == [model_worker.stored[prefix] for prefix in model_worker.unused]
+            for pool, free in ((device.pool, model_worker.free), (host, model_worker.free_host)):
+                untouched = list(range(pool.num_blocks, pool.first_untouched - 1, -1))
+                assert untouched + pool.given_back() == free
             prefixes |= model_worker.stored.keys()
-        assert (core.tree.num_nodes if core.tree else 0) == len(prefixes)
+        nodes = list(subtree(core.tree.root)) if core.tree else []
+        assert sum(node.end - node.start for node in nodes) == len(prefixes)
 
     @precondition(lambda self: self.model.workers)
     @rule(tokens=tokens, hold=held)
@@ -261,11 +267,12 @@ class CacheMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "link"):
             return
+        self.patch.undo()
         sequences = self.everything()
         self.do(d.free_op(sequences), self.model.free, sequences)
         for worker in self.link.core.workers.values():
-            assert worker.pool.used_blocks == 0
-            assert worker.host.used_blocks == 0
+            assert worker.device.used_blocks == 0
+            assert worker.host.num_free == worker.host.num_blocks
 
     def everything(self) -> list[int]:
         return sorted([*self.model.waiting, *self.model.running, *self.model.swapped])

@@ -8,6 +8,7 @@ import pytest
 
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import Code, InvariantError, LinkError
+from cache_svc.core.tree import subtree
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 from tests.unit.cache.driver import Driver, Refused
@@ -103,7 +104,7 @@ def test_extend_gives_one_block_per_entry_over_workers(link: Driver) -> None:
     link.start(1, A[:4])
     link.start(2, A[:4], worker=1)
     assert link.extend(1, 2, 1) == [2, 2, 3]
-    assert link.core.admitted[1].table == [1, 2, 3]
+    assert list(link.core.admitted[1].table) == [1, 2, 3]
     assert link.extend() == []
 
 
@@ -145,7 +146,8 @@ def test_an_equal_block_stays_private_and_the_shared_one_is_held(link: Driver) -
     link.start(2, [*A, *B])
     link.commit(1, [], 16)
     link.commit(2, [], 32)
-    assert [node.block_of[0] for node in link.core.admitted[2].nodes[:4]] == link.core.admitted[1].table
+    assert link.core.admitted[2].duplicates == link.core.admitted[2].table[:4]
+    assert link.core.admitted[2].node.parent is link.core.admitted[1].node
     link.free(1)
     assert link.pools[0] == (4, 0, 12, 0)  # 8 of its own, and the 4 that it shares
     assert link.probe([*A, *B]) == {0: (32, 32)}
@@ -216,7 +218,7 @@ def test_evicted_blocks_leave_no_nodes_behind(link: Driver) -> None:
     for i in range(50):
         link.run(i, [i * 100 + token for token in range(33)])
     assert link.core.tree is not None
-    assert link.core.tree.num_nodes == 16 - link.pools[0][0]
+    assert sum(node.end - node.start for node in subtree(link.core.tree.root)) == 16 - link.pools[0][0]
     assert link.core.counters.evicted_blocks == link.pools[0][3] > 0
 
 
@@ -388,19 +390,20 @@ def test_the_same_exchanges_give_the_same_answers() -> None:
     assert play() == play()
 
 
-@pytest.mark.parametrize("damage", ["users", "live", "lost node", "order"])
+@pytest.mark.parametrize("damage", ["users", "lost block", "lost node", "order"])
 def test_debug_mode_notices_damage(link: Driver, damage: str) -> None:
-    link.run(1, A)
-    link.start(2, A[:9])
-    worker = link.core.workers[0]
+    link.run(1, A[:8])
+    link.run(2, A)
+    link.start(3, A[:5])
+    device, node = link.core.workers[0].device, link.core.admitted[3].node
     match damage:
         case "users":
-            worker.pool.users[1] += 1
-        case "live":
-            link.core.admitted[2].nodes[0].live = 0
+            node.holdings[0].users += 1
+        case "lost block":
+            device.pool.take(1)
         case "lost node":
-            link.core.admitted[2].nodes[1].children.clear()
+            node.children.clear()
         case "order":
-            worker.pool._unused.move_to_end(worker.pool.cached_block_ids()[0])
+            device._unused.move_to_end(device.eviction_order()[0])
     with pytest.raises(InvariantError):
         link.exchange()

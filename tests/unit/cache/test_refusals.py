@@ -76,6 +76,6 @@ def test_what_is_refused_changes_nothing_and_leaves_the_others_alone(name: str) 
     assert not response.pools
     assert link.core.counters.refused_ops == 2
     sequence = link.core.admitted[1]
-    assert (sequence.num_tokens, sequence.num_computed_tokens, sequence.table) == (6, 5, [1, 2])
+    assert (sequence.num_tokens, sequence.num_computed_tokens, list(sequence.table)) == (6, 5, [1, 2])
     assert link.core.waiting.keys() == {2, 4}
     assert link.core.workers.keys() == {0}

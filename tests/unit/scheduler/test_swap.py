@@ -191,14 +191,14 @@ def test_the_cache_may_have_no_room_for_one_that_comes_back(drains: bool) -> Non
     end = begin(system)
     while not any(op.HasField("swap_in") for exchange in system.to_cache for op in exchange.ops):
         system.move(*system.moves()[0])
-    pool = system.cache.workers[end.id].pool
+    device = system.cache.workers[end.id].device
     system.cache.debug = False
-    taken = pool.take(pool.available_blocks)
+    taken = device.take(device.available_blocks)
     if drains:
         system.scheduler.worker_drain(end.id)
         system.poll()
     system.move("exchange", None)
-    pool.recycle(taken)
+    device.pool.give_back(taken)
     system.cache.debug = True
     system.move("answer", None)
     assert system.scheduler.counters.swapped_in == 0

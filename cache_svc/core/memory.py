@@ -1,0 +1,170 @@
+"""The blocks of one memory, and what of the prefix tree it holds.
+
+Each block is in exactly one of three states:
+
+    free    no user, content worthless             in the pool
+    cached  no user, content in the tree           in a holding without users
+    used    content in the tree, with users        in a holding with users
+            or not, with one user                  in the table of one sequence
+
+Why evicting the least recently used holding never breaks a path. Say node P is the parent of node C, and the memory
+holds both.
+
+  1. Whoever uses C uses P: a sequence takes a path from the root, extends it one node at a time, and lets it go whole.
+  2. So the last user of C that left did use P, and left C before it left P (`leave` goes from the tail to the head),
+     and nobody has used C since. P's last user left no earlier than that one did.
+  3. Hence if neither is in use, C came to stand among the unused before P, and eviction takes the oldest first.
+
+The front part of an unused node that is split does not stand there at all until the rest is evicted; then it stands
+first, where it would stand if it had been a node of its own from the beginning. So C is evicted before P: what is held,
+and what is live, stays connected to the root. check_invariants asserts it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+
+from cache_svc.core.pool import BlockPool
+from cache_svc.core.tree import Holding, PrefixNode, PrefixTree, subtree
+
+
+class Memory:
+    """`index` names it in the nodes' holdings. `keeps`: whether what has no user is kept for reuse."""
+
+    __slots__ = ("_unused", "cached_blocks", "evicted_blocks_total", "index", "keeps", "num_blocks", "pool", "tree")
+
+    def __init__(self, index: int, tree: PrefixTree, num_blocks: int, keeps: bool) -> None:
+        self.index = index
+        self.tree = tree
+        self.num_blocks = num_blocks
+        self.keeps = keeps
+        self.pool = BlockPool(num_blocks)
+        self.cached_blocks = 0
+        self.evicted_blocks_total = 0
+        # Least recently used first. (A linked list in C; a plain dict finds its oldest key by a scan over everything
+        # deleted before it.)
+        self._unused: OrderedDict[Holding, None] = OrderedDict()
+
+    @property
+    def free_blocks(self) -> int:
+        return self.pool.num_free
+
+    @property
+    def available_blocks(self) -> int:
+        """How many blocks `take` can hand out: free ones and cached ones."""
+        return self.pool.num_free + self.cached_blocks
+
+    @property
+    def used_blocks(self) -> int:
+        return self.num_blocks - self.available_blocks
+
+    def take(self, count: int) -> array[int]:
+        """Blocks with no content: free ones, then cached ones, which are evicted, least recently used first.
+
+        The caller has made sure that there are as many (`available_blocks`).
+        """
+        blocks = self.pool.take(count)
+        while len(blocks) < count:
+            self._evict(count - len(blocks), blocks)
+        return blocks
+
+    def _evict(self, count: int, into: array[int]) -> None:
+        """The oldest unused node, or so many blocks from its end."""
+        holding = next(iter(self._unused))
+        if len(holding.blocks) > count:
+            self.tree.split(holding.node, holding.node.end - count)
+        into += holding.blocks[::-1]
+        self.evicted_blocks_total += len(holding.blocks)
+        self.cached_blocks -= len(holding.blocks)
+        del self._unused[holding]
+        self._forget(holding)
+
+    def hold(self, node: PrefixNode, blocks: array[int]) -> None:
+        """From now on this memory holds the node, for one user. It holds the parent already."""
+        node.holdings[self.index] = Holding(node, blocks, 1, 0)
+        parent = node.parent
+        if parent is not None and parent.parent is not None:
+            parent.holdings[self.index].num_children += 1
+
+    def use(self, holding: Holding) -> None:
+        """One user more."""
+        if not holding.users:
+            self.cached_blocks -= len(holding.blocks)
+            self._unused.pop(holding, None)
+        holding.users += 1
+
+    def use_path(self, node: PrefixNode) -> array[int]:
+        """One user more of the node and all above it; returns the blocks from the root to its end."""
+        path = []
+        while node.parent is not None:
+            holding = node.holdings[self.index]
+            self.use(holding)
+            path.append(holding)
+            node = node.parent
+        blocks = array("i")
+        for holding in reversed(path):
+            blocks += holding.blocks
+        return blocks
+
+    def leave_path(self, node: PrefixNode) -> None:
+        """One user less of the node and all above it, from the tail to the head."""
+        while node.parent is not None:
+            holding, node = node.holdings[self.index], node.parent
+            holding.users -= 1
+            if holding.users:
+                continue
+            if self.keeps:
+                self.cached_blocks += len(holding.blocks)
+                self._unused[holding] = None
+            else:
+                self.pool.give_back(holding.blocks[::-1])
+                self._forget(holding)
+
+    def _forget(self, holding: Holding) -> None:
+        node, index = holding.node, self.index
+        parent = node.parent
+        assert parent is not None
+        assert not holding.num_children, "children are forgotten before their parents"
+        del node.holdings[index]
+        if not node.holdings:
+            self.tree.remove(node)
+        if parent.parent is not None:
+            above = parent.holdings[index]
+            above.num_children -= 1
+            if not (above.users or above.num_children) and above not in self._unused:
+                self._unused[above] = None
+                self._unused.move_to_end(above, last=False)
+
+    def held(self, node: PrefixNode, depth: int) -> tuple[PrefixNode, int, int]:
+        """Of the way to a place in the tree: the last node of which this memory holds something, how many blocks of the
+        way it holds, and how many of these are in use."""
+        index = self.index
+        while node.parent is not None and index not in node.holdings:
+            node = node.parent
+            depth = node.end
+        last, live = node, depth
+        while node.parent is not None and not node.holdings[index].users:
+            node = node.parent
+            live = node.end
+        return last, depth, live
+
+    def leave_tree(self) -> None:
+        """The memory is gone, and all that it holds."""
+        for node in reversed(list(subtree(self.tree.root))):
+            if node.holdings.pop(self.index, None) is not None and not node.holdings:
+                self.tree.remove(node)
+
+    def eviction_order(self) -> list[Holding]:
+        """What is unused, the next to be evicted first. For checks and tests."""
+        order = []
+        for holding in self._unused:
+            order.append(holding)
+            parent = holding.node.parent
+            while parent is not None and parent.parent is not None:  # the front parts of what was split
+                above = parent.holdings[self.index]
+                if above.users or above in self._unused:
+                    break
+                order.append(above)
+                parent = parent.parent
+        return order
