@@ -63,10 +63,10 @@ class WaitingQueue:
     def ordered(self, now_s: float) -> Iterator[Request]:
         """Every waiting request, in the policy's order. Raises what it raises, and PolicyError unless it names each
         one that waits exactly once."""
-        named: set[int] = set()
+        waiting, named = self._by_seniority, set[int]()
         for view in self.order.ordered(now_s):
-            request = self._by_seniority.get(view.seniority) if isinstance(view, RequestView) else None
-            if request is None or view._request is not request:
+            request = view._request if isinstance(view, RequestView) else None
+            if request is None or waiting.get(request.seniority) is not request:
                 raise PolicyError(f"order: {view!r} does not wait")
             if request.seniority in named:
                 raise PolicyError(f"order: {view!r} comes twice")

@@ -141,15 +141,16 @@ class SchedulerCore:
                 self.life.end(request, FINISH_REASON_ABORT)
 
     def _submit(self, session: Session, submission: Submission, now_s: float) -> None:
-        prompt, output = submission.prompt_token_ids, submission.output_token_ids
-        check_submission(submission, prompt, output)
-        if submission.HasField("beam"):
+        prompt, output, sampling = submission.prompt_token_ids, submission.output_token_ids, submission.sampling
+        check_submission(submission, sampling, prompt, output)
+        is_search = submission.HasField("beam")
+        if is_search:
             check_beam(submission)
         if self.limits:
-            check_limits(prompt, output, submission.sampling, submission.lora, self.limits)
+            check_limits(prompt, output, sampling, submission.lora, self.limits)
         if submission.handle in session.live:
             raise Rejection(CODE_FAILED_PRECONDITION, f"handle: {submission.handle} is in use", "handle")
-        request = new_request(session.id, self.life.next_seniority(), submission, prompt, output, now_s)
+        request = new_request(session.id, self.life.next_seniority(), submission, sampling, prompt, output, now_s)
         if submission.fork_of and not output:
             parent = session.live.get(submission.fork_of)
             if parent is not None and parent.prompt == request.prompt:
@@ -157,7 +158,6 @@ class SchedulerCore:
                 request.is_one_of_several = parent.is_one_of_several = True
         if not submission.accepted_before:  # nothing accepted is lost
             check_queue(self.queue, request, self.config, self.life.budgets)
-        is_search = submission.HasField("beam")
         self.life.accept(session, request, enqueue=not is_search)
         if is_search:
             self._groups.start(request, submission.beam, self.limits)
