@@ -173,6 +173,6 @@ class CacheLink:
 def admit_result(response: CacheServiceLinkResponse, index: int) -> AdmitResult | None:
     """The grant of an admission, or None if the cache refused it."""
     result = response.results[index]
-    if result.HasField("swap_in"):
-        return result.swap_in.admit
-    return result.admit if result.HasField("admit") else None
+    if result.HasField("admit"):
+        return result.admit
+    return result.swap_in.admit if result.HasField("swap_in") else None

@@ -216,13 +216,10 @@ def check_registration(new: WorkerRegistration, others: list[WorkerRegistration]
         raise Rejection(CODE_FAILED_PRECONDITION, message, "block_size")
 
 
-def rejected(handle: int, rejection: Rejection) -> Ending:
+def explain_rejection(ending: Ending, rejection: Rejection) -> None:
     """What the sender of a failed request is told."""
-    return Ending(
-        handle=handle,
-        reason=FinishReason.FINISH_REASON_ERROR,
-        code=rejection.code,
-        message=rejection.message,
-        field=rejection.field,
-        retry_after_s=rejection.retry_after_s,
-    )
+    ending.reason = FinishReason.FINISH_REASON_ERROR
+    ending.code = rejection.code
+    ending.message = rejection.message
+    ending.field = rejection.field
+    ending.retry_after_s = rejection.retry_after_s

@@ -32,10 +32,10 @@ from scheduler_svc.core.intake import (
     check_queue,
     check_registration,
     check_submission,
+    explain_rejection,
     invalid,
     new_request,
     recheck,
-    rejected,
 )
 from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.lifecycle import Lifecycle
@@ -134,7 +134,9 @@ class SchedulerCore:
                 self._submit(session, submission, now_s)
             except Rejection as rejection:
                 self.counters.rejected += 1
-                session.add_ending(rejected(submission.handle, rejection))
+                ending = session.add_ending()
+                ending.handle = submission.handle
+                explain_rejection(ending, rejection)
         for handle in message.cancels:
             request = session.live.get(handle)
             if request is not None:
