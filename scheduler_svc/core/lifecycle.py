@@ -84,12 +84,17 @@ class Lifecycle:
         request.num_registered = request.num_tokens
         self._cache.matches[request.sequence] = self._matched[request.sequence] = request
 
-    def set_matches(self, sequence: int, matches: Iterable[WorkerMatch]) -> None:
-        """What the cache holds of a waiting request. It may have moved on meanwhile; then nobody cares."""
-        request = self._matched.get(sequence)
-        if request is not None and request.phase is Phase.WAITING:
-            request.matches = {match.worker: Match(match.num_tokens, match.num_live_tokens) for match in matches}
-            self.queue.rematched(request)
+    def set_matches(self, found: Iterable[tuple[int, Iterable[WorkerMatch]]]) -> None:
+        """What the cache holds of waiting sequences. Their requests may have moved on meanwhile; then nobody cares."""
+        changed = []
+        for sequence, matches in found:
+            request = self._matched.get(sequence)
+            if request is not None and request.phase is Phase.WAITING:
+                request.matches = by_worker = {}
+                for match in matches:
+                    by_worker[match.worker] = Match(match.num_tokens, match.num_live_tokens)
+                changed.append(request)
+        self.queue.rematched(changed)
 
     def forget_matches(self) -> None:
         """The cache is gone, and all that it knew."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from scheduler_svc.core.policy import OrderPolicy, PolicyError
 from scheduler_svc.core.request import Request
@@ -45,8 +45,12 @@ class WaitingQueue:
         self._count(request, -request.num_tokens)
         self._tell(self.order.remove, request)
 
-    def rematched(self, request: Request) -> None:
-        self._tell(self.order.rematched, request)
+    def rematched(self, requests: Iterable[Request]) -> None:
+        try:
+            for request in requests:
+                self.order.rematched(view_of(request))
+        except Exception as error:  # as in `_tell`; the one that takes over finds all of them as they are now
+            self.reorder(self._fallback(error))
 
     def started(self, request: Request) -> None:
         self._tell(self.order.started, request)

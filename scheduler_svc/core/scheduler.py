@@ -278,14 +278,15 @@ class SchedulerCore:
             if (worker := self.workers.get(counters.worker)) is not None:
                 worker.available_blocks = counters.free_blocks + counters.cached_blocks
                 worker.free_host_blocks = counters.free_host_blocks
-        for index, sequence in sent.matches:
-            if response.results[index].HasField("match"):
-                self.life.set_matches(sequence, response.results[index].match.matches)
-        for update in response.match_updates:
-            self.life.set_matches(update.sequence, update.matches)
+        if sent.matches:
+            results = response.results
+            found = ((sequence, results[i].match.matches) for i, sequence in sent.matches if results[i].HasField("match"))
+            self.life.set_matches(found)
+        self.life.set_matches((update.sequence, update.matches) for update in response.match_updates)
         for worker in sent.askers:
             worker.knows_cache = True
-        self.life.recompute(self.life.swaps.answered(sent.swap_outs, response))
+        if sent.swap_outs:
+            self.life.recompute(self.life.swaps.answered(sent.swap_outs, response))
         self._rounds.answered(sent, response)
 
     def _add_worker_op(self, worker: Worker) -> AddWorkerOp:

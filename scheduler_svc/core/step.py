@@ -73,7 +73,7 @@ class Step(StepView):
         """
         verdict = self.consider(request, num_tokens)
         if verdict is Verdict.ADMIT:
-            self.place(request, num_tokens)
+            self._place(self._considered[request._request.seniority])
         return verdict
 
     def consider(self, request: RequestView, num_tokens: int) -> Verdict:
@@ -114,10 +114,14 @@ class Step(StepView):
             raise PolicyError(
                 f"{request}: {num_tokens} tokens, blocks are set aside for {num_new_tokens}; or in already"
             )
-        self._spend(num_tokens)
-        self._worker.binding_tokens += self.uncached_tokens(own) + ROW_COST_TOKENS
         same = num_tokens == considered.num_tokens
-        self._placed[own.seniority] = considered if same else Admission(own, num_tokens, num_new_tokens)
+        self._place(considered if same else considered._replace(num_tokens=num_tokens))
+
+    def _place(self, admission: Admission) -> None:
+        request = admission.request
+        self._spend(admission.num_tokens)
+        self._worker.binding_tokens += self.uncached_tokens(request) + ROW_COST_TOKENS
+        self._placed[request.seniority] = admission
 
     def hold_back(self, request: RequestView, verdict: Verdict, reason: str, detail: str = "") -> Verdict:
         """Note why a request does not get in now, for `paceline explain`; returns the verdict."""
