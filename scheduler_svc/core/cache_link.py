@@ -153,7 +153,7 @@ class CacheLink:
                 if request.parent is not None and request.can_fork_on(worker.id):
                     admit.fork_of = request.parent.sequence
             sent.drafts.append((draft, extend, admits))
-        known = dict.fromkeys(request.sequence for request in heads if request.matches is not None) | self.rematches
+        known = dict.fromkeys([request.sequence for request in heads if request.matches is not None]) | self.rematches
         if known:
             ops.add().rematch.sequences.extend(known)
         self.rematches.clear()

@@ -113,7 +113,7 @@ def check_limits(prompt: bytes, output: bytes, sampling: SamplingParams, lora: s
     _check_tokens("prompt_token_ids", prompt, vocab)
     if output:
         _check_tokens("output_token_ids", output, vocab)
-    for token in sampling.stop_token_ids:
+    for token in sampling.stop_token_ids or ():  # most have none, which is quicker to ask than to go through
         if token >= vocab:
             raise invalid("stop_token_ids", f"token id {token} is outside the vocabulary of {vocab}")
     if lora and not limits.max_loras:

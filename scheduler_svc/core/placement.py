@@ -14,6 +14,7 @@ def best_place(request: Request, workers: Collection[Worker]) -> Worker | None:
     None if nobody has room. Nothing is bound here: the request stays in the central queue until
     that worker has credit for a step.
     """
+
     def cost(worker: Worker) -> tuple[int, int]:
         return (worker.load_tokens - request.matched_tokens(worker.id), worker.id)
 

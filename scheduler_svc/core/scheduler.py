@@ -279,9 +279,9 @@ class SchedulerCore:
                 worker.available_blocks = counters.free_blocks + counters.cached_blocks
                 worker.free_host_blocks = counters.free_host_blocks
         if sent.matches:
-            results = response.results
-            found = ((sequence, results[i].match.matches) for i, sequence in sent.matches if results[i].HasField("match"))
-            self.life.set_matches(found)
+            results = ((sequence, response.results[index]) for index, sequence in sent.matches)
+            answered = ((sequence, result.match.matches) for sequence, result in results if result.HasField("match"))
+            self.life.set_matches(answered)
         self.life.set_matches((update.sequence, update.matches) for update in response.match_updates)
         for worker in sent.askers:
             worker.knows_cache = True

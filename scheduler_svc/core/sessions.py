@@ -30,7 +30,7 @@ class Session:
     _handles: list[npt.NDArray[np.int64]] = field(default_factory=list)
     _tokens: list[npt.NDArray[np.int32]] = field(default_factory=list)
     _sent_handles: npt.NDArray[np.int64] | None = None  # all those of the last message, if they came as one array
-    _next: SessionResponse | None = None  # with the endings, if any: they gather in place, for to put them in is to copy
+    _next: SessionResponse | None = None  # with the endings, which gather in place: to put them in later is to copy
     _scores: list[TokenScore] = field(default_factory=list)
 
     def add_tokens(self, handles: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32]) -> None:

@@ -81,7 +81,7 @@ class Step(StepView):
         for it; who is not placed after all gives them back when the step ends. Raises PolicyError."""
         self._expect_open()
         own, num_tokens = self._waits(request), operator.index(num_tokens)
-        request, uncached = view_of(own), self.uncached_tokens(own)
+        request, uncached = view_of(own), own.num_tokens - own.matched_tokens(self._worker.id)
         if not 1 <= num_tokens <= uncached or own.seniority in self._considered:
             raise PolicyError(f"{request}: {num_tokens} tokens of {uncached}, or considered before")
         if self._num_seats <= 0:
@@ -100,7 +100,7 @@ class Step(StepView):
             return self.hold_back(request, Verdict.STOP, "blocks", detail)
         self._available_blocks -= need_blocks
         self._num_seats -= 1
-        self._considered[own.seniority] = Admission(own, num_tokens, num_new_tokens)
+        self._considered[own.seniority] = Admission(own, num_tokens, num_new_tokens, uncached)
         self._live_tokens_of = None
         return verdict
 
@@ -120,7 +120,7 @@ class Step(StepView):
     def _place(self, admission: Admission) -> None:
         request = admission.request
         self._spend(admission.num_tokens)
-        self._worker.binding_tokens += self.uncached_tokens(request) + ROW_COST_TOKENS
+        self._worker.binding_tokens += admission.num_uncached_tokens + ROW_COST_TOKENS
         self._placed[request.seniority] = admission
 
     def hold_back(self, request: RequestView, verdict: Verdict, reason: str, detail: str = "") -> Verdict:

@@ -202,8 +202,8 @@ class StepView:
         """What this worker has in its cache of a waiting request: whole blocks, never the last token."""
         return request.matched_tokens(self._worker.id)
 
-    def uncached_tokens(self, request: RequestView | Request) -> int:
-        return request.num_tokens - request.matched_tokens(self._worker.id)
+    def uncached_tokens(self, request: RequestView) -> int:
+        return request.num_tokens - request._request.matched_tokens(self._worker.id)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._worker.block_size)
@@ -213,8 +213,9 @@ class StepView:
         return self._need_blocks(request._request, num_new_tokens)
 
     def _need_blocks(self, request: Request, num_new_tokens: int) -> int:
-        blocks = self.blocks_for(self.cached_tokens(request) + num_new_tokens)
-        return blocks - self._live_tokens(request) // self._worker.block_size
+        worker = self._worker
+        num_tokens = request.matched_tokens(worker.id) + num_new_tokens
+        return -(-num_tokens // worker.block_size) - self._live_tokens(request) // worker.block_size
 
     def remaining_new_tokens(self) -> npt.NDArray[np.int64]:
         """For each sequence that holds a slot: how many tokens it may still generate. [num_running]"""
