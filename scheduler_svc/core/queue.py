@@ -70,11 +70,11 @@ class WaitingQueue:
         waiting, named = self._by_seniority, set[int]()
         for view in self.order.ordered(now_s):
             request = view._request if isinstance(view, RequestView) else None
-            if request is None or waiting.get(request.seniority) is not request:
+            if request is None or waiting.get(seniority := request.seniority) is not request:
                 raise PolicyError(f"order: {view!r} does not wait")
-            if request.seniority in named:
+            if seniority in named:
                 raise PolicyError(f"order: {view!r} comes twice")
-            named.add(request.seniority)
+            named.add(seniority)
             yield request
         if len(named) < len(self):
             raise PolicyError(f"order: {len(self) - len(named)} of {len(self)} waiting requests are left out")
