@@ -22,6 +22,7 @@ STEPS, STEPS_OF_4096 = 100, 30  # of a repeat
 WARM_UP = 20
 PROMPT, CACHED = 3_000, 2_000
 ADMISSIONS = 60
+BURST, BURST_PROMPT, BURST_CACHED = 1_000, 3_072, 2_048
 WAITING = 10_000
 ABORTS = {"fcfs": 100, "priority": 30}
 REPEATS = 5
@@ -32,8 +33,11 @@ COUNTED = {
     "us": "CPU of the scheduler's and the cache's cores; protobuf messages built, not serialised or parsed",
     "with_wire_us": "the same, and every message of the two services serialised and parsed",
     "decode": "from a step's result to the next plan; peer: schedule + update_from_output",
-    "admission": "from the submission to the plan that runs it; whole: also its one token, its blocks stored, its end; "
-    "peer: request made and hashed, add_request, schedule; whole: also update_from_output",
+    "burst": f"{BURST} requests for one token each, submitted at once and run in steps of 8,192 tokens: from the "
+    "submissions to the last end, per request; peer: requests made and hashed, add_request, schedule, "
+    "update_from_output",
+    "lone": "one request at a time: from the submission to the plan that runs it; whole: also its one token, its "
+    "blocks stored, its end; peer: request made and hashed, add_request, schedule; whole: also update_from_output",
     "abort": "from the cancel until the cache has freed it; peer: finish_requests",
 }
 
@@ -80,20 +84,44 @@ def decode(running: int, steps: int, seed: int) -> list[Sample]:
         return [bench.measured(bench.run_step) for _ in range(steps)]
 
 
-def admission(seed: int) -> list[tuple[Sample, Sample]]:
-    """Requests of which a prefix is cached, one at a time: until the plan that runs each, and what comes after that."""
+def with_a_prefix(seed: int, prompt: int, cached: int) -> tuple[Bench, Callable[[], bytes]]:
+    """A bench that has a prefix in its cache, and what makes submissions that begin with it."""
     rng = np.random.default_rng(seed)
     bench = Bench(4096, 400_000)
-    shared = rng.integers(1, 1 << 29, CACHED)
+    shared = rng.integers(1, 1 << 29, cached)
 
     def message() -> bytes:
-        return bench.submission(np.concatenate((shared, rng.integers(1, 1 << 29, PROMPT - CACHED))), 1)
+        return bench.submission(np.concatenate((shared, rng.integers(1, 1 << 29, prompt - cached))), 1)
 
     for _ in range(WARM_UP):
         bench.send(message())
         bench.run_step()
+    return bench, message
+
+
+def lone(seed: int) -> list[tuple[Sample, Sample]]:
+    """Requests of which a prefix is cached, one at a time: until the plan that runs each, and what comes after that."""
+    bench, message = with_a_prefix(seed, PROMPT, CACHED)
     with no_collections():
         return [(bench.measured(bench.send, message()), bench.measured(bench.run_step)) for _ in range(ADMISSIONS)]
+
+
+def burst(seed: int) -> list[Sample]:
+    """Many such requests at once, until the last one has ended. Seconds per request, as one sample."""
+    bench, message = with_a_prefix(seed, BURST_PROMPT, BURST_CACHED)
+    messages = [message() for _ in range(BURST)]
+
+    def run() -> None:
+        for submission in messages:
+            bench.take_in(submission)
+        bench.settle()
+        while bench.plan is not None:
+            bench.run_step()
+
+    with no_collections():
+        sample = bench.measured(run)
+    assert not len(bench.core.queue), "all have run"
+    return [{part: seconds / BURST for part, seconds in sample.items()}]
 
 
 def abort(order: str, seed: int) -> list[Sample]:
@@ -127,8 +155,29 @@ def measure_decode(running: int, peer: Peer) -> dict[str, Any]:
 
 
 def measure_admission(peer: Peer) -> dict[str, Any]:
-    job = {"what": "admission", "prompt": PROMPT, "cached": CACHED, "times": ADMISSIONS}
-    own, other = in_turns(admission, peer, job)
+    """The figures of the burst stand at the top, too."""
+    many = measure_burst(peer)
+    top = {name: many[name] for name in ("us_median", "peer_us_median", "ratio")}
+    return {**top, "burst": many, "lone": measure_lone(peer)}
+
+
+def measure_burst(peer: Peer) -> dict[str, Any]:
+    job = {"what": "burst", "prompt": BURST_PROMPT, "cached": BURST_CACHED, "requests": BURST}
+    own, other = in_turns(burst, peer, job)
+    row: dict[str, Any] = {
+        "requests": BURST,
+        "prompt_tokens": BURST_PROMPT,
+        "cached_tokens": BURST_CACHED,
+        **ours("", own),
+        **theirs("", other, "whole"),
+        **theirs("hashing_", other, "hashing"),
+    }
+    return {**row, "ratio": ratio(row["us_median"], row["peer_us_median"])}
+
+
+def measure_lone(peer: Peer) -> dict[str, Any]:
+    job = {"what": "lone", "prompt": PROMPT, "cached": CACHED, "times": ADMISSIONS}
+    own, other = in_turns(lone, peer, job)
     row: dict[str, Any] = {
         "prompt_tokens": PROMPT,
         "cached_tokens": CACHED // BLOCK_SIZE * BLOCK_SIZE,

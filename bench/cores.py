@@ -96,10 +96,14 @@ class Bench:
     def cancel(self, handle: int) -> bytes:
         return SessionRequest(cancels=[handle]).SerializeToString()
 
-    def send(self, message: bytes) -> None:
-        """A session's message, and all that follows from it."""
+    def take_in(self, message: bytes) -> None:
+        """A session's message, and nothing yet of what follows from it."""
         request = self.timed("wire", SessionRequest.FromString, message)
         self.timed("scheduler", self.core.session_message, "bench", request, 0.0)
+
+    def send(self, message: bytes) -> None:
+        """A session's message, and all that follows from it."""
+        self.take_in(message)
         self.settle()
 
     def run_step(self) -> None:

@@ -9,6 +9,11 @@ from rich.table import Table
 
 PEERS = ("us_median", "us_p10", "us_p99")
 OURS = (*PEERS, "with_wire_us_median")
+# In the report, as a title, and its parts: the heads of the row and of the keys.
+ADMISSIONS = (
+    ("burst", "many at once, per request", {"whole": "", "hashing": "hashing_"}),
+    ("lone", "one at a time", {"to the plan": "", "whole": "whole_", "hashing": "hashing_"}),
+)
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -18,26 +23,26 @@ def show(report: dict[str, Any], console: Console) -> None:
         report["decode"],
         ["running", *(f"step_{name}" for name in OURS), *(f"peer_step_{name}" for name in PEERS), "ratio"],
     )
-    admission = report["admission"]
-    parts = [
-        {"part": part, **{name: admission.get(f"{key}{name}") for name in names}}
-        for part, key, names in (
-            ("to the plan", "", (*OURS, "ratio")),
-            ("whole", "whole_", (*OURS, "ratio")),
-            ("hashing", "hashing_", ()),
-        )
-    ]
-    for row, key in zip(parts, ("", "whole_", "hashing_"), strict=True):
-        row |= {f"peer_{name}": admission[f"peer_{key}{name}"] for name in PEERS}
     columns = [*OURS, *(f"peer_{name}" for name in PEERS), "ratio"]
-    title = f"Admission of {admission['prompt_tokens']:,} tokens, {admission['cached_tokens']:,} of them cached, µs"
-    _show(console, title, parts, ["part", *columns])
+    for name, how, parts in ADMISSIONS:
+        admission = report["admission"][name]
+        tokens = f"{admission['prompt_tokens']:,} tokens, {admission['cached_tokens']:,} of them cached"
+        rows = [
+            {"part": part, **{column: admission.get(_keyed(column, key)) for column in columns}}
+            for part, key in parts.items()
+        ]
+        _show(console, f"Admission of {tokens}, {how}, µs", rows, ["part", *columns])
     _show(console, "Abort, µs", report["abort"], ["order", "waiting", *columns])
     title = "Who is next, µs a pass; peer: SGLang (*: orders by fcfs at so many waiting)"
-    rows = [{**row, "order": f"{row['order']}{'*' if row['peer_falls_back'] else ''}"} for row in report["order"]]
-    _show(console, title, rows, ["order", "waiting", *PEERS, "next_us_median", "peer_us_median", "ratio"])
+    orders = [{**row, "order": f"{row['order']}{'*' if row['peer_falls_back'] else ''}"} for row in report["order"]]
+    _show(console, title, orders, ["order", "waiting", *PEERS, "next_us_median", "peer_us_median", "ratio"])
     for name, what in report["counted"].items():
         console.print(f"{name}: {what}", highlight=False)
+
+
+def _keyed(column: str, key: str) -> str:
+    """The report's key of a column in a part whose keys begin like that."""
+    return f"peer_{key}{column.removeprefix('peer_')}" if column.startswith("peer_") else f"{key}{column}"
 
 
 def _show(console: Console, title: str, rows: list[dict[str, Any]], columns: list[str]) -> None:

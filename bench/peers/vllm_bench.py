@@ -120,13 +120,40 @@ def decode(running: int, steps: int, warm_up: int, seed: int) -> list[dict[str, 
     return [{"step": schedule + update, "schedule": schedule, "update": update} for schedule, update in samples]
 
 
-def admission(prompt: int, cached: int, times: int, seed: int) -> list[dict[str, float]]:
+def prompts(prompt: int, cached: int, seed: int) -> Callable[[], list[int]]:
+    """What makes prompts that begin alike."""
     rng = np.random.default_rng(seed)
-    bench = Bench(4096, 400_000)
     shared = rng.integers(1, 1 << 29, cached).tolist()
+    return lambda: shared + rng.integers(1, 1 << 29, prompt - cached).tolist()
+
+
+def burst(prompt: int, cached: int, requests: int, seed: int) -> list[dict[str, float]]:
+    """Requests for one token each, all at once, until the last one has ended. Seconds per request, as one sample."""
+    bench, make = Bench(4096, 400_000), prompts(prompt, cached, seed)
+    for _ in range(20):
+        bench.scheduler.add_request(bench.request(make(), 1))
+        bench.step()
+    waiting = [make() for _ in range(requests)]
+    bench.hashing_s = 0.0
+
+    def run() -> float:
+        began = time.perf_counter()
+        for tokens in waiting:
+            bench.scheduler.add_request(bench.request(tokens, 1))
+        whole = time.perf_counter() - began
+        while bench.scheduler.has_unfinished_requests():
+            whole += sum(bench.step())
+        return whole
+
+    whole = no_collections(run)
+    return [{"whole": whole / requests, "hashing": bench.hashing_s / requests}]
+
+
+def lone(prompt: int, cached: int, times: int, seed: int) -> list[dict[str, float]]:
+    bench, make = Bench(4096, 400_000), prompts(prompt, cached, seed)
 
     def one() -> dict[str, float]:
-        tokens = shared + rng.integers(1, 1 << 29, prompt - cached).tolist()
+        tokens = make()
         bench.hashing_s = 0.0
         began = time.perf_counter()
         request = bench.request(tokens, 1)
@@ -163,7 +190,8 @@ def abort(waiting: int, times: int, order: str, seed: int) -> list[dict[str, flo
 def main() -> None:
     jobs: dict[str, Callable[..., Any]] = {
         "decode": decode,
-        "admission": admission,
+        "burst": burst,
+        "lone": lone,
         "abort": abort,
         "version": lambda: __version__,
     }

@@ -30,17 +30,20 @@ class Budgets:
     _measured_s: float | None = None
 
     def bind(self, request: Request) -> None:
-        self.tenant_tokens[request.tenant] += request.max_total_tokens
+        tenant, taken = request.tenant, self._taken_tokens
+        self.tenant_tokens[tenant] = self.tenant_tokens.get(tenant, 0) + request.max_total_tokens
         if request.lora:
             self.loras[request.lora] += 1
         if request.num_preemptions == 0 and request.num_worker_losses == 0:  # else it is not the queue that shrinks
-            self._taken_tokens[request.tenant] += request.num_tokens
-            self._taken_tokens[None] += request.num_tokens
+            num_tokens = request.num_tokens
+            taken[tenant] = taken.get(tenant, 0) + num_tokens
+            taken[None] = taken.get(None, 0) + num_tokens
 
     def unbind(self, request: Request) -> None:
-        self.tenant_tokens[request.tenant] -= request.max_total_tokens
-        if not self.tenant_tokens[request.tenant]:
-            del self.tenant_tokens[request.tenant]
+        if left := self.tenant_tokens[request.tenant] - request.max_total_tokens:
+            self.tenant_tokens[request.tenant] = left
+        else:
+            self.tenant_tokens.pop(request.tenant)
         if request.lora:
             self.loras[request.lora] -= 1
             if not self.loras[request.lora]:

@@ -153,7 +153,7 @@ class CacheLink:
                 if request.parent is not None and request.can_fork_on(worker.id):
                     admit.fork_of = request.parent.sequence
             sent.drafts.append((draft, extend, admits))
-        known = dict.fromkeys(request.sequence for request in heads if request.matches is not None) | self.rematches
+        known = dict.fromkeys([request.sequence for request in heads if request.matches is not None]) | self.rematches
         if known:
             ops.add().rematch.sequences.extend(known)
         self.rematches.clear()
@@ -173,6 +173,6 @@ class CacheLink:
 def admit_result(response: CacheServiceLinkResponse, index: int) -> AdmitResult | None:
     """The grant of an admission, or None if the cache refused it."""
     result = response.results[index]
-    if result.HasField("swap_in"):
-        return result.swap_in.admit
-    return result.admit if result.HasField("admit") else None
+    if result.HasField("admit"):
+        return result.admit
+    return result.swap_in.admit if result.HasField("swap_in") else None

@@ -96,12 +96,15 @@ class Composer:
         def waiting() -> Iterator[Request]:
             if worker.draining:
                 return
-            if not worker.preempted:  # nobody comes back while somebody else has to go
+            if worker.swapped and not worker.preempted:  # nobody comes back while somebody else has to go
                 yield from sorted(worker.swapped.values(), key=lambda request: request.seniority)
-            queue = self.queue
+            queue, alone = self.queue, len(workers) == 1
             for request in iter(queue) if ordered_at_s is None else queue.ordered(ordered_at_s):
-                fits = request.matches is not None and worker.can_ever_hold(request)
-                if fits and not request.waits_for_parent and best_place(request, workers.values()) in (worker, None):
+                if request.matches is None or not worker.can_ever_hold(request):
+                    continue
+                if request.parent is not None and request.waits_for_parent:
+                    continue
+                if alone or best_place(request, workers.values()) in (worker, None):
                     yield request
 
         return waiting

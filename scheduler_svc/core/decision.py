@@ -29,6 +29,7 @@ class Admission(NamedTuple):
     request: Request
     num_tokens: int  # to compute in this step
     num_new_tokens: int  # to take blocks for, after the cached prefix
+    num_uncached_tokens: int
 
 
 class Decision(NamedTuple):

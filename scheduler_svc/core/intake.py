@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from paceline.v1.inference_pb2 import Ending, Submission
 from paceline.v1.worker_pb2 import WorkerRegistration
 from scheduler_svc.core.budgets import Budgets
 from scheduler_svc.core.queue import WaitingQueue
-from scheduler_svc.core.request import TOKEN_BYTES, Request
+from scheduler_svc.core.request import NO_TOKENS, TOKEN_BYTES, Request
 from scheduler_svc.core.types import SchedulerConfig
 
 # google.rpc.Code, spelled out because the core knows no grpc.
@@ -22,8 +22,8 @@ CODE_RESOURCE_EXHAUSTED = 8
 CODE_FAILED_PRECONDITION = 9
 CODE_INTERNAL = 13
 
-# They are kept, logged and named in answers.
-MAX_CHARS = {"request_id": 256, "tenant": 256, "lora": 256}
+# Of request_id, tenant and lora: they are kept, logged and named in answers.
+MAX_CHARS = 256
 
 
 @dataclass(eq=False)
@@ -43,69 +43,84 @@ class Limits:
     model: ModelInfo
     pool_tokens: int
     max_loras: int = 0
+    # As in the model's message, which is slow to read.
+    vocab_size: int = field(init=False)
+    max_model_len: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "vocab_size", self.model.vocab_size)
+        object.__setattr__(self, "max_model_len", self.model.max_model_len)
 
     @property
     def max_total_tokens(self) -> int:
         """Prompt and output of one sequence together, at the most."""
-        return min(self.model.max_model_len, self.pool_tokens)
+        return min(self.max_model_len, self.pool_tokens)
 
 
 def invalid(field: str, message: str) -> Rejection:
     return Rejection(CODE_INVALID_ARGUMENT, f"{field}: {message}", field)
 
 
-# Prompt and output are handed on beside their submission: each time they are read from it, they are copied.
+# Prompt, output and sampling are handed on beside their submission: each reading of bytes copies them, and each of a
+# submessage makes an object. The other fields are read once where they are looked at.
 
 
-def check_submission(submission: Submission, prompt: bytes, output: bytes) -> None:
+def check_submission(submission: Submission, sampling: SamplingParams, prompt: bytes, output: bytes) -> None:
     """What can be told without knowing the model. Raises Rejection."""
     _check_sizes(submission, prompt, output)
-    sampling = submission.sampling
+    max_tokens, min_tokens = sampling.max_tokens, sampling.min_tokens
+    temperature, top_p = sampling.temperature, sampling.top_p
     if not prompt:
         raise invalid("prompt_token_ids", "at least one token is required")
-    if not sampling.max_tokens:
+    if not max_tokens:
         raise invalid("max_tokens", "must be at least 1")
-    if sampling.min_tokens > sampling.max_tokens:
-        raise invalid("min_tokens", f"{sampling.min_tokens} is more than max_tokens, {sampling.max_tokens}")
-    if not 0 <= sampling.temperature < float("inf"):
-        raise invalid("temperature", f"{sampling.temperature} is not a finite number of at least 0")
-    if not 0 < sampling.top_p <= 1:
-        raise invalid("top_p", f"{sampling.top_p} is not in (0, 1]")
-    for name in ("priority", "deadline_s"):
-        if not math.isfinite(getattr(submission, name)):
-            raise invalid(name, f"{getattr(submission, name)} is not a finite number")
-    if submission.deadline_s < 0:
-        raise invalid("deadline_s", f"{submission.deadline_s} is negative; 0 means no deadline")
-    if sampling.top_k < 0:
-        raise invalid("top_k", f"{sampling.top_k} is negative; 0 keeps every token")
+    if min_tokens > max_tokens:
+        raise invalid("min_tokens", f"{min_tokens} is more than max_tokens, {max_tokens}")
+    if not 0 <= temperature < math.inf:
+        raise invalid("temperature", f"{temperature} is not a finite number of at least 0")
+    if not 0 < top_p <= 1:
+        raise invalid("top_p", f"{top_p} is not in (0, 1]")
+    if not math.isfinite(priority := submission.priority):
+        raise invalid("priority", f"{priority} is not a finite number")
+    if not math.isfinite(deadline_s := submission.deadline_s):
+        raise invalid("deadline_s", f"{deadline_s} is not a finite number")
+    if deadline_s < 0:
+        raise invalid("deadline_s", f"{deadline_s} is negative; 0 means no deadline")
+    if (top_k := sampling.top_k) < 0:
+        raise invalid("top_k", f"{top_k} is negative; 0 keeps every token")
 
 
 def _check_sizes(submission: Submission, prompt: bytes, output: bytes) -> None:
-    for name, token_ids in (("prompt_token_ids", prompt), ("output_token_ids", output)):
-        if len(token_ids) % TOKEN_BYTES:
-            raise invalid(name, "is not packed int32")
-    for name, limit in MAX_CHARS.items():
-        if len(getattr(submission, name)) > limit:
-            raise invalid(name, f"has {len(getattr(submission, name))} characters, {limit} are possible")
+    if len(prompt) % TOKEN_BYTES:
+        raise invalid("prompt_token_ids", "is not packed int32")
+    if len(output) % TOKEN_BYTES:
+        raise invalid("output_token_ids", "is not packed int32")
+    if len(submission.request_id) > MAX_CHARS:
+        raise _too_long("request_id", submission.request_id)
+    if len(submission.tenant) > MAX_CHARS:
+        raise _too_long("tenant", submission.tenant)
+    if len(submission.lora) > MAX_CHARS:
+        raise _too_long("lora", submission.lora)
+
+
+def _too_long(name: str, text: str) -> Rejection:
+    return invalid(name, f"has {len(text)} characters, {MAX_CHARS} are possible")
 
 
 def check_limits(prompt: bytes, output: bytes, sampling: SamplingParams, lora: str, limits: Limits) -> None:
     """What the model and the pools allow. Raises Rejection."""
-    vocab = limits.model.vocab_size
-    for name, token_ids in (("prompt_token_ids", prompt), ("output_token_ids", output)):
-        tokens = np.frombuffer(token_ids, np.uint32)  # so that negative ones are larger than any vocabulary
-        if token_ids and tokens.max() >= vocab:
-            bad = tokens.view(np.int32)[tokens >= vocab][0]
-            raise invalid(name, f"token id {bad} is outside the vocabulary of {vocab}")
-    for token in sampling.stop_token_ids:
+    vocab, longest, pool = limits.vocab_size, limits.max_model_len, limits.pool_tokens
+    _check_tokens("prompt_token_ids", prompt, vocab)
+    if output:
+        _check_tokens("output_token_ids", output, vocab)
+    for token in sampling.stop_token_ids or ():  # most have none, which is quicker to ask than to go through
         if token >= vocab:
             raise invalid("stop_token_ids", f"token id {token} is outside the vocabulary of {vocab}")
     if lora and not limits.max_loras:
         raise invalid("lora", f"{lora!r}: no attached worker serves adapters")
-    num_tokens = len(prompt) // TOKEN_BYTES
-    total = num_tokens + sampling.max_tokens
+    num_tokens, max_tokens = len(prompt) // TOKEN_BYTES, sampling.max_tokens
+    total = num_tokens + max_tokens
     # The last token of a sequence is never computed, so it needs no room in the pool.
-    longest, pool = limits.model.max_model_len, limits.pool_tokens
     if num_tokens >= longest:
         raise invalid("prompt_token_ids", f"{num_tokens} tokens leave no room for output in a length of {longest}")
     if num_tokens > pool:
@@ -116,12 +131,28 @@ def check_limits(prompt: bytes, output: bytes, sampling: SamplingParams, lora: s
         verdict = f"can never fit a pool of {pool} tokens"
     else:
         return
-    raise invalid("max_tokens", f"prompt of {num_tokens} tokens and max_tokens of {sampling.max_tokens} {verdict}")
+    raise invalid("max_tokens", f"prompt of {num_tokens} tokens and max_tokens of {max_tokens} {verdict}")
+
+
+def _check_tokens(name: str, token_ids: bytes, vocab: int) -> None:
+    tokens = np.frombuffer(token_ids, np.uint32)  # so that negative ones are larger than any vocabulary
+    if np.maximum.reduce(tokens) >= vocab:
+        bad = tokens.view(np.int32)[tokens >= vocab][0]
+        raise invalid(name, f"token id {bad} is outside the vocabulary of {vocab}")
 
 
 def new_request(
-    session_id: str, seniority: int, submission: Submission, prompt: bytes, output: bytes, now_s: float
+    session_id: str,
+    seniority: int,
+    submission: Submission,
+    sampling: SamplingParams,
+    prompt: bytes,
+    output: bytes,
+    now_s: float,
 ) -> Request:
+    own = SamplingParams()  # a part of the submission would keep all of it in memory, prompt and all
+    own.CopyFrom(sampling)
+    stops, deadline_s = own.stop_token_ids, submission.deadline_s
     return Request(
         seniority=seniority,
         session_id=session_id,
@@ -129,14 +160,14 @@ def new_request(
         request_id=submission.request_id,
         prompt=prompt,
         output=bytearray(output),
-        sampling=submission.sampling,
+        sampling=own,
         arrival_s=now_s,
         priority=submission.priority,
         tenant=submission.tenant,
         lora=submission.lora,
-        deadline_s=now_s + submission.deadline_s if submission.deadline_s else math.inf,
+        deadline_s=now_s + deadline_s if deadline_s else math.inf,
         place=seniority,
-        extra_stop_ids=frozenset(submission.sampling.stop_token_ids),
+        extra_stop_ids=frozenset(stops) if stops else NO_TOKENS,
     )
 
 
@@ -185,13 +216,10 @@ def check_registration(new: WorkerRegistration, others: list[WorkerRegistration]
         raise Rejection(CODE_FAILED_PRECONDITION, message, "block_size")
 
 
-def rejected(handle: int, rejection: Rejection) -> Ending:
+def explain_rejection(ending: Ending, rejection: Rejection) -> None:
     """What the sender of a failed request is told."""
-    return Ending(
-        handle=handle,
-        reason=FinishReason.FINISH_REASON_ERROR,
-        code=rejection.code,
-        message=rejection.message,
-        field=rejection.field,
-        retry_after_s=rejection.retry_after_s,
-    )
+    ending.reason = FinishReason.FINISH_REASON_ERROR
+    ending.code = rejection.code
+    ending.message = rejection.message
+    ending.field = rejection.field
+    ending.retry_after_s = rejection.retry_after_s

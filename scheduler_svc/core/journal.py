@@ -17,12 +17,15 @@ MAX_REQUESTS = 4096
 MAX_SPANS = 64  # of one request
 MAX_HEADS = 4096
 WAITING = ("waiting", "preempted", "requeued")
-EVENTS = (*WAITING, "running", "ended")
+
+
+# Reason, detail, decision, time. A plain tuple: every request leaves three, and hardly one is ever asked for.
+Event = tuple[str, str, int, float]
 
 
 @dataclass(slots=True)
 class Span:
-    """One reason over consecutive decisions, or an event."""
+    """One reason over consecutive decisions, or an event as it is told."""
 
     reason: str
     detail: str
@@ -46,12 +49,16 @@ class Record:
     request_id: str
     arrival_s: float
     # Lists, though only the last MAX_SPANS are kept: most records have a few, and an empty deque takes 600 bytes.
-    spans: list[Span] = field(default_factory=list)
-    waits: list[Wait] = field(default_factory=list)
+    spans: list[Event | Span]
+    waits: list[Wait]
 
-    def add(self, span: Span) -> None:
+    def add(self, span: Event | Span) -> None:
         self.spans.append(span)
-        del self.spans[:-MAX_SPANS]
+        if len(self.spans) > MAX_SPANS:
+            del self.spans[0]
+
+    def told(self) -> list[Span]:
+        return [Span(s[0], s[1], s[2], s[2], s[3], s[3]) if isinstance(s, tuple) else s for s in self.spans]
 
 
 @dataclass(slots=True)
@@ -61,23 +68,24 @@ class Journal:
     _heads: deque[tuple[str, Span]] = field(default_factory=lambda: deque(maxlen=MAX_HEADS))
 
     def arrived(self, request: Request, now_s: float) -> None:
-        self._records[request.request_id] = Record(request.request_id, now_s)
+        arrival = ("waiting", f"{request.num_tokens} tokens", self.decisions, now_s)
+        self._records[request.request_id] = Record(request.request_id, now_s, [arrival], [Wait(self.decisions)])
         if len(self._records) > MAX_REQUESTS:
             self._records.popitem(last=False)
-        self.event(request, "waiting", f"{request.num_tokens} tokens", now_s)
 
     def event(self, request: Request, reason: str, detail: str, now_s: float) -> None:
         """It waits, runs, was preempted, has ended."""
         record = self._records.get(request.request_id)
         if record is None:
             return
-        if record.waits and record.waits[-1].last is None:
+        wait = record.waits[-1]
+        if wait.last is None:
             # The decision that let it in is none at which it waited.
-            record.waits[-1].last, record.waits[-1].to_s = self.decisions - (reason == "running"), now_s
+            wait.last, wait.to_s = self.decisions - (reason == "running"), now_s
         if reason in WAITING:
             record.waits.append(Wait(self.decisions))
             del record.waits[:-MAX_SPANS]
-        record.add(Span(reason, detail, self.decisions, self.decisions, now_s, now_s))
+        record.add((reason, detail, self.decisions, now_s))
 
     def decided(self, held_back: Sequence[tuple[Request, str, str]], now_s: float) -> None:
         """A decision looked at these and left them out, the first one first."""
@@ -99,7 +107,7 @@ class Journal:
         record = self._records.get(request_id)
         if record is None:
             return None
-        spans = list(record.spans)
+        spans = record.told()
         for wait in record.waits:
             spans += self._turns(record, wait)
         spans.sort(key=lambda span: (span.from_s, span.first))
@@ -115,7 +123,8 @@ class Journal:
         for request_id, head in self._heads:
             if head.last <= first or head.first > last or request_id == record.request_id:
                 continue
-            if any(s.reason not in EVENTS and s.first <= head.first and s.last >= head.last for s in record.spans):
+            looked_at = (span for span in record.spans if isinstance(span, Span))
+            if any(span.first <= head.first and span.last >= head.last for span in looked_at):
                 continue  # it was looked at itself
             detail = f"behind {request_id}, which waits for {head.reason}"
             from_s, to_s = max(head.from_s, record.arrival_s), min(head.to_s, wait.to_s)
@@ -124,7 +133,7 @@ class Journal:
 
     def _extend(self, record: Record, reason: str, detail: str, now_s: float) -> None:
         last = record.spans[-1] if record.spans else None
-        if last is not None and last.reason == reason and last.last == self.decisions - 1:
+        if isinstance(last, Span) and last.reason == reason and last.last == self.decisions - 1:
             last.last, last.to_s, last.detail = self.decisions, now_s, detail
         else:
             record.add(Span(reason, detail, self.decisions, self.decisions, now_s, now_s))

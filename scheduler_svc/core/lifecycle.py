@@ -14,10 +14,9 @@ from sortedcontainers import SortedDict
 
 from paceline.v1.cache_pb2 import WorkerMatch
 from paceline.v1.common_pb2 import FinishReason
-from paceline.v1.inference_pb2 import Ending
 from scheduler_svc.core.budgets import Budgets
 from scheduler_svc.core.cache_link import CacheLink
-from scheduler_svc.core.intake import CODE_DEADLINE_EXCEEDED, CODE_INTERNAL, Rejection, rejected
+from scheduler_svc.core.intake import CODE_DEADLINE_EXCEEDED, CODE_INTERNAL, Rejection, explain_rejection
 from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.request import TOKEN_BYTES, Match, Phase, Request
@@ -85,12 +84,17 @@ class Lifecycle:
         request.num_registered = request.num_tokens
         self._cache.matches[request.sequence] = self._matched[request.sequence] = request
 
-    def set_matches(self, sequence: int, matches: Iterable[WorkerMatch]) -> None:
-        """What the cache holds of a waiting request. It may have moved on meanwhile; then nobody cares."""
-        request = self._matched.get(sequence)
-        if request is not None and request.phase is Phase.WAITING:
-            request.matches = {match.worker: Match(match.num_tokens, match.num_live_tokens) for match in matches}
-            self.queue.rematched(request)
+    def set_matches(self, found: Iterable[tuple[int, Iterable[WorkerMatch]]]) -> None:
+        """What the cache holds of waiting sequences. Their requests may have moved on meanwhile; then nobody cares."""
+        changed = []
+        for sequence, matches in found:
+            request = self._matched.get(sequence)
+            if request is not None and request.phase is Phase.WAITING:
+                request.matches = by_worker = {}
+                for match in matches:
+                    by_worker[match.worker] = Match(match.num_tokens, match.num_live_tokens)
+                changed.append(request)
+        self.queue.rematched(changed)
 
     def forget_matches(self) -> None:
         """The cache is gone, and all that it knew."""
@@ -110,7 +114,8 @@ class Lifecycle:
 
     def bind(self, worker: Worker, request: Request) -> None:
         self.queue.remove(request)
-        self.swaps.bind(request)
+        if request.swapped_on:
+            self.swaps.bind(request)
         self.queue.started(request)
         self.budgets.bind(request)
         request.phase, request.worker = Phase.BINDING, worker.id
@@ -209,12 +214,13 @@ class Lifecycle:
         worker = self._workers[request.worker]
         self._recall_tokens(worker, request.slot)
         self._leave(worker, request.slot)
-        num_computed = request.num_tokens - 1  # the last token is never computed
+        num_tokens = request.num_tokens
+        num_computed = num_tokens - 1  # the last token is never computed
         fills = num_computed // worker.block_size > request.num_registered // worker.block_size
         if swaps or (worker.prefix_caching and fills):
             new_tokens = request.token_ids[request.num_registered * TOKEN_BYTES :]
             self._cache.add_commit(request.sequence, new_tokens, num_computed)
-            request.num_registered = request.num_tokens
+            request.num_registered = num_tokens
 
     def _leave(self, worker: Worker, slot: int) -> Request:
         request = worker.vacate(slot)
@@ -224,7 +230,8 @@ class Lifecycle:
 
     def _recall_tokens(self, worker: Worker, slot: int) -> None:
         """Complete the request's own record with what still stands in the slot's tail."""
-        worker.running[slot].output += worker.slots.take_tail(slot)
+        if tail := worker.slots.take_tail(slot):
+            worker.running[slot].output += tail
 
     def _unbind(self, request: Request) -> None:
         """It neither runs nor is about to; what becomes of it is the caller's business."""
@@ -232,7 +239,8 @@ class Lifecycle:
         self.queue.stopped(request)
 
     def _forget_sequence(self, request: Request) -> None:
-        self.swaps.forget(request)
+        if request.swapped_on:
+            self.swaps.forget(request)
         if request.sequence and self._cache.connected:
             self._cache.forget_sequence(request.sequence)
         self._matched.pop(request.sequence, None)
@@ -257,11 +265,14 @@ class Lifecycle:
         self.journal.event(request, "ended", name if error is None else error.message, self.now_s)
         session = self._sessions.get(request.session_id)
         if session is not None and session.live.pop(request.handle, None) is not None:
-            ending = rejected(request.handle, error) if error else Ending(handle=request.handle, reason=reason)
-            ending.cached_tokens = request.cached_tokens or 0
+            ending = session.add_ending()
+            ending.handle, ending.reason = request.handle, reason
+            if error is not None:
+                explain_rejection(ending, error)
+            if request.cached_tokens:
+                ending.cached_tokens = request.cached_tokens
             if request.hypotheses:
                 ending.hypotheses.extend(request.hypotheses)
-            session.add_ending(ending)
 
     def _members_of(self, root: Request) -> list[Request]:
         assert root.group is not None

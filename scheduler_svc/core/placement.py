@@ -11,11 +11,9 @@ from scheduler_svc.core.worker import Worker
 def best_place(request: Request, workers: Collection[Worker]) -> Worker | None:
     """Where the first token comes soonest: least prefill ahead of it and of its own.
 
-    None if there is no choice, or nobody has room. Nothing is bound here: the request stays in the central queue until
+    None if nobody has room. Nothing is bound here: the request stays in the central queue until
     that worker has credit for a step.
     """
-    if len(workers) == 1:
-        return None  # no choice
 
     def cost(worker: Worker) -> tuple[int, int]:
         return (worker.load_tokens - request.matched_tokens(worker.id), worker.id)

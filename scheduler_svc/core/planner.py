@@ -157,12 +157,13 @@ class Planner:
         granted = admit_result(response, index)
         if granted is None or request.phase is Phase.ENDED:
             return  # the caller puts it back into the queue, or frees what it got
-        slot = worker.slots.occupy(request, self.session_index(request), len(granted.block_table) // 4)
+        num_cached_tokens, block_table = granted.num_cached_tokens, granted.block_table
+        slot = worker.slots.occupy(request, self.session_index(request), len(block_table) // 4)
         request.phase, request.worker, request.slot = Phase.RUNNING, worker.id, slot
         if request.cached_tokens is None:
-            request.cached_tokens = granted.num_cached_tokens
+            request.cached_tokens = num_cached_tokens
         worker.running[slot] = request
-        prefill = worker.prefills[slot] = Prefill(slot, request.num_tokens, granted.num_cached_tokens)
+        prefill = worker.prefills[slot] = Prefill(slot, request.num_tokens, num_cached_tokens)
         # The cache may hold more of it by now than when the step was composed.
         sizes[slot] = min(admission.num_tokens, prefill.remaining_tokens)
         if request.swapped_on:
@@ -170,15 +171,15 @@ class Planner:
             plan.swap_in_from += swap.host_blocks
             plan.swap_in_to += swap.device_blocks
             self.resumed(request)
-        if granted.copy_from:
-            plan.copy_from += granted.copy_from.to_bytes(4, "little")
-            plan.copy_to += granted.block_table[-4:]
+        if copy_from := granted.copy_from:
+            plan.copy_from += copy_from.to_bytes(4, "little")
+            plan.copy_to += block_table[-4:]
         plan.new_sequences.add(
             slot=slot,
             token_ids=request.token_ids,
             num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=granted.num_cached_tokens,
-            block_table=granted.block_table,
+            num_cached_tokens=num_cached_tokens,
+            block_table=block_table,
             sampling=request.sampling,
             request_id=request.request_id,
         )

@@ -21,9 +21,10 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from sortedcontainers import SortedDict
+from sortedcontainers import SortedList
 
 if TYPE_CHECKING:
     from scheduler_svc.core.step import Step
@@ -79,28 +80,31 @@ class KeyedOrder(OrderPolicy):
     """An order by a key that changes with nothing but the request's match. Everything costs O(log waiting)."""
 
     def __init__(self) -> None:
-        self._requests: SortedDict[Any, RequestView] = SortedDict()
-        self._keys: dict[int, Any] = {}
+        self._entries: SortedList[tuple[Any, int, int, RequestView]] = SortedList()  # key, place, seniority
+        self._entry_of: dict[int, tuple[Any, int, int, RequestView]] = {}  # by seniority
 
     @abstractmethod
     def key(self, request: RequestView) -> Any:
         """Smaller goes first; among equals, whoever came first."""
 
     def add(self, request: RequestView) -> None:
-        key = (self.key(request), request.place, request.seniority)
-        self._keys[request.seniority] = key
-        self._requests[key] = request
+        seniority = request.seniority
+        if seniority in self._entry_of:  # it takes over what it knows already
+            self.remove(request)
+        entry = (self.key(request), request.place, seniority, request)
+        self._entry_of[seniority] = entry
+        self._entries.add(entry)
 
     def remove(self, request: RequestView) -> None:
-        del self._requests[self._keys.pop(request.seniority)]
+        self._entries.remove(self._entry_of.pop(request.seniority))
 
     def rematched(self, request: RequestView) -> None:
-        if (self.key(request), request.place, request.seniority) != self._keys[request.seniority]:
+        if self.key(request) != self._entry_of[request.seniority][0]:
             self.remove(request)
             self.add(request)
 
     def ordered(self, now_s: float) -> Iterator[RequestView]:
-        return iter(self._requests.values())
+        return map(itemgetter(3), self._entries)
 
 
 class CapacityPolicy(ABC):

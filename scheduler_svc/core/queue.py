@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from scheduler_svc.core.policy import OrderPolicy, PolicyError
 from scheduler_svc.core.request import Request
@@ -45,8 +45,12 @@ class WaitingQueue:
         self._count(request, -request.num_tokens)
         self._tell(self.order.remove, request)
 
-    def rematched(self, request: Request) -> None:
-        self._tell(self.order.rematched, request)
+    def rematched(self, requests: Iterable[Request]) -> None:
+        try:
+            for request in requests:
+                self.order.rematched(view_of(request))
+        except Exception as error:  # as in `_tell`; the one that takes over finds all of them as they are now
+            self.reorder(self._fallback(error))
 
     def started(self, request: Request) -> None:
         self._tell(self.order.started, request)
@@ -63,14 +67,14 @@ class WaitingQueue:
     def ordered(self, now_s: float) -> Iterator[Request]:
         """Every waiting request, in the policy's order. Raises what it raises, and PolicyError unless it names each
         one that waits exactly once."""
-        named: set[int] = set()
+        waiting, named = self._by_seniority, set[int]()
         for view in self.order.ordered(now_s):
-            request = self._by_seniority.get(view.seniority) if isinstance(view, RequestView) else None
-            if request is None or view._request is not request:
+            request = view._request if isinstance(view, RequestView) else None
+            if request is None or waiting.get(seniority := request.seniority) is not request:
                 raise PolicyError(f"order: {view!r} does not wait")
-            if request.seniority in named:
+            if seniority in named:
                 raise PolicyError(f"order: {view!r} comes twice")
-            named.add(request.seniority)
+            named.add(seniority)
             yield request
         if len(named) < len(self):
             raise PolicyError(f"order: {len(self) - len(named)} of {len(self)} waiting requests are left out")

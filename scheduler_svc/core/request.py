@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from scheduler_svc.core.slots import SlotTable
     from scheduler_svc.core.view import RequestView
 
+NO_TOKENS: frozenset[int] = frozenset()
 TOKEN_BYTES = 4  # token ids travel and rest as packed little-endian int32
 
 
@@ -67,7 +68,7 @@ class Request:
     cached_tokens: int | None = None  # reused at the first admission
     num_preemptions: int = 0
     num_worker_losses: int = 0
-    extra_stop_ids: frozenset[int] = field(default_factory=frozenset)
+    extra_stop_ids: frozenset[int] = NO_TOKENS
     parent: Request | None = None  # to fork from, as long as that is possible
     prompt_is_computed: bool = False  # and known to be, of the attempt that runs
     is_one_of_several: bool = False  # samples of one prompt
@@ -75,6 +76,13 @@ class Request:
     group: BeamGroup | None = None  # whose root or member it is
     view: RequestView | None = field(default=None, init=False, repr=False)  # what policies get of it (view.py)
     hypotheses: list[Hypothesis] = field(default_factory=list)  # what its beam search has found
+    # Of the prompt and the sampling, which never change; they are asked for at every turn.
+    num_prompt_tokens: int = field(init=False)
+    max_total_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.prompt) // TOKEN_BYTES
+        self.max_total_tokens = self.num_prompt_tokens + self.sampling.max_tokens
 
     @property
     def is_member(self) -> bool:
@@ -82,13 +90,9 @@ class Request:
         return self.group is not None and self.group.root is not self
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt) // TOKEN_BYTES
-
-    @property
     def num_tokens(self) -> int:
         """Known tokens, prompt and output (exact while the request does not run)."""
-        return (len(self.prompt) + len(self.output)) // TOKEN_BYTES
+        return self.num_prompt_tokens + len(self.output) // TOKEN_BYTES
 
     @property
     def num_output_tokens(self) -> int:
@@ -102,11 +106,7 @@ class Request:
 
     @property
     def max_new_tokens(self) -> int:
-        return int(self.sampling.max_tokens)
-
-    @property
-    def max_total_tokens(self) -> int:
-        return self.num_prompt_tokens + self.sampling.max_tokens
+        return self.max_total_tokens - self.num_prompt_tokens
 
     @property
     def token_ids(self) -> bytes:
@@ -120,14 +120,14 @@ class Request:
         """Tokens of the request that `worker` has in its cache, or swapped out."""
         if self.swapped_on:
             return self.num_tokens - 1 if self.swapped_on == worker else 0
-        if self.can_fork_on(worker):
+        if self.parent is not None and self.can_fork_on(worker):
             return self.num_tokens - 1
         match = self.matches.get(worker) if self.matches else None
         return match.num_tokens if match else 0
 
     def live_tokens(self, worker: int) -> int:
         """Of these, tokens in blocks that others use: reusing them takes nothing from the pool."""
-        if self.can_fork_on(worker):
+        if self.parent is not None and self.can_fork_on(worker):
             return self.num_tokens - 1
         match = self.matches.get(worker) if self.matches else None
         return match.num_live_tokens if match else 0

@@ -11,8 +11,8 @@ from paceline.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Fin
 from paceline.v1.worker_pb2 import StepResult, TokenLogprobs
 from scheduler_svc.core.arrays import Longs, Slots, Tokens
 from scheduler_svc.core.cache_link import CacheLink, ProtocolError
-from scheduler_svc.core.request import Request
-from scheduler_svc.core.worker import Chunk, StepInFlight, Worker
+from scheduler_svc.core.request import TOKEN_BYTES, Request
+from scheduler_svc.core.worker import StepInFlight, Worker
 
 Logprobs = dict[int, TokenLogprobs]  # by slot
 
@@ -36,9 +36,8 @@ class ResultReader:
         failed = {error.slot: error.message for error in result.errors} if result.errors else {}
         logprobs = {item.slot: item for item in result.logprobs} if result.logprobs else {}
         accepted = self._decodes(worker, step, tokens[: len(step.rows)], failed, logprobs)
-        sampled = iter(tokens[len(step.rows) :].tolist() if step.chunks else ())
-        for chunk in step.chunks:
-            accepted += self._chunk(worker, chunk, next(sampled) if chunk.samples else None, failed, logprobs)
+        if step.chunks:
+            accepted += self._prefills(worker, step, tokens[len(step.rows) :], failed, logprobs)
         return accepted
 
     def _matching_step(self, worker: Worker, result: StepResult) -> StepInFlight:
@@ -75,7 +74,7 @@ class ResultReader:
     def _check_ends(self, worker: Worker, rows: Slots, tokens: Tokens) -> None:
         slots = worker.slots
         ended = set()
-        for eos in worker.registration.model.eos_token_ids:
+        for eos in worker.eos_token_ids:
             stopped = tokens == eos
             if stopped.any():
                 ended |= set(rows[stopped & slots.stops_at_eos[rows]].tolist())
@@ -88,31 +87,44 @@ class ResultReader:
             if slots.has_all_tokens(slot):
                 self.finish(worker.running[slot], FINISH_REASON_LENGTH)
 
-    def _chunk(
-        self, worker: Worker, chunk: Chunk, token: int | None, failed: dict[int, str], logprobs: Logprobs
+    def _prefills(
+        self, worker: Worker, step: StepInFlight, tokens: Tokens, failed: dict[int, str], logprobs: Logprobs
     ) -> int:
-        """A prefill row: its whole blocks are in place; if it was the last one, the first token is here."""
-        slots, slot = worker.slots, chunk.slot
-        if slots.generation[slot] != chunk.generation:
-            return 0
-        request = worker.running[slot]
-        if slot in failed:
-            self.fail(request, failed[slot])
-            return 0
-        self.cache.add_commit(request.sequence, b"", chunk.num_computed)
-        if token is None:
-            return 0
-        if request.group is not None:
-            self.report_beam(request, logprobs.get(slot))
-            return 0
-        row, tokens = np.array([slot], np.intp), np.array([token], np.int32)
-        request.output += tokens.tobytes()
+        """Prefill rows: their whole blocks are in place; those that were the last of their sequence have sampled."""
+        sampled = iter(tokens.tolist())
+        new: list[tuple[int, int, int]] = []  # session, handle, token
+        for chunk in step.chunks:
+            token = next(sampled) if chunk.samples else None
+            if worker.slots.generation[chunk.slot] != chunk.generation:
+                continue
+            request = worker.running[chunk.slot]
+            if chunk.slot in failed:
+                self.fail(request, failed[chunk.slot])
+                continue
+            self.cache.add_commit(request.sequence, b"", chunk.num_computed)
+            if token is None:
+                continue
+            if request.group is not None:
+                self.report_beam(request, logprobs.get(chunk.slot))
+                continue
+            new.append((int(worker.slots.session[chunk.slot]), request.handle, token))
+            self._first_token(worker, chunk.slot, request, token, logprobs)
+        if new:
+            sessions, handles, first = zip(*new, strict=True)
+            session = sessions[0] if len({*sessions}) == 1 else -1
+            self.publish(session, np.array(sessions), np.array(handles), np.array(first, np.int32))
+        return len(new)
+
+    def _first_token(self, worker: Worker, slot: int, request: Request, token: int, logprobs: Logprobs) -> None:
+        request.output += token.to_bytes(TOKEN_BYTES, "little", signed=True)
         request.prompt_is_computed = True
-        self.publish(int(slots.session[slot]), slots.session[row], slots.handle[row], tokens)
         if slot in logprobs:
             self.publish_score(request, logprobs[slot].logprob)
-        self._check_ends(worker, row, tokens)
-        return 1
+        ends_at_eos = token in worker.eos_token_ids and worker.slots.stops_at_eos[slot]
+        if ends_at_eos or token in request.extra_stop_ids:
+            self.finish(request, FINISH_REASON_STOP)
+        elif request.num_tokens >= request.max_total_tokens:
+            self.finish(request, FINISH_REASON_LENGTH)
 
     def _fail_rows(self, worker: Worker, rows: Slots, failed: dict[int, str]) -> None:
         for slot in rows.tolist():

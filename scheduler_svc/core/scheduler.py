@@ -32,10 +32,10 @@ from scheduler_svc.core.intake import (
     check_queue,
     check_registration,
     check_submission,
+    explain_rejection,
     invalid,
     new_request,
     recheck,
-    rejected,
 )
 from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.lifecycle import Lifecycle
@@ -134,22 +134,25 @@ class SchedulerCore:
                 self._submit(session, submission, now_s)
             except Rejection as rejection:
                 self.counters.rejected += 1
-                session.add_ending(rejected(submission.handle, rejection))
+                ending = session.add_ending()
+                ending.handle = submission.handle
+                explain_rejection(ending, rejection)
         for handle in message.cancels:
             request = session.live.get(handle)
             if request is not None:
                 self.life.end(request, FINISH_REASON_ABORT)
 
     def _submit(self, session: Session, submission: Submission, now_s: float) -> None:
-        prompt, output = submission.prompt_token_ids, submission.output_token_ids
-        check_submission(submission, prompt, output)
-        if submission.HasField("beam"):
+        prompt, output, sampling = submission.prompt_token_ids, submission.output_token_ids, submission.sampling
+        check_submission(submission, sampling, prompt, output)
+        is_search = submission.HasField("beam")
+        if is_search:
             check_beam(submission)
         if self.limits:
-            check_limits(prompt, output, submission.sampling, submission.lora, self.limits)
+            check_limits(prompt, output, sampling, submission.lora, self.limits)
         if submission.handle in session.live:
             raise Rejection(CODE_FAILED_PRECONDITION, f"handle: {submission.handle} is in use", "handle")
-        request = new_request(session.id, self.life.next_seniority(), submission, prompt, output, now_s)
+        request = new_request(session.id, self.life.next_seniority(), submission, sampling, prompt, output, now_s)
         if submission.fork_of and not output:
             parent = session.live.get(submission.fork_of)
             if parent is not None and parent.prompt == request.prompt:
@@ -157,7 +160,6 @@ class SchedulerCore:
                 request.is_one_of_several = parent.is_one_of_several = True
         if not submission.accepted_before:  # nothing accepted is lost
             check_queue(self.queue, request, self.config, self.life.budgets)
-        is_search = submission.HasField("beam")
         self.life.accept(session, request, enqueue=not is_search)
         if is_search:
             self._groups.start(request, submission.beam, self.limits)
@@ -276,14 +278,15 @@ class SchedulerCore:
             if (worker := self.workers.get(counters.worker)) is not None:
                 worker.available_blocks = counters.free_blocks + counters.cached_blocks
                 worker.free_host_blocks = counters.free_host_blocks
-        for index, sequence in sent.matches:
-            if response.results[index].HasField("match"):
-                self.life.set_matches(sequence, response.results[index].match.matches)
-        for update in response.match_updates:
-            self.life.set_matches(update.sequence, update.matches)
+        if sent.matches:
+            results = ((sequence, response.results[index]) for index, sequence in sent.matches)
+            answered = ((sequence, result.match.matches) for sequence, result in results if result.HasField("match"))
+            self.life.set_matches(answered)
+        self.life.set_matches((update.sequence, update.matches) for update in response.match_updates)
         for worker in sent.askers:
             worker.knows_cache = True
-        self.life.recompute(self.life.swaps.answered(sent.swap_outs, response))
+        if sent.swap_outs:
+            self.life.recompute(self.life.swaps.answered(sent.swap_outs, response))
         self._rounds.answered(sent, response)
 
     def _add_worker_op(self, worker: Worker) -> AddWorkerOp:

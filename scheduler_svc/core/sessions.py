@@ -30,7 +30,7 @@ class Session:
     _handles: list[npt.NDArray[np.int64]] = field(default_factory=list)
     _tokens: list[npt.NDArray[np.int32]] = field(default_factory=list)
     _sent_handles: npt.NDArray[np.int64] | None = None  # all those of the last message, if they came as one array
-    _endings: list[Ending] = field(default_factory=list)
+    _next: SessionResponse | None = None  # with the endings, which gather in place: to put them in later is to copy
     _scores: list[TokenScore] = field(default_factory=list)
 
     def add_tokens(self, handles: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32]) -> None:
@@ -41,16 +41,23 @@ class Session:
         """The log probability of the token of this request that was added last."""
         self._scores.append(TokenScore(handle=handle, logprob=logprob))
 
-    def add_ending(self, ending: Ending) -> None:
-        self._endings.append(ending)
+    def add_ending(self) -> Ending:
+        """To be filled in."""
+        if self._next is None:
+            self._next = SessionResponse()
+        return self._next.endings.add()
 
     def next_message(self) -> SessionResponse | None:
         """What has gathered, if there is anything and the reader has credit."""
         if self.sent - self.read >= self.window:
             return None
-        if not (self._handles or self._endings or self.status or self.opened):
+        if not (self._handles or self._next or self.status or self.opened):
             return None
-        message = SessionResponse(opened=self.opened, status=self.status)
+        message, self._next = self._next or SessionResponse(), None
+        if self.opened:
+            message.opened.CopyFrom(self.opened)
+        if self.status:
+            message.status.CopyFrom(self.status)
         if len(self._handles) == 1 and self._handles[0] is self._sent_handles:
             message.same_handles = True
         elif self._handles:
@@ -58,13 +65,11 @@ class Session:
                 message.handles.extend(handles.tolist())
             self._sent_handles = self._handles[0] if len(self._handles) == 1 else None
         message.token_ids = b"".join([tokens.tobytes() for tokens in self._tokens])
-        message.endings.extend(self._endings)
         if self._scores:
             message.scores.extend(self._scores)
             self._scores.clear()
         self.opened = self.status = None
         self._handles.clear()
         self._tokens.clear()
-        self._endings.clear()
         self.sent += 1
         return message

@@ -168,6 +168,8 @@ class SlotTable:
 
     def take_tail(self, slot: int) -> bytes:
         """The tokens that the request's own record lacks. Packed int32."""
+        if not self._stints[slot]:
+            return b""
         taken, seen = self._taken[slot], self._seen
         self._taken[slot] = seen
         parts = []

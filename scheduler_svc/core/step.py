@@ -24,6 +24,8 @@ class Step(StepView):
     checked before it changes anything, and after the composition none is taken any more.
     """
 
+    __slots__ = ()
+
     @property
     def capacity_is_spent(self) -> bool:
         """Whether the capacity policy knows already that it will admit nobody else."""
@@ -71,7 +73,7 @@ class Step(StepView):
         """
         verdict = self.consider(request, num_tokens)
         if verdict is Verdict.ADMIT:
-            self.place(request, num_tokens)
+            self._place(self._considered[request._request.seniority])
         return verdict
 
     def consider(self, request: RequestView, num_tokens: int) -> Verdict:
@@ -79,26 +81,27 @@ class Step(StepView):
         for it; who is not placed after all gives them back when the step ends. Raises PolicyError."""
         self._expect_open()
         own, num_tokens = self._waits(request), operator.index(num_tokens)
-        request, uncached = view_of(own), self.uncached_tokens(request)
-        if not 1 <= num_tokens <= uncached or request.seniority in self._considered:
+        request, uncached = view_of(own), own.num_tokens - own.matched_tokens(self._worker.id)
+        if not 1 <= num_tokens <= uncached or own.seniority in self._considered:
             raise PolicyError(f"{request}: {num_tokens} tokens of {uncached}, or considered before")
         if self._num_seats <= 0:
             return self.hold_back(request, Verdict.STOP, "seats", f"all {self.max_num_seqs} are taken")
         if (budget := self._over_budget(own, self._considered.values())) is not None:
             return self.hold_back(request, Verdict.SKIP, budget.partition(":")[0], budget)
         num_new_tokens = uncached if self._capacity.reserves_prompt else num_tokens
-        need_blocks = self.need_blocks(request, num_new_tokens)
+        need_blocks = self._need_blocks(own, num_new_tokens)
         verdict = self._ask_capacity(request, need_blocks)
         if verdict is not Verdict.ADMIT or need_blocks > self._available_blocks:
             detail = f"needs {need_blocks} blocks, {self._available_blocks} are available"
             if verdict is not Verdict.ADMIT:
                 if need_blocks <= self._available_blocks:  # it is about blocks that are to come, or promised
-                    detail += f"; up to {self.blocks_for(request.max_total_tokens)} to its end"
+                    detail += f"; up to {self.blocks_for(own.max_total_tokens)} to its end"
                 return self.hold_back(request, verdict, "capacity", detail)
             return self.hold_back(request, Verdict.STOP, "blocks", detail)
         self._available_blocks -= need_blocks
         self._num_seats -= 1
-        self._considered[request.seniority] = Admission(own, num_tokens, num_new_tokens)
+        self._considered[own.seniority] = Admission(own, num_tokens, num_new_tokens, uncached)
+        self._live_tokens_of = None
         return verdict
 
     def place(self, request: RequestView, num_tokens: int) -> None:
@@ -107,13 +110,18 @@ class Step(StepView):
         own, num_tokens = self._waits(request), operator.index(num_tokens)
         considered = self._considered.get(own.seniority)
         num_new_tokens = considered.num_new_tokens if considered else 0
-        if not 1 <= num_tokens <= num_new_tokens or own.seniority in self._placed:
+        if considered is None or not 1 <= num_tokens <= num_new_tokens or own.seniority in self._placed:
             raise PolicyError(
                 f"{request}: {num_tokens} tokens, blocks are set aside for {num_new_tokens}; or in already"
             )
-        self._spend(num_tokens)
-        self._worker.binding_tokens += self.uncached_tokens(request) + ROW_COST_TOKENS
-        self._placed[own.seniority] = Admission(own, num_tokens, num_new_tokens)
+        same = num_tokens == considered.num_tokens
+        self._place(considered if same else considered._replace(num_tokens=num_tokens))
+
+    def _place(self, admission: Admission) -> None:
+        request = admission.request
+        self._spend(admission.num_tokens)
+        self._worker.binding_tokens += admission.num_uncached_tokens + ROW_COST_TOKENS
+        self._placed[request.seniority] = admission
 
     def hold_back(self, request: RequestView, verdict: Verdict, reason: str, detail: str = "") -> Verdict:
         """Note why a request does not get in now, for `paceline explain`; returns the verdict."""
@@ -198,8 +206,8 @@ class Step(StepView):
         return Running(worker, slot, request)
 
     def _waits(self, request: RequestView) -> Request:
-        own = self._offered.get(request) if isinstance(request, RequestView) else None
-        if own is None:
+        own = request._request if isinstance(request, RequestView) else None
+        if own is None or self._offered.get(own.seniority) is not own:
             raise PolicyError(f"{request!r} is none of the requests that this step's `waiting` gave")
         return own
 

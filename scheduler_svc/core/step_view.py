@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -18,36 +17,59 @@ from scheduler_svc.core.worker import Worker
 
 
 class StepView:
-    """Everything counts what is decided so far. Only names that begin with _ can be written: they are Step's own."""
+    """Everything counts what is decided so far. Only names that begin with _ can be written: they are Step's own.
 
-    # What does not change while a step is composed.
-    now_s: float
-    worker_id: int
-    block_size: int
-    total_blocks: int
-    max_batched_tokens: int
-    max_num_seqs: int
-    num_running: int  # that hold a slot
-    num_departed: int  # that ever left this worker
-    preempted: Sequence[RequestView]  # that gave way while this step was composed
+    All state is in slots and all that is public is a property or a method, so that an assignment to any of it raises
+    AttributeError, and Step's own writes cost what a plain one costs.
+    """
 
-    # What Step keeps.
+    __slots__ = (
+        "_available_blocks",
+        "_budget_tokens",
+        "_capacity",
+        "_chunks",
+        "_considered",
+        "_decodes",
+        "_growth",
+        "_held_back",
+        "_lack",
+        "_live_tokens_of",
+        "_max_num_seqs",
+        "_now_s",
+        "_num_running",
+        "_num_seats",
+        "_offered",
+        "_open",
+        "_over_budget",
+        "_placed",
+        "_preempted",
+        "_running",
+        "_waiting",
+        "_worker",
+    )
+
     _worker: Worker
     _waiting: Callable[[], Iterator[Request]]
     _capacity: CapacityPolicy
     _over_budget: Callable[[Request, Collection[Admission]], str | None]
+    _now_s: float
+    _max_num_seqs: int
+    _num_running: int
+    _preempted: tuple[RequestView, ...]
+    _running: tuple[Running, ...] | None  # once somebody has asked
     _available_blocks: int
     _budget_tokens: int
     _num_seats: int
     _growth: list[Slots]
     _decodes: list[int] | None  # slots; None: all that decode
     _chunks: dict[int, int]  # tokens by slot
-    _offered: dict[RequestView, Request]  # what `waiting` gave
+    _offered: dict[int, Request]  # what `waiting` gave, by seniority
     _considered: dict[int, Admission]  # by seniority
     _placed: dict[int, Admission]  # by seniority
     _held_back: list[tuple[Request, str, str]]
     _open: bool
     _lack: OutOfBlocks | None  # of blocks: then the composition has failed
+    _live_tokens_of: tuple[Request, int] | None  # whom it was told of last; until somebody is considered
 
     def __init__(
         self,
@@ -60,42 +82,71 @@ class StepView:
     ) -> None:
         """`over_budget` says which budget, of those that are not the policies', a request exceeds, if any."""
         seats = worker.slots.num_slots if not max_num_seqs else min(max_num_seqs, worker.slots.num_slots)
-        # Past __setattr__, and quick: a step is made for every one that a worker runs.
-        vars(self).update(
-            now_s=now_s,
-            worker_id=worker.id,
-            block_size=worker.block_size,
-            total_blocks=worker.num_blocks,
-            max_batched_tokens=worker.max_batched_tokens,
-            max_num_seqs=seats,
-            num_running=len(worker.running),
-            num_departed=worker.num_departed,
-            preempted=tuple(map(view_of, worker.preempted)),
-            _worker=worker,
-            _waiting=waiting,
-            _capacity=capacity,
-            _over_budget=over_budget,
-            _available_blocks=worker.available_blocks,
-            _budget_tokens=worker.max_batched_tokens,
-            _num_seats=min(worker.slots.num_free, seats - len(worker.running)),
-            _growth=[],
-            _decodes=[],
-            _chunks={},
-            _offered={},
-            _considered={},
-            _placed={},
-            _held_back=[],
-            _open=True,
-            _lack=None,
-        )
+        self._worker = worker
+        self._waiting = waiting
+        self._capacity = capacity
+        self._over_budget = over_budget
+        self._now_s = now_s
+        self._max_num_seqs = seats
+        self._num_running = num_running = len(worker.running)
+        self._preempted = tuple(map(view_of, worker.preempted))
+        self._running = None
+        self._available_blocks = worker.available_blocks
+        self._budget_tokens = worker.max_batched_tokens
+        self._num_seats = min(worker.slots.num_free, seats - num_running)
+        self._growth = []
+        self._decodes = []
+        self._chunks = {}
+        self._offered = {}
+        self._considered = {}
+        self._placed = {}
+        self._held_back = []
+        self._open = True
+        self._lack = None
+        self._live_tokens_of = None
 
-    def __setattr__(self, name: str, value: object) -> None:
-        if not name.startswith("_"):
-            raise AttributeError(f"step.{name}: is read-only")
-        object.__setattr__(self, name, value)
+    # ── what does not change while a step is composed ────────────────────────────────────────────────────────────────
 
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"step.{name}: is read-only")
+    @property
+    def now_s(self) -> float:
+        return self._now_s
+
+    @property
+    def worker_id(self) -> int:
+        return self._worker.id
+
+    @property
+    def block_size(self) -> int:
+        return self._worker.block_size
+
+    @property
+    def total_blocks(self) -> int:
+        return self._worker.num_blocks
+
+    @property
+    def max_batched_tokens(self) -> int:
+        return self._worker.max_batched_tokens
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._max_num_seqs
+
+    @property
+    def num_running(self) -> int:
+        """That hold a slot."""
+        return self._num_running
+
+    @property
+    def num_departed(self) -> int:
+        """That ever left this worker."""
+        return self._worker.num_departed
+
+    @property
+    def preempted(self) -> Sequence[RequestView]:
+        """That gave way while this step was composed."""
+        return self._preempted
+
+    # ── counters ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def available_blocks(self) -> int:
@@ -116,11 +167,13 @@ class StepView:
     def num_admissions(self) -> int:
         return len(self._placed)
 
-    @cached_property
+    @property
     def running(self) -> tuple[Running, ...]:
         """What can run, in order of admission. Costs time in proportion; steady steps need not look."""
-        worker = self._worker
-        return tuple(Running(worker, slot, r) for slot, r in worker.running.items() if slot not in worker.finishing)
+        if self._running is None:
+            worker, over = self._worker, self._worker.finishing
+            self._running = tuple(Running(worker, slot, r) for slot, r in worker.running.items() if slot not in over)
+        return self._running
 
     @property
     def prefills(self) -> list[Running]:
@@ -136,30 +189,33 @@ class StepView:
     @property
     def num_swapped(self) -> int:
         """Requests that this worker has swapped out and may take back. They come first among those that wait."""
-        return 0 if self.preempted else len(self._worker.swapped)
+        return 0 if self._preempted else len(self._worker.swapped)
 
     def waiting(self) -> Iterator[RequestView]:
         """Requests that could be bound to this worker: those that it has swapped out, then the others in the order's
         order. Only these can be admitted."""
         for request in self._waiting():
-            view = view_of(request)
-            self._offered[view] = request
-            yield view
+            self._offered[request.seniority] = request
+            yield view_of(request)
 
     def cached_tokens(self, request: RequestView | Request) -> int:
         """What this worker has in its cache of a waiting request: whole blocks, never the last token."""
-        return request.matched_tokens(self.worker_id)
+        return request.matched_tokens(self._worker.id)
 
     def uncached_tokens(self, request: RequestView) -> int:
-        return request.num_tokens - request.matched_tokens(self.worker_id)
+        return request.num_tokens - request._request.matched_tokens(self._worker.id)
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return -(-num_tokens // self._worker.block_size)
 
     def need_blocks(self, request: RequestView, num_new_tokens: int) -> int:
         """Blocks that a waiting request takes out of those available, to hold its cached prefix and so many tokens."""
-        blocks = self.blocks_for(self.cached_tokens(request) + num_new_tokens)
-        return blocks - self._live_tokens(request) // self.block_size
+        return self._need_blocks(request._request, num_new_tokens)
+
+    def _need_blocks(self, request: Request, num_new_tokens: int) -> int:
+        worker = self._worker
+        num_tokens = request.matched_tokens(worker.id) + num_new_tokens
+        return -(-num_tokens // worker.block_size) - self._live_tokens(request) // worker.block_size
 
     def remaining_new_tokens(self) -> npt.NDArray[np.int64]:
         """For each sequence that holds a slot: how many tokens it may still generate. [num_running]"""
@@ -186,20 +242,31 @@ class StepView:
             computing += [*(admission.request for admission in self._considered.values()), *others]
         return any(other.token_ids.startswith(beginning) for other in computing)
 
-    def _live_tokens(self, request: RequestView) -> int:
+    def _live_tokens(self, request: Request) -> int:
         """Tokens in blocks that something uses, counting what was admitted before it in this very step."""
-        live = request.live_tokens(self.worker_id)
-        if not self._considered or request.is_swapped:  # what of that one is shared, only the cache knows
-            return live
-        matched, tokens = self.cached_tokens(request), request.token_ids
+        known = self._live_tokens_of
+        if known is not None and known[0] is request:  # the step asks for a request, then the policy for the same one
+            return known[1]
+        live = request.live_tokens(self._worker.id)
+        if self._considered and not request.swapped_on:  # what of that one is shared, only the cache knows
+            live = self._shared_tokens(request, live)
+        self._live_tokens_of = request, live
+        return live
+
+    def _shared_tokens(self, request: Request, live: int) -> int:
+        """The longest beginning of whole blocks that is cached and live, or cached of what was considered before it."""
+        matched, tokens, block_size = self.cached_tokens(request), request.token_ids, self._worker.block_size
         for admission in self._considered.values():
             if live >= matched:
                 break
             others = admission.request.token_ids
-            if not others.startswith(tokens[: (live + self.block_size) * TOKEN_BYTES]):
+            if not others.startswith(tokens[: (live + block_size) * TOKEN_BYTES]):
                 continue
-            # The longest beginning of whole blocks that they share.
-            lengths = range(min(self.cached_tokens(admission.request), matched), live, -self.block_size)
+            longest = min(self.cached_tokens(admission.request), matched)
+            if others.startswith(tokens[: longest * TOKEN_BYTES]):  # mostly all of it
+                live = max(live, longest)
+                continue
+            lengths = range(longest, live, -block_size)
             i = bisect_left(lengths, True, key=lambda n: others.startswith(tokens[: n * TOKEN_BYTES]))
             live = lengths[i] if i < len(lengths) else live
         return live

@@ -69,8 +69,8 @@ class Swaps:
         return refused
 
     def bind(self, request: Request) -> None:
-        if request.swapped_on:
-            del self.workers[request.swapped_on].swapped[request.sequence]
+        """It is about to come back."""
+        del self.workers[request.swapped_on].swapped[request.sequence]
 
     def refused(self, request: Request) -> None:
         """There was no room to come back."""

@@ -92,7 +92,10 @@ class RequestView:
     @property
     def num_tokens(self) -> int:
         """Prompt and output."""
-        return self._request.num_prompt_tokens + self._request.num_generated_tokens
+        request = self._request
+        if request.seat is None:  # then its own record is complete
+            return request.num_tokens
+        return request.num_prompt_tokens + request.num_generated_tokens
 
     @property
     def max_new_tokens(self) -> int:

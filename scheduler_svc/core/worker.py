@@ -102,11 +102,15 @@ class Worker:
     num_blocks: int = field(init=False)
     block_size: int = field(init=False)
     max_batched_tokens: int = field(init=False)
+    pool_tokens: int = field(init=False)
+    eos_token_ids: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_blocks = self.registration.num_blocks
         self.block_size = self.registration.block_size
         self.max_batched_tokens = self.registration.max_batched_tokens
+        self.pool_tokens = self.num_blocks * self.block_size
+        self.eos_token_ids = tuple(self.registration.model.eos_token_ids)
 
     @property
     def has_credit(self) -> bool:
@@ -128,7 +132,7 @@ class Worker:
 
     def can_ever_hold(self, request: Request) -> bool:
         """The last token of a sequence is never computed, so it needs no room."""
-        return self.blocks_for(request.max_total_tokens - 1) <= self.num_blocks
+        return request.max_total_tokens - 1 <= self.pool_tokens
 
     def need_blocks(self, request: Request) -> int:
         """Blocks that admitting all of the request takes from the pool."""

@@ -28,14 +28,15 @@ class DecodeFirst(BatchPolicy):
         if step.preempted:
             return
         for request in step.waiting():
-            if not step.budget_tokens:
+            left = step.budget_tokens
+            if not left:
                 step.hold_back(request, Verdict.STOP, "budget", f"{step.max_batched_tokens} tokens are spent")
                 break
             tokens = self._limit(step.uncached_tokens(request))
-            if tokens > step.budget_tokens and not self.chunked_prefill:
-                step.hold_back(request, Verdict.STOP, "budget", f"{tokens} tokens, {step.budget_tokens} are left")
+            if tokens > left and not self.chunked_prefill:
+                step.hold_back(request, Verdict.STOP, "budget", f"{tokens} tokens, {left} are left")
                 break
-            if step.admit(request, min(tokens, step.budget_tokens)) is Verdict.STOP:
+            if step.admit(request, min(tokens, left)) is Verdict.STOP:
                 break
 
     def _run(self, step: Step) -> None:

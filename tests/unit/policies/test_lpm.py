@@ -47,5 +47,5 @@ def test_the_longest_match_goes_first_and_one_of_those_that_share_what_is_not_ca
     queue.add(leader)
     assert order(queue) == [3, 1, 4, 2]
     follower.matches = {1: Match(33)}
-    queue.rematched(follower)
+    queue.rematched([follower])
     assert order(queue) == [2, 3, 1, 4], "with more than the threshold cached it depends on nobody"
