@@ -10,7 +10,8 @@ from typing import Any
 
 from cache_svc.core.errors import Code, LinkError, OpError
 from cache_svc.core.invariants import check_state
-from cache_svc.core.table import Sequence, SwappedSequence, pack_int32
+from cache_svc.core.retention import read_ranges
+from cache_svc.core.table import NO_TERMS, Sequence, SwappedSequence, Terms, pack_int32
 from cache_svc.core.tree import TOKEN_BYTES, PrefixTree
 from cache_svc.core.waiting import MAX_SETTLED, Waiter
 from cache_svc.core.worker import Counters, Worker, check_token_bytes
@@ -36,10 +37,12 @@ class CacheCounters:
 
 
 class CacheCore:
-    """All blocks of all workers. `debug` checks every invariant after every exchange (slow)."""
+    """All blocks of all workers. `debug` checks every invariant after every exchange (slow); `eviction` names one of
+    eviction.STRATEGIES."""
 
-    def __init__(self, debug: bool = False) -> None:
+    def __init__(self, debug: bool = False, eviction: str = "lru") -> None:
         self.debug = debug
+        self.eviction = eviction
         self.counters = CacheCounters()
         self._handlers: dict[str | None, Callable[[Any, pb.CacheOpResult], None]] = {
             "add_worker": self._add_worker,
@@ -76,6 +79,8 @@ class CacheCore:
             raise LinkError(f"exchange {request.exchange} came where {self.last_exchange + 1} was expected")
         self.last_exchange = request.exchange
         self.counters.exchanges += 1
+        for worker in self.workers.values():
+            worker.device.queue.expire(request.now_ms)
         response = pb.CacheServiceLinkResponse(epoch=request.epoch, exchange=request.exchange)
         results = response.results
         for op in request.ops:
@@ -144,7 +149,9 @@ class CacheCore:
         index = 0
         while index in self.workers_by_index:
             index += 1
-        worker = Worker(op.worker, index, self.tree, op.num_blocks, op.prefix_caching, op.num_host_blocks)
+        worker = Worker(
+            op.worker, index, self.tree, op.num_blocks, op.prefix_caching, op.num_host_blocks, self.eviction
+        )
         self.workers[op.worker] = self.workers_by_index[index] = worker
         self._touched[op.worker] = worker
 
@@ -179,7 +186,10 @@ class CacheCore:
         check_token_bytes(token_ids)
         if not token_ids:
             raise OpError(Code.INVALID_ARGUMENT, "token_ids: a sequence has at least one token")
-        waiter = self.waiting[op.sequence] = Waiter(op.sequence, token_ids)
+        terms = NO_TERMS
+        if op.priority or op.retention:
+            terms = Terms(op.priority, read_ranges(op.retention))
+        waiter = self.waiting[op.sequence] = Waiter(op.sequence, token_ids, terms)
         result.match.SetInParent()
         if self.tree is not None:
             waiter.node = self.tree.root
@@ -239,12 +249,12 @@ class CacheCore:
         worker = self._worker(op.worker)
         if op.fork_of:
             (parent,) = self._all_admitted([op.fork_of])
-            sequence, result.admit.copy_from = worker.fork(op.sequence, waiter.token_ids, parent)
+            sequence, result.admit.copy_from = worker.fork(op.sequence, waiter.token_ids, parent, waiter.terms)
             self.counters.forked_sequences += 1
         else:
             if waiter.watch is None:
                 waiter.settle(worker.tree)
-            sequence = worker.admit(op.sequence, waiter.token_ids, *waiter.place(), op.num_new_tokens)
+            sequence = worker.admit(op.sequence, waiter.token_ids, *waiter.place(), op.num_new_tokens, waiter.terms)
         waiter.leave(worker.tree)
         del self.waiting[op.sequence]
         self.admitted[op.sequence] = sequence

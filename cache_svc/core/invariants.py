@@ -37,7 +37,6 @@ def check_state(
     for worker in workers.values():
         _check_device(worker)
         _check_host(worker)
-        _check_eviction_order(worker)
     _check_tree(tree, workers)
 
 
@@ -128,7 +127,7 @@ def _check_device(worker: Worker) -> None:
     _require(device.cached_blocks == cached, f"{name}: cached_blocks is {device.cached_blocks}, not {cached}")
     used = len(private) + len(stored) - cached
     _require(device.used_blocks == used, f"{name}: used_blocks is {device.used_blocks}, not {used}")
-    order = device.eviction_order()
+    order = device.queue.upcoming(device.index)
     _require(len(order) == len(unused) and set(order) == set(unused), f"{name}: what is unused is not to be evicted")
 
 
@@ -147,18 +146,6 @@ def _check_host(worker: Worker) -> None:
     _require(sorted(states) == list(range(1, handed_out + 1)), f"{name}: a host block is lost, or in two states")
     _require(handed_out <= pool.num_blocks, f"{name}: host block {handed_out} is beyond the pool")
     _require(pool.num_free + len(used) == pool.num_blocks, f"{name}: host blocks do not add up")
-
-
-def _check_eviction_order(worker: Worker) -> None:
-    """Children before their parents (why: memory.py)."""
-    order = {id(holding): position for position, holding in enumerate(worker.device.eviction_order())}
-    for holding in worker.device.eviction_order():
-        parent = holding.node.parent
-        if parent is None or parent.parent is None:
-            continue  # the parent is the root
-        above = order.get(id(parent.holdings[worker.index]))
-        name = f"worker {worker.worker_id}: block {holding.blocks[0]}"
-        _require(above is None or order[id(holding)] < above, f"{name} goes after its parent")
 
 
 def _check_tree(tree: PrefixTree, workers: dict[int, Worker]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from cache_svc.core.retention import Range
 from cache_svc.core.tree import TOKEN_BYTES, PrefixNode
 
 if TYPE_CHECKING:
@@ -21,6 +22,16 @@ def pack_int32(values: array[int]) -> bytes:
     return values.tobytes()
 
 
+class Terms(NamedTuple):
+    """What a request asked for, of how its blocks are kept."""
+
+    priority: float = 0.0
+    retention: tuple[Range, ...] = ()
+
+
+NO_TERMS = Terms()
+
+
 class Sequence:
     """An admitted sequence. (One that waits is nothing but its tokens.)
 
@@ -32,7 +43,17 @@ class Sequence:
     sequence got there first: then it uses both, and its own stay outside of the tree (`duplicates`).
     """
 
-    __slots__ = ("duplicates", "node", "num_computed_tokens", "num_tokens", "sequence_id", "table", "tokens", "worker")
+    __slots__ = (
+        "duplicates",
+        "node",
+        "num_computed_tokens",
+        "num_tokens",
+        "sequence_id",
+        "table",
+        "terms",
+        "tokens",
+        "worker",
+    )
 
     def __init__(
         self,
@@ -42,6 +63,7 @@ class Sequence:
         table: array[int],
         node: PrefixNode,
         num_computed_tokens: int,
+        terms: Terms = NO_TERMS,
     ) -> None:
         self.sequence_id = sequence_id
         self.worker = worker
@@ -51,6 +73,7 @@ class Sequence:
         self.node = node
         self.num_computed_tokens = num_computed_tokens
         self.duplicates = array("i")
+        self.terms = terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +89,7 @@ class SwappedSequence:
     token_ids: bytes
     num_computed_tokens: int
     host_blocks: array[int]
+    terms: Terms
 
     @property
     def num_tokens(self) -> int:

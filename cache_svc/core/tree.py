@@ -22,6 +22,8 @@ from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from cache_svc.core.retention import DEFAULT_RETENTION
+
 if TYPE_CHECKING:
     from cache_svc.core.waiting import Waiter, Watch
 
@@ -33,13 +35,43 @@ MAX_NODE_TOKENS = 2048
 class Holding:
     """A node in one memory: `blocks[i]` there has the KV of the node's block i."""
 
-    __slots__ = ("blocks", "node", "num_children", "users")
+    __slots__ = (
+        "blocks",
+        "duration_ms",
+        "expires_ms",
+        "node",
+        "num_children",
+        "num_reuses",
+        "priority",
+        "queue",
+        "retention",
+        "serial",
+        "users",
+    )
 
-    def __init__(self, node: PrefixNode, blocks: array[int], users: int, num_children: int) -> None:
+    def __init__(self, node: PrefixNode, blocks: array[int], serial: int) -> None:
         self.node = node
         self.blocks = blocks
-        self.users = users  # sequences that run with it
-        self.num_children = num_children  # of the node, in the same memory
+        self.users = 1  # sequences that run with it
+        self.num_children = 0  # of the node, in the same memory
+        # What says when it is evicted (eviction.py).
+        self.serial = serial  # counts up with what the memory stores
+        self.num_reuses = 0  # by sequences that were admitted since it was stored
+        self.priority = 0.0  # the highest of the requests that used it
+        self.retention = DEFAULT_RETENTION
+        self.duration_ms = 0  # that the retention lasts from the last use on; 0: for ever
+        self.expires_ms = 0
+        self.queue: tuple[int, float] | None = None  # in which it stands
+
+    def split(self, front: PrefixNode, num_blocks: int) -> Holding:
+        """Its first blocks as a holding of `front`, which is its node's parent now; it keeps the others."""
+        holding = Holding(front, self.blocks[:num_blocks], self.serial)
+        self.blocks = self.blocks[num_blocks:]
+        holding.users, holding.num_children = self.users, 1
+        holding.num_reuses, holding.priority = self.num_reuses, self.priority
+        holding.retention, holding.duration_ms = self.retention, self.duration_ms
+        holding.expires_ms = self.expires_ms
+        return holding
 
 
 class PrefixNode:
@@ -140,8 +172,7 @@ class PrefixTree:
         node.key, node.parent = node.key[cut:], front
         front.children[node.key[:block_bytes]] = node
         for index, holding in node.holdings.items():
-            front.holdings[index] = Holding(front, holding.blocks[:num_blocks], holding.users, 1)
-            holding.blocks = holding.blocks[num_blocks:]
+            front.holdings[index] = holding.split(front, num_blocks)
         if node.watches:
             for watch in [watch for at, watch in node.watches.items() if at <= depth]:
                 watch.move(front)

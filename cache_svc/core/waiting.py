@@ -13,6 +13,7 @@ sequence; RematchOp asks for them.
 
 from __future__ import annotations
 
+from cache_svc.core.table import Terms
 from cache_svc.core.tree import PrefixNode, PrefixTree
 
 MAX_SETTLED = 256
@@ -80,13 +81,14 @@ class Waiter:
     """`node` and `depth` are where its match ended when it was last looked at: the longest stored prefix, on whichever
     worker."""
 
-    __slots__ = ("depth", "node", "sequence_id", "token_ids", "wanted", "watch")
+    __slots__ = ("depth", "node", "sequence_id", "terms", "token_ids", "wanted", "watch")
 
     node: PrefixNode
 
-    def __init__(self, sequence_id: int, token_ids: bytes) -> None:
+    def __init__(self, sequence_id: int, token_ids: bytes, terms: Terms) -> None:
         self.sequence_id = sequence_id
         self.token_ids = token_ids
+        self.terms = terms
         self.depth = 0
         self.watch: Watch | None = None
         self.wanted = b""

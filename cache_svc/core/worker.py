@@ -5,7 +5,7 @@ from __future__ import annotations
 from cache_svc.core.errors import Code, OpError
 from cache_svc.core.memory import Memory
 from cache_svc.core.pool import BlockPool
-from cache_svc.core.table import Sequence, SwappedSequence
+from cache_svc.core.table import NO_TERMS, Sequence, SwappedSequence, Terms
 from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, PrefixTree
 
 Counters = tuple[int, int, int, int, int, int]
@@ -34,12 +34,13 @@ class Worker:
         num_blocks: int,
         prefix_caching: bool,
         num_host_blocks: int = 0,
+        eviction: str = "lru",
     ) -> None:
         self.worker_id = worker_id
         self.index = index
         self.tree = tree
         self.prefix_caching = prefix_caching
-        self.device = Memory(index, tree, num_blocks, prefix_caching)
+        self.device = Memory(index, tree, num_blocks, prefix_caching, eviction)
         self.sequences: dict[int, Sequence] = {}
         self.host = BlockPool(num_host_blocks)  # free or used: nothing in host memory is kept for reuse
         self.swapped: dict[int, SwappedSequence] = {}
@@ -52,7 +53,15 @@ class Worker:
         used = device.num_blocks - free - cached
         return free, cached, used, device.evicted_blocks_total, free_host, self.host.num_blocks - free_host
 
-    def admit(self, sequence_id: int, token_ids: bytes, node: PrefixNode, depth: int, num_new_tokens: int) -> Sequence:
+    def admit(
+        self,
+        sequence_id: int,
+        token_ids: bytes,
+        node: PrefixNode,
+        depth: int,
+        num_new_tokens: int,
+        terms: Terms = NO_TERMS,
+    ) -> Sequence:
         """A table for the longest prefix that is stored here and so many tokens after it (0: all), in new blocks.
 
         `node` and `depth` are where the tree's walk for the tokens ends. Raises OpError(RESOURCE_EXHAUSTED), having
@@ -73,13 +82,17 @@ class Worker:
             )
         if cached < node.end:
             node = tree.split(node, cached)
-        table = device.use_path(node)
+        table = device.use_path(node, terms.priority)
         table += device.take(num_blocks - cached)
-        sequence = Sequence(sequence_id, self, token_ids, table, node, cached * tree.block_size)
+        sequence = Sequence(sequence_id, self, token_ids, table, node, cached * tree.block_size, terms)
+        if terms.retention:
+            device.retain(node, terms.retention)
         self.sequences[sequence_id] = sequence
         return sequence
 
-    def fork(self, sequence_id: int, token_ids: bytes, parent: Sequence) -> tuple[Sequence, int]:
+    def fork(
+        self, sequence_id: int, token_ids: bytes, parent: Sequence, terms: Terms = NO_TERMS
+    ) -> tuple[Sequence, int]:
         """A table for tokens of which the parent has computed all but the last: its whole blocks, which nobody writes
         any more, and a new one for the rest. Also the block whose content belongs into that new one (0: none).
 
@@ -101,15 +114,17 @@ class Worker:
             self.store(parent)
         num_whole, rest = divmod(num_shared, self.tree.block_size)
         node = self.tree.cut(parent.node, num_whole)
-        table = self.device.use_path(node) + self.device.take(1)
-        sequence = Sequence(sequence_id, self, token_ids, table, node, num_shared)
+        table = self.device.use_path(node, terms.priority) + self.device.take(1)
+        sequence = Sequence(sequence_id, self, token_ids, table, node, num_shared, terms)
+        if terms.retention:
+            self.device.retain(node, terms.retention)
         self.sequences[sequence_id] = sequence
         return sequence, parent.table[num_whole] if rest else 0
 
     def store(self, sequence: Sequence) -> None:
         """Put every whole computed block that is not in the tree yet into it."""
         tree, device, tokens, table = self.tree, self.device, sequence.tokens, sequence.table
-        node, block_bytes = sequence.node, tree.block_bytes
+        node, block_bytes, terms = sequence.node, tree.block_bytes, sequence.terms
         depth, end = node.end, sequence.num_computed_tokens // tree.block_size
         while depth < end:
             begin = depth * block_bytes
@@ -117,20 +132,22 @@ class Worker:
             if child is None:
                 reached = min(end, depth + tree.max_node_blocks)
                 child = tree.grow(node, bytes(tokens[begin : reached * block_bytes]))
-                device.hold(child, table[depth:reached])
+                device.hold(child, table[depth:reached], terms.priority)
             else:
                 reached = tree.follow(child, tokens, end)
                 if reached < child.end:
                     child = tree.split(child, reached)
                 holding = child.holdings.get(self.index)
                 if holding is None:
-                    device.hold(child, table[depth:reached])
+                    device.hold(child, table[depth:reached], terms.priority)
                 else:
                     # Equal blocks are here already: ours stay private, theirs must not go while we hold what is below.
-                    device.use(holding)
+                    device.use(holding, terms.priority)
                     sequence.duplicates += table[depth:reached]
             node, depth = child, reached
         sequence.node = node
+        if terms.retention:
+            device.retain(node, terms.retention)
 
     def release(self, sequence: Sequence) -> None:
         """The sequence ends. From the tail to the head, so that eviction will meet children before their parents."""
@@ -159,6 +176,7 @@ class Worker:
             bytes(sequence.tokens),
             sequence.num_computed_tokens,
             self.host.take(num_blocks),
+            sequence.terms,
         )
         self.release(sequence)
         self.swapped[swapped.sequence_id] = swapped
@@ -171,7 +189,7 @@ class Worker:
         Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few blocks.
         """
         node, depth = self.tree.walk(swapped.token_ids, self.tree.root, 0)
-        sequence = self.admit(swapped.sequence_id, swapped.token_ids, node, depth, 0)
+        sequence = self.admit(swapped.sequence_id, swapped.token_ids, node, depth, 0, swapped.terms)
         self.forget_swapped(swapped)
         return sequence, sequence.node.end
 

@@ -25,10 +25,13 @@ class CacheServiceLinkRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     EXCHANGE_FIELD_NUMBER: _builtins.int
     OPS_FIELD_NUMBER: _builtins.int
+    NOW_MS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The scheduler's epoch; echoed."""
     exchange: _builtins.int
     """Counts up by one from 1; echoed."""
+    now_ms: _builtins.int
+    """The scheduler's clock, which never goes back: what retention durations are counted by."""
     @_builtins.property
     def ops(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheOp]:
         """Executed in order. One that fails changes nothing and leaves the others alone."""
@@ -39,10 +42,11 @@ class CacheServiceLinkRequest(_message.Message):
         epoch: _builtins.int = ...,
         exchange: _builtins.int = ...,
         ops: _abc.Iterable[Global___CacheOp] | None = ...,
+        now_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "exchange", b"exchange", "ops", b"ops"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "exchange", b"exchange", "now_ms", b"now_ms", "ops", b"ops"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -172,21 +176,67 @@ class MatchOp(_message.Message):
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     token_ids: _builtins.bytes
+    priority: _builtins.float
+    """Of its request, for the eviction strategy "priority": larger ones are kept longer."""
+    @_builtins.property
+    def retention(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetentionRange]:
+        """How long its tokens are kept when it has ended, before what the eviction strategy says; ranges do not overlap.
+        Tokens in none of them are kept as others are.
+        """
+
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         token_ids: _builtins.bytes = ...,
+        retention: _abc.Iterable[Global___RetentionRange] | None = ...,
+        priority: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["priority", b"priority", "retention", b"retention", "sequence", b"sequence", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MatchOp: _TypeAlias = MatchOp  # noqa: Y015
+
+@_typing.final
+class RetentionRange(_message.Message):
+    """Tokens start ... end - 1 of a sequence (end 0: all from start on, also those to come). A block takes what is said of
+    its first token.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    DURATION_MS_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    end: _builtins.int
+    priority: _builtins.int
+    """0..100; 35 is what those have of whom nothing is said. Lower ones are evicted first."""
+    duration_ms: _builtins.int
+    """For so long after the last use; 0: for ever."""
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        end: _builtins.int = ...,
+        priority: _builtins.int = ...,
+        duration_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_ms", b"duration_ms", "end", b"end", "priority", b"priority", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetentionRange: _TypeAlias = RetentionRange  # noqa: Y015
 
 @_typing.final
 class RematchOp(_message.Message):

@@ -32,8 +32,13 @@ def add_worker_op(
     return pb.CacheOp(add_worker=op)
 
 
-def match_op(sequence: int, tokens: Sequence[int]) -> pb.CacheOp:
-    return pb.CacheOp(match=pb.MatchOp(sequence=sequence, token_ids=pack(tokens)))
+Retention = Sequence[tuple[int, int, int, int]]  # start, end, priority, milliseconds
+
+
+def match_op(sequence: int, tokens: Sequence[int], priority: float = 0.0, retention: Retention = ()) -> pb.CacheOp:
+    ranges = [pb.RetentionRange(start=a, end=b, priority=p, duration_ms=ms) for a, b, p, ms in retention]
+    match = pb.MatchOp(sequence=sequence, token_ids=pack(tokens), priority=priority, retention=ranges)
+    return pb.CacheOp(match=match)
 
 
 def rematch_op(sequences: Sequence[int]) -> pb.CacheOp:
@@ -83,15 +88,16 @@ def remove_worker_op(worker: int) -> pb.CacheOp:
 class Driver:
     """A link to a core in debug mode: every exchange ends with a check of all invariants."""
 
-    def __init__(self, debug: bool = True) -> None:
-        self.core = CacheCore(debug=debug)
+    def __init__(self, debug: bool = True, eviction: str = "lru") -> None:
+        self.core = CacheCore(debug=debug, eviction=eviction)
+        self.now_ms = 0
         self.pools: dict[int, tuple[int, int, int, int]] = {}  # as reported: free, cached, used, evicted
         self.host_pools: dict[int, tuple[int, int]] = {}  # free, used
         self._exchange = 0
 
     def exchange(self, *ops: pb.CacheOp) -> pb.CacheServiceLinkResponse:
         self._exchange += 1
-        request = pb.CacheServiceLinkRequest(epoch=7, exchange=self._exchange, ops=ops)
+        request = pb.CacheServiceLinkRequest(epoch=7, exchange=self._exchange, ops=ops, now_ms=self.now_ms)
         response = self.core.exchange(pb.CacheServiceLinkRequest.FromString(request.SerializeToString()))
         assert (response.epoch, response.exchange) == (7, self._exchange)
         assert len(response.results) == len(ops)

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from cache_svc.core import tree
 from cache_svc.core.errors import Code
+from cache_svc.core.eviction import STRATEGIES
 from cache_svc.core.tree import subtree
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
@@ -24,18 +25,28 @@ tokens = st.builds(lambda same, tail: [0] * same + tail, st.integers(0, 8), st.l
 held = st.sampled_from([False, False, True])
 
 
+# Mostly none; else a priority, and ranges of tokens to be kept with another one, for a while or for ever.
+ranges = st.builds(
+    lambda cuts, levels: [(a, b, p, ms) for a, b, (p, ms) in zip(cuts, [*cuts[1:], 0], levels, strict=False)],
+    st.lists(st.integers(0, 8), min_size=1, max_size=3, unique=True).map(sorted),
+    st.lists(st.tuples(st.sampled_from([0, 35, 80]), st.sampled_from([0, 0, 5, 20])), min_size=1, max_size=3),
+)
+terms = st.one_of(st.just((0.0, ())), st.tuples(st.sampled_from([0.0, 1.0, -2.0]), ranges))
+
+
 class CacheMachine(RuleBasedStateMachine):
     @initialize(
         block_size=st.integers(1, 3),
         num_blocks=st.lists(st.integers(4, 16), min_size=1, max_size=3),
         num_host=st.sampled_from([0, 2, 6, 20]),
         node_tokens=st.sampled_from([6, tree.MAX_NODE_TOKENS]),
+        eviction=st.sampled_from(["lru", *STRATEGIES]),
     )
-    def begin(self, block_size: int, num_blocks: list[int], num_host: int, node_tokens: int) -> None:
+    def begin(self, block_size: int, num_blocks: list[int], num_host: int, node_tokens: int, eviction: str) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(tree, "MAX_NODE_TOKENS", node_tokens)
-        self.link = d.Driver()
-        self.model = Model()
+        self.link = d.Driver(eviction=eviction)
+        self.model = Model(eviction)
         self.ops: list[pb.CacheOp] = []
         self.expected: list[Result] = []
         self.longest: dict[int, int] = {}  # as last reported of each waiting sequence
@@ -128,8 +139,8 @@ class CacheMachine(RuleBasedStateMachine):
         prefixes = set()
         for worker_id, model_worker in self.model.workers.items():
             device, host = core.workers[worker_id].device, core.workers[worker_id].host
-            cached = [block for holding in device.eviction_order() for block in reversed(holding.blocks)]
-            assert cached == [model_worker.stored[prefix] for prefix in model_worker.unused]
+            cached = [block for holding in device.queue.upcoming(device.index) for block in reversed(holding.blocks)]
+            assert cached == [model_worker.stored[prefix] for prefix in model_worker.eviction_order()]
             for pool, free in ((device.pool, model_worker.free), (host, model_worker.free_host)):
                 untouched = list(range(pool.num_blocks, pool.first_untouched - 1, -1))
                 assert untouched + pool.given_back() == free
@@ -143,6 +154,13 @@ class CacheMachine(RuleBasedStateMachine):
         sequence = next(s for s in range(1, 100) if s not in self.everything())
         self.do(d.match_op(sequence, tokens), self.model.match, sequence, tokens, hold=hold)
 
+    @rule(passed_ms=st.integers(1, 30))
+    def time_passes(self, passed_ms: int) -> None:
+        if self.ops:
+            self.send()  # an exchange has one time
+        self.link.now_ms += passed_ms
+        self.model.pass_time(self.link.now_ms)
+
     @precondition(lambda self: self.model.waiting)
     @rule(data=st.data(), hold=held)
     def rematch(self, data: st.DataObject, hold: bool) -> None:
@@ -150,11 +168,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.do(d.rematch_op(sequences), self.model.rematch, sequences, hold=hold)
 
     @precondition(lambda self: self.model.workers)
-    @rule(tokens=tokens, new_tokens=st.integers(0, 8), data=st.data(), hold=held)
-    def start(self, tokens: list[int], new_tokens: int, data: st.DataObject, hold: bool) -> None:
+    @rule(tokens=tokens, new_tokens=st.integers(0, 8), terms=terms, data=st.data(), hold=held)
+    def start(
+        self, tokens: list[int], new_tokens: int, terms: tuple[float, d.Retention], data: st.DataObject, hold: bool
+    ) -> None:
         sequence = next(s for s in range(1, 100) if s not in self.everything())
         worker = data.draw(st.sampled_from(sorted(self.model.workers)))
-        self.do(d.match_op(sequence, tokens), self.model.match, sequence, tokens, hold=True)
+        self.do(d.match_op(sequence, tokens, *terms), self.model.match, sequence, tokens, *terms, hold=True)
         op = d.admit_op(sequence, worker, new_tokens)
         self.do(op, self.model.admit, sequence, worker, new_tokens, hold=hold)
 

@@ -390,7 +390,7 @@ def test_the_same_exchanges_give_the_same_answers() -> None:
     assert play() == play()
 
 
-@pytest.mark.parametrize("damage", ["users", "lost block", "lost node", "order"])
+@pytest.mark.parametrize("damage", ["users", "lost block", "lost node", "never evicted"])
 def test_debug_mode_notices_damage(link: Driver, damage: str) -> None:
     link.run(1, A[:8])
     link.run(2, A)
@@ -403,7 +403,7 @@ def test_debug_mode_notices_damage(link: Driver, damage: str) -> None:
             device.pool.take(1)
         case "lost node":
             node.children.clear()
-        case "order":
-            device._unused.move_to_end(device.eviction_order()[0])
+        case "never evicted":
+            device.queue.remove(device.queue.oldest())
     with pytest.raises(InvariantError):
         link.exchange()
