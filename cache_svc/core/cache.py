@@ -12,7 +12,7 @@ from cache_svc.core.errors import Code, LinkError, OpError
 from cache_svc.core.invariants import check_state
 from cache_svc.core.retention import read_ranges
 from cache_svc.core.table import NO_TERMS, Sequence, SwappedSequence, Terms, pack_int32
-from cache_svc.core.tree import TOKEN_BYTES, PrefixTree
+from cache_svc.core.tree import TOKEN_BYTES, Namespace, PrefixTree
 from cache_svc.core.waiting import MAX_SETTLED, Waiter
 from cache_svc.core.worker import Counters, Worker, check_token_bytes
 from paceline.v1 import cache_pb2 as pb
@@ -139,8 +139,7 @@ class CacheCore:
         if self.tree is None:
             self.tree = PrefixTree(op.block_size)
             for waiter in self.waiting.values():
-                waiter.node = self.tree.root
-            self.tree.stale.update(self.waiting)
+                waiter.enter(self.tree)
         elif self.tree.block_size != op.block_size:
             raise OpError(
                 Code.FAILED_PRECONDITION,
@@ -159,10 +158,12 @@ class CacheCore:
         worker = self._worker(op.worker)
         self._count_evictions(worker)
         worker.device.leave_tree()
-        for sequence_id in worker.sequences:
+        for sequence_id, sequence in worker.sequences.items():
             del self.admitted[sequence_id]
-        for sequence_id in worker.swapped:
+            worker.tree.leave(sequence.root)
+        for sequence_id, swapped in worker.swapped.items():
             del self.swapped[sequence_id]
+            worker.tree.leave(swapped.root)
         del self.workers[op.worker], self.workers_by_index[worker.index]
         self._touched.pop(op.worker, None)
         if not self.workers:
@@ -186,13 +187,14 @@ class CacheCore:
         check_token_bytes(token_ids)
         if not token_ids:
             raise OpError(Code.INVALID_ARGUMENT, "token_ids: a sequence has at least one token")
-        terms = NO_TERMS
+        terms, names = NO_TERMS, op.namespace
         if op.priority or op.retention:
             terms = Terms(op.priority, read_ranges(op.retention))
-        waiter = self.waiting[op.sequence] = Waiter(op.sequence, token_ids, terms)
+        namespace = Namespace(names.model, names.lora, names.cache_salt)
+        waiter = self.waiting[op.sequence] = Waiter(op.sequence, token_ids, namespace, terms)
         result.match.SetInParent()
         if self.tree is not None:
-            waiter.node = self.tree.root
+            waiter.enter(self.tree)
             waiter.settle(self.tree)
             self._report_match(waiter, result.match.matches)
 
@@ -249,12 +251,12 @@ class CacheCore:
         worker = self._worker(op.worker)
         if op.fork_of:
             (parent,) = self._all_admitted([op.fork_of])
-            sequence, result.admit.copy_from = worker.fork(op.sequence, waiter.token_ids, parent, waiter.terms)
+            sequence, result.admit.copy_from = worker.fork(waiter, parent)
             self.counters.forked_sequences += 1
         else:
             if waiter.watch is None:
                 waiter.settle(worker.tree)
-            sequence = worker.admit(op.sequence, waiter.token_ids, *waiter.place(), op.num_new_tokens, waiter.terms)
+            sequence = worker.admit(waiter, *waiter.place(), op.num_new_tokens)
         waiter.leave(worker.tree)
         del self.waiting[op.sequence]
         self.admitted[op.sequence] = sequence
@@ -375,12 +377,15 @@ class CacheCore:
             if waiter is not None:
                 if self.tree is not None:
                     waiter.leave(self.tree)
+                    self.tree.leave(waiter.root)
             elif (swapped := self.swapped.pop(sequence_id, None)) is not None:
                 swapped.worker.forget_swapped(swapped)
+                swapped.worker.tree.leave(swapped.root)
                 self._touched[swapped.worker.worker_id] = swapped.worker
             else:
                 sequence = self.admitted.pop(sequence_id)
                 sequence.worker.release(sequence)
+                sequence.worker.tree.leave(sequence.root)
                 self._touched[sequence.worker.worker_id] = sequence.worker
 
     def _all_admitted(self, sequence_ids: list[int]) -> list[Sequence]:

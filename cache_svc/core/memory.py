@@ -180,6 +180,6 @@ class Memory:
 
     def leave_tree(self) -> None:
         """The memory is gone, and all that it holds."""
-        for node in reversed(list(subtree(self.tree.root))):
+        for node in reversed(list(subtree(*self.tree.roots.values()))):
             if node.holdings.pop(self.index, None) is not None and not node.holdings:
                 self.tree.remove(node)

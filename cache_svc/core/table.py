@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from cache_svc.core.retention import Range
-from cache_svc.core.tree import TOKEN_BYTES, PrefixNode
+from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, Root
 
 if TYPE_CHECKING:
+    from cache_svc.core.waiting import Waiter
     from cache_svc.core.worker import Worker
 
 
@@ -48,6 +49,7 @@ class Sequence:
         "node",
         "num_computed_tokens",
         "num_tokens",
+        "root",
         "sequence_id",
         "table",
         "terms",
@@ -57,23 +59,22 @@ class Sequence:
 
     def __init__(
         self,
-        sequence_id: int,
+        known: Waiter | SwappedSequence,
         worker: Worker,
-        token_ids: bytes,
         table: array[int],
         node: PrefixNode,
         num_computed_tokens: int,
-        terms: Terms = NO_TERMS,
     ) -> None:
-        self.sequence_id = sequence_id
+        self.sequence_id = known.sequence_id
         self.worker = worker
-        self.tokens = bytearray(token_ids)
-        self.num_tokens = len(token_ids) // TOKEN_BYTES
+        self.tokens = bytearray(known.token_ids)
+        self.root = known.root
+        self.num_tokens = len(known.token_ids) // TOKEN_BYTES
         self.table = table
         self.node = node
         self.num_computed_tokens = num_computed_tokens
         self.duplicates = array("i")
-        self.terms = terms
+        self.terms = known.terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class SwappedSequence:
     token_ids: bytes
     num_computed_tokens: int
     host_blocks: array[int]
+    root: Root
     terms: Terms
 
     @property

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cache_svc.core.retention import DEFAULT_RETENTION
 
@@ -92,17 +92,53 @@ class PrefixNode:
         return self.parent.end if self.parent is not None else 0
 
 
-class PrefixTree:
-    """A tree of blocks of `block_size` tokens each."""
+class Namespace(NamedTuple):
+    """What sequences must have in common, besides equal tokens, to share KV."""
 
-    __slots__ = ("block_bytes", "block_size", "max_node_blocks", "root", "stale")
+    model: str = ""
+    lora: str = ""
+    cache_salt: str = ""
+
+
+class Root(PrefixNode):
+    """Of the tree of one namespace; or (None) of one that nobody else finds."""
+
+    __slots__ = ("namespace", "users")
+
+    def __init__(self, namespace: Namespace | None) -> None:
+        super().__init__(None, b"", 0)
+        self.namespace = namespace
+        self.users = 0  # sequences of the namespace, waiting, running or swapped out
+
+
+class PrefixTree:
+    """Blocks of `block_size` tokens each; a tree for each namespace, so that no walk gets from one into another."""
+
+    __slots__ = ("block_bytes", "block_size", "max_node_blocks", "roots", "stale")
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.block_bytes = block_size * TOKEN_BYTES
         self.max_node_blocks = max(1, MAX_NODE_TOKENS // block_size)
-        self.root = PrefixNode(None, b"", 0)
+        self.roots: dict[Namespace, Root] = {}
         self.stale: dict[int, Waiter] = {}  # waiting sequences whose place has changed, by id
+
+    def enter(self, namespace: Namespace) -> Root:
+        """Where the walks of one more sequence begin."""
+        root = self.roots.get(namespace)
+        if root is None:
+            root = self.roots[namespace] = Root(namespace)
+        root.users += 1
+        return root
+
+    def leave(self, root: Root) -> None:
+        """The sequence has ended. A namespace with no sequences and nothing stored is forgotten."""
+        root.users -= 1
+        self._forget_empty(root)
+
+    def _forget_empty(self, root: Root) -> None:
+        if not (root.users or root.children) and root.namespace is not None:
+            del self.roots[root.namespace]
 
     def max_match(self, token_ids: bytes) -> int:
         """Blocks that a match may have: never the one with the last token, as a model needs one to compute."""
@@ -116,7 +152,7 @@ class PrefixTree:
     def walk(self, token_ids: bytes, node: PrefixNode, depth: int) -> tuple[PrefixNode, int]:
         """Where the longest stored prefix ends, on whichever worker: a node, and how many blocks from the root.
 
-        `node` and `depth` are a place on the way to it: the root and 0, or one that an earlier walk found.
+        `node` and `depth` are a place on the way to it: a root and 0, or one that an earlier walk found.
         """
         limit, block_bytes = self.max_match(token_ids), self.block_bytes
         while depth < limit:
@@ -187,6 +223,8 @@ class PrefixTree:
         for watch in (node.watches or {}).values():
             self.stale.update(watch.drop_all())
         node.watches = None
+        if isinstance(parent, Root):
+            self._forget_empty(parent)
 
     def cut(self, node: PrefixNode, depth: int) -> PrefixNode:
         """The node on the way to this one that ends there; it is made if there is none."""
@@ -195,9 +233,9 @@ class PrefixTree:
         return node if node.end == depth else self.split(node, depth)
 
 
-def subtree(root: PrefixNode) -> Iterator[PrefixNode]:
-    """Every node below this one, parents before children."""
-    stack = list(root.children.values())
+def subtree(*roots: PrefixNode) -> Iterator[PrefixNode]:
+    """Every node below these, parents before children."""
+    stack = [node for root in roots for node in root.children.values()]
     while stack:
         node = stack.pop()
         yield node

@@ -14,7 +14,7 @@ sequence; RematchOp asks for them.
 from __future__ import annotations
 
 from cache_svc.core.table import Terms
-from cache_svc.core.tree import PrefixNode, PrefixTree
+from cache_svc.core.tree import Namespace, PrefixNode, PrefixTree, Root
 
 MAX_SETTLED = 256
 
@@ -81,17 +81,25 @@ class Waiter:
     """`node` and `depth` are where its match ended when it was last looked at: the longest stored prefix, on whichever
     worker."""
 
-    __slots__ = ("depth", "node", "sequence_id", "terms", "token_ids", "wanted", "watch")
+    __slots__ = ("depth", "namespace", "node", "root", "sequence_id", "terms", "token_ids", "wanted", "watch")
 
+    root: Root  # these two as long as there is a tree
     node: PrefixNode
 
-    def __init__(self, sequence_id: int, token_ids: bytes, terms: Terms) -> None:
+    def __init__(self, sequence_id: int, token_ids: bytes, namespace: Namespace, terms: Terms) -> None:
         self.sequence_id = sequence_id
         self.token_ids = token_ids
+        self.namespace = namespace
         self.terms = terms
         self.depth = 0
         self.watch: Watch | None = None
         self.wanted = b""
+
+    def enter(self, tree: PrefixTree) -> None:
+        """There is a (new) tree."""
+        self.root = self.node = tree.enter(self.namespace)
+        self.depth, self.watch = 0, None
+        tree.stale[self.sequence_id] = self
 
     def place(self) -> tuple[PrefixNode, int]:
         """Where its match ends, of one that is settled."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
+
 from cache_svc.core.errors import Code, OpError
 from cache_svc.core.memory import Memory
 from cache_svc.core.pool import BlockPool
-from cache_svc.core.table import NO_TERMS, Sequence, SwappedSequence, Terms
-from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, PrefixTree
+from cache_svc.core.table import Sequence, SwappedSequence
+from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, PrefixTree, Root
+from cache_svc.core.waiting import Waiter
 
 Counters = tuple[int, int, int, int, int, int]
 
@@ -53,23 +56,15 @@ class Worker:
         used = device.num_blocks - free - cached
         return free, cached, used, device.evicted_blocks_total, free_host, self.host.num_blocks - free_host
 
-    def admit(
-        self,
-        sequence_id: int,
-        token_ids: bytes,
-        node: PrefixNode,
-        depth: int,
-        num_new_tokens: int,
-        terms: Terms = NO_TERMS,
-    ) -> Sequence:
+    def admit(self, known: Waiter | SwappedSequence, node: PrefixNode, depth: int, num_new_tokens: int) -> Sequence:
         """A table for the longest prefix that is stored here and so many tokens after it (0: all), in new blocks.
 
         `node` and `depth` are where the tree's walk for the tokens ends. Raises OpError(RESOURCE_EXHAUSTED), having
         changed nothing, if there are too few blocks.
         """
         tree, device = self.tree, self.device
-        node, cached, live = device.held(node, depth) if self.prefix_caching else (tree.root, 0, 0)
-        num_blocks = -(-len(token_ids) // tree.block_bytes)
+        node, cached, live = device.held(node, depth) if self.prefix_caching else (Root(None), 0, 0)
+        num_blocks = -(-len(known.token_ids) // tree.block_bytes)
         if num_new_tokens:
             num_blocks = min(num_blocks, cached - (-num_new_tokens // tree.block_size))
         # What the hit takes out of the unused blocks cannot be evicted for the rest.
@@ -77,49 +72,46 @@ class Worker:
         if num_blocks - cached > available:
             raise OpError(
                 Code.RESOURCE_EXHAUSTED,
-                f"sequence {sequence_id} needs {num_blocks - cached} more blocks, "
+                f"sequence {known.sequence_id} needs {num_blocks - cached} more blocks, "
                 f"worker {self.worker_id} has {available} (of {device.num_blocks})",
             )
         if cached < node.end:
             node = tree.split(node, cached)
-        table = device.use_path(node, terms.priority)
+        table = device.use_path(node, known.terms.priority)
         table += device.take(num_blocks - cached)
-        sequence = Sequence(sequence_id, self, token_ids, table, node, cached * tree.block_size, terms)
-        if terms.retention:
-            device.retain(node, terms.retention)
-        self.sequences[sequence_id] = sequence
+        return self._begin(known, table, node, cached * tree.block_size)
+
+    def _begin(
+        self, known: Waiter | SwappedSequence, table: array[int], node: PrefixNode, num_computed_tokens: int
+    ) -> Sequence:
+        sequence = self.sequences[known.sequence_id] = Sequence(known, self, table, node, num_computed_tokens)
+        if known.terms.retention:
+            self.device.retain(node, known.terms.retention)
         return sequence
 
-    def fork(
-        self, sequence_id: int, token_ids: bytes, parent: Sequence, terms: Terms = NO_TERMS
-    ) -> tuple[Sequence, int]:
+    def fork(self, waiter: Waiter, parent: Sequence) -> tuple[Sequence, int]:
         """A table for tokens of which the parent has computed all but the last: its whole blocks, which nobody writes
         any more, and a new one for the rest. Also the block whose content belongs into that new one (0: none).
 
         Raises OpError, having changed nothing: FAILED_PRECONDITION if the parent is not such a one, RESOURCE_EXHAUSTED.
         """
+        token_ids = waiter.token_ids
         num_shared = len(token_ids) // TOKEN_BYTES - 1
         shared_bytes = num_shared * TOKEN_BYTES
-        begins = parent.tokens[:shared_bytes] == token_ids[:shared_bytes]
+        begins = waiter.root is parent.root and parent.tokens[:shared_bytes] == token_ids[:shared_bytes]
         if parent.worker is not self or not begins or parent.num_computed_tokens < num_shared:
             raise OpError(
                 Code.FAILED_PRECONDITION,
-                f"sequence {sequence_id} cannot fork sequence {parent.sequence_id}, which has not computed the first "
-                f"{num_shared} tokens of it on worker {self.worker_id}",
+                f"sequence {waiter.sequence_id} cannot fork sequence {parent.sequence_id}, which has not computed the "
+                f"first {num_shared} tokens of it on worker {self.worker_id}",
             )
         self.check_room(1)
         if not self.prefix_caching:
-            if parent.node is self.tree.root:
-                parent.node = PrefixNode(None, b"", 0)  # a tree of the family's own: nobody else finds it
-            self.store(parent)
+            self.store(parent)  # in a tree of the family's own: nobody else finds it
         num_whole, rest = divmod(num_shared, self.tree.block_size)
         node = self.tree.cut(parent.node, num_whole)
-        table = self.device.use_path(node, terms.priority) + self.device.take(1)
-        sequence = Sequence(sequence_id, self, token_ids, table, node, num_shared, terms)
-        if terms.retention:
-            self.device.retain(node, terms.retention)
-        self.sequences[sequence_id] = sequence
-        return sequence, parent.table[num_whole] if rest else 0
+        table = self.device.use_path(node, waiter.terms.priority) + self.device.take(1)
+        return self._begin(waiter, table, node, num_shared), parent.table[num_whole] if rest else 0
 
     def store(self, sequence: Sequence) -> None:
         """Put every whole computed block that is not in the tree yet into it."""
@@ -150,7 +142,7 @@ class Worker:
             device.retain(node, terms.retention)
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence ends. From the tail to the head, so that eviction will meet children before their parents."""
+        """The sequence leaves the device, from the tail to the head, so that eviction meets children before parents."""
         private = sequence.duplicates + sequence.table[sequence.node.end :]
         private.reverse()
         self.device.pool.give_back(private)
@@ -176,6 +168,7 @@ class Worker:
             bytes(sequence.tokens),
             sequence.num_computed_tokens,
             self.host.take(num_blocks),
+            sequence.root,
             sequence.terms,
         )
         self.release(sequence)
@@ -188,8 +181,8 @@ class Worker:
 
         Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few blocks.
         """
-        node, depth = self.tree.walk(swapped.token_ids, self.tree.root, 0)
-        sequence = self.admit(swapped.sequence_id, swapped.token_ids, node, depth, 0, swapped.terms)
+        node, depth = self.tree.walk(swapped.token_ids, swapped.root, 0)
+        sequence = self.admit(swapped, node, depth, 0)
         self.forget_swapped(swapped)
         return sequence, sequence.node.end
 

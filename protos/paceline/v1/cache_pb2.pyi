@@ -178,6 +178,7 @@ class MatchOp(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     token_ids: _builtins.bytes
     priority: _builtins.float
@@ -188,6 +189,10 @@ class MatchOp(_message.Message):
         Tokens in none of them are kept as others are.
         """
 
+    @_builtins.property
+    def namespace(self) -> Global___CacheNamespace:
+        """Only sequences of one namespace share blocks."""
+
     def __init__(
         self,
         *,
@@ -195,14 +200,43 @@ class MatchOp(_message.Message):
         token_ids: _builtins.bytes = ...,
         retention: _abc.Iterable[Global___RetentionRange] | None = ...,
         priority: _builtins.float = ...,
+        namespace: Global___CacheNamespace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["priority", b"priority", "retention", b"retention", "sequence", b"sequence", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "priority", b"priority", "retention", b"retention", "sequence", b"sequence", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MatchOp: _TypeAlias = MatchOp  # noqa: Y015
+
+@_typing.final
+class CacheNamespace(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Fingerprint."""
+    lora: _builtins.str
+    """Name of the adapter; none if empty."""
+    cache_salt: _builtins.str
+    """Of the request: whoever does not know it can neither use nor find out what is cached under it."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        lora: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "lora", b"lora", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheNamespace: _TypeAlias = CacheNamespace  # noqa: Y015
 
 @_typing.final
 class RetentionRange(_message.Message):

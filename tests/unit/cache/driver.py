@@ -35,9 +35,12 @@ def add_worker_op(
 Retention = Sequence[tuple[int, int, int, int]]  # start, end, priority, milliseconds
 
 
-def match_op(sequence: int, tokens: Sequence[int], priority: float = 0.0, retention: Retention = ()) -> pb.CacheOp:
+def match_op(
+    sequence: int, tokens: Sequence[int], priority: float = 0.0, retention: Retention = (), salt: str = ""
+) -> pb.CacheOp:
     ranges = [pb.RetentionRange(start=a, end=b, priority=p, duration_ms=ms) for a, b, p, ms in retention]
     match = pb.MatchOp(sequence=sequence, token_ids=pack(tokens), priority=priority, retention=ranges)
+    match.namespace.cache_salt = salt
     return pb.CacheOp(match=match)
 
 

@@ -3,13 +3,14 @@ searched."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cache_svc.core.errors import Code
 from tests.unit.cache.driver import Retention
 
-Prefix = tuple[int, ...]
+Prefix = tuple[str | int, ...]  # the salt, and tokens
 Result = tuple[object, ...]
 OK: Result = ("ok",)
 
@@ -25,7 +26,7 @@ class Kept:
     """What says how long a prefix is kept."""
 
     serial: int
-    priority: float = 0.0
+    priority: float = -math.inf
     reuses: int = 0
     retention: int = 35
     duration_ms: int = 0
@@ -41,6 +42,7 @@ class Kept:
 class Terms:
     priority: float
     retention: Retention
+    salt: str
 
 
 @dataclass
@@ -179,16 +181,18 @@ class Model:
         for worker in self.workers.values():
             worker.pass_time(now_ms)
 
-    def match(self, sequence: int, tokens: Sequence[int], priority: float = 0, retention: Retention = ()) -> Result:
+    def match(
+        self, sequence: int, tokens: Sequence[int], priority: float = 0.0, retention: Retention = (), salt: str = ""
+    ) -> Result:
         if sequence in self.waiting or sequence in self.running or sequence in self.swapped:
             raise ModelRefusal(Code.ALREADY_EXISTS)
         if not tokens:
             raise ModelRefusal(Code.INVALID_ARGUMENT)
         self.waiting[sequence] = list(tokens)
-        self.terms[sequence] = Terms(priority, retention)
+        self.terms[sequence] = Terms(priority, retention, salt)
         matches = {}
         for worker_id, worker in self.workers.items():
-            hit = self._hit(worker, tokens)
+            hit = self._hit(worker, salt, tokens)
             live = [prefix for prefix in hit if worker.users[prefix]]
             if hit:
                 matches[worker_id] = len(hit) * self.block_size, len(live) * self.block_size
@@ -203,7 +207,7 @@ class Model:
         """What a fresh match of a waiting sequence would report."""
         tokens = self.waiting.pop(sequence)
         terms = self.terms[sequence]
-        _, matches = self.match(sequence, tokens, terms.priority, terms.retention)
+        _, matches = self.match(sequence, tokens, terms.priority, terms.retention, terms.salt)
         assert isinstance(matches, dict)
         return matches
 
@@ -213,13 +217,13 @@ class Model:
             raise ModelRefusal(Code.FAILED_PRECONDITION if known else Code.NOT_FOUND)
         worker = self._worker(worker_id)
         tokens = self.waiting[sequence]
-        hit = self._hit(worker, tokens)
+        terms = self.terms[sequence]
+        hit = self._hit(worker, terms.salt, tokens)
         needed = -(-len(tokens) // self.block_size) - len(hit)
         if new_tokens:
             needed = min(needed, -(-new_tokens // self.block_size))
         if needed > len(worker.free) + len([p for p in worker.unused if p not in hit]):
             raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
-        terms = self.terms[sequence]
         for prefix in hit:
             worker.use(prefix, sequence, terms.priority, again=True)
         worker.retain(hit, self.block_size, terms.retention)
@@ -234,7 +238,8 @@ class Model:
             raise ModelRefusal(Code.FAILED_PRECONDITION if known else Code.NOT_FOUND)
         worker, parent, tokens = self._worker(worker_id), self._running(parent_id), self.waiting[sequence]
         shared = len(tokens) - 1
-        if parent.worker != worker_id or parent.tokens[:shared] != tokens[:shared] or parent.computed < shared:
+        alike = parent.worker == worker_id and parent.terms.salt == self.terms[sequence].salt
+        if not alike or parent.tokens[:shared] != tokens[:shared] or parent.computed < shared:
             raise ModelRefusal(Code.FAILED_PRECONDITION)
         if not worker.available:
             raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
@@ -284,7 +289,7 @@ class Model:
         before = len(sequence.prefixes)
         while worker.prefix_caching and (len(sequence.prefixes) + 1) * self.block_size <= computed:
             i = len(sequence.prefixes)
-            prefix = tuple(sequence.tokens[: (i + 1) * self.block_size])
+            prefix = (sequence.terms.salt, *sequence.tokens[: (i + 1) * self.block_size])
             worker.stored.setdefault(prefix, sequence.table[i])
             worker.use(prefix, sequence_id, sequence.terms.priority, again=False)
             sequence.prefixes.append(prefix)
@@ -349,10 +354,10 @@ class Model:
                     worker.leave(prefix)
         return OK
 
-    def _hit(self, worker: ModelWorker, tokens: Sequence[int]) -> list[Prefix]:
-        hit = []
+    def _hit(self, worker: ModelWorker, salt: str, tokens: Sequence[int]) -> list[Prefix]:
+        hit: list[Prefix] = []
         for end in range(self.block_size, len(tokens), self.block_size):
-            prefix = tuple(tokens[:end])
+            prefix = (salt, *tokens[:end])
             if prefix not in worker.stored:
                 break
             hit.append(prefix)

@@ -31,7 +31,10 @@ ranges = st.builds(
     st.lists(st.integers(0, 8), min_size=1, max_size=3, unique=True).map(sorted),
     st.lists(st.tuples(st.sampled_from([0, 35, 80]), st.sampled_from([0, 0, 5, 20])), min_size=1, max_size=3),
 )
-terms = st.one_of(st.just((0.0, ())), st.tuples(st.sampled_from([0.0, 1.0, -2.0]), ranges))
+salts = st.sampled_from(["", "", "", "pepper"])
+terms = st.one_of(
+    st.just((0.0, (), "")), st.tuples(st.sampled_from([0.0, 1.0, -2.0]), st.one_of(st.just(()), ranges), salts)
+)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -145,7 +148,7 @@ class CacheMachine(RuleBasedStateMachine):
                 untouched = list(range(pool.num_blocks, pool.first_untouched - 1, -1))
                 assert untouched + pool.given_back() == free
             prefixes |= model_worker.stored.keys()
-        nodes = list(subtree(core.tree.root)) if core.tree else []
+        nodes = list(subtree(*core.tree.roots.values())) if core.tree else []
         assert sum(node.end - node.start for node in nodes) == len(prefixes)
 
     @precondition(lambda self: self.model.workers)
@@ -170,7 +173,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.workers)
     @rule(tokens=tokens, new_tokens=st.integers(0, 8), terms=terms, data=st.data(), hold=held)
     def start(
-        self, tokens: list[int], new_tokens: int, terms: tuple[float, d.Retention], data: st.DataObject, hold: bool
+        self, tokens: list[int], new_tokens: int, terms: tuple[float, d.Retention, str], data: st.DataObject, hold: bool
     ) -> None:
         sequence = next(s for s in range(1, 100) if s not in self.everything())
         worker = data.draw(st.sampled_from(sorted(self.model.workers)))
@@ -205,8 +208,8 @@ class CacheMachine(RuleBasedStateMachine):
         parent = data.draw(st.sampled_from(sorted(self.model.running)))
         known = self.model.running[parent]
         shared = data.draw(st.integers(0, known.computed + (data.draw(st.integers(0, 9)) == 9)))
-        tokens = [*known.tokens[:shared], last]
-        self.do(d.match_op(sequence, tokens), self.model.match, sequence, tokens, hold=True)
+        tokens, terms = [*known.tokens[:shared], last], (0.0, (), known.terms.salt)
+        self.do(d.match_op(sequence, tokens, *terms), self.model.match, sequence, tokens, *terms, hold=True)
         op = d.fork_op(sequence, known.worker, parent)
         self.do(op, self.model.fork, sequence, known.worker, parent, hold=hold)
 
