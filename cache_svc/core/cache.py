@@ -12,7 +12,7 @@ from cache_svc.core.errors import Code, LinkError, OpError
 from cache_svc.core.invariants import check_state
 from cache_svc.core.retention import read_ranges
 from cache_svc.core.table import NO_TERMS, Sequence, SwappedSequence, Terms, pack_int32
-from cache_svc.core.tree import TOKEN_BYTES, Namespace, PrefixTree
+from cache_svc.core.tree import TOKEN_BYTES, Namespace, PrefixNode, PrefixTree
 from cache_svc.core.waiting import MAX_SETTLED, Waiter
 from cache_svc.core.worker import Counters, Worker, check_token_bytes
 from paceline.v1 import cache_pb2 as pb
@@ -94,6 +94,8 @@ class CacheCore:
                 self.counters.refused_ops += 1
                 result.error.code = refused.code
                 result.error.message = refused.message
+        for worker in self._touched.values():
+            worker.device.end_exchange()
         self._report_pools(response)
         self._report_matches(response)
         if self.debug:
@@ -149,7 +151,14 @@ class CacheCore:
         while index in self.workers_by_index:
             index += 1
         worker = Worker(
-            op.worker, index, self.tree, op.num_blocks, op.prefix_caching, op.num_host_blocks, self.eviction
+            op.worker,
+            index,
+            self.tree,
+            op.num_blocks,
+            op.prefix_caching,
+            op.partial_reuse,
+            op.num_host_blocks,
+            self.eviction,
         )
         self.workers[op.worker] = self.workers_by_index[index] = worker
         self._touched[op.worker] = worker
@@ -221,26 +230,32 @@ class CacheCore:
             self._report_match(waiter, response.match_updates.add(sequence=sequence_id).matches)
 
     def _report_match(self, waiter: Waiter, matches: Any) -> None:
-        if self.tree is None or not waiter.depth:
+        if self.tree is None:
             return
-        held: dict[int, int] = {}
+        held: dict[int, tuple[PrefixNode, int]] = {}
         live: dict[int, int] = {}
         node, depth = waiter.place()
         while node.parent is not None:  # from the far end up: the first time a worker is met says how far it goes
             for index, holding in node.holdings.items():
                 if index not in held:
-                    held[index] = depth
+                    held[index] = node, depth
                 if holding.users and index not in live:
                     live[index] = depth
             node = node.parent
             depth = node.end
         block_size = self.tree.block_size
-        for index in sorted(held):
-            matches.add(
-                worker=self.workers_by_index[index].worker_id,
-                num_tokens=held[index] * block_size,
-                num_live_tokens=live.get(index, 0) * block_size,
-            )
+        for worker in self.workers.values():
+            index = worker.index
+            node, depth = held.get(index, (waiter.root, 0))
+            num_tokens = depth * block_size
+            if worker.partial_reuse:
+                num_tokens += self.tree.nearest(node, depth, waiter.token_ids, index)[1]
+            if num_tokens:
+                matches.add(
+                    worker=worker.worker_id,
+                    num_tokens=num_tokens,
+                    num_live_tokens=live.get(index, 0) * block_size,
+                )
 
     def _admit(self, op: pb.AdmitOp, result: pb.CacheOpResult) -> None:
         waiter = self.waiting.get(op.sequence)
@@ -256,7 +271,9 @@ class CacheCore:
         else:
             if waiter.watch is None:
                 waiter.settle(worker.tree)
-            sequence = worker.admit(waiter, *waiter.place(), op.num_new_tokens)
+            node, depth = waiter.place()
+            partial = worker.partial_reuse
+            sequence, result.admit.copy_from = worker.admit(waiter, node, depth, op.num_new_tokens, partial)
         waiter.leave(worker.tree)
         del self.waiting[op.sequence]
         self.admitted[op.sequence] = sequence

@@ -35,6 +35,7 @@ class Memory:
 
     __slots__ = (
         "_num_stored",
+        "_withheld",
         "cached_blocks",
         "evicted_blocks_total",
         "index",
@@ -42,6 +43,7 @@ class Memory:
         "num_blocks",
         "pool",
         "queue",
+        "sources",
         "tree",
     )
 
@@ -55,6 +57,9 @@ class Memory:
         self.evicted_blocks_total = 0
         self.queue = EvictionQueue(eviction)
         self._num_stored = 0
+        # Blocks that are to be copied before anything else is written: nobody gets them in this exchange.
+        self.sources: set[int] = set()
+        self._withheld = array("i")  # what was evicted of them
 
     @property
     def free_blocks(self) -> int:
@@ -62,12 +67,12 @@ class Memory:
 
     @property
     def available_blocks(self) -> int:
-        """How many blocks `take` can hand out: free ones and cached ones."""
-        return self.pool.num_free + self.cached_blocks
+        """How many blocks `take` can hand out: free ones and cached ones (sources may be among the latter)."""
+        return self.pool.num_free + self.cached_blocks - len(self.sources)
 
     @property
     def used_blocks(self) -> int:
-        return self.num_blocks - self.available_blocks
+        return self.num_blocks - self.pool.num_free - self.cached_blocks
 
     def take(self, count: int) -> array[int]:
         """Blocks with no content: free ones, then cached ones, which are evicted.
@@ -77,7 +82,22 @@ class Memory:
         blocks = self.pool.take(count)
         while len(blocks) < count:
             self._evict(count - len(blocks), blocks)
+            if self.sources:
+                self._withhold(blocks)
         return blocks
+
+    def _withhold(self, blocks: array[int]) -> None:
+        for block in self.sources.intersection(blocks):
+            blocks.remove(block)
+            self.sources.remove(block)
+            self._withheld.append(block)
+
+    def end_exchange(self) -> None:
+        """The copies that this exchange has asked for come before all that the next one grants."""
+        if self._withheld:
+            self.pool.give_back(self._withheld)
+            self._withheld = array("i")
+        self.sources.clear()
 
     def _evict(self, count: int, into: array[int]) -> None:
         """The next unused node, or so many blocks from its end."""

@@ -19,6 +19,7 @@ last holder has no children left: it is unhooked at once, and nothing has to be 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 TOKEN_BYTES = 4
 # Longer runs become several nodes: to split one costs a copy of it.
 MAX_NODE_TOKENS = 2048
+NEAREST_TRIED = 8
 
 
 class Holding:
@@ -77,13 +79,14 @@ class Holding:
 class PrefixNode:
     """Places in the tree are counted in blocks from the root: this node's blocks are start ... end - 1."""
 
-    __slots__ = ("children", "end", "holdings", "key", "parent", "watches")
+    __slots__ = ("children", "end", "holdings", "key", "order", "parent", "watches")
 
     def __init__(self, parent: PrefixNode | None, key: bytes, end: int) -> None:
         self.parent = parent
         self.key = key
         self.end = end
         self.children: dict[bytes, PrefixNode] = {}  # by the tokens of their first block
+        self.order: list[bytes] | None = None  # the keys of children, sorted, once somebody has asked
         self.holdings: dict[int, Holding] = {}  # by memory index
         self.watches: dict[int, Watch] | None = None  # waiting sequences whose match ends in this node, by where
 
@@ -185,11 +188,43 @@ class PrefixTree:
                 high = middle - 1
         return start + low
 
+    def nearest(self, node: PrefixNode, depth: int, token_ids: bytes, index: int) -> tuple[int, int]:
+        """Behind a match of `depth` blocks that ends in `node`: the block of a memory that begins with the most tokens
+        that come next in the sequence (0: none does), and how many; never the last token.
+
+        Of children in order of their tokens the neighbours of the sequence's own share the most with it. The search is
+        given up, on each side, behind NEAREST_TRIED that the memory does not hold.
+        """
+        begin, block_bytes = depth * self.block_bytes, self.block_bytes
+        rest = token_ids[begin : min(begin + block_bytes, len(token_ids) - TOKEN_BYTES)]
+        if not rest:
+            return 0, 0
+        if depth < node.end:
+            at = depth - node.start
+            common = common_tokens(node.key[at * block_bytes : (at + 1) * block_bytes], rest)
+            return (node.holdings[index].blocks[at], common) if common else (0, 0)
+        order = node.order
+        if order is None:
+            order = node.order = sorted(node.children)
+        place = bisect_left(order, rest)
+        best = 0, 0
+        for side in (order[place : place + NEAREST_TRIED], order[max(0, place - NEAREST_TRIED) : place][::-1]):
+            for first in side:
+                common = common_tokens(first, rest)
+                if common <= best[1]:
+                    break
+                if (holding := node.children[first].holdings.get(index)) is not None:
+                    best = holding.blocks[0], common
+                    break
+        return best
+
     def grow(self, parent: PrefixNode, key: bytes) -> PrefixNode:
         """A child of `parent` that was not there. It is held by nobody yet."""
         block_bytes = self.block_bytes
         first = key[:block_bytes]
         node = parent.children[first] = PrefixNode(parent, key, parent.end + len(key) // block_bytes)
+        if parent.order is not None:
+            insort(parent.order, first)
         watch = parent.watches.get(parent.end) if parent.watches else None
         if watch is not None:
             self.stale.update(watch.drop(first))
@@ -219,7 +254,10 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None
         assert not node.children, "a node without holders has no children"
-        del parent.children[node.key[: self.block_bytes]]
+        first = node.key[: self.block_bytes]
+        del parent.children[first]
+        if parent.order is not None:
+            del parent.order[bisect_left(parent.order, first)]
         for watch in (node.watches or {}).values():
             self.stale.update(watch.drop_all())
         node.watches = None
@@ -231,6 +269,15 @@ class PrefixTree:
         while node.start >= depth and node.parent is not None:
             node = node.parent
         return node if node.end == depth else self.split(node, depth)
+
+
+def common_tokens(one: bytes, other: bytes) -> int:
+    """How many tokens two byte strings have in common from the first on."""
+    size = min(len(one), len(other))
+    differ = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
+    if not differ:
+        return size // TOKEN_BYTES
+    return ((differ & -differ).bit_length() - 1) // (8 * TOKEN_BYTES)
 
 
 def subtree(*roots: PrefixNode) -> Iterator[PrefixNode]:

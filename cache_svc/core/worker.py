@@ -21,6 +21,7 @@ class Worker:
         "device",
         "host",
         "index",
+        "partial_reuse",
         "prefix_caching",
         "reported",
         "sequences",
@@ -36,13 +37,15 @@ class Worker:
         tree: PrefixTree,
         num_blocks: int,
         prefix_caching: bool,
-        num_host_blocks: int = 0,
-        eviction: str = "lru",
+        partial_reuse: bool,
+        num_host_blocks: int,
+        eviction: str,
     ) -> None:
         self.worker_id = worker_id
         self.index = index
         self.tree = tree
         self.prefix_caching = prefix_caching
+        self.partial_reuse = prefix_caching and partial_reuse
         self.device = Memory(index, tree, num_blocks, prefix_caching, eviction)
         self.sequences: dict[int, Sequence] = {}
         self.host = BlockPool(num_host_blocks)  # free or used: nothing in host memory is kept for reuse
@@ -56,19 +59,24 @@ class Worker:
         used = device.num_blocks - free - cached
         return free, cached, used, device.evicted_blocks_total, free_host, self.host.num_blocks - free_host
 
-    def admit(self, known: Waiter | SwappedSequence, node: PrefixNode, depth: int, num_new_tokens: int) -> Sequence:
+    def admit(
+        self, known: Waiter | SwappedSequence, node: PrefixNode, depth: int, num_new_tokens: int, partial: bool
+    ) -> tuple[Sequence, int]:
         """A table for the longest prefix that is stored here and so many tokens after it (0: all), in new blocks.
 
-        `node` and `depth` are where the tree's walk for the tokens ends. Raises OpError(RESOURCE_EXHAUSTED), having
-        changed nothing, if there are too few blocks.
+        `node` and `depth` are where the tree's walk for the tokens ends. With `partial`, what another block begins with
+        counts as stored too: that block's content belongs into the first new one, and is the second result (else 0).
+        Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few blocks.
         """
         tree, device = self.tree, self.device
         node, cached, live = device.held(node, depth) if self.prefix_caching else (Root(None), 0, 0)
-        num_blocks = -(-len(known.token_ids) // tree.block_bytes)
-        if num_new_tokens:
-            num_blocks = min(num_blocks, cached - (-num_new_tokens // tree.block_size))
         # What the hit takes out of the unused blocks cannot be evicted for the rest.
         available = device.available_blocks - (cached - live)
+        source, num_copied = tree.nearest(node, cached, known.token_ids, self.index) if partial else (0, 0)
+        num_blocks = self._table_size(known, cached, num_copied, num_new_tokens)
+        if source and num_blocks - cached > available - 1:
+            source, num_copied = 0, 0
+            num_blocks = self._table_size(known, cached, 0, num_new_tokens)
         if num_blocks - cached > available:
             raise OpError(
                 Code.RESOURCE_EXHAUSTED,
@@ -78,8 +86,16 @@ class Worker:
         if cached < node.end:
             node = tree.split(node, cached)
         table = device.use_path(node, known.terms.priority)
+        if source:
+            device.sources.add(source)
         table += device.take(num_blocks - cached)
-        return self._begin(known, table, node, cached * tree.block_size)
+        return self._begin(known, table, node, cached * tree.block_size + num_copied), source
+
+    def _table_size(self, known: Waiter | SwappedSequence, cached: int, num_copied: int, num_new_tokens: int) -> int:
+        num_blocks = -(-len(known.token_ids) // self.tree.block_bytes)
+        if not num_new_tokens:
+            return num_blocks
+        return min(num_blocks, cached - (-(num_copied + num_new_tokens) // self.tree.block_size))
 
     def _begin(
         self, known: Waiter | SwappedSequence, table: array[int], node: PrefixNode, num_computed_tokens: int
@@ -182,7 +198,7 @@ class Worker:
         Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few blocks.
         """
         node, depth = self.tree.walk(swapped.token_ids, swapped.root, 0)
-        sequence = self.admit(swapped, node, depth, 0)
+        sequence, _ = self.admit(swapped, node, depth, 0, partial=False)
         self.forget_swapped(swapped)
         return sequence, sequence.node.end
 

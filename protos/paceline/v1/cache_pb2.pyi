@@ -119,6 +119,7 @@ class AddWorkerOp(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     PREFIX_CACHING_FIELD_NUMBER: _builtins.int
     NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    PARTIAL_REUSE_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     num_blocks: _builtins.int
     """Usable blocks. Their ids are 1..num_blocks; block 0 is the worker's own dummy block."""
@@ -128,6 +129,8 @@ class AddWorkerOp(_message.Message):
     """Whether blocks of this worker are kept for reuse."""
     num_host_blocks: _builtins.int
     """Blocks in the worker's host memory, ids 1..num_host_blocks; 0: nothing can be swapped out."""
+    partial_reuse: _builtins.bool
+    """Whether a match may end within a block, the beginning of which is then copied."""
     def __init__(
         self,
         *,
@@ -136,10 +139,11 @@ class AddWorkerOp(_message.Message):
         block_size: _builtins.int = ...,
         prefix_caching: _builtins.bool = ...,
         num_host_blocks: _builtins.int = ...,
+        partial_reuse: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "prefix_caching", b"prefix_caching", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "partial_reuse", b"partial_reuse", "prefix_caching", b"prefix_caching", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -296,8 +300,8 @@ Global___RematchOp: _TypeAlias = RematchOp  # noqa: Y015
 
 @_typing.final
 class AdmitOp(_message.Message):
-    """Bind a known sequence to a worker: reuse the longest cached prefix (whole blocks, never the last token) and take new
-    blocks. RESOURCE_EXHAUSTED if there are too few.
+    """Bind a known sequence to a worker: reuse the longest cached prefix (whole blocks, and with partial_reuse the beginning
+    of one more; never the last token) and take new blocks. RESOURCE_EXHAUSTED if there are too few.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -622,7 +626,7 @@ class WorkerMatch(_message.Message):
     NUM_LIVE_TOKENS_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     num_tokens: _builtins.int
-    """Whole cached blocks, in tokens."""
+    """Whole cached blocks, in tokens; with partial_reuse also what another block begins with."""
     num_live_tokens: _builtins.int
     """Of these, tokens in blocks that a live sequence uses: reusing them takes nothing from the pool."""
     def __init__(
@@ -651,7 +655,9 @@ class AdmitResult(_message.Message):
     block_table: _builtins.bytes
     """Packed int32: the whole block table."""
     copy_from: _builtins.int
-    """Before the sequence runs, the content of this block has to be copied to the last block of the table; 0: none."""
+    """Before anything is written, the content of this block has to be copied to the one of the table in which the cached
+    tokens end; 0: none.
+    """
     def __init__(
         self,
         *,

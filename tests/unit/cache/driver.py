@@ -25,10 +25,15 @@ def unpack(packed: bytes) -> list[int]:
 
 
 def add_worker_op(
-    worker: int, num_blocks: int, block_size: int, prefix_caching: bool = True, num_host_blocks: int = 0
+    worker: int,
+    num_blocks: int,
+    block_size: int,
+    prefix_caching: bool = True,
+    num_host_blocks: int = 0,
+    partial_reuse: bool = False,
 ) -> pb.CacheOp:
     op = pb.AddWorkerOp(worker=worker, num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks)
-    op.prefix_caching = prefix_caching
+    op.prefix_caching, op.partial_reuse = prefix_caching, partial_reuse
     return pb.CacheOp(add_worker=op)
 
 
@@ -121,9 +126,15 @@ class Driver:
         return result
 
     def add_worker(
-        self, worker: int, num_blocks: int, block_size: int = 4, prefix_caching: bool = True, num_host_blocks: int = 0
+        self,
+        worker: int,
+        num_blocks: int,
+        block_size: int = 4,
+        prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        partial_reuse: bool = False,
     ) -> None:
-        self.one(add_worker_op(worker, num_blocks, block_size, prefix_caching, num_host_blocks))
+        self.one(add_worker_op(worker, num_blocks, block_size, prefix_caching, num_host_blocks, partial_reuse))
 
     def remove_worker(self, worker: int) -> None:
         self.one(remove_worker_op(worker))

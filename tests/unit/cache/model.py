@@ -60,6 +60,28 @@ class ModelWorker:
     now_ms: int = 0
     kept: dict[Prefix, Kept] = field(default_factory=dict)
     num_stored: int = 0
+    partial_reuse: bool = False
+    sources: set[int] = field(default_factory=set)  # to be copied from in this exchange
+    withheld: list[int] = field(default_factory=list)  # what was evicted of them
+
+    def end_exchange(self) -> None:
+        self.free += self.withheld
+        self.withheld = []
+        self.sources = set()
+
+    def nearest(self, begins: Prefix, block_size: int, tokens: Sequence[int]) -> tuple[int, int]:
+        """Of the blocks stored behind these, the one that begins with the most tokens that come next, and how many."""
+        reached = len(begins) - 1
+        rest = tuple(tokens[reached : min(reached + block_size, len(tokens) - 1)])
+        best = 0, 0
+        behind = [p for p in self.stored if len(p) == len(begins) + block_size and p[: len(begins)] == begins]
+        ahead = sorted(p for p in behind if p[len(begins) :] >= rest)
+        for prefix in ahead + sorted((p for p in behind if p[len(begins) :] < rest), reverse=True):
+            last = prefix[len(begins) :]
+            common = next((i for i, (a, b) in enumerate(zip(last, rest, strict=False)) if a != b), len(rest))
+            if common > best[1]:
+                best = self.stored[prefix], common
+        return best if self.partial_reuse else (0, 0)
 
     def eviction_order(self) -> list[Prefix]:
         """Again and again the one that goes first of those with nothing behind them."""
@@ -81,16 +103,21 @@ class ModelWorker:
             self.unused.append(prefix)
 
     def take(self, count: int) -> list[int]:
-        blocks = []
-        for _ in range(count):
+        blocks: list[int] = []
+        while len(blocks) < count:
             if self.free:
                 blocks.append(self.free.pop())
             else:
                 prefix = self.eviction_order()[0]
                 self.unused.remove(prefix)
                 del self.users[prefix], self.kept[prefix]
-                blocks.append(self.stored.pop(prefix))
+                block = self.stored.pop(prefix)
                 self.evicted += 1
+                if block in self.sources:
+                    self.sources.remove(block)
+                    self.withheld.append(block)
+                else:
+                    blocks.append(block)
         return blocks
 
     def use(self, prefix: Prefix, sequence: int, priority: float, again: bool) -> None:
@@ -116,7 +143,7 @@ class ModelWorker:
 
     @property
     def available(self) -> int:
-        return len(self.free) + len(self.unused)
+        return len(self.free) + len(self.unused) - len(self.sources)
 
     def counters(self) -> tuple[int, int, int, int]:
         free, cached = len(self.free), len(self.unused)
@@ -156,7 +183,7 @@ class Model:
         self.running: dict[int, ModelSequence] = {}
 
     def add_worker(
-        self, worker: int, num_blocks: int, block_size: int, prefix_caching: bool, num_host: int = 0
+        self, worker: int, num_blocks: int, block_size: int, prefix_caching: bool, num_host: int, partial: bool
     ) -> Result:
         if worker in self.workers:
             raise ModelRefusal(Code.ALREADY_EXISTS)
@@ -166,7 +193,7 @@ class Model:
             raise ModelRefusal(Code.FAILED_PRECONDITION)
         self.block_size = block_size
         made = self.workers[worker] = ModelWorker(num_blocks, prefix_caching, list(range(num_blocks, 0, -1)))
-        made.eviction = self.eviction
+        made.eviction, made.partial_reuse = self.eviction, prefix_caching and partial
         made.num_host, made.free_host = num_host, list(range(num_host, 0, -1))
         return OK
 
@@ -176,6 +203,10 @@ class Model:
         self.running = {s: sequence for s, sequence in self.running.items() if sequence.worker != worker}
         self.swapped = {s: sequence for s, sequence in self.swapped.items() if sequence.worker != worker}
         return OK
+
+    def end_exchange(self) -> None:
+        for worker in self.workers.values():
+            worker.end_exchange()
 
     def pass_time(self, now_ms: int) -> None:
         for worker in self.workers.values():
@@ -194,8 +225,10 @@ class Model:
         for worker_id, worker in self.workers.items():
             hit = self._hit(worker, salt, tokens)
             live = [prefix for prefix in hit if worker.users[prefix]]
-            if hit:
-                matches[worker_id] = len(hit) * self.block_size, len(live) * self.block_size
+            begins = (salt, *tokens[: len(hit) * self.block_size])
+            _, copied = worker.nearest(begins, self.block_size, tokens)
+            if hit or copied:
+                matches[worker_id] = len(hit) * self.block_size + copied, len(live) * self.block_size
         return "match", matches
 
     def rematch(self, sequences: Sequence[int]) -> Result:
@@ -211,7 +244,7 @@ class Model:
         assert isinstance(matches, dict)
         return matches
 
-    def admit(self, sequence: int, worker_id: int, new_tokens: int = 0) -> Result:
+    def admit(self, sequence: int, worker_id: int, new_tokens: int = 0, partial: bool = True) -> Result:
         if sequence not in self.waiting:
             known = sequence in self.running or sequence in self.swapped
             raise ModelRefusal(Code.FAILED_PRECONDITION if known else Code.NOT_FOUND)
@@ -219,18 +252,27 @@ class Model:
         tokens = self.waiting[sequence]
         terms = self.terms[sequence]
         hit = self._hit(worker, terms.salt, tokens)
-        needed = -(-len(tokens) // self.block_size) - len(hit)
-        if new_tokens:
-            needed = min(needed, -(-new_tokens // self.block_size))
-        if needed > len(worker.free) + len([p for p in worker.unused if p not in hit]):
+        begins = (terms.salt, *tokens[: len(hit) * self.block_size])
+        source, copied = worker.nearest(begins, self.block_size, tokens) if partial else (0, 0)
+
+        def needed() -> int:
+            needed = -(-len(tokens) // self.block_size) - len(hit)
+            return min(needed, -(-(copied + new_tokens) // self.block_size)) if new_tokens else needed
+
+        available = worker.available - len([p for p in worker.unused if p in hit])
+        if source and needed() > available - 1:
+            source = copied = 0
+        if needed() > available:
             raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
         for prefix in hit:
             worker.use(prefix, sequence, terms.priority, again=True)
         worker.retain(hit, self.block_size, terms.retention)
-        table = [worker.stored[prefix] for prefix in hit] + worker.take(needed)
-        computed = len(hit) * self.block_size
+        if source:
+            worker.sources.add(source)
+        table = [worker.stored[prefix] for prefix in hit] + worker.take(needed())
+        computed = len(hit) * self.block_size + copied
         self.running[sequence] = ModelSequence(worker_id, self.waiting.pop(sequence), table, computed, hit, terms)
-        return "admit", computed, list(table), 0
+        return "admit", computed, list(table), source
 
     def fork(self, sequence: int, worker_id: int, parent_id: int) -> Result:
         if sequence not in self.waiting:
@@ -316,7 +358,7 @@ class Model:
             raise ModelRefusal(Code.FAILED_PRECONDITION if known else Code.NOT_FOUND)
         self.waiting[sequence_id], self.terms[sequence_id] = swapped.tokens, swapped.terms
         try:
-            _, cached, table, _ = self.admit(sequence_id, swapped.worker)
+            _, cached, table, _ = self.admit(sequence_id, swapped.worker, partial=False)
         except ModelRefusal:
             del self.waiting[sequence_id]
             raise
