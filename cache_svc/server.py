@@ -113,7 +113,7 @@ async def serve(
 
     Raises OSError (metrics) or RuntimeError (gRPC) if a port is taken.
     """
-    core = CacheCore(debug=settings.debug)
+    core = CacheCore(debug=settings.debug, eviction=settings.eviction)
     collector = CacheCollector(core)
     REGISTRY.register(collector)
     metrics = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from cache_svc.core.eviction import STRATEGIES
 from services.runtime.settings import ServiceSettings
 
 
@@ -12,4 +13,9 @@ class CacheSettings(ServiceSettings, section="cache"):
 
     port: int = Field(50052, ge=0, le=65535, description="gRPC port; 0 takes a free one")
     metrics_port: int = Field(9102, ge=0, le=65535, description="port of Prometheus /metrics; 0 takes a free one")
+    eviction: str = Field(
+        "lru",
+        pattern=f"^({'|'.join(STRATEGIES)})$",
+        description=f"which unused blocks go first: {', '.join(STRATEGIES)}",
+    )
     debug: bool = Field(False, description="check every invariant after every exchange (slow)")

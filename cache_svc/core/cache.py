@@ -10,8 +10,9 @@ from typing import Any
 
 from cache_svc.core.errors import Code, LinkError, OpError
 from cache_svc.core.invariants import check_state
-from cache_svc.core.table import Sequence, SwappedSequence, pack_int32
-from cache_svc.core.tree import TOKEN_BYTES, PrefixTree
+from cache_svc.core.retention import read_ranges
+from cache_svc.core.table import NO_TERMS, Sequence, SwappedSequence, Terms, pack_int32
+from cache_svc.core.tree import TOKEN_BYTES, Namespace, PrefixNode, PrefixTree
 from cache_svc.core.waiting import MAX_SETTLED, Waiter
 from cache_svc.core.worker import Counters, Worker, check_token_bytes
 from paceline.v1 import cache_pb2 as pb
@@ -36,10 +37,12 @@ class CacheCounters:
 
 
 class CacheCore:
-    """All blocks of all workers. `debug` checks every invariant after every exchange (slow)."""
+    """All blocks of all workers. `debug` checks every invariant after every exchange (slow); `eviction` names one of
+    eviction.STRATEGIES."""
 
-    def __init__(self, debug: bool = False) -> None:
+    def __init__(self, debug: bool = False, eviction: str = "lru") -> None:
         self.debug = debug
+        self.eviction = eviction
         self.counters = CacheCounters()
         self._handlers: dict[str | None, Callable[[Any, pb.CacheOpResult], None]] = {
             "add_worker": self._add_worker,
@@ -76,6 +79,8 @@ class CacheCore:
             raise LinkError(f"exchange {request.exchange} came where {self.last_exchange + 1} was expected")
         self.last_exchange = request.exchange
         self.counters.exchanges += 1
+        for worker in self.workers.values():
+            worker.device.queue.expire(request.now_ms)
         response = pb.CacheServiceLinkResponse(epoch=request.epoch, exchange=request.exchange)
         results = response.results
         for op in request.ops:
@@ -89,6 +94,8 @@ class CacheCore:
                 self.counters.refused_ops += 1
                 result.error.code = refused.code
                 result.error.message = refused.message
+        for worker in self._touched.values():
+            worker.device.end_exchange()
         self._report_pools(response)
         self._report_matches(response)
         if self.debug:
@@ -134,8 +141,7 @@ class CacheCore:
         if self.tree is None:
             self.tree = PrefixTree(op.block_size)
             for waiter in self.waiting.values():
-                waiter.node = self.tree.root
-            self.tree.stale.update(self.waiting)
+                waiter.enter(self.tree)
         elif self.tree.block_size != op.block_size:
             raise OpError(
                 Code.FAILED_PRECONDITION,
@@ -144,7 +150,16 @@ class CacheCore:
         index = 0
         while index in self.workers_by_index:
             index += 1
-        worker = Worker(op.worker, index, self.tree, op.num_blocks, op.prefix_caching, op.num_host_blocks)
+        worker = Worker(
+            op.worker,
+            index,
+            self.tree,
+            op.num_blocks,
+            op.prefix_caching,
+            op.partial_reuse,
+            op.num_host_blocks,
+            self.eviction,
+        )
         self.workers[op.worker] = self.workers_by_index[index] = worker
         self._touched[op.worker] = worker
 
@@ -152,10 +167,12 @@ class CacheCore:
         worker = self._worker(op.worker)
         self._count_evictions(worker)
         worker.device.leave_tree()
-        for sequence_id in worker.sequences:
+        for sequence_id, sequence in worker.sequences.items():
             del self.admitted[sequence_id]
-        for sequence_id in worker.swapped:
+            worker.tree.leave(sequence.root)
+        for sequence_id, swapped in worker.swapped.items():
             del self.swapped[sequence_id]
+            worker.tree.leave(swapped.root)
         del self.workers[op.worker], self.workers_by_index[worker.index]
         self._touched.pop(op.worker, None)
         if not self.workers:
@@ -179,10 +196,14 @@ class CacheCore:
         check_token_bytes(token_ids)
         if not token_ids:
             raise OpError(Code.INVALID_ARGUMENT, "token_ids: a sequence has at least one token")
-        waiter = self.waiting[op.sequence] = Waiter(op.sequence, token_ids)
+        terms, names = NO_TERMS, op.namespace
+        if op.priority or op.retention:
+            terms = Terms(op.priority, read_ranges(op.retention))
+        namespace = Namespace(names.model, names.lora, names.cache_salt)
+        waiter = self.waiting[op.sequence] = Waiter(op.sequence, token_ids, namespace, terms)
         result.match.SetInParent()
         if self.tree is not None:
-            waiter.node = self.tree.root
+            waiter.enter(self.tree)
             waiter.settle(self.tree)
             self._report_match(waiter, result.match.matches)
 
@@ -209,26 +230,32 @@ class CacheCore:
             self._report_match(waiter, response.match_updates.add(sequence=sequence_id).matches)
 
     def _report_match(self, waiter: Waiter, matches: Any) -> None:
-        if self.tree is None or not waiter.depth:
+        if self.tree is None:
             return
-        held: dict[int, int] = {}
+        held: dict[int, tuple[PrefixNode, int]] = {}
         live: dict[int, int] = {}
         node, depth = waiter.place()
         while node.parent is not None:  # from the far end up: the first time a worker is met says how far it goes
             for index, holding in node.holdings.items():
                 if index not in held:
-                    held[index] = depth
+                    held[index] = node, depth
                 if holding.users and index not in live:
                     live[index] = depth
             node = node.parent
             depth = node.end
         block_size = self.tree.block_size
-        for index in sorted(held):
-            matches.add(
-                worker=self.workers_by_index[index].worker_id,
-                num_tokens=held[index] * block_size,
-                num_live_tokens=live.get(index, 0) * block_size,
-            )
+        for worker in self.workers.values():
+            index = worker.index
+            node, depth = held.get(index, (waiter.root, 0))
+            num_tokens = depth * block_size
+            if worker.partial_reuse:
+                num_tokens += self.tree.nearest(node, depth, waiter.token_ids, index)[1]
+            if num_tokens:
+                matches.add(
+                    worker=worker.worker_id,
+                    num_tokens=num_tokens,
+                    num_live_tokens=live.get(index, 0) * block_size,
+                )
 
     def _admit(self, op: pb.AdmitOp, result: pb.CacheOpResult) -> None:
         waiter = self.waiting.get(op.sequence)
@@ -239,12 +266,14 @@ class CacheCore:
         worker = self._worker(op.worker)
         if op.fork_of:
             (parent,) = self._all_admitted([op.fork_of])
-            sequence, result.admit.copy_from = worker.fork(op.sequence, waiter.token_ids, parent)
+            sequence, result.admit.copy_from = worker.fork(waiter, parent)
             self.counters.forked_sequences += 1
         else:
             if waiter.watch is None:
                 waiter.settle(worker.tree)
-            sequence = worker.admit(op.sequence, waiter.token_ids, *waiter.place(), op.num_new_tokens)
+            node, depth = waiter.place()
+            partial = worker.partial_reuse
+            sequence, result.admit.copy_from = worker.admit(waiter, node, depth, op.num_new_tokens, partial)
         waiter.leave(worker.tree)
         del self.waiting[op.sequence]
         self.admitted[op.sequence] = sequence
@@ -365,12 +394,15 @@ class CacheCore:
             if waiter is not None:
                 if self.tree is not None:
                     waiter.leave(self.tree)
+                    self.tree.leave(waiter.root)
             elif (swapped := self.swapped.pop(sequence_id, None)) is not None:
                 swapped.worker.forget_swapped(swapped)
+                swapped.worker.tree.leave(swapped.root)
                 self._touched[swapped.worker.worker_id] = swapped.worker
             else:
                 sequence = self.admitted.pop(sequence_id)
                 sequence.worker.release(sequence)
+                sequence.worker.tree.leave(sequence.root)
                 self._touched[sequence.worker.worker_id] = sequence.worker
 
     def _all_admitted(self, sequence_ids: list[int]) -> list[Sequence]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from cache_svc.core.errors import InvariantError
 from cache_svc.core.table import Sequence, SwappedSequence
@@ -37,8 +38,7 @@ def check_state(
     for worker in workers.values():
         _check_device(worker)
         _check_host(worker)
-        _check_eviction_order(worker)
-    _check_tree(tree, workers)
+    _check_tree(tree, workers, [*waiting.values(), *admitted.values(), *swapped.values()])
 
 
 def _require(holds: bool, message: str) -> None:
@@ -56,7 +56,7 @@ def _check_sequence(sequence: Sequence) -> None:
     path = _path(sequence.node)
     if worker.prefix_caching:
         _require(sequence.node.end == whole_computed, f"{name}: its node does not end where its whole blocks do")
-        _require((path[0].parent if path else sequence.node) is tree.root, f"{name}: its node is not in the tree")
+        _require(_root(sequence.node) is sequence.root, f"{name}: its node is not in the tree of its namespace")
     tokens = b"".join(node.key for node in path)
     _require(sequence.tokens.startswith(tokens), f"{name}: its nodes are not those of its tokens")
     _require(len(tokens) == sequence.node.end * tree.block_bytes, f"{name}: its nodes end at a wrong place")
@@ -81,7 +81,9 @@ def _check_waiter(waiter: Waiter, tree: PrefixTree) -> None:
         _require(waiter.watch is None, f"{name}: is stale and watches")
         return
     node, depth = waiter.place()
-    _require((node, depth) == tree.walk(waiter.token_ids, tree.root, 0), f"{name}: its place is not where a walk ends")
+    _require(
+        (node, depth) == tree.walk(waiter.token_ids, waiter.root, 0), f"{name}: its place is not where a walk ends"
+    )
     _require((node.watches or {}).get(depth) is waiter.watch, f"{name}: its node does not know of its watch")
     assert waiter.watch is not None
     watched = waiter.watch.waiting.get(waiter.wanted, {}).get(waiter.sequence_id)
@@ -94,7 +96,7 @@ def _check_waiter(waiter: Waiter, tree: PrefixTree) -> None:
 def _holdings(worker: Worker) -> list[Holding]:
     """Everything that the worker's device holds: in the tree, and in those that families of forks have of their own."""
     found: dict[int, PrefixNode] = {}
-    for root in [worker.tree.root, *(_root(sequence.node) for sequence in worker.sequences.values())]:
+    for root in [*worker.tree.roots.values(), *(_root(sequence.node) for sequence in worker.sequences.values())]:
         found.update((id(node), node) for node in subtree(root) if worker.index in node.holdings)
     return [node.holdings[worker.index] for node in found.values()]
 
@@ -128,7 +130,7 @@ def _check_device(worker: Worker) -> None:
     _require(device.cached_blocks == cached, f"{name}: cached_blocks is {device.cached_blocks}, not {cached}")
     used = len(private) + len(stored) - cached
     _require(device.used_blocks == used, f"{name}: used_blocks is {device.used_blocks}, not {used}")
-    order = device.eviction_order()
+    order = device.queue.upcoming(device.index)
     _require(len(order) == len(unused) and set(order) == set(unused), f"{name}: what is unused is not to be evicted")
 
 
@@ -149,23 +151,22 @@ def _check_host(worker: Worker) -> None:
     _require(pool.num_free + len(used) == pool.num_blocks, f"{name}: host blocks do not add up")
 
 
-def _check_eviction_order(worker: Worker) -> None:
-    """Children before their parents (why: memory.py)."""
-    order = {id(holding): position for position, holding in enumerate(worker.device.eviction_order())}
-    for holding in worker.device.eviction_order():
-        parent = holding.node.parent
-        if parent is None or parent.parent is None:
-            continue  # the parent is the root
-        above = order.get(id(parent.holdings[worker.index]))
-        name = f"worker {worker.worker_id}: block {holding.blocks[0]}"
-        _require(above is None or order[id(holding)] < above, f"{name} goes after its parent")
-
-
-def _check_tree(tree: PrefixTree, workers: dict[int, Worker]) -> None:
+def _check_tree(
+    tree: PrefixTree,
+    workers: dict[int, Worker],
+    sequences: Iterable[Waiter | Sequence | SwappedSequence],
+) -> None:
+    users = Counter(id(sequence.root) for sequence in sequences)
+    for namespace, root in tree.roots.items():
+        _require(root.namespace == namespace, "a root is not that of its namespace")
+        _require(root.users == users.pop(id(root), 0), "wrong number of sequences of a namespace")
+        _require(bool(root.users or root.children), "an empty namespace is left")
+    _require(not users, "a sequence is of a namespace that is not there")
     indexes = {worker.index for worker in workers.values()}
-    for root in [tree.root, *(_root(s.node) for worker in workers.values() for s in worker.sequences.values())]:
-        for node in subtree(root):
-            _check_node(node, root, tree, indexes)
+    running = [sequence for worker in workers.values() for sequence in worker.sequences.values()]
+    for top in [*tree.roots.values(), *(_root(sequence.node) for sequence in running)]:
+        for node in subtree(top):
+            _check_node(node, top, tree, indexes)
 
 
 def _check_node(node: PrefixNode, root: PrefixNode, tree: PrefixTree, indexes: set[int]) -> None:

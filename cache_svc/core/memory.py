@@ -7,34 +7,47 @@ Each block is in exactly one of three states:
     used    content in the tree, with users        in a holding with users
             or not, with one user                  in the table of one sequence
 
-Why evicting the least recently used holding never breaks a path. Say node P is the parent of node C, and the memory
-holds both.
+Which of the unused ones goes first is the business of eviction.py. With the default, least recently used first, a
+parent never stands before its children there. Say node P is the parent of node C, and the memory holds both.
 
   1. Whoever uses C uses P: a sequence takes a path from the root, extends it one node at a time, and lets it go whole.
-  2. So the last user of C that left did use P, and left C before it left P (`leave` goes from the tail to the head),
-     and nobody has used C since. P's last user left no earlier than that one did.
+  2. So the last user of C that left did use P, and left C before it left P (`leave_path` goes from the tail to the
+     head), and nobody has used C since. P's last user left no earlier than that one did.
   3. Hence if neither is in use, C came to stand among the unused before P, and eviction takes the oldest first.
 
 The front part of an unused node that is split does not stand there at all until the rest is evicted; then it stands
-first, where it would stand if it had been a node of its own from the beginning. So C is evicted before P: what is held,
-and what is live, stays connected to the root. check_invariants asserts it.
+first, where it would stand if it had been a node of its own from the beginning. What is held, and what is live, stays
+connected to the root. check_invariants asserts it.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 
+from cache_svc.core.eviction import EvictionQueue
 from cache_svc.core.pool import BlockPool
+from cache_svc.core.retention import Range
 from cache_svc.core.tree import Holding, PrefixNode, PrefixTree, subtree
 
 
 class Memory:
     """`index` names it in the nodes' holdings. `keeps`: whether what has no user is kept for reuse."""
 
-    __slots__ = ("_unused", "cached_blocks", "evicted_blocks_total", "index", "keeps", "num_blocks", "pool", "tree")
+    __slots__ = (
+        "_num_stored",
+        "_withheld",
+        "cached_blocks",
+        "evicted_blocks_total",
+        "index",
+        "keeps",
+        "num_blocks",
+        "pool",
+        "queue",
+        "sources",
+        "tree",
+    )
 
-    def __init__(self, index: int, tree: PrefixTree, num_blocks: int, keeps: bool) -> None:
+    def __init__(self, index: int, tree: PrefixTree, num_blocks: int, keeps: bool, eviction: str = "lru") -> None:
         self.index = index
         self.tree = tree
         self.num_blocks = num_blocks
@@ -42,9 +55,11 @@ class Memory:
         self.pool = BlockPool(num_blocks)
         self.cached_blocks = 0
         self.evicted_blocks_total = 0
-        # Least recently used first. (A linked list in C; a plain dict finds its oldest key by a scan over everything
-        # deleted before it.)
-        self._unused: OrderedDict[Holding, None] = OrderedDict()
+        self.queue = EvictionQueue(eviction)
+        self._num_stored = 0
+        # Blocks that are to be copied before anything else is written: nobody gets them in this exchange.
+        self.sources: set[int] = set()
+        self._withheld = array("i")  # what was evicted of them
 
     @property
     def free_blocks(self) -> int:
@@ -52,60 +67,94 @@ class Memory:
 
     @property
     def available_blocks(self) -> int:
-        """How many blocks `take` can hand out: free ones and cached ones."""
-        return self.pool.num_free + self.cached_blocks
+        """How many blocks `take` can hand out: free ones and cached ones (sources may be among the latter)."""
+        return self.pool.num_free + self.cached_blocks - len(self.sources)
 
     @property
     def used_blocks(self) -> int:
-        return self.num_blocks - self.available_blocks
+        return self.num_blocks - self.pool.num_free - self.cached_blocks
 
     def take(self, count: int) -> array[int]:
-        """Blocks with no content: free ones, then cached ones, which are evicted, least recently used first.
+        """Blocks with no content: free ones, then cached ones, which are evicted.
 
         The caller has made sure that there are as many (`available_blocks`).
         """
         blocks = self.pool.take(count)
         while len(blocks) < count:
             self._evict(count - len(blocks), blocks)
+            if self.sources:
+                self._withhold(blocks)
         return blocks
 
+    def _withhold(self, blocks: array[int]) -> None:
+        for block in self.sources.intersection(blocks):
+            blocks.remove(block)
+            self.sources.remove(block)
+            self._withheld.append(block)
+
+    def end_exchange(self) -> None:
+        """The copies that this exchange has asked for come before all that the next one grants."""
+        if self._withheld:
+            self.pool.give_back(self._withheld)
+            self._withheld = array("i")
+        self.sources.clear()
+
     def _evict(self, count: int, into: array[int]) -> None:
-        """The oldest unused node, or so many blocks from its end."""
-        holding = next(iter(self._unused))
+        """The next unused node, or so many blocks from its end."""
+        holding = self.queue.oldest()
         if len(holding.blocks) > count:
             self.tree.split(holding.node, holding.node.end - count)
         into += holding.blocks[::-1]
         self.evicted_blocks_total += len(holding.blocks)
         self.cached_blocks -= len(holding.blocks)
-        del self._unused[holding]
         self._forget(holding)
 
-    def hold(self, node: PrefixNode, blocks: array[int]) -> None:
+    def hold(self, node: PrefixNode, blocks: array[int], priority: float = 0.0) -> None:
         """From now on this memory holds the node, for one user. It holds the parent already."""
-        node.holdings[self.index] = Holding(node, blocks, 1, 0)
+        self._num_stored += 1
+        holding = node.holdings[self.index] = Holding(node, blocks, self._num_stored)
+        holding.priority = priority
         parent = node.parent
         if parent is not None and parent.parent is not None:
             parent.holdings[self.index].num_children += 1
 
-    def use(self, holding: Holding) -> None:
+    def use(self, holding: Holding, priority: float = 0.0) -> None:
         """One user more."""
         if not holding.users:
             self.cached_blocks -= len(holding.blocks)
-            self._unused.pop(holding, None)
+            self.queue.use(holding)
         holding.users += 1
+        holding.priority = max(holding.priority, priority)
 
-    def use_path(self, node: PrefixNode) -> array[int]:
+    def use_path(self, node: PrefixNode, priority: float = 0.0) -> array[int]:
         """One user more of the node and all above it; returns the blocks from the root to its end."""
         path = []
         while node.parent is not None:
             holding = node.holdings[self.index]
-            self.use(holding)
+            self.use(holding, priority)
+            holding.num_reuses += 1
             path.append(holding)
             node = node.parent
         blocks = array("i")
         for holding in reversed(path):
             blocks += holding.blocks
         return blocks
+
+    def retain(self, node: PrefixNode, ranges: tuple[Range, ...]) -> None:
+        """Set how long the node and those above it are kept, all of which are in use. Nodes that are only partly within
+        a range are split."""
+        block_size = self.tree.block_size
+        for one in ranges:
+            first, end = -(-one.start // block_size), -(-one.end // block_size) or node.end
+            if first >= min(end, node.end):
+                continue
+            below = self.tree.cut(node, min(end, node.end))
+            if first:
+                self.tree.cut(below, first)
+            while below.parent is not None and below.end > first:
+                holding = below.holdings[self.index]
+                holding.retention, holding.duration_ms = one.priority, one.duration_ms
+                below = below.parent
 
     def leave_path(self, node: PrefixNode) -> None:
         """One user less of the node and all above it, from the tail to the head."""
@@ -116,7 +165,7 @@ class Memory:
                 continue
             if self.keeps:
                 self.cached_blocks += len(holding.blocks)
-                self._unused[holding] = None
+                self.queue.add(holding)
             else:
                 self.pool.give_back(holding.blocks[::-1])
                 self._forget(holding)
@@ -126,15 +175,15 @@ class Memory:
         parent = node.parent
         assert parent is not None
         assert not holding.num_children, "children are forgotten before their parents"
+        self.queue.forget(holding)
         del node.holdings[index]
         if not node.holdings:
             self.tree.remove(node)
         if parent.parent is not None:
             above = parent.holdings[index]
             above.num_children -= 1
-            if not (above.users or above.num_children) and above not in self._unused:
-                self._unused[above] = None
-                self._unused.move_to_end(above, last=False)
+            if not (above.num_children or above.users) and above.queue is None:
+                self.queue.add(above, first=True)
 
     def held(self, node: PrefixNode, depth: int) -> tuple[PrefixNode, int, int]:
         """Of the way to a place in the tree: the last node of which this memory holds something, how many blocks of the
@@ -151,20 +200,6 @@ class Memory:
 
     def leave_tree(self) -> None:
         """The memory is gone, and all that it holds."""
-        for node in reversed(list(subtree(self.tree.root))):
+        for node in reversed(list(subtree(*self.tree.roots.values()))):
             if node.holdings.pop(self.index, None) is not None and not node.holdings:
                 self.tree.remove(node)
-
-    def eviction_order(self) -> list[Holding]:
-        """What is unused, the next to be evicted first. For checks and tests."""
-        order = []
-        for holding in self._unused:
-            order.append(holding)
-            parent = holding.node.parent
-            while parent is not None and parent.parent is not None:  # the front parts of what was split
-                above = parent.holdings[self.index]
-                if above.users or above in self._unused:
-                    break
-                order.append(above)
-                parent = parent.parent
-        return order

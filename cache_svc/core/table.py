@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from cache_svc.core.tree import TOKEN_BYTES, PrefixNode
+from cache_svc.core.retention import Range
+from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, Root
 
 if TYPE_CHECKING:
+    from cache_svc.core.waiting import Waiter
     from cache_svc.core.worker import Worker
 
 
@@ -19,6 +21,16 @@ def pack_int32(values: array[int]) -> bytes:
         values = values[:]
         values.byteswap()
     return values.tobytes()
+
+
+class Terms(NamedTuple):
+    """What a request asked for, of how its blocks are kept."""
+
+    priority: float = 0.0
+    retention: tuple[Range, ...] = ()
+
+
+NO_TERMS = Terms()
 
 
 class Sequence:
@@ -32,25 +44,37 @@ class Sequence:
     sequence got there first: then it uses both, and its own stay outside of the tree (`duplicates`).
     """
 
-    __slots__ = ("duplicates", "node", "num_computed_tokens", "num_tokens", "sequence_id", "table", "tokens", "worker")
+    __slots__ = (
+        "duplicates",
+        "node",
+        "num_computed_tokens",
+        "num_tokens",
+        "root",
+        "sequence_id",
+        "table",
+        "terms",
+        "tokens",
+        "worker",
+    )
 
     def __init__(
         self,
-        sequence_id: int,
+        known: Waiter | SwappedSequence,
         worker: Worker,
-        token_ids: bytes,
         table: array[int],
         node: PrefixNode,
         num_computed_tokens: int,
     ) -> None:
-        self.sequence_id = sequence_id
+        self.sequence_id = known.sequence_id
         self.worker = worker
-        self.tokens = bytearray(token_ids)
-        self.num_tokens = len(token_ids) // TOKEN_BYTES
+        self.tokens = bytearray(known.token_ids)
+        self.root = known.root
+        self.num_tokens = len(known.token_ids) // TOKEN_BYTES
         self.table = table
         self.node = node
         self.num_computed_tokens = num_computed_tokens
         self.duplicates = array("i")
+        self.terms = known.terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +90,8 @@ class SwappedSequence:
     token_ids: bytes
     num_computed_tokens: int
     host_blocks: array[int]
+    root: Root
+    terms: Terms
 
     @property
     def num_tokens(self) -> int:

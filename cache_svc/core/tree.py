@@ -19,8 +19,11 @@ last holder has no children left: it is unhooked at once, and nothing has to be 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, insort
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from cache_svc.core.retention import DEFAULT_RETENTION
 
 if TYPE_CHECKING:
     from cache_svc.core.waiting import Waiter, Watch
@@ -28,30 +31,62 @@ if TYPE_CHECKING:
 TOKEN_BYTES = 4
 # Longer runs become several nodes: to split one costs a copy of it.
 MAX_NODE_TOKENS = 2048
+NEAREST_TRIED = 8
 
 
 class Holding:
     """A node in one memory: `blocks[i]` there has the KV of the node's block i."""
 
-    __slots__ = ("blocks", "node", "num_children", "users")
+    __slots__ = (
+        "blocks",
+        "duration_ms",
+        "expires_ms",
+        "node",
+        "num_children",
+        "num_reuses",
+        "priority",
+        "queue",
+        "retention",
+        "serial",
+        "users",
+    )
 
-    def __init__(self, node: PrefixNode, blocks: array[int], users: int, num_children: int) -> None:
+    def __init__(self, node: PrefixNode, blocks: array[int], serial: int) -> None:
         self.node = node
         self.blocks = blocks
-        self.users = users  # sequences that run with it
-        self.num_children = num_children  # of the node, in the same memory
+        self.users = 1  # sequences that run with it
+        self.num_children = 0  # of the node, in the same memory
+        # What says when it is evicted (eviction.py).
+        self.serial = serial  # counts up with what the memory stores
+        self.num_reuses = 0  # by sequences that were admitted since it was stored
+        self.priority = 0.0  # the highest of the requests that used it
+        self.retention = DEFAULT_RETENTION
+        self.duration_ms = 0  # that the retention lasts from the last use on; 0: for ever
+        self.expires_ms = 0
+        self.queue: tuple[int, float] | None = None  # in which it stands
+
+    def split(self, front: PrefixNode, num_blocks: int) -> Holding:
+        """Its first blocks as a holding of `front`, which is its node's parent now; it keeps the others."""
+        holding = Holding(front, self.blocks[:num_blocks], self.serial)
+        self.blocks = self.blocks[num_blocks:]
+        holding.users, holding.num_children = self.users, 1
+        holding.num_reuses, holding.priority = self.num_reuses, self.priority
+        holding.retention, holding.duration_ms = self.retention, self.duration_ms
+        holding.expires_ms = self.expires_ms
+        return holding
 
 
 class PrefixNode:
     """Places in the tree are counted in blocks from the root: this node's blocks are start ... end - 1."""
 
-    __slots__ = ("children", "end", "holdings", "key", "parent", "watches")
+    __slots__ = ("children", "end", "holdings", "key", "order", "parent", "watches")
 
     def __init__(self, parent: PrefixNode | None, key: bytes, end: int) -> None:
         self.parent = parent
         self.key = key
         self.end = end
         self.children: dict[bytes, PrefixNode] = {}  # by the tokens of their first block
+        self.order: list[bytes] | None = None  # the keys of children, sorted, once somebody has asked
         self.holdings: dict[int, Holding] = {}  # by memory index
         self.watches: dict[int, Watch] | None = None  # waiting sequences whose match ends in this node, by where
 
@@ -60,17 +95,53 @@ class PrefixNode:
         return self.parent.end if self.parent is not None else 0
 
 
-class PrefixTree:
-    """A tree of blocks of `block_size` tokens each."""
+class Namespace(NamedTuple):
+    """What sequences must have in common, besides equal tokens, to share KV."""
 
-    __slots__ = ("block_bytes", "block_size", "max_node_blocks", "root", "stale")
+    model: str = ""
+    lora: str = ""
+    cache_salt: str = ""
+
+
+class Root(PrefixNode):
+    """Of the tree of one namespace; or (None) of one that nobody else finds."""
+
+    __slots__ = ("namespace", "users")
+
+    def __init__(self, namespace: Namespace | None) -> None:
+        super().__init__(None, b"", 0)
+        self.namespace = namespace
+        self.users = 0  # sequences of the namespace, waiting, running or swapped out
+
+
+class PrefixTree:
+    """Blocks of `block_size` tokens each; a tree for each namespace, so that no walk gets from one into another."""
+
+    __slots__ = ("block_bytes", "block_size", "max_node_blocks", "roots", "stale")
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.block_bytes = block_size * TOKEN_BYTES
         self.max_node_blocks = max(1, MAX_NODE_TOKENS // block_size)
-        self.root = PrefixNode(None, b"", 0)
+        self.roots: dict[Namespace, Root] = {}
         self.stale: dict[int, Waiter] = {}  # waiting sequences whose place has changed, by id
+
+    def enter(self, namespace: Namespace) -> Root:
+        """Where the walks of one more sequence begin."""
+        root = self.roots.get(namespace)
+        if root is None:
+            root = self.roots[namespace] = Root(namespace)
+        root.users += 1
+        return root
+
+    def leave(self, root: Root) -> None:
+        """The sequence has ended. A namespace with no sequences and nothing stored is forgotten."""
+        root.users -= 1
+        self._forget_empty(root)
+
+    def _forget_empty(self, root: Root) -> None:
+        if not (root.users or root.children) and root.namespace is not None:
+            del self.roots[root.namespace]
 
     def max_match(self, token_ids: bytes) -> int:
         """Blocks that a match may have: never the one with the last token, as a model needs one to compute."""
@@ -84,7 +155,7 @@ class PrefixTree:
     def walk(self, token_ids: bytes, node: PrefixNode, depth: int) -> tuple[PrefixNode, int]:
         """Where the longest stored prefix ends, on whichever worker: a node, and how many blocks from the root.
 
-        `node` and `depth` are a place on the way to it: the root and 0, or one that an earlier walk found.
+        `node` and `depth` are a place on the way to it: a root and 0, or one that an earlier walk found.
         """
         limit, block_bytes = self.max_match(token_ids), self.block_bytes
         while depth < limit:
@@ -117,11 +188,43 @@ class PrefixTree:
                 high = middle - 1
         return start + low
 
+    def nearest(self, node: PrefixNode, depth: int, token_ids: bytes, index: int) -> tuple[int, int]:
+        """Behind a match of `depth` blocks that ends in `node`: the block of a memory that begins with the most tokens
+        that come next in the sequence (0: none does), and how many; never the last token.
+
+        Of children in order of their tokens the neighbours of the sequence's own share the most with it. The search is
+        given up, on each side, behind NEAREST_TRIED that the memory does not hold.
+        """
+        begin, block_bytes = depth * self.block_bytes, self.block_bytes
+        rest = token_ids[begin : min(begin + block_bytes, len(token_ids) - TOKEN_BYTES)]
+        if not rest:
+            return 0, 0
+        if depth < node.end:
+            at = depth - node.start
+            common = common_tokens(node.key[at * block_bytes : (at + 1) * block_bytes], rest)
+            return (node.holdings[index].blocks[at], common) if common else (0, 0)
+        order = node.order
+        if order is None:
+            order = node.order = sorted(node.children)
+        place = bisect_left(order, rest)
+        best = 0, 0
+        for side in (order[place : place + NEAREST_TRIED], order[max(0, place - NEAREST_TRIED) : place][::-1]):
+            for first in side:
+                common = common_tokens(first, rest)
+                if common <= best[1]:
+                    break
+                if (holding := node.children[first].holdings.get(index)) is not None:
+                    best = holding.blocks[0], common
+                    break
+        return best
+
     def grow(self, parent: PrefixNode, key: bytes) -> PrefixNode:
         """A child of `parent` that was not there. It is held by nobody yet."""
         block_bytes = self.block_bytes
         first = key[:block_bytes]
         node = parent.children[first] = PrefixNode(parent, key, parent.end + len(key) // block_bytes)
+        if parent.order is not None:
+            insort(parent.order, first)
         watch = parent.watches.get(parent.end) if parent.watches else None
         if watch is not None:
             self.stale.update(watch.drop(first))
@@ -140,8 +243,7 @@ class PrefixTree:
         node.key, node.parent = node.key[cut:], front
         front.children[node.key[:block_bytes]] = node
         for index, holding in node.holdings.items():
-            front.holdings[index] = Holding(front, holding.blocks[:num_blocks], holding.users, 1)
-            holding.blocks = holding.blocks[num_blocks:]
+            front.holdings[index] = holding.split(front, num_blocks)
         if node.watches:
             for watch in [watch for at, watch in node.watches.items() if at <= depth]:
                 watch.move(front)
@@ -152,10 +254,15 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None
         assert not node.children, "a node without holders has no children"
-        del parent.children[node.key[: self.block_bytes]]
+        first = node.key[: self.block_bytes]
+        del parent.children[first]
+        if parent.order is not None:
+            del parent.order[bisect_left(parent.order, first)]
         for watch in (node.watches or {}).values():
             self.stale.update(watch.drop_all())
         node.watches = None
+        if isinstance(parent, Root):
+            self._forget_empty(parent)
 
     def cut(self, node: PrefixNode, depth: int) -> PrefixNode:
         """The node on the way to this one that ends there; it is made if there is none."""
@@ -164,9 +271,18 @@ class PrefixTree:
         return node if node.end == depth else self.split(node, depth)
 
 
-def subtree(root: PrefixNode) -> Iterator[PrefixNode]:
-    """Every node below this one, parents before children."""
-    stack = list(root.children.values())
+def common_tokens(one: bytes, other: bytes) -> int:
+    """How many tokens two byte strings have in common from the first on."""
+    size = min(len(one), len(other))
+    differ = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
+    if not differ:
+        return size // TOKEN_BYTES
+    return ((differ & -differ).bit_length() - 1) // (8 * TOKEN_BYTES)
+
+
+def subtree(*roots: PrefixNode) -> Iterator[PrefixNode]:
+    """Every node below these, parents before children."""
+    stack = [node for root in roots for node in root.children.values()]
     while stack:
         node = stack.pop()
         yield node

@@ -6,14 +6,15 @@ place from where it stands, not from the root, the next time it is looked at. Th
 the end of the exchange; no exchange settles more than MAX_SETTLED of its own accord, so that a prefix for which
 thousands wait does not hold up a step: their turn comes with the next ones.
 
-What a watcher does not notice, because the node stays: that another worker comes to hold it or lets it go, and that
-it gets or loses its last user. Both only change what is reported of a worker, never how far the tree knows the
-sequence; RematchOp asks for them.
+What a watcher does not notice: that another worker comes to hold its node or lets it go, that the node gets or loses
+its last user, and that some block comes or goes of which it could use the beginning. None of these changes how many
+whole blocks the tree knows of the sequence; RematchOp asks for them.
 """
 
 from __future__ import annotations
 
-from cache_svc.core.tree import PrefixNode, PrefixTree
+from cache_svc.core.table import Terms
+from cache_svc.core.tree import Namespace, PrefixNode, PrefixTree, Root
 
 MAX_SETTLED = 256
 
@@ -80,16 +81,25 @@ class Waiter:
     """`node` and `depth` are where its match ended when it was last looked at: the longest stored prefix, on whichever
     worker."""
 
-    __slots__ = ("depth", "node", "sequence_id", "token_ids", "wanted", "watch")
+    __slots__ = ("depth", "namespace", "node", "root", "sequence_id", "terms", "token_ids", "wanted", "watch")
 
+    root: Root  # these two as long as there is a tree
     node: PrefixNode
 
-    def __init__(self, sequence_id: int, token_ids: bytes) -> None:
+    def __init__(self, sequence_id: int, token_ids: bytes, namespace: Namespace, terms: Terms) -> None:
         self.sequence_id = sequence_id
         self.token_ids = token_ids
+        self.namespace = namespace
+        self.terms = terms
         self.depth = 0
         self.watch: Watch | None = None
         self.wanted = b""
+
+    def enter(self, tree: PrefixTree) -> None:
+        """There is a (new) tree."""
+        self.root = self.node = tree.enter(self.namespace)
+        self.depth, self.watch = 0, None
+        tree.stale[self.sequence_id] = self
 
     def place(self) -> tuple[PrefixNode, int]:
         """Where its match ends, of one that is settled."""

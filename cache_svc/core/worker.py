@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
+
 from cache_svc.core.errors import Code, OpError
 from cache_svc.core.memory import Memory
 from cache_svc.core.pool import BlockPool
 from cache_svc.core.table import Sequence, SwappedSequence
-from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, PrefixTree
+from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, PrefixTree, Root
+from cache_svc.core.waiting import Waiter
 
 Counters = tuple[int, int, int, int, int, int]
 
@@ -18,6 +21,7 @@ class Worker:
         "device",
         "host",
         "index",
+        "partial_reuse",
         "prefix_caching",
         "reported",
         "sequences",
@@ -33,13 +37,16 @@ class Worker:
         tree: PrefixTree,
         num_blocks: int,
         prefix_caching: bool,
-        num_host_blocks: int = 0,
+        partial_reuse: bool,
+        num_host_blocks: int,
+        eviction: str,
     ) -> None:
         self.worker_id = worker_id
         self.index = index
         self.tree = tree
         self.prefix_caching = prefix_caching
-        self.device = Memory(index, tree, num_blocks, prefix_caching)
+        self.partial_reuse = prefix_caching and partial_reuse
+        self.device = Memory(index, tree, num_blocks, prefix_caching, eviction)
         self.sequences: dict[int, Sequence] = {}
         self.host = BlockPool(num_host_blocks)  # free or used: nothing in host memory is kept for reuse
         self.swapped: dict[int, SwappedSequence] = {}
@@ -52,64 +59,80 @@ class Worker:
         used = device.num_blocks - free - cached
         return free, cached, used, device.evicted_blocks_total, free_host, self.host.num_blocks - free_host
 
-    def admit(self, sequence_id: int, token_ids: bytes, node: PrefixNode, depth: int, num_new_tokens: int) -> Sequence:
+    def admit(
+        self, known: Waiter | SwappedSequence, node: PrefixNode, depth: int, num_new_tokens: int, partial: bool
+    ) -> tuple[Sequence, int]:
         """A table for the longest prefix that is stored here and so many tokens after it (0: all), in new blocks.
 
-        `node` and `depth` are where the tree's walk for the tokens ends. Raises OpError(RESOURCE_EXHAUSTED), having
-        changed nothing, if there are too few blocks.
+        `node` and `depth` are where the tree's walk for the tokens ends. With `partial`, what another block begins with
+        counts as stored too: that block's content belongs into the first new one, and is the second result (else 0).
+        Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few blocks.
         """
         tree, device = self.tree, self.device
-        node, cached, live = device.held(node, depth) if self.prefix_caching else (tree.root, 0, 0)
-        num_blocks = -(-len(token_ids) // tree.block_bytes)
-        if num_new_tokens:
-            num_blocks = min(num_blocks, cached - (-num_new_tokens // tree.block_size))
+        node, cached, live = device.held(node, depth) if self.prefix_caching else (Root(None), 0, 0)
         # What the hit takes out of the unused blocks cannot be evicted for the rest.
         available = device.available_blocks - (cached - live)
+        source, num_copied = tree.nearest(node, cached, known.token_ids, self.index) if partial else (0, 0)
+        num_blocks = self._table_size(known, cached, num_copied, num_new_tokens)
+        if source and num_blocks - cached > available - 1:
+            source, num_copied = 0, 0
+            num_blocks = self._table_size(known, cached, 0, num_new_tokens)
         if num_blocks - cached > available:
             raise OpError(
                 Code.RESOURCE_EXHAUSTED,
-                f"sequence {sequence_id} needs {num_blocks - cached} more blocks, "
+                f"sequence {known.sequence_id} needs {num_blocks - cached} more blocks, "
                 f"worker {self.worker_id} has {available} (of {device.num_blocks})",
             )
         if cached < node.end:
             node = tree.split(node, cached)
-        table = device.use_path(node)
+        table = device.use_path(node, known.terms.priority)
+        if source:
+            device.sources.add(source)
         table += device.take(num_blocks - cached)
-        sequence = Sequence(sequence_id, self, token_ids, table, node, cached * tree.block_size)
-        self.sequences[sequence_id] = sequence
+        return self._begin(known, table, node, cached * tree.block_size + num_copied), source
+
+    def _table_size(self, known: Waiter | SwappedSequence, cached: int, num_copied: int, num_new_tokens: int) -> int:
+        num_blocks = -(-len(known.token_ids) // self.tree.block_bytes)
+        if not num_new_tokens:
+            return num_blocks
+        return min(num_blocks, cached - (-(num_copied + num_new_tokens) // self.tree.block_size))
+
+    def _begin(
+        self, known: Waiter | SwappedSequence, table: array[int], node: PrefixNode, num_computed_tokens: int
+    ) -> Sequence:
+        sequence = self.sequences[known.sequence_id] = Sequence(known, self, table, node, num_computed_tokens)
+        if known.terms.retention:
+            self.device.retain(node, known.terms.retention)
         return sequence
 
-    def fork(self, sequence_id: int, token_ids: bytes, parent: Sequence) -> tuple[Sequence, int]:
+    def fork(self, waiter: Waiter, parent: Sequence) -> tuple[Sequence, int]:
         """A table for tokens of which the parent has computed all but the last: its whole blocks, which nobody writes
         any more, and a new one for the rest. Also the block whose content belongs into that new one (0: none).
 
         Raises OpError, having changed nothing: FAILED_PRECONDITION if the parent is not such a one, RESOURCE_EXHAUSTED.
         """
+        token_ids = waiter.token_ids
         num_shared = len(token_ids) // TOKEN_BYTES - 1
         shared_bytes = num_shared * TOKEN_BYTES
-        begins = parent.tokens[:shared_bytes] == token_ids[:shared_bytes]
+        begins = waiter.root is parent.root and parent.tokens[:shared_bytes] == token_ids[:shared_bytes]
         if parent.worker is not self or not begins or parent.num_computed_tokens < num_shared:
             raise OpError(
                 Code.FAILED_PRECONDITION,
-                f"sequence {sequence_id} cannot fork sequence {parent.sequence_id}, which has not computed the first "
-                f"{num_shared} tokens of it on worker {self.worker_id}",
+                f"sequence {waiter.sequence_id} cannot fork sequence {parent.sequence_id}, which has not computed the "
+                f"first {num_shared} tokens of it on worker {self.worker_id}",
             )
         self.check_room(1)
         if not self.prefix_caching:
-            if parent.node is self.tree.root:
-                parent.node = PrefixNode(None, b"", 0)  # a tree of the family's own: nobody else finds it
-            self.store(parent)
+            self.store(parent)  # in a tree of the family's own: nobody else finds it
         num_whole, rest = divmod(num_shared, self.tree.block_size)
         node = self.tree.cut(parent.node, num_whole)
-        table = self.device.use_path(node) + self.device.take(1)
-        sequence = Sequence(sequence_id, self, token_ids, table, node, num_shared)
-        self.sequences[sequence_id] = sequence
-        return sequence, parent.table[num_whole] if rest else 0
+        table = self.device.use_path(node, waiter.terms.priority) + self.device.take(1)
+        return self._begin(waiter, table, node, num_shared), parent.table[num_whole] if rest else 0
 
     def store(self, sequence: Sequence) -> None:
         """Put every whole computed block that is not in the tree yet into it."""
         tree, device, tokens, table = self.tree, self.device, sequence.tokens, sequence.table
-        node, block_bytes = sequence.node, tree.block_bytes
+        node, block_bytes, terms = sequence.node, tree.block_bytes, sequence.terms
         depth, end = node.end, sequence.num_computed_tokens // tree.block_size
         while depth < end:
             begin = depth * block_bytes
@@ -117,23 +140,25 @@ class Worker:
             if child is None:
                 reached = min(end, depth + tree.max_node_blocks)
                 child = tree.grow(node, bytes(tokens[begin : reached * block_bytes]))
-                device.hold(child, table[depth:reached])
+                device.hold(child, table[depth:reached], terms.priority)
             else:
                 reached = tree.follow(child, tokens, end)
                 if reached < child.end:
                     child = tree.split(child, reached)
                 holding = child.holdings.get(self.index)
                 if holding is None:
-                    device.hold(child, table[depth:reached])
+                    device.hold(child, table[depth:reached], terms.priority)
                 else:
                     # Equal blocks are here already: ours stay private, theirs must not go while we hold what is below.
-                    device.use(holding)
+                    device.use(holding, terms.priority)
                     sequence.duplicates += table[depth:reached]
             node, depth = child, reached
         sequence.node = node
+        if terms.retention:
+            device.retain(node, terms.retention)
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence ends. From the tail to the head, so that eviction will meet children before their parents."""
+        """The sequence leaves the device, from the tail to the head, so that eviction meets children before parents."""
         private = sequence.duplicates + sequence.table[sequence.node.end :]
         private.reverse()
         self.device.pool.give_back(private)
@@ -159,6 +184,8 @@ class Worker:
             bytes(sequence.tokens),
             sequence.num_computed_tokens,
             self.host.take(num_blocks),
+            sequence.root,
+            sequence.terms,
         )
         self.release(sequence)
         self.swapped[swapped.sequence_id] = swapped
@@ -170,8 +197,8 @@ class Worker:
 
         Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few blocks.
         """
-        node, depth = self.tree.walk(swapped.token_ids, self.tree.root, 0)
-        sequence = self.admit(swapped.sequence_id, swapped.token_ids, node, depth, 0)
+        node, depth = self.tree.walk(swapped.token_ids, swapped.root, 0)
+        sequence, _ = self.admit(swapped, node, depth, 0, partial=False)
         self.forget_swapped(swapped)
         return sequence, sequence.node.end
 

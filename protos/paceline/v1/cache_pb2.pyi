@@ -25,10 +25,13 @@ class CacheServiceLinkRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     EXCHANGE_FIELD_NUMBER: _builtins.int
     OPS_FIELD_NUMBER: _builtins.int
+    NOW_MS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The scheduler's epoch; echoed."""
     exchange: _builtins.int
     """Counts up by one from 1; echoed."""
+    now_ms: _builtins.int
+    """The scheduler's clock, which never goes back: what retention durations are counted by."""
     @_builtins.property
     def ops(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheOp]:
         """Executed in order. One that fails changes nothing and leaves the others alone."""
@@ -39,10 +42,11 @@ class CacheServiceLinkRequest(_message.Message):
         epoch: _builtins.int = ...,
         exchange: _builtins.int = ...,
         ops: _abc.Iterable[Global___CacheOp] | None = ...,
+        now_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "exchange", b"exchange", "ops", b"ops"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "exchange", b"exchange", "now_ms", b"now_ms", "ops", b"ops"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -115,6 +119,7 @@ class AddWorkerOp(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     PREFIX_CACHING_FIELD_NUMBER: _builtins.int
     NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    PARTIAL_REUSE_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     num_blocks: _builtins.int
     """Usable blocks. Their ids are 1..num_blocks; block 0 is the worker's own dummy block."""
@@ -124,6 +129,8 @@ class AddWorkerOp(_message.Message):
     """Whether blocks of this worker are kept for reuse."""
     num_host_blocks: _builtins.int
     """Blocks in the worker's host memory, ids 1..num_host_blocks; 0: nothing can be swapped out."""
+    partial_reuse: _builtins.bool
+    """Whether a match may end within a block, the beginning of which is then copied."""
     def __init__(
         self,
         *,
@@ -132,10 +139,11 @@ class AddWorkerOp(_message.Message):
         block_size: _builtins.int = ...,
         prefix_caching: _builtins.bool = ...,
         num_host_blocks: _builtins.int = ...,
+        partial_reuse: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "prefix_caching", b"prefix_caching", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "partial_reuse", b"partial_reuse", "prefix_caching", b"prefix_caching", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -172,21 +180,101 @@ class MatchOp(_message.Message):
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     token_ids: _builtins.bytes
+    priority: _builtins.float
+    """Of its request, for the eviction strategy "priority": larger ones are kept longer."""
+    @_builtins.property
+    def retention(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetentionRange]:
+        """How long its tokens are kept when it has ended, before what the eviction strategy says; ranges do not overlap.
+        Tokens in none of them are kept as others are.
+        """
+
+    @_builtins.property
+    def namespace(self) -> Global___CacheNamespace:
+        """Only sequences of one namespace share blocks."""
+
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         token_ids: _builtins.bytes = ...,
+        retention: _abc.Iterable[Global___RetentionRange] | None = ...,
+        priority: _builtins.float = ...,
+        namespace: Global___CacheNamespace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "priority", b"priority", "retention", b"retention", "sequence", b"sequence", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MatchOp: _TypeAlias = MatchOp  # noqa: Y015
+
+@_typing.final
+class CacheNamespace(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Fingerprint."""
+    lora: _builtins.str
+    """Name of the adapter; none if empty."""
+    cache_salt: _builtins.str
+    """Of the request: whoever does not know it can neither use nor find out what is cached under it."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        lora: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "lora", b"lora", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheNamespace: _TypeAlias = CacheNamespace  # noqa: Y015
+
+@_typing.final
+class RetentionRange(_message.Message):
+    """Tokens start ... end - 1 of a sequence (end 0: all from start on, also those to come). A block takes what is said of
+    its first token.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    DURATION_MS_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    end: _builtins.int
+    priority: _builtins.int
+    """0..100; 35 is what those have of whom nothing is said. Lower ones are evicted first."""
+    duration_ms: _builtins.int
+    """For so long after the last use; 0: for ever."""
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        end: _builtins.int = ...,
+        priority: _builtins.int = ...,
+        duration_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_ms", b"duration_ms", "end", b"end", "priority", b"priority", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetentionRange: _TypeAlias = RetentionRange  # noqa: Y015
 
 @_typing.final
 class RematchOp(_message.Message):
@@ -212,8 +300,8 @@ Global___RematchOp: _TypeAlias = RematchOp  # noqa: Y015
 
 @_typing.final
 class AdmitOp(_message.Message):
-    """Bind a known sequence to a worker: reuse the longest cached prefix (whole blocks, never the last token) and take new
-    blocks. RESOURCE_EXHAUSTED if there are too few.
+    """Bind a known sequence to a worker: reuse the longest cached prefix (whole blocks, and with partial_reuse the beginning
+    of one more; never the last token) and take new blocks. RESOURCE_EXHAUSTED if there are too few.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -538,7 +626,7 @@ class WorkerMatch(_message.Message):
     NUM_LIVE_TOKENS_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     num_tokens: _builtins.int
-    """Whole cached blocks, in tokens."""
+    """Whole cached blocks, in tokens; with partial_reuse also what another block begins with."""
     num_live_tokens: _builtins.int
     """Of these, tokens in blocks that a live sequence uses: reusing them takes nothing from the pool."""
     def __init__(
@@ -567,7 +655,9 @@ class AdmitResult(_message.Message):
     block_table: _builtins.bytes
     """Packed int32: the whole block table."""
     copy_from: _builtins.int
-    """Before the sequence runs, the content of this block has to be copied to the last block of the table; 0: none."""
+    """Before anything is written, the content of this block has to be copied to the one of the table in which the cached
+    tokens end; 0: none.
+    """
     def __init__(
         self,
         *,

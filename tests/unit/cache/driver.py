@@ -25,15 +25,28 @@ def unpack(packed: bytes) -> list[int]:
 
 
 def add_worker_op(
-    worker: int, num_blocks: int, block_size: int, prefix_caching: bool = True, num_host_blocks: int = 0
+    worker: int,
+    num_blocks: int,
+    block_size: int,
+    prefix_caching: bool = True,
+    num_host_blocks: int = 0,
+    partial_reuse: bool = False,
 ) -> pb.CacheOp:
     op = pb.AddWorkerOp(worker=worker, num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks)
-    op.prefix_caching = prefix_caching
+    op.prefix_caching, op.partial_reuse = prefix_caching, partial_reuse
     return pb.CacheOp(add_worker=op)
 
 
-def match_op(sequence: int, tokens: Sequence[int]) -> pb.CacheOp:
-    return pb.CacheOp(match=pb.MatchOp(sequence=sequence, token_ids=pack(tokens)))
+Retention = Sequence[tuple[int, int, int, int]]  # start, end, priority, milliseconds
+
+
+def match_op(
+    sequence: int, tokens: Sequence[int], priority: float = 0.0, retention: Retention = (), salt: str = ""
+) -> pb.CacheOp:
+    ranges = [pb.RetentionRange(start=a, end=b, priority=p, duration_ms=ms) for a, b, p, ms in retention]
+    match = pb.MatchOp(sequence=sequence, token_ids=pack(tokens), priority=priority, retention=ranges)
+    match.namespace.cache_salt = salt
+    return pb.CacheOp(match=match)
 
 
 def rematch_op(sequences: Sequence[int]) -> pb.CacheOp:
@@ -83,15 +96,16 @@ def remove_worker_op(worker: int) -> pb.CacheOp:
 class Driver:
     """A link to a core in debug mode: every exchange ends with a check of all invariants."""
 
-    def __init__(self, debug: bool = True) -> None:
-        self.core = CacheCore(debug=debug)
+    def __init__(self, debug: bool = True, eviction: str = "lru") -> None:
+        self.core = CacheCore(debug=debug, eviction=eviction)
+        self.now_ms = 0
         self.pools: dict[int, tuple[int, int, int, int]] = {}  # as reported: free, cached, used, evicted
         self.host_pools: dict[int, tuple[int, int]] = {}  # free, used
         self._exchange = 0
 
     def exchange(self, *ops: pb.CacheOp) -> pb.CacheServiceLinkResponse:
         self._exchange += 1
-        request = pb.CacheServiceLinkRequest(epoch=7, exchange=self._exchange, ops=ops)
+        request = pb.CacheServiceLinkRequest(epoch=7, exchange=self._exchange, ops=ops, now_ms=self.now_ms)
         response = self.core.exchange(pb.CacheServiceLinkRequest.FromString(request.SerializeToString()))
         assert (response.epoch, response.exchange) == (7, self._exchange)
         assert len(response.results) == len(ops)
@@ -112,9 +126,15 @@ class Driver:
         return result
 
     def add_worker(
-        self, worker: int, num_blocks: int, block_size: int = 4, prefix_caching: bool = True, num_host_blocks: int = 0
+        self,
+        worker: int,
+        num_blocks: int,
+        block_size: int = 4,
+        prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        partial_reuse: bool = False,
     ) -> None:
-        self.one(add_worker_op(worker, num_blocks, block_size, prefix_caching, num_host_blocks))
+        self.one(add_worker_op(worker, num_blocks, block_size, prefix_caching, num_host_blocks, partial_reuse))
 
     def remove_worker(self, worker: int) -> None:
         self.one(remove_worker_op(worker))

@@ -1,13 +1,16 @@
-"""The cache as naive as can be: prefixes are tuples of all their tokens, LRU is a list, everything is searched."""
+"""The cache as naive as can be: prefixes are tuples of all their tokens, what is unused is a list, everything is
+searched."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cache_svc.core.errors import Code
+from tests.unit.cache.driver import Retention
 
-Prefix = tuple[int, ...]
+Prefix = tuple[str | int, ...]  # the salt, and tokens
 Result = tuple[object, ...]
 OK: Result = ("ok",)
 
@@ -16,6 +19,30 @@ class ModelRefusal(Exception):
     def __init__(self, code: Code) -> None:
         super().__init__(code)
         self.code = code
+
+
+@dataclass
+class Kept:
+    """What says how long a prefix is kept."""
+
+    serial: int
+    priority: float = -math.inf
+    reuses: int = 0
+    retention: int = 35
+    duration_ms: int = 0
+    expires_ms: int = 0
+
+    def rank(self, eviction: str) -> float:
+        return {"lru": 0, "lfu": self.reuses, "slru": self.reuses >= 2, "fifo": self.serial, "priority": self.priority}[
+            eviction
+        ]
+
+
+@dataclass
+class Terms:
+    priority: float
+    retention: Retention
+    salt: str
 
 
 @dataclass
@@ -29,27 +56,94 @@ class ModelWorker:
     evicted: int = 0
     free_host: list[int] = field(default_factory=list)
     num_host: int = 0
+    eviction: str = "lru"
+    now_ms: int = 0
+    kept: dict[Prefix, Kept] = field(default_factory=dict)
+    num_stored: int = 0
+    partial_reuse: bool = False
+    sources: set[int] = field(default_factory=set)  # to be copied from in this exchange
+    withheld: list[int] = field(default_factory=list)  # what was evicted of them
+
+    def end_exchange(self) -> None:
+        self.free += self.withheld
+        self.withheld = []
+        self.sources = set()
+
+    def nearest(self, begins: Prefix, block_size: int, tokens: Sequence[int]) -> tuple[int, int]:
+        """Of the blocks stored behind these, the one that begins with the most tokens that come next, and how many."""
+        reached = len(begins) - 1
+        rest = tuple(tokens[reached : min(reached + block_size, len(tokens) - 1)])
+        best = 0, 0
+        behind = [p for p in self.stored if len(p) == len(begins) + block_size and p[: len(begins)] == begins]
+        ahead = sorted(p for p in behind if p[len(begins) :] >= rest)
+        for prefix in ahead + sorted((p for p in behind if p[len(begins) :] < rest), reverse=True):
+            last = prefix[len(begins) :]
+            common = next((i for i, (a, b) in enumerate(zip(last, rest, strict=False)) if a != b), len(rest))
+            if common > best[1]:
+                best = self.stored[prefix], common
+        return best if self.partial_reuse else (0, 0)
+
+    def eviction_order(self) -> list[Prefix]:
+        """Again and again the one that goes first of those with nothing behind them."""
+        order: list[Prefix] = []
+        unused, stored = list(self.unused), set(self.stored)
+        while unused:
+            ends = [p for p in unused if not any(len(q) > len(p) and q[: len(p)] == p for q in stored)]
+            order.append(min(ends, key=lambda p: (self.kept[p].retention, self.kept[p].rank(self.eviction))))
+            unused.remove(order[-1])
+            stored.remove(order[-1])
+        return order
+
+    def pass_time(self, now_ms: int) -> None:
+        self.now_ms = now_ms
+        over = [p for p in self.unused if self.kept[p].duration_ms and self.kept[p].expires_ms <= now_ms]
+        for prefix in sorted(over, key=lambda p: self.kept[p].expires_ms):
+            self.kept[prefix].retention, self.kept[prefix].duration_ms = 35, 0
+            self.unused.remove(prefix)
+            self.unused.append(prefix)
 
     def take(self, count: int) -> list[int]:
-        blocks = []
-        for _ in range(count):
+        blocks: list[int] = []
+        while len(blocks) < count:
             if self.free:
                 blocks.append(self.free.pop())
             else:
-                prefix = self.unused.pop(0)
-                del self.users[prefix]
-                blocks.append(self.stored.pop(prefix))
+                prefix = self.eviction_order()[0]
+                self.unused.remove(prefix)
+                del self.users[prefix], self.kept[prefix]
+                block = self.stored.pop(prefix)
                 self.evicted += 1
+                if block in self.sources:
+                    self.sources.remove(block)
+                    self.withheld.append(block)
+                else:
+                    blocks.append(block)
         return blocks
 
-    def use(self, prefix: Prefix, sequence: int) -> None:
+    def use(self, prefix: Prefix, sequence: int, priority: float, again: bool) -> None:
         if prefix in self.unused:
             self.unused.remove(prefix)
+        if prefix not in self.kept:
+            self.num_stored += 1
+            self.kept[prefix] = Kept(self.num_stored)
+        kept = self.kept[prefix]
+        kept.priority = max(kept.priority, priority)
+        kept.reuses += again
         self.users.setdefault(prefix, set()).add(sequence)
+
+    def retain(self, prefixes: list[Prefix], block_size: int, retention: Retention) -> None:
+        for i, prefix in enumerate(prefixes):
+            for start, end, priority, duration_ms in retention:
+                if start <= i * block_size < (end or 10**9):
+                    self.kept[prefix].retention, self.kept[prefix].duration_ms = priority, duration_ms
+
+    def leave(self, prefix: Prefix) -> None:
+        self.unused.append(prefix)
+        self.kept[prefix].expires_ms = self.now_ms + self.kept[prefix].duration_ms
 
     @property
     def available(self) -> int:
-        return len(self.free) + len(self.unused)
+        return len(self.free) + len(self.unused) - len(self.sources)
 
     def counters(self) -> tuple[int, int, int, int]:
         free, cached = len(self.free), len(self.unused)
@@ -66,6 +160,7 @@ class ModelSequence:
     table: list[int]
     computed: int
     prefixes: list[Prefix]  # those it uses, from the head on
+    terms: Terms
 
 
 @dataclass
@@ -74,10 +169,13 @@ class ModelSwapped:
     tokens: list[int]
     computed: int
     host: list[int]
+    terms: Terms
 
 
 class Model:
-    def __init__(self) -> None:
+    def __init__(self, eviction: str = "lru") -> None:
+        self.eviction = eviction
+        self.terms: dict[int, Terms] = {}  # of those that wait
         self.swapped: dict[int, ModelSwapped] = {}
         self.block_size = 0
         self.workers: dict[int, ModelWorker] = {}
@@ -85,7 +183,7 @@ class Model:
         self.running: dict[int, ModelSequence] = {}
 
     def add_worker(
-        self, worker: int, num_blocks: int, block_size: int, prefix_caching: bool, num_host: int = 0
+        self, worker: int, num_blocks: int, block_size: int, prefix_caching: bool, num_host: int, partial: bool
     ) -> Result:
         if worker in self.workers:
             raise ModelRefusal(Code.ALREADY_EXISTS)
@@ -95,6 +193,7 @@ class Model:
             raise ModelRefusal(Code.FAILED_PRECONDITION)
         self.block_size = block_size
         made = self.workers[worker] = ModelWorker(num_blocks, prefix_caching, list(range(num_blocks, 0, -1)))
+        made.eviction, made.partial_reuse = self.eviction, prefix_caching and partial
         made.num_host, made.free_host = num_host, list(range(num_host, 0, -1))
         return OK
 
@@ -105,18 +204,31 @@ class Model:
         self.swapped = {s: sequence for s, sequence in self.swapped.items() if sequence.worker != worker}
         return OK
 
-    def match(self, sequence: int, tokens: Sequence[int]) -> Result:
+    def end_exchange(self) -> None:
+        for worker in self.workers.values():
+            worker.end_exchange()
+
+    def pass_time(self, now_ms: int) -> None:
+        for worker in self.workers.values():
+            worker.pass_time(now_ms)
+
+    def match(
+        self, sequence: int, tokens: Sequence[int], priority: float = 0.0, retention: Retention = (), salt: str = ""
+    ) -> Result:
         if sequence in self.waiting or sequence in self.running or sequence in self.swapped:
             raise ModelRefusal(Code.ALREADY_EXISTS)
         if not tokens:
             raise ModelRefusal(Code.INVALID_ARGUMENT)
         self.waiting[sequence] = list(tokens)
+        self.terms[sequence] = Terms(priority, retention, salt)
         matches = {}
         for worker_id, worker in self.workers.items():
-            hit = self._hit(worker, tokens)
+            hit = self._hit(worker, salt, tokens)
             live = [prefix for prefix in hit if worker.users[prefix]]
-            if hit:
-                matches[worker_id] = len(hit) * self.block_size, len(live) * self.block_size
+            begins = (salt, *tokens[: len(hit) * self.block_size])
+            _, copied = worker.nearest(begins, self.block_size, tokens)
+            if hit or copied:
+                matches[worker_id] = len(hit) * self.block_size + copied, len(live) * self.block_size
         return "match", matches
 
     def rematch(self, sequences: Sequence[int]) -> Result:
@@ -127,28 +239,40 @@ class Model:
     def matches(self, sequence: int) -> dict[int, tuple[int, int]]:
         """What a fresh match of a waiting sequence would report."""
         tokens = self.waiting.pop(sequence)
-        _, matches = self.match(sequence, tokens)
+        terms = self.terms[sequence]
+        _, matches = self.match(sequence, tokens, terms.priority, terms.retention, terms.salt)
         assert isinstance(matches, dict)
         return matches
 
-    def admit(self, sequence: int, worker_id: int, new_tokens: int = 0) -> Result:
+    def admit(self, sequence: int, worker_id: int, new_tokens: int = 0, partial: bool = True) -> Result:
         if sequence not in self.waiting:
             known = sequence in self.running or sequence in self.swapped
             raise ModelRefusal(Code.FAILED_PRECONDITION if known else Code.NOT_FOUND)
         worker = self._worker(worker_id)
         tokens = self.waiting[sequence]
-        hit = self._hit(worker, tokens)
-        needed = -(-len(tokens) // self.block_size) - len(hit)
-        if new_tokens:
-            needed = min(needed, -(-new_tokens // self.block_size))
-        if needed > len(worker.free) + len([p for p in worker.unused if p not in hit]):
+        terms = self.terms[sequence]
+        hit = self._hit(worker, terms.salt, tokens)
+        begins = (terms.salt, *tokens[: len(hit) * self.block_size])
+        source, copied = worker.nearest(begins, self.block_size, tokens) if partial else (0, 0)
+
+        def needed() -> int:
+            needed = -(-len(tokens) // self.block_size) - len(hit)
+            return min(needed, -(-(copied + new_tokens) // self.block_size)) if new_tokens else needed
+
+        available = worker.available - len([p for p in worker.unused if p in hit])
+        if source and needed() > available - 1:
+            source = copied = 0
+        if needed() > available:
             raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
         for prefix in hit:
-            worker.use(prefix, sequence)
-        table = [worker.stored[prefix] for prefix in hit] + worker.take(needed)
-        computed = len(hit) * self.block_size
-        self.running[sequence] = ModelSequence(worker_id, self.waiting.pop(sequence), table, computed, hit)
-        return "admit", computed, list(table), 0
+            worker.use(prefix, sequence, terms.priority, again=True)
+        worker.retain(hit, self.block_size, terms.retention)
+        if source:
+            worker.sources.add(source)
+        table = [worker.stored[prefix] for prefix in hit] + worker.take(needed())
+        computed = len(hit) * self.block_size + copied
+        self.running[sequence] = ModelSequence(worker_id, self.waiting.pop(sequence), table, computed, hit, terms)
+        return "admit", computed, list(table), source
 
     def fork(self, sequence: int, worker_id: int, parent_id: int) -> Result:
         if sequence not in self.waiting:
@@ -156,19 +280,22 @@ class Model:
             raise ModelRefusal(Code.FAILED_PRECONDITION if known else Code.NOT_FOUND)
         worker, parent, tokens = self._worker(worker_id), self._running(parent_id), self.waiting[sequence]
         shared = len(tokens) - 1
-        if parent.worker != worker_id or parent.tokens[:shared] != tokens[:shared] or parent.computed < shared:
+        alike = parent.worker == worker_id and parent.terms.salt == self.terms[sequence].salt
+        if not alike or parent.tokens[:shared] != tokens[:shared] or parent.computed < shared:
             raise ModelRefusal(Code.FAILED_PRECONDITION)
         if not worker.available:
             raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
         whole = shared // self.block_size
         prefixes = parent.prefixes[:whole]
+        terms = self.terms[sequence]
         for prefix in prefixes:
-            worker.use(prefix, sequence)
+            worker.use(prefix, sequence, terms.priority, again=True)
+        worker.retain(prefixes, self.block_size, terms.retention)
         # Without prefix caching the blocks are shared as they are; with it, those that the tree has.
         table = [worker.stored[prefix] for prefix in prefixes] if worker.prefix_caching else parent.table[:whole]
         copy_from = parent.table[whole] if shared % self.block_size else 0
         table += worker.take(1)
-        self.running[sequence] = ModelSequence(worker_id, self.waiting.pop(sequence), table, shared, prefixes)
+        self.running[sequence] = ModelSequence(worker_id, self.waiting.pop(sequence), table, shared, prefixes, terms)
         return "admit", shared, list(table), copy_from
 
     def extend(self, sequences: Sequence[int]) -> Result:
@@ -201,12 +328,15 @@ class Model:
         worker = self.workers[sequence.worker]
         sequence.tokens += new
         sequence.computed = computed
+        before = len(sequence.prefixes)
         while worker.prefix_caching and (len(sequence.prefixes) + 1) * self.block_size <= computed:
             i = len(sequence.prefixes)
-            prefix = tuple(sequence.tokens[: (i + 1) * self.block_size])
+            prefix = (sequence.terms.salt, *sequence.tokens[: (i + 1) * self.block_size])
             worker.stored.setdefault(prefix, sequence.table[i])
-            worker.use(prefix, sequence_id)
+            worker.use(prefix, sequence_id, sequence.terms.priority, again=False)
             sequence.prefixes.append(prefix)
+        if len(sequence.prefixes) > before:
+            worker.retain(sequence.prefixes, self.block_size, sequence.terms.retention)
 
     def swap_out(self, sequence_id: int) -> Result:
         sequence = self._running(sequence_id)
@@ -216,7 +346,9 @@ class Model:
             raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
         host = [worker.free_host.pop() for _ in range(needed)]
         self.free([sequence_id])
-        self.swapped[sequence_id] = ModelSwapped(sequence.worker, sequence.tokens, sequence.computed, host)
+        self.swapped[sequence_id] = ModelSwapped(
+            sequence.worker, sequence.tokens, sequence.computed, host, sequence.terms
+        )
         return "swap_out", sequence.table[:needed], host
 
     def swap_in(self, sequence_id: int) -> Result:
@@ -224,9 +356,9 @@ class Model:
         if swapped is None:
             known = sequence_id in self.waiting or sequence_id in self.running
             raise ModelRefusal(Code.FAILED_PRECONDITION if known else Code.NOT_FOUND)
-        self.waiting[sequence_id] = swapped.tokens
+        self.waiting[sequence_id], self.terms[sequence_id] = swapped.tokens, swapped.terms
         try:
-            _, cached, table, _ = self.admit(sequence_id, swapped.worker)
+            _, cached, table, _ = self.admit(sequence_id, swapped.worker, partial=False)
         except ModelRefusal:
             del self.waiting[sequence_id]
             raise
@@ -261,13 +393,13 @@ class Model:
             for prefix in reversed(sequence.prefixes):
                 worker.users[prefix].remove(s)
                 if not worker.users[prefix]:
-                    worker.unused.append(prefix)
+                    worker.leave(prefix)
         return OK
 
-    def _hit(self, worker: ModelWorker, tokens: Sequence[int]) -> list[Prefix]:
-        hit = []
+    def _hit(self, worker: ModelWorker, salt: str, tokens: Sequence[int]) -> list[Prefix]:
+        hit: list[Prefix] = []
         for end in range(self.block_size, len(tokens), self.block_size):
-            prefix = tuple(tokens[:end])
+            prefix = (salt, *tokens[:end])
             if prefix not in worker.stored:
                 break
             hit.append(prefix)

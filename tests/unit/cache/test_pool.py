@@ -7,7 +7,7 @@ from array import array
 
 from cache_svc.core.memory import Memory
 from cache_svc.core.pool import BlockPool
-from cache_svc.core.tree import PrefixNode, PrefixTree
+from cache_svc.core.tree import Namespace, PrefixNode, PrefixTree
 
 
 def test_the_last_block_given_back_goes_out_first() -> None:
@@ -22,7 +22,7 @@ def test_the_last_block_given_back_goes_out_first() -> None:
 
 
 def cached(memory: Memory, tokens: bytes) -> PrefixNode:
-    node = memory.tree.grow(memory.tree.root, tokens)
+    node = memory.tree.grow(memory.tree.enter(Namespace()), tokens)
     memory.hold(node, memory.take(node.end))
     memory.leave_path(node)
     return node
@@ -34,7 +34,7 @@ def test_blocks_are_handed_out_free_first_then_evicted_oldest_node_first_from_it
     cached(memory, b"dddd")
     assert (memory.free_blocks, memory.cached_blocks, memory.used_blocks, memory.available_blocks) == (2, 4, 0, 6)
     assert list(memory.take(3)) == [5, 6, 3]
-    assert [list(holding.blocks) for holding in memory.eviction_order()] == [[1, 2], [4]]
+    assert [list(holding.blocks) for holding in memory.queue.upcoming(0)] == [[1, 2], [4]]
     assert list(memory.take(3)) == [2, 1, 4]
     assert memory.evicted_blocks_total == 4
     assert not memory.available_blocks
@@ -56,7 +56,7 @@ def test_what_nobody_uses_is_free_at_once_in_a_memory_that_keeps_nothing() -> No
     memory = Memory(0, PrefixTree(1), 3, keeps=False)
     cached(memory, b"aaaabbbb")
     assert (memory.free_blocks, memory.cached_blocks) == (3, 0)
-    assert not memory.tree.root.children
+    assert not memory.tree.roots[Namespace()].children
 
 
 def test_evicting_one_block_costs_the_same_in_a_large_memory() -> None:

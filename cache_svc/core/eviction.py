@@ -1,0 +1,146 @@
+"""In which order a memory gives up what nobody uses.
+
+Strategies (named as in SGLang; least recently used first within what they hold equal):
+
+    lru        the least recently used                             (the default of vLLM, SGLang, TensorRT-LLM)
+    lfu        the least often reused
+    slru       what was never reused or once; then the rest        (segmented LRU, as in SGLang: protected from 2 on)
+    fifo       what was stored first, however often it is used
+    priority   the lowest priority of the requests that used it, the highest of these counting
+
+Before the strategy comes what requests asked for (TensorRT-LLM's KvCacheRetentionConfig; see retention.py): blocks go
+in order of their retention priority, and have DEFAULT_RETENTION if nobody asked, or once the time is over for which it
+was asked, counted from when they fell out of use.
+
+A parent never goes before its children. Least recently used first gives that by itself (why: memory.py), other orders
+do not: what is met in its turn while children of it are held is set aside, and comes back, first of its equals, when
+the last of them has gone. So whatever is set aside is set aside once for each time that it fell out of use, and finding
+the next victim is O(1) amortised for lru, O(log ranks) for the others (fifo has as many ranks as nodes).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+from sortedcontainers import SortedDict
+
+from cache_svc.core.retention import DEFAULT_RETENTION
+from cache_svc.core.tree import Holding
+
+PROTECTED_REUSES = 2
+GONE = -1
+
+STRATEGIES: dict[str, Callable[[Holding], float]] = {
+    "lru": lambda holding: 0,
+    "lfu": lambda holding: holding.num_reuses,
+    "slru": lambda holding: holding.num_reuses >= PROTECTED_REUSES,
+    "fifo": lambda holding: holding.serial,
+    "priority": lambda holding: holding.priority,
+}
+
+
+class EvictionQueue:
+    """The unused holdings of one memory. Raises KeyError for a strategy that there is not."""
+
+    __slots__ = ("_count", "_expiries", "_now_ms", "_queues", "_rank")
+
+    def __init__(self, strategy: str) -> None:
+        self._rank = STRATEGIES[strategy]
+        self._now_ms = 0
+        self._count = itertools.count()
+        self._expiries: list[tuple[int, int, Holding]] = []  # a heap, the first to expire first
+        # By retention and the strategy's rank. OrderedDict is a linked list in C; a plain dict finds its oldest key by
+        # a scan over everything deleted before it.
+        self._queues: SortedDict[tuple[int, float], OrderedDict[Holding, None]] = SortedDict()
+
+    def add(self, holding: Holding, first: bool = False) -> None:
+        """Its last user has left; or (first) it was set aside, and its last child has gone."""
+        if holding.duration_ms:
+            self._add_expiry(holding, again=first)
+        holding.queue = key = self._key(holding)
+        queue = self._queues.get(key)
+        if queue is None:
+            queue = self._queues[key] = OrderedDict()
+        queue[holding] = None
+        if first:
+            queue.move_to_end(holding, last=False)
+
+    def use(self, holding: Holding) -> None:
+        """It has a user again."""
+        self.remove(holding)
+        if holding.duration_ms and holding.expires_ms <= self._now_ms:
+            self._end_retention(holding)
+
+    def forget(self, holding: Holding) -> None:
+        """It is gone."""
+        self.remove(holding)
+        holding.expires_ms = GONE
+
+    def remove(self, holding: Holding) -> None:
+        """It stands here no more, if it did: it may have been set aside."""
+        if holding.queue is None:
+            return
+        queue = self._queues[holding.queue]
+        del queue[holding]
+        if not queue:
+            del self._queues[holding.queue]
+        holding.queue = None
+
+    def oldest(self) -> Holding:
+        """The next one to be evicted; there is one."""
+        while True:
+            _, queue = self._queues.peekitem(0)
+            holding: Holding = next(iter(queue))
+            if not holding.num_children:
+                return holding
+            self.remove(holding)
+
+    def expire(self, now_ms: int) -> None:
+        """Time has passed: what was retained long enough stands with the others."""
+        self._now_ms = now_ms
+        while self._expiries and self._expiries[0][0] <= now_ms:
+            expires_ms, _, holding = heapq.heappop(self._expiries)
+            if holding.expires_ms == expires_ms and not holding.users:  # else it was used since, or is gone
+                self.remove(holding)
+                self._end_retention(holding)
+                self.add(holding)
+
+    def _add_expiry(self, holding: Holding, again: bool) -> None:
+        if not again:
+            holding.expires_ms = self._now_ms + holding.duration_ms
+        if holding.expires_ms > self._now_ms:
+            heapq.heappush(self._expiries, (holding.expires_ms, next(self._count), holding))
+        else:  # while it stood nowhere
+            self._end_retention(holding)
+
+    def _end_retention(self, holding: Holding) -> None:
+        holding.retention, holding.duration_ms = DEFAULT_RETENTION, 0
+
+    def upcoming(self, memory_index: int) -> list[Holding]:
+        """Everything that can be evicted, the next one first. For checks and tests: costs time for all there is."""
+        queues = {key: deque(queue) for key, queue in self._queues.items()}
+        standing = {holding for queue in queues.values() for holding in queue}
+        children: dict[Holding, int] = {}
+        order = []
+        while queues:
+            key = min(queues)
+            holding = queues[key].popleft()
+            standing.remove(holding)
+            if not queues[key]:
+                del queues[key]
+            if children.get(holding, holding.num_children):
+                continue
+            order.append(holding)
+            parent = holding.node.parent
+            if parent is not None and (above := parent.holdings.get(memory_index)) is not None:
+                children[above] = children.get(above, above.num_children) - 1
+                if not (children[above] or above.users or above in standing):
+                    queues.setdefault(self._key(above), deque()).appendleft(above)
+                    standing.add(above)
+        return order
+
+    def _key(self, holding: Holding) -> tuple[int, float]:
+        return holding.retention, self._rank(holding)

@@ -1,0 +1,41 @@
+"""How long a request wants its tokens kept: TensorRT-LLM's KvCacheRetentionConfig.
+
+Ranges of tokens have a priority, and may have a duration. A block takes what is said of its first token; a later
+request that says something else of the same block has the last word, one that says nothing leaves it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cache_svc.core.errors import Code, OpError
+from paceline.v1 import cache_pb2 as pb
+
+DEFAULT_RETENTION = 35
+MAX_RETENTION = 100
+MAX_TOKENS = 2**32
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Tokens start ... end - 1 of a sequence (`end` 0: all from `start` on)."""
+
+    start: int
+    end: int
+    priority: int
+    duration_ms: int
+
+
+def read_ranges(ranges: Iterable[pb.RetentionRange]) -> tuple[Range, ...]:
+    """Raises OpError(INVALID_ARGUMENT) if they overlap, or one is empty or out of range."""
+    reached = 0
+    for one in sorted(ranges, key=lambda r: r.start):
+        if one.priority > MAX_RETENTION:
+            raise OpError(Code.INVALID_ARGUMENT, f"retention.priority: {one.priority} is not within 0..{MAX_RETENTION}")
+        if one.end and one.end <= one.start:
+            raise OpError(Code.INVALID_ARGUMENT, f"retention.end: {one.end} is not after start, {one.start}")
+        if one.start < reached:
+            raise OpError(Code.INVALID_ARGUMENT, f"retention.start: {one.start} lies within the range before")
+        reached = one.end or MAX_TOKENS
+    return tuple(Range(one.start, one.end, one.priority, one.duration_ms) for one in ranges)

@@ -1,0 +1,215 @@
+"""What is reused, and what goes first when room is needed: partial blocks, namespaces, strategies, retention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from cache_svc.core.errors import Code
+from tests.unit.cache import driver as d
+from tests.unit.cache.driver import Driver, Refused
+
+A = list(range(100, 116))  # 4 blocks of 4 tokens
+B = list(range(200, 216))
+
+
+def link(num_blocks: int = 16, eviction: str = "lru", partial_reuse: bool = True, workers: int = 1) -> Driver:
+    made = Driver(eviction=eviction)
+    for worker in range(workers):
+        made.add_worker(worker, num_blocks, partial_reuse=partial_reuse)
+    return made
+
+
+def admitted(link: Driver, sequence: int, tokens: Sequence[int], worker: int = 0) -> tuple[int, list[int], int]:
+    """Cached tokens, table, block to copy from."""
+    link.match(sequence, tokens)
+    result = link.one(d.admit_op(sequence, worker)).admit
+    return result.num_cached_tokens, d.unpack(result.block_table), result.copy_from
+
+
+# ── within a block ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_match_ends_where_the_tokens_part_and_the_beginning_of_the_block_is_copied() -> None:
+    cache = link()
+    cache.run(1, A)
+    assert cache.match(2, [*A[:6], 7, 7, 7]) == {0: (6, 0)}
+    assert admitted(cache, 3, [*A[:6], 7, 7, 7]) == (6, [1, 5, 6], 2)
+    cache.commit(3, [], 9)
+    assert cache.probe([*A[:6], 7, 7]) == {0: (8, 8)}
+    assert cache.probe(A) == {0: (16, 4)}
+
+
+def test_whole_blocks_only_if_the_worker_does_not_ask_for_more() -> None:
+    cache = link(partial_reuse=False)
+    cache.run(1, A)
+    assert cache.match(2, [*A[:6], 7, 7, 7]) == {0: (4, 0)}
+    assert admitted(cache, 3, [*A[:6], 7, 7, 7]) == (4, [1, 5, 6], 0)
+
+
+def test_never_the_last_token() -> None:
+    cache = link()
+    cache.run(1, A)
+    assert admitted(cache, 2, A) == (15, [1, 2, 3, 5], 4)
+    assert admitted(cache, 3, A[:1]) == (0, [6], 0)
+
+
+def test_of_many_blocks_the_one_that_begins_with_the_most_is_copied() -> None:
+    cache = link(num_blocks=64)
+    for i in range(30):
+        cache.run(i, [*A[:4], i // 10, i % 10, 0, 0, 9])
+    for i in range(30):
+        cached, _, source = admitted(cache, 100 + i, [*A[:4], i // 10, i % 10, 1, 1, 9])
+        assert (cached, source) == (6, 2 + i)
+        cache.free(100 + i)
+    assert cache.match(200, [*A[:4], 2, 99, 0, 0, 9]) == {0: (5, 0)}
+    assert cache.match(201, [*A[:4], 5, 0, 0, 0, 9]) == {0: (4, 0)}
+
+
+def test_each_worker_is_asked_for_what_it_holds() -> None:
+    cache = link(workers=2)
+    cache.run(1, [*A[:4], 1, 1, 1, 1, 9])
+    cache.run(2, [*A[:4], 1, 1, 2, 2, 9], worker=1)
+    tokens = [*A[:4], 1, 1, 2, 3, 9]
+    assert cache.match(3, tokens) == {0: (6, 0), 1: (7, 0)}
+    assert admitted(cache, 4, tokens, worker=0) == (6, [1, 3, 4], 2)
+    assert admitted(cache, 5, tokens, worker=1) == (7, [1, 3, 4], 2)
+
+
+def test_a_block_that_is_to_be_copied_is_given_to_nobody_in_the_same_exchange() -> None:
+    cache = link(num_blocks=6)
+    cache.run(1, A[:8])
+    ops = [d.match_op(2, [*A[:6], 7]), d.admit_op(2, 0), d.match_op(3, B), d.admit_op(3, 0)]
+    results = cache.exchange(*ops).results
+    assert (results[1].admit.copy_from, d.unpack(results[1].admit.block_table)) == (2, [1, 3])
+    assert results[3].error.code == Code.RESOURCE_EXHAUSTED  # three are free, and block 2 is not to be had
+    assert admitted(cache, 5, B) == (0, [4, 5, 6, 2], 0)
+
+
+def test_it_does_without_the_copy_where_it_would_stand_in_its_own_way() -> None:
+    cache = link(num_blocks=3)
+    cache.run(1, A[:8])
+    assert admitted(cache, 2, [*A[:6], 7, 7, 7]) == (4, [1, 3, 2], 0)
+
+
+# ── namespaces ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_cached_under_one_salt_is_not_there_under_another() -> None:
+    cache = link()
+
+    def matched(sequence: int, salt: str) -> list[int]:
+        result = cache.one(d.match_op(sequence, A, salt=salt))
+        return [match.num_tokens for match in result.match.matches]
+
+    assert matched(1, "pepper") == []
+    cache.admit(1, 0)
+    cache.commit(1, [], 16)
+    assert (matched(2, "pepper"), matched(3, ""), matched(4, "salt")) == ([15], [], [])
+    with pytest.raises(Refused) as refused:  # nor by a fork
+        cache.one(d.fork_op(3, 0, 1))
+    assert refused.value.code is Code.FAILED_PRECONDITION
+
+
+def test_a_namespace_with_nothing_in_it_is_forgotten() -> None:
+    cache = link(num_blocks=4)
+    assert cache.core.tree is not None
+    for i, salt in enumerate(["a", "b", "c"]):
+        cache.one(d.match_op(i, A, salt=salt))
+        cache.admit(i, 0)
+        cache.commit(i, [], 16)
+        cache.free(i)
+        assert [namespace.cache_salt for namespace in cache.core.tree.roots] == [salt]
+
+
+# ── what goes first ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def keeps(cache: Driver, *prompts: Sequence[int]) -> list[bool]:
+    return [0 in cache.probe(prompt) for prompt in prompts]
+
+
+def stored(cache: Driver, sequence: int, prompt: Sequence[int], **terms: object) -> None:
+    cache.one(d.match_op(sequence, prompt, **terms))  # type: ignore[arg-type]
+    cache.admit(sequence, 0)
+    cache.commit(sequence, [], len(prompt))
+    cache.free(sequence)
+
+
+# One block each; they are stored in this order, and reused as often as it says there.
+ONE, TWO, THREE = [1] * 4, [2] * 4, [3] * 4
+
+
+@pytest.mark.parametrize(
+    ("eviction", "kept"),
+    [
+        ("lru", [True, False, True]),
+        ("lfu", [True, True, False]),
+        ("slru", [True, False, True]),
+        ("fifo", [False, True, True]),
+        ("priority", [True, True, False]),
+    ],
+)
+def test_strategies(eviction: str, kept: list[bool]) -> None:
+    cache = link(num_blocks=4, eviction=eviction, partial_reuse=False)
+    for sequence, (prompt, priority) in enumerate(((ONE, 2.0), (TWO, 1.0), (THREE, 0.0))):
+        stored(cache, sequence, prompt, priority=priority)
+    for prompt in (TWO, ONE, ONE) if eviction == "lfu" else (ONE, ONE):
+        cache.run(9, [*prompt, 7])
+    cache.start(10, A[:8])  # one block is free; the other one is somebody's
+    assert keeps(cache, ONE, TWO, THREE) == kept
+
+
+def test_retention_comes_before_the_strategy() -> None:
+    cache = link(num_blocks=4, partial_reuse=False)
+    stored(cache, 1, ONE, retention=[(0, 0, 80, 0)])
+    stored(cache, 2, TWO)
+    stored(cache, 3, THREE, retention=[(0, 0, 10, 0)])
+    cache.start(4, A[:8])
+    assert keeps(cache, ONE, TWO, THREE) == [True, True, False]
+    cache.extend(4)
+    assert keeps(cache, ONE, TWO, THREE) == [True, False, False]
+
+
+def test_retention_lasts_for_its_duration_after_the_last_use() -> None:
+    cache = link(num_blocks=2, partial_reuse=False)
+    stored(cache, 1, ONE, retention=[(0, 0, 80, 100)])
+    cache.now_ms = 50
+    stored(cache, 2, TWO)
+    cache.now_ms = 99
+    cache.start(3, THREE)
+    assert keeps(cache, ONE, TWO) == [True, False]
+    cache.now_ms = 100
+    cache.free(3)
+    stored(cache, 4, TWO)
+    cache.start(5, THREE)
+    assert keeps(cache, ONE, TWO) == [False, True]
+
+
+def test_a_range_of_tokens_is_kept_longer_than_what_is_before_it_and_takes_that_with_it() -> None:
+    """No block is kept without those before it: without them it could not be reused."""
+    cache = link(num_blocks=5, partial_reuse=False)
+    stored(cache, 1, A, retention=[(8, 12, 90, 0)])
+    cache.start(2, ONE)
+    cache.extend(2)
+    assert cache.probe(A) == {0: (12, 0)}  # the last block had no priority of its own
+    cache.extend(2)
+    assert cache.probe(A) == {0: (8, 0)}
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"),
+    [
+        ([(0, 4, 101, 0)], "priority: 101 is not within 0..100"),
+        ([(4, 4, 50, 0)], "end: 4 is not after start, 4"),
+        ([(0, 8, 50, 0), (4, 12, 50, 0)], "start: 4 lies within the range before"),
+        ([(0, 0, 50, 0), (4, 12, 50, 0)], "start: 4 lies within the range before"),
+    ],
+)
+def test_ranges_that_cannot_be_are_refused(ranges: d.Retention, message: str) -> None:
+    cache = link()
+    with pytest.raises(Refused, match=message) as refused:
+        cache.one(d.match_op(1, A, retention=ranges))
+    assert refused.value.code is Code.INVALID_ARGUMENT
+    assert not cache.core.waiting
