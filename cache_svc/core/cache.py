@@ -8,11 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
+
 from cache_svc.core.errors import Code, LinkError, OpError
 from cache_svc.core.invariants import check_state
+from cache_svc.core.matching import Match, matches_of
 from cache_svc.core.retention import read_ranges
 from cache_svc.core.table import NO_TERMS, Sequence, SwappedSequence, Terms, pack_int32
-from cache_svc.core.tree import TOKEN_BYTES, Namespace, PrefixNode, PrefixTree
+from cache_svc.core.tree import TOKEN_BYTES, Namespace, PrefixTree
 from cache_svc.core.waiting import MAX_SETTLED, Waiter
 from cache_svc.core.worker import Counters, Worker, check_token_bytes
 from paceline.v1 import cache_pb2 as pb
@@ -68,7 +71,7 @@ class CacheCore:
         self.admitted: dict[int, Sequence] = {}
         self.swapped: dict[int, SwappedSequence] = {}
         self._touched: dict[int, Worker] = {}  # by worker id: counters may have changed in this exchange
-        self._asked: list[int] = []  # by RematchOps of this exchange
+        self._asked: dict[int, bool] = {}  # by RematchOps of this exchange; whether the answer is due in any case
 
     def exchange(self, request: pb.CacheServiceLinkRequest) -> pb.CacheServiceLinkResponse:
         """Execute the operations in order; a failed one has an error for its result and has changed nothing.
@@ -177,7 +180,7 @@ class CacheCore:
         self._touched.pop(op.worker, None)
         if not self.workers:
             self.tree = None
-            self._asked += [waiter.sequence_id for waiter in self.waiting.values() if waiter.depth]
+            self._asked.update((waiter.sequence_id, False) for waiter in self.waiting.values())
             for waiter in self.waiting.values():
                 waiter.depth, waiter.watch = 0, None
 
@@ -205,57 +208,38 @@ class CacheCore:
         if self.tree is not None:
             waiter.enter(self.tree)
             waiter.settle(self.tree)
-            self._report_match(waiter, result.match.matches)
+            _add_matches(result.match.matches, self._matches(waiter))
 
     def _rematch(self, op: pb.RematchOp, _: pb.CacheOpResult) -> None:
         sequence_ids = op.sequences[:]
         unknown = [sequence_id for sequence_id in sequence_ids if sequence_id not in self.waiting]
         if unknown:
             raise OpError(Code.NOT_FOUND, f"not waiting: {_named(unknown)}; nothing is reported")
-        self._asked += sequence_ids
+        for sequence_id in sequence_ids:
+            self._asked[sequence_id] = op.always or self._asked.get(sequence_id, False)
 
     def _report_matches(self, response: pb.CacheServiceLinkResponse) -> None:
-        """As it is now: what was asked for, and what has changed."""
-        tree = self.tree
-        # By id: one that was asked for may have been admitted, freed or even made anew since.
-        asked = {sequence_id: self.waiting[sequence_id] for sequence_id in self._asked if sequence_id in self.waiting}
-        self._asked.clear()
-        if tree is not None and (asked or tree.stale):
-            changed = [waiter for waiter in list(tree.stale.values())[:MAX_SETTLED] if waiter.settle(tree)]
-            for waiter in asked.values():
-                if waiter.watch is None:
-                    waiter.settle(tree)
-            asked.update((waiter.sequence_id, waiter) for waiter in changed)
-        for sequence_id, waiter in asked.items():
-            self._report_match(waiter, response.match_updates.add(sequence=sequence_id).matches)
+        """As it is now, of those that were asked for or whose place has changed: what differs from the last report."""
+        tree, asked = self.tree, self._asked
+        if tree is not None and tree.stale:
+            for waiter in list(tree.stale.values())[:MAX_SETTLED]:
+                if waiter.settle(tree):
+                    asked.setdefault(waiter.sequence_id, False)
+        for sequence_id, always in asked.items():
+            if sequence_id not in self.waiting:  # admitted or freed since
+                continue
+            waiter = self.waiting[sequence_id]
+            if tree is not None and waiter.watch is None:
+                waiter.settle(tree)
+            before = waiter.reported
+            if self._matches(waiter) != before or always:
+                _add_matches(response.match_updates.add(sequence=sequence_id).matches, waiter.reported)
+        asked.clear()
 
-    def _report_match(self, waiter: Waiter, matches: Any) -> None:
-        if self.tree is None:
-            return
-        held: dict[int, tuple[PrefixNode, int]] = {}
-        live: dict[int, int] = {}
-        node, depth = waiter.place()
-        while node.parent is not None:  # from the far end up: the first time a worker is met says how far it goes
-            for index, holding in node.holdings.items():
-                if index not in held:
-                    held[index] = node, depth
-                if holding.users and index not in live:
-                    live[index] = depth
-            node = node.parent
-            depth = node.end
-        block_size = self.tree.block_size
-        for worker in self.workers.values():
-            index = worker.index
-            node, depth = held.get(index, (waiter.root, 0))
-            num_tokens = depth * block_size
-            if worker.partial_reuse:
-                num_tokens += self.tree.nearest(node, depth, waiter.token_ids, index)[1]
-            if num_tokens:
-                matches.add(
-                    worker=worker.worker_id,
-                    num_tokens=num_tokens,
-                    num_live_tokens=live.get(index, 0) * block_size,
-                )
+    def _matches(self, waiter: Waiter) -> list[Match]:
+        """For the report that is about to be made; `reported` keeps them."""
+        waiter.reported = matches_of(waiter, self.tree, self.workers.values()) if self.tree is not None else []
+        return waiter.reported
 
     def _admit(self, op: pb.AdmitOp, result: pb.CacheOpResult) -> None:
         waiter = self.waiting.get(op.sequence)
@@ -413,6 +397,11 @@ class CacheCore:
         if sequence_id in self.waiting or sequence_id in self.swapped:
             raise OpError(Code.FAILED_PRECONDITION, f"sequence {sequence_id} is not admitted, or swapped out")
         raise OpError(Code.NOT_FOUND, f"sequence {sequence_id} is not known")
+
+
+def _add_matches(message: RepeatedCompositeFieldContainer[pb.WorkerMatch], matches: list[Match]) -> None:
+    for worker, num_tokens, num_live_tokens in matches:
+        message.add(worker=worker, num_tokens=num_tokens, num_live_tokens=num_live_tokens)
 
 
 def _pool_counters(worker_id: int, counters: Counters) -> pb.PoolCounters:

@@ -81,7 +81,18 @@ class Waiter:
     """`node` and `depth` are where its match ended when it was last looked at: the longest stored prefix, on whichever
     worker."""
 
-    __slots__ = ("depth", "namespace", "node", "root", "sequence_id", "terms", "token_ids", "wanted", "watch")
+    __slots__ = (
+        "depth",
+        "namespace",
+        "node",
+        "reported",
+        "root",
+        "sequence_id",
+        "terms",
+        "token_ids",
+        "wanted",
+        "watch",
+    )
 
     root: Root  # these two as long as there is a tree
     node: PrefixNode
@@ -94,6 +105,7 @@ class Waiter:
         self.depth = 0
         self.watch: Watch | None = None
         self.wanted = b""
+        self.reported: list[tuple[int, int, int]] = []  # what the scheduler knows (matching.py)
 
     def enter(self, tree: PrefixTree) -> None:
         """There is a (new) tree."""

@@ -153,10 +153,14 @@ class CacheLink:
                 if request.parent is not None and request.can_fork_on(worker.id):
                     admit.fork_of = request.parent.sequence
             sent.drafts.append((draft, extend, admits))
-        known = dict.fromkeys([request.sequence for request in heads if request.matches is not None]) | self.rematches
+        known = [request.sequence for request in heads if request.matches is not None]
         if known:
             ops.add().rematch.sequences.extend(known)
-        self.rematches.clear()
+        if self.rematches:
+            rematch = ops.add().rematch
+            rematch.sequences.extend(self.rematches)
+            rematch.always = True
+            self.rematches.clear()
         return message
 
     def receive(self, response: CacheServiceLinkResponse) -> Sent:

@@ -296,6 +296,7 @@ class Lifecycle:
                 return
         self._forget_sequence(request)
         request.phase = Phase.ENDED
+        request.view = None  # they point at each other: its tokens are not to wait for the garbage collector
 
     def _note(self, request: Request, event: str, detail: str) -> None:
         """In the journal, which knows clients' requests only."""

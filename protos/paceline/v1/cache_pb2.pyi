@@ -278,21 +278,27 @@ Global___RetentionRange: _TypeAlias = RetentionRange  # noqa: Y015
 
 @_typing.final
 class RematchOp(_message.Message):
-    """Report the sequences named, which wait, in match_updates: also what a change of users alone does to num_live_tokens."""
+    """Look again at the sequences named, which wait, and report in match_updates those of which something is other than was
+    reported last: also what a change of users alone does to num_live_tokens.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCES_FIELD_NUMBER: _builtins.int
+    ALWAYS_FIELD_NUMBER: _builtins.int
+    always: _builtins.bool
+    """Report all of them."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         sequences: _abc.Iterable[_builtins.int] | None = ...,
+        always: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["always", b"always", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -49,8 +49,8 @@ def match_op(
     return pb.CacheOp(match=match)
 
 
-def rematch_op(sequences: Sequence[int]) -> pb.CacheOp:
-    return pb.CacheOp(rematch=pb.RematchOp(sequences=sequences))
+def rematch_op(sequences: Sequence[int], always: bool = False) -> pb.CacheOp:
+    return pb.CacheOp(rematch=pb.RematchOp(sequences=sequences, always=always))
 
 
 def admit_op(sequence: int, worker: int, new_tokens: int = 0) -> pb.CacheOp:

@@ -231,7 +231,7 @@ class Model:
                 matches[worker_id] = len(hit) * self.block_size + copied, len(live) * self.block_size
         return "match", matches
 
-    def rematch(self, sequences: Sequence[int]) -> Result:
+    def rematch(self, sequences: Sequence[int], always: bool) -> Result:
         if any(sequence not in self.waiting for sequence in sequences):
             raise ModelRefusal(Code.NOT_FOUND)
         return OK

@@ -55,7 +55,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.model = Model(eviction)
         self.ops: list[pb.CacheOp] = []
         self.expected: list[Result] = []
-        self.longest: dict[int, int] = {}  # as last reported of each waiting sequence
+        self.reported: dict[int, dict[int, tuple[int, int]]] = {}  # of each waiting sequence, as last told
         self.block_size = block_size
         for worker, blocks in enumerate(num_blocks):
             made = worker, blocks, block_size, True, num_host, partial
@@ -92,21 +92,29 @@ class CacheMachine(RuleBasedStateMachine):
         """A sequence that waits is known to match as far as it does; what is reported of it is the whole truth."""
         for op, result in zip(self.ops, response.results, strict=True):
             if result.HasField("match"):
-                self.longest[op.match.sequence] = max((m.num_tokens for m in result.match.matches), default=0)
+                self.reported[op.match.sequence] = {
+                    m.worker: (m.num_tokens, m.num_live_tokens) for m in result.match.matches
+                }
         updated = [update.sequence for update in response.match_updates]
         assert len(set(updated)) == len(updated)
         for update in response.match_updates:
             matches = {m.worker: (m.num_tokens, m.num_live_tokens) for m in update.matches}
             assert matches == self.model.matches(update.sequence)
-            self.longest[update.sequence] = max((tokens for tokens, _ in matches.values()), default=0)
+            self.reported[update.sequence] = matches
         for op, result in zip(self.ops, response.results, strict=True):
             if op.HasField("rematch") and not result.HasField("error"):
-                assert all(s in updated for s in op.rematch.sequences if s in self.model.waiting)
+                for sequence in op.rematch.sequences:
+                    if sequence in self.model.waiting and (op.rematch.always or sequence not in updated):
+                        assert sequence in updated or self.reported[sequence] == self.model.matches(sequence)
+                        assert sequence in updated or not op.rematch.always
         for sequence in list(self.model.waiting) if self.model.workers else ():
             matches = self.model.matches(sequence)
-            longest = max((tokens for tokens, _ in matches.values()), default=0)
             # Nobody is told when only a part of a block comes or goes (waiting.py).
-            assert self.longest[sequence] // self.block_size == longest // self.block_size
+            known, longest = (
+                max((tokens for tokens, _ in those.values()), default=0) // self.block_size
+                for those in (self.reported[sequence], matches)
+            )
+            assert known == longest
 
     @staticmethod
     def result(result: pb.CacheOpResult) -> Result:
@@ -174,7 +182,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), hold=held)
     def rematch(self, data: st.DataObject, hold: bool) -> None:
         sequences = data.draw(st.lists(st.sampled_from(sorted(self.model.waiting)), max_size=3))
-        self.do(d.rematch_op(sequences), self.model.rematch, sequences, hold=hold)
+        always = data.draw(st.booleans())
+        self.do(d.rematch_op(sequences, always), self.model.rematch, sequences, always, hold=hold)
 
     @precondition(lambda self: self.model.workers)
     @rule(tokens=tokens, new_tokens=st.integers(0, 8), terms=terms, data=st.data(), hold=held)
@@ -290,7 +299,7 @@ class CacheMachine(RuleBasedStateMachine):
                 entries = [(s, data.draw(tokens), data.draw(st.integers(0, 20))) for s in several]
                 self.do(d.commit_op(entries), self.model.commit, entries, hold=hold)
             case "rematch":
-                self.do(d.rematch_op(several), self.model.rematch, several, hold=hold)
+                self.do(d.rematch_op(several), self.model.rematch, several, False, hold=hold)
             case "free":
                 self.do(d.free_op(several), self.model.free, several, hold=hold)
 
