@@ -1,7 +1,8 @@
-"""`make bench`: the control plane's cores beside their peers, then the whole path on this machine with the demo model.
+"""`make bench`: the control plane's cores and the prefix cache beside their peers, then the whole path on this machine
+with the demo model.
 
-Tables on the terminal, JSON in bench/results/. `--part` runs one of the two; `--sweep` compares ways to share the cores
-on the whole path (torch threads, window, workers).
+Tables on the terminal, JSON in bench/results/. `--part` runs one of the three; `--sweep` compares ways to share the
+cores on the whole path (torch threads, window, workers).
 """
 
 from __future__ import annotations
@@ -12,27 +13,21 @@ import os
 import platform
 import sys
 import time
-import timeit
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from bench import tables, whole_path
+from bench.cache import cache
 from bench.control_plane import ABORTS, COUNTED, RUNNING, measure_abort, measure_admission, measure_decode
 from bench.cores import BLOCK_SIZE
+from bench.machine import load_note, python_speed
 from bench.orders import measure_orders
 from bench.peers.peer import ROOT, Peer
 
 RESULTS = Path(__file__).parent / "results"
-QUIET_LOAD = 0.5
-PARTS = ("control-plane", "whole-path")
-
-
-def python_speed() -> float:
-    """Microseconds of 10,000 additions in a loop: to compare results of different days, as the machine's speed varies
-    by a factor of 3."""
-    return round(min(timeit.repeat("for i in range(10_000): i + 1", number=1, repeat=50)) * 1e6, 1)
+PARTS = ("control-plane", "cache", "whole-path")
 
 
 def control_plane(environments: Path, console: Console) -> dict[str, Any]:
@@ -53,9 +48,7 @@ def control_plane(environments: Path, console: Console) -> dict[str, Any]:
         vllm.close()
         sglang.close()
     report["loop_us"].append(python_speed())
-    note = ""
-    if before[0] > QUIET_LOAD:
-        note = f"other processes ran (load {before[0]:.1f} at the start): to be run again on a quiet machine"
+    note = load_note(before[0])
     report = {"note": note, **report}
     tables.show(report, console)
     for line in filter(None, (note, vllm.absent, sglang.absent)):
@@ -85,6 +78,8 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     if options.part in (None, "control-plane") and not options.sweep:
         write("control_plane", control_plane(options.peers.resolve(), console), console)
+    if options.part in (None, "cache") and not options.sweep:
+        write("cache", cache(options.peers.resolve(), console), console)
     if options.part in (None, "whole-path"):
         sweep = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2)]
         ways = sweep if options.sweep else [(options.threads, options.window, 1)]

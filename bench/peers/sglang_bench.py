@@ -1,4 +1,5 @@
-"""SGLang's SchedulePolicy on the workload of bench/orders.py, with its RadixCache: jobs in, samples out (peer.py).
+"""SGLang's SchedulePolicy on the workload of bench/orders.py, with its RadixCache, and its prefix caches on that of
+bench/cache.py: jobs in, samples out (peer.py).
 
 Runs in the environment that tests/peer/env.sh makes, with that test's stand-ins for kernels and web servers.
 """
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ANSWERS, sys.stdout = sys.stdout, sys.stderr  # libraries print
 warnings.filterwarnings("ignore")
 sys.path.insert(0, str(ROOT / "tests" / "peer"))
+sys.path.append(str(ROOT))
 
 import sglang_stubs
 
@@ -37,6 +39,8 @@ from sglang.srt.runtime_context import publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.version import __version__
+
+from bench.peers.sglang_cache import JOBS
 
 BLOCK_SIZE = 16
 FAMILIES, SHARED, OWN = 16, 512, 128
@@ -92,7 +96,7 @@ def main() -> None:
         disable_overlap_schedule=True,
     )
     publish(arguments, role="scheduler")
-    jobs: dict[str, Callable[..., Any]] = {"order": order, "version": lambda: __version__}
+    jobs: dict[str, Callable[..., Any]] = {**JOBS, "order": order, "version": lambda: __version__}
     for line in sys.stdin:
         job = json.loads(line)
         print(json.dumps(jobs[job.pop("what")](**job)), file=ANSWERS, flush=True)

@@ -1,0 +1,138 @@
+"""How often a prefix cache of a given size hits, on a public trace: the core's tree and memory, request after request.
+
+    python -m bench.cache_replay conversation_trace.jsonl --plot docs/img/cache-hit-rates.png
+
+The trace is Mooncake's (a line a request, gzip or plain): `hash_ids` are the request's blocks of 512 tokens, an id
+stands for its block and all before it. Each id is replayed as one block: a token of its own, at block size 1. A request
+comes when the one before has ended, so what is measured is what to keep, not what fits at once; what it generates is
+not in the trace and is not stored. A hit is a block that is stored when its request comes, of all blocks of all
+requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from cache_svc.core.memory import Memory
+from cache_svc.core.tree import PrefixTree
+from cache_svc.core.worker import Worker
+
+RESULTS = Path(__file__).parent / "results" / "cache_replay.json"
+BLOCK_TOKENS = 512
+POOLS = (1_000, 5_000, 10_000, 30_000, 50_000, 100_000, 500_000)
+# A strategy's name, and what Memory's constructor is told for it. This is the place for another one.
+EVICTIONS: dict[str, dict[str, Any]] = {"lru": {}}
+# The token that a request has to compute in any case: one after those of the trace, which are all stored.
+COMPUTED = np.array([-1], np.int32).tobytes()
+
+Requests = list[list[int]]
+
+
+def read(path: Path) -> Requests:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        return [json.loads(line)["hash_ids"] for line in lines]
+
+
+def bound(requests: Iterable[list[int]]) -> tuple[int, int]:
+    """What a cache that forgets nothing hits, and of how many blocks."""
+    seen: set[int] = set()
+    hits = blocks = 0
+    for ids in requests:
+        hits += next((i for i, block in enumerate(ids) if block not in seen), len(ids))
+        blocks += len(ids)
+        seen.update(ids)
+    return hits, blocks
+
+
+def replay(requests: Iterable[list[int]], num_blocks: int, eviction: str) -> int:
+    """How many blocks are hits."""
+    tree = PrefixTree(block_size=1)
+    worker = Worker(1, 0, tree, 0, prefix_caching=True)
+    worker.device = Memory(0, tree, num_blocks + 1, True, **EVICTIONS[eviction])  # + 1: for COMPUTED
+    hits = 0
+    for number, ids in enumerate(requests):
+        tokens = np.array(ids, np.int32).tobytes() + COMPUTED
+        sequence = worker.admit(number, tokens, *tree.walk(tokens, tree.root, 0), num_new_tokens=0)
+        hits += sequence.num_computed_tokens
+        sequence.num_computed_tokens = len(ids)
+        worker.store(sequence)
+        worker.release(sequence)
+    return hits
+
+
+def measure(requests: Requests, pools: Iterable[int], evictions: Iterable[str]) -> dict[str, Any]:
+    hits, blocks = bound(requests)
+    rows = []
+    for num_blocks in pools:
+        for eviction in evictions:
+            rate = replay(requests, num_blocks, eviction) / blocks
+            row = {"blocks": num_blocks, "tokens": num_blocks * BLOCK_TOKENS, "eviction": eviction}
+            rows.append({**row, "hit_rate": round(rate, 4), "of_bound": round(rate * blocks / hits, 4)})
+    return {"requests": len(requests), "blocks": blocks, "bound": round(hits / blocks, 4), "rows": rows}
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    title = f"{report['requests']:,} requests, {report['blocks']:,} blocks; with room for all: {report['bound']:.1%}"
+    table = Table(title=title, title_justify="left")
+    for column in ("pool, blocks", "tokens", "eviction", "hit rate", "of the bound"):
+        table.add_column(column, justify="right")
+    for row in report["rows"]:
+        shares = (f"{row['hit_rate']:.1%}", f"{row['of_bound']:.1%}")
+        table.add_row(f"{row['blocks']:,}", f"{row['tokens']:,}", row["eviction"], *shares)
+    console.print(table)
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Needs matplotlib: `pip install -c constraints.txt -e '.[bench]'`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=150, layout="constrained")
+    for eviction in dict.fromkeys(row["eviction"] for row in report["rows"]):
+        rows = [row for row in report["rows"] if row["eviction"] == eviction]
+        sizes = [row["blocks"] for row in rows]
+        axes.plot(sizes, [row["hit_rate"] * 100 for row in rows], marker="o", label=eviction)
+    axes.axhline(report["bound"] * 100, color="grey", linestyle="--", label="room for all")
+    axes.set(xscale="log", ylim=(0, None), ylabel="hit rate, % of blocks")
+    axes.set_xlabel(f"pool, blocks of {BLOCK_TOKENS} tokens")
+    axes.set_xticks(sizes, [f"{size / 1000:g}k" for size in sizes])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench.cache_replay", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("trace", type=Path, help="JSON lines with hash_ids, gzip or plain")
+    parser.add_argument("--pools", type=int, nargs="+", default=POOLS, help="blocks")
+    parser.add_argument("--eviction", nargs="+", choices=sorted(EVICTIONS), default=sorted(EVICTIONS))
+    parser.add_argument("--plot", type=Path, help="a picture of it")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args(argv)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    report = {"trace": options.trace.name, **measure(read(options.trace), options.pools, options.eviction)}
+    show(report, console)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    options.results.write_text(json.dumps(report, indent=1) + "\n")
+    if options.plot:
+        plot(report, options.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
