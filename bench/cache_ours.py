@@ -18,8 +18,9 @@ from bench.peers.cache_work import (
     timed,
 )
 from cache_svc.core.cache import CacheCore
-from cache_svc.core.table import Sequence
-from cache_svc.core.tree import PrefixNode, PrefixTree
+from cache_svc.core.table import NO_TERMS, Sequence
+from cache_svc.core.tree import Namespace, PrefixNode, PrefixTree
+from cache_svc.core.waiting import Waiter
 from cache_svc.core.worker import Worker
 from paceline.v1 import cache_pb2 as pb
 
@@ -35,7 +36,8 @@ class OurCache:
 
     def __init__(self, block_size: int, num_tokens: int) -> None:
         self.tree = PrefixTree(block_size)
-        self.worker = Worker(1, 0, self.tree, -(-num_tokens // block_size), prefix_caching=True)
+        self.root = self.tree.enter(Namespace())
+        self.worker = Worker(1, 0, self.tree, -(-num_tokens // block_size), True, False, 0, "lru")
         self.device = self.worker.device
         self.ids = count(1)
 
@@ -43,20 +45,24 @@ class OurCache:
         return packed(tokens)
 
     def match(self, key: bytes) -> tuple[PrefixNode, int, int]:
-        tree = self.tree
-        return self.device.held(*tree.walk(key, tree.root, 0))
+        return self.device.held(*self.tree.walk(key, self.root, 0))
 
     def to_insert(self, tokens: Tokens) -> Sequence:
         """One that has computed everything itself: it goes down from the root, as SGLang's insert does."""
-        sequence_id, table = next(self.ids), self.device.take(len(tokens) // self.tree.block_size)
-        sequence = Sequence(sequence_id, self.worker, packed(tokens), table, self.tree.root, len(tokens))
-        self.worker.sequences[sequence_id] = sequence
+        waiter, table = self.waiter(packed(tokens)), self.device.take(len(tokens) // self.tree.block_size)
+        sequence = Sequence(waiter, self.worker, table, self.root, len(tokens))
+        self.worker.sequences[sequence.sequence_id] = sequence
         return sequence
+
+    def waiter(self, key: bytes) -> Waiter:
+        waiter = Waiter(next(self.ids), key, Namespace(), NO_TERMS)
+        waiter.root = self.root
+        return waiter
 
     def to_insert_rest(self, tokens: Tokens) -> Sequence:
         """One that was admitted, with what of it is stored."""
         key = packed(tokens)
-        sequence = self.worker.admit(next(self.ids), key, *self.tree.walk(key, self.tree.root, 0), 0)
+        sequence, _ = self.worker.admit(self.waiter(key), *self.tree.walk(key, self.root, 0), 0, partial=False)
         sequence.num_computed_tokens = len(tokens)
         return sequence
 

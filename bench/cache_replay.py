@@ -23,15 +23,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from cache_svc.core.memory import Memory
-from cache_svc.core.tree import PrefixTree
+from cache_svc.core.table import NO_TERMS
+from cache_svc.core.tree import Namespace, PrefixTree
+from cache_svc.core.waiting import Waiter
 from cache_svc.core.worker import Worker
 
 RESULTS = Path(__file__).parent / "results" / "cache_replay.json"
 BLOCK_TOKENS = 512
 POOLS = (1_000, 5_000, 10_000, 30_000, 50_000, 100_000, 500_000)
-# A strategy's name, and what Memory's constructor is told for it. This is the place for another one.
-EVICTIONS: dict[str, dict[str, Any]] = {"lru": {}}
+# All but "priority", as the trace knows none.
+EVICTIONS = ("lru", "lfu", "slru", "fifo")
 # The token that a request has to compute in any case: one after those of the trace, which are all stored.
 COMPUTED = np.array([-1], np.int32).tobytes()
 
@@ -57,12 +58,14 @@ def bound(requests: Iterable[list[int]]) -> tuple[int, int]:
 def replay(requests: Iterable[list[int]], num_blocks: int, eviction: str) -> int:
     """How many blocks are hits."""
     tree = PrefixTree(block_size=1)
-    worker = Worker(1, 0, tree, 0, prefix_caching=True)
-    worker.device = Memory(0, tree, num_blocks + 1, True, **EVICTIONS[eviction])  # + 1: for COMPUTED
+    root = tree.enter(Namespace())
+    worker = Worker(1, 0, tree, num_blocks + 1, True, False, 0, eviction)  # + 1: for COMPUTED
     hits = 0
     for number, ids in enumerate(requests):
         tokens = np.array(ids, np.int32).tobytes() + COMPUTED
-        sequence = worker.admit(number, tokens, *tree.walk(tokens, tree.root, 0), num_new_tokens=0)
+        waiter = Waiter(number, tokens, Namespace(), NO_TERMS)
+        waiter.root = root
+        sequence, _ = worker.admit(waiter, *tree.walk(tokens, root, 0), num_new_tokens=0, partial=False)
         hits += sequence.num_computed_tokens
         sequence.num_computed_tokens = len(ids)
         worker.store(sequence)
@@ -100,10 +103,11 @@ def plot(report: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=150, layout="constrained")
-    for eviction in dict.fromkeys(row["eviction"] for row in report["rows"]):
+    # Each thinner than the one before, as two of them may lie upon each other.
+    for width, eviction in zip(range(6, 0, -1), dict.fromkeys(row["eviction"] for row in report["rows"]), strict=False):
         rows = [row for row in report["rows"] if row["eviction"] == eviction]
         sizes = [row["blocks"] for row in rows]
-        axes.plot(sizes, [row["hit_rate"] * 100 for row in rows], marker="o", label=eviction)
+        axes.plot(sizes, [row["hit_rate"] * 100 for row in rows], marker="o", lw=width, ms=2 * width, label=eviction)
     axes.axhline(report["bound"] * 100, color="grey", linestyle="--", label="room for all")
     axes.set(xscale="log", ylim=(0, None), ylabel="hit rate, % of blocks")
     axes.set_xlabel(f"pool, blocks of {BLOCK_TOKENS} tokens")
@@ -120,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.cache_replay", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("trace", type=Path, help="JSON lines with hash_ids, gzip or plain")
     parser.add_argument("--pools", type=int, nargs="+", default=POOLS, help="blocks")
-    parser.add_argument("--eviction", nargs="+", choices=sorted(EVICTIONS), default=sorted(EVICTIONS))
+    parser.add_argument("--eviction", nargs="+", choices=EVICTIONS, default=EVICTIONS)
     parser.add_argument("--plot", type=Path, help="a picture of it")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(argv)

@@ -61,7 +61,7 @@ def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
     trace, results = tmp_path / "trace.jsonl.gz", tmp_path / "results.json"
     with gzip.open(trace, "wt") as lines:
         lines.writelines(json.dumps({"hash_ids": ids}) + "\n" for ids in made_up(0))
-    assert main([str(trace), "--pools", "30", "10000", "--results", str(results)]) == 0
+    assert main([str(trace), "--eviction", "lru", "--pools", "30", "10000", "--results", str(results)]) == 0
     report = json.loads(results.read_text())
     assert [row["blocks"] for row in report["rows"]] == [30, 10_000]
     assert report["rows"][1]["of_bound"] == 1.0 > report["rows"][0]["of_bound"] > 0
