@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from simulator.system import Client, LocalSystem
 from simulator.toy_worker import ToyWorker, expected_output
 
 LENGTH = FinishReason.FINISH_REASON_LENGTH
+from scheduler_svc.policies.order.fcfs import FirstComeFirstServed
+from scheduler_svc.policies.presets import PRESETS
 
 
 def params(max_tokens: int) -> SamplingParams:
@@ -194,6 +197,21 @@ class Nobody(CapacityPolicy):
 
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
         return Verdict.ADMIT if request.num_prompt_tokens < 10 else Verdict.STOP
+
+class GivesUp(FirstComeFirstServed):
+    def hopeless(self, now_s: float) -> Iterator[RequestView]:
+        return self.ordered(now_s)
+
+
+def test_an_order_may_give_up_requests_without_a_deadline() -> None:
+    system = LocalSystem(SchedulerConfig(), build(choose("", {"order": f"{__name__}:{GivesUp.__name__}"})))
+    client = system.open("s")
+    system.submit("s", 1, [9] * 4, params(4))
+    system.scheduler.tick(0.1)
+    system.poll()
+    assert client.endings[1].code == CODE_DEADLINE_EXCEEDED
+    assert client.endings[1].message == "queue: the order policy gives it up"
+
 
 
 def test_one_that_no_policy_lets_in_fails_and_the_rest_goes_on() -> None:
