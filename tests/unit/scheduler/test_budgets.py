@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
-from scheduler_svc.core.intake import CODE_DEADLINE_EXCEEDED, CODE_FAILED_PRECONDITION, CODE_RESOURCE_EXHAUSTED
+from scheduler_svc.core.intake import (
+    CODE_DEADLINE_EXCEEDED,
+    CODE_INTERNAL,
+    CODE_INVALID_ARGUMENT,
+    CODE_RESOURCE_EXHAUSTED,
+)
 from scheduler_svc.core.policy import CapacityPolicy, Verdict
 from scheduler_svc.core.step import Step
 from scheduler_svc.core.types import SchedulerConfig
@@ -16,6 +21,7 @@ from scheduler_svc.core.view import RequestView
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import Client, LocalSystem
 from simulator.toy_worker import ToyWorker, expected_output
+from services.gateway.errors import from_scheduler
 
 LENGTH = FinishReason.FINISH_REASON_LENGTH
 from scheduler_svc.policies.order.fcfs import FirstComeFirstServed
@@ -222,7 +228,10 @@ def test_one_that_no_policy_lets_in_fails_and_the_rest_goes_on() -> None:
     for _ in range(20):
         system.run()
         system.poll()
-    assert client.endings[1].code == CODE_FAILED_PRECONDITION
-    assert client.endings[1].message.startswith("capacity: no progress is possible for this request")
+    ending = client.endings[1]
+    assert ending.code == CODE_INTERNAL  # nothing is wrong with the request
+    assert ending.message.startswith("capacity: no progress is possible for this request")
+    error = from_scheduler(ending.code, ending.message, ending.field, ending.retry_after_s)
+    assert (error.status, error.type) == (500, "server_error")
     assert client.tokens[2] == expected_output([9] * 5, params(4))
     system.assert_at_rest()
