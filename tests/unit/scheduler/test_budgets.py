@@ -253,3 +253,15 @@ def test_what_just_fits_the_pool_runs_under_every_preset(preset: str, prompt_len
     assert client.endings[2].code == CODE_INVALID_ARGUMENT
     assert "pool of 64 tokens" in client.endings[2].message
     system.assert_at_rest()
+
+
+def test_who_waits_for_room_to_its_end_is_told_how_much() -> None:
+    system = LocalSystem(SchedulerConfig(), build(choose("trtllm-no-evict")))
+    system.attach(ToyWorker(block_size=4, num_blocks=16, max_num_seqs=8, max_batched_tokens=64))
+    system.open("s")
+    for handle in (1, 2):
+        system.submit("s", handle, [handle] * 8, params(40))
+    system.run_for(10)
+    spans = system.scheduler.journal.explain("s-2")
+    assert spans is not None
+    assert "needs 2 blocks, 14 are available; up to 12 to its end" in [span.detail for span in spans]
