@@ -314,7 +314,9 @@ class Lifecycle:
         for (deadline_s, _), request in due:
             yield request, f"deadline_s: {deadline_s - request.arrival_s:g} s are over"
         for request in self.queue.hopeless(now_s):
-            yield request, f"deadline_s: {request.deadline_s - now_s:.1f} s are left, which is too little"
+            left_s = request.deadline_s - now_s
+            late = f"deadline_s: {left_s:.1f} s are left, which is too little"
+            yield request, late if left_s < math.inf else "queue: the order policy gives it up"
         if (limit_s := self.config.waiting_timeout_s) > 0:
             oldest = itertools.takewhile(lambda request: now_s - request.arrival_s > limit_s, self.queue)
             yield from ((r, f"queue: waited for more than {limit_s:g} s") for r in oldest if r.started_s is None)

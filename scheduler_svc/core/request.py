@@ -71,7 +71,7 @@ class Request:
     extra_stop_ids: frozenset[int] = NO_TOKENS
     parent: Request | None = None  # to fork from, as long as that is possible
     prompt_is_computed: bool = False  # and known to be, of the attempt that runs
-    is_one_of_several: bool = False  # samples of one prompt
+    samples: list[Request] | None = None  # of the same prompt, itself among them; also those that have ended
     swapped_on: int = 0  # the worker that has its KV in host memory, while WAITING or BINDING
     group: BeamGroup | None = None  # whose root or member it is
     view: RequestView | None = field(default=None, init=False, repr=False)  # what policies get of it (view.py)
@@ -88,6 +88,11 @@ class Request:
     def is_member(self) -> bool:
         """Of a client's request, and none itself."""
         return self.group is not None and self.group.root is not self
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """Of the samples of its prompt, others have not ended."""
+        return any(other is not self and other.phase is not Phase.ENDED for other in self.samples or ())
 
     @property
     def num_tokens(self) -> int:

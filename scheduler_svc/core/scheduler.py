@@ -153,13 +153,14 @@ class SchedulerCore:
         if submission.handle in session.live:
             raise Rejection(CODE_FAILED_PRECONDITION, f"handle: {submission.handle} is in use", "handle")
         request = new_request(session.id, self.life.next_seniority(), submission, sampling, prompt, output, now_s)
+        if not submission.accepted_before:  # nothing accepted is lost
+            check_queue(self.queue, request, self.config, self.life.budgets)
         if submission.fork_of and not output:
             parent = session.live.get(submission.fork_of)
             if parent is not None and parent.prompt == request.prompt:
                 request.parent = parent
-                request.is_one_of_several = parent.is_one_of_several = True
-        if not submission.accepted_before:  # nothing accepted is lost
-            check_queue(self.queue, request, self.config, self.life.budgets)
+                request.samples = parent.samples = parent.samples or [parent]
+                request.samples.append(request)
         self.life.accept(session, request, enqueue=not is_search)
         if is_search:
             self._groups.start(request, submission.beam, self.limits)

@@ -3,6 +3,7 @@ silence."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -277,7 +278,7 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
             continue
         # bool is an int to Python; here they are different things.
         if not any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL[name]):
-            wanted = ", ".join(repr(neutral) for neutral in _NEUTRAL[name][:1]) or "null"
+            wanted = ", ".join(json.dumps(neutral) for neutral in _NEUTRAL[name][:1]) or "null"
             raise invalid(name, f"{name} is not supported yet (leave it out, or {wanted})", code="unsupported_value")
 
 

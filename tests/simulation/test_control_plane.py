@@ -88,7 +88,7 @@ class Run:
         prompt = (shared + [rng.randrange(8, 1000) for _ in range(length)])[:length]
         session, first = rng.choice("ab"), self.requests_left
         fields = {"priority": rng.randrange(3), "tenant": rng.choice("xyz")}
-        max_tokens = rng.randrange(1, max(2, min(40, room - length)))
+        max_tokens = rng.randrange(1, min(40, room - length + 2))  # at most a token longer than the pool
         ignore_eos = rng.random() < 0.3
         if rng.random() < 0.1:
             sampling = SamplingParams(top_p=1, max_tokens=min(max_tokens, 10), ignore_eos=ignore_eos)
