@@ -217,7 +217,8 @@ class Planner:
             self.resumed(request)
         if copy_from := granted.copy_from:
             plan.copy_from += copy_from.to_bytes(4, "little")
-            plan.copy_to += block_table[-4:]
+            at = 4 * (num_cached_tokens // worker.block_size)  # where the cached tokens end
+            plan.copy_to += block_table[at : at + 4]
         plan.new_sequences.add(
             slot=slot,
             token_ids=request.token_ids,

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.v1.common_pb2 import SamplingParams
+from paceline.v1.common_pb2 import RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import Hypothesis
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ class Request:
     priority: float = 0.0  # larger is more urgent
     tenant: str = ""
     lora: str = ""
+    cache_salt: str = ""
+    cache_retention: tuple[RetentionRange, ...] = ()
     deadline_s: float = math.inf  # on the clock of arrival_s
     phase: Phase = Phase.WAITING
     sequence: int = 0

@@ -62,7 +62,7 @@ class Rounds:
         if not self._cache.idle:
             return None
         heads = self._composer.heads(self._workers, now_s) if askers or drafts else []
-        return self._cache.compose(drafts, askers, heads)
+        return self._cache.compose(drafts, askers, heads, now_s)
 
     def _accept(self, worker: Worker, step: Step, drafts: list[tuple[Worker, Draft]]) -> bool:
         """Turn a composed step into a plan, or into a draft that waits for the cache; False if it was empty."""

@@ -227,6 +227,7 @@ class SchedulerCore:
                 for request in list(self.queue):  # accepted before anybody knew the model
                     if (rejection := recheck(request, self.limits)) is not None:
                         self.life.end(request, FINISH_REASON_ERROR, rejection)
+            self._cache.model = first.model.fingerprint
             self._groups.model_known(self.limits)
         self._announce()
 
@@ -296,6 +297,7 @@ class SchedulerCore:
             num_blocks=worker.num_blocks,
             block_size=worker.block_size,
             prefix_caching=self.config.prefix_caching,
+            partial_reuse=self.config.partial_reuse,
             num_host_blocks=worker.registration.num_host_blocks,
         )
 

@@ -233,7 +233,8 @@ class StepView:
         """Whether something that runs, or was let in before it in this step, or is one of `others`, is just computing
         the first block of the request that is not cached. Then it pays to wait (TensorRT-LLM's prefix-aware
         scheduling)."""
-        wanted = self.cached_tokens(request) + self.block_size
+        block_size = self.block_size
+        wanted = self.cached_tokens(request) // block_size * block_size + block_size
         if wanted > request.num_tokens or not self._worker.prefix_caching or request.is_swapped:
             return False
         beginning = request.token_ids[: wanted * TOKEN_BYTES]
@@ -255,14 +256,15 @@ class StepView:
 
     def _shared_tokens(self, request: Request, live: int) -> int:
         """The longest beginning of whole blocks that is cached and live, or cached of what was considered before it."""
-        matched, tokens, block_size = self.cached_tokens(request), request.token_ids, self._worker.block_size
+        tokens, block_size = request.token_ids, self._worker.block_size
+        matched = self.cached_tokens(request) // block_size * block_size
         for admission in self._considered.values():
             if live >= matched:
                 break
             others = admission.request.token_ids
             if not others.startswith(tokens[: (live + block_size) * TOKEN_BYTES]):
                 continue
-            longest = min(self.cached_tokens(admission.request), matched)
+            longest = min(self.cached_tokens(admission.request) // block_size * block_size, matched)
             if others.startswith(tokens[: longest * TOKEN_BYTES]):  # mostly all of it
                 live = max(live, longest)
                 continue

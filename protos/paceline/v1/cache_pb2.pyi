@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from paceline.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -188,7 +189,7 @@ class MatchOp(_message.Message):
     priority: _builtins.float
     """Of its request, for the eviction strategy "priority": larger ones are kept longer."""
     @_builtins.property
-    def retention(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetentionRange]:
+    def retention(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RetentionRange]:
         """How long its tokens are kept when it has ended, before what the eviction strategy says; ranges do not overlap.
         Tokens in none of them are kept as others are.
         """
@@ -202,7 +203,7 @@ class MatchOp(_message.Message):
         *,
         sequence: _builtins.int = ...,
         token_ids: _builtins.bytes = ...,
-        retention: _abc.Iterable[Global___RetentionRange] | None = ...,
+        retention: _abc.Iterable[_common_pb2.RetentionRange] | None = ...,
         priority: _builtins.float = ...,
         namespace: Global___CacheNamespace | None = ...,
     ) -> None: ...
@@ -241,40 +242,6 @@ class CacheNamespace(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CacheNamespace: _TypeAlias = CacheNamespace  # noqa: Y015
-
-@_typing.final
-class RetentionRange(_message.Message):
-    """Tokens start ... end - 1 of a sequence (end 0: all from start on, also those to come). A block takes what is said of
-    its first token.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    START_FIELD_NUMBER: _builtins.int
-    END_FIELD_NUMBER: _builtins.int
-    PRIORITY_FIELD_NUMBER: _builtins.int
-    DURATION_MS_FIELD_NUMBER: _builtins.int
-    start: _builtins.int
-    end: _builtins.int
-    priority: _builtins.int
-    """0..100; 35 is what those have of whom nothing is said. Lower ones are evicted first."""
-    duration_ms: _builtins.int
-    """For so long after the last use; 0: for ever."""
-    def __init__(
-        self,
-        *,
-        start: _builtins.int = ...,
-        end: _builtins.int = ...,
-        priority: _builtins.int = ...,
-        duration_ms: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_ms", b"duration_ms", "end", b"end", "priority", b"priority", "start", b"start"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RetentionRange: _TypeAlias = RetentionRange  # noqa: Y015
 
 @_typing.final
 class RematchOp(_message.Message):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import Code
 from paceline.v1 import cache_pb2 as pb
+from paceline.v1.common_pb2 import RetentionRange
 
 
 class Refused(Exception):
@@ -43,7 +44,7 @@ Retention = Sequence[tuple[int, int, int, int]]  # start, end, priority, millise
 def match_op(
     sequence: int, tokens: Sequence[int], priority: float = 0.0, retention: Retention = (), salt: str = ""
 ) -> pb.CacheOp:
-    ranges = [pb.RetentionRange(start=a, end=b, priority=p, duration_ms=ms) for a, b, p, ms in retention]
+    ranges = [RetentionRange(start=a, end=b, priority=p, duration_ms=ms) for a, b, p, ms in retention]
     match = pb.MatchOp(sequence=sequence, token_ids=pack(tokens), priority=priority, retention=ranges)
     match.namespace.cache_salt = salt
     return pb.CacheOp(match=match)
