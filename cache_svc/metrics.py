@@ -51,6 +51,7 @@ class CacheCollector(Collector):
             ("swapped_out_blocks", "Blocks copied to host memory.", counters.swapped_out_blocks),
             ("swapped_in_blocks", "Blocks copied back from host memory.", counters.swapped_in_blocks),
             ("evicted_blocks", "Cached blocks that were taken for something else.", counters.evicted_blocks),
+            ("copied_blocks", "Blocks whose beginning was reused, by copying it.", counters.copied_blocks),
             ("prefix_query_tokens", "Tokens of admitted sequences.", counters.prefix_query_tokens),
             ("prefix_hit_tokens", "Tokens of admitted sequences whose KV was reused.", counters.prefix_hit_tokens),
         ):

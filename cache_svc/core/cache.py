@@ -34,6 +34,7 @@ class CacheCounters:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     forked_sequences: int = 0
+    copied_blocks: int = 0  # of which a sequence reused the beginning
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
     refused_ops: int = 0
@@ -257,7 +258,9 @@ class CacheCore:
                 waiter.settle(worker.tree)
             node, depth = waiter.place()
             partial = worker.partial_reuse
-            sequence, result.admit.copy_from = worker.admit(waiter, node, depth, op.num_new_tokens, partial)
+            sequence, copy_from = worker.admit(waiter, node, depth, op.num_new_tokens, partial)
+            result.admit.copy_from = copy_from
+            self.counters.copied_blocks += bool(copy_from)
         waiter.leave(worker.tree)
         del self.waiting[op.sequence]
         self.admitted[op.sequence] = sequence
