@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cache_svc.core.retention import DEFAULT_RETENTION
 
 if TYPE_CHECKING:
+    from cache_svc.core.eviction import Rank
     from cache_svc.core.waiting import Waiter, Watch
 
 TOKEN_BYTES = 4
@@ -63,7 +64,7 @@ class Holding:
         self.retention = DEFAULT_RETENTION
         self.duration_ms = 0  # that the retention lasts from the last use on; 0: for ever
         self.expires_ms = 0
-        self.queue: tuple[int, float] | None = None  # in which it stands
+        self.queue: Rank | None = None  # in which it stands
 
     def split(self, front: PrefixNode, num_blocks: int) -> Holding:
         """Its first blocks as a holding of `front`, which is its node's parent now; it keeps the others."""
