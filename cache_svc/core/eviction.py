@@ -56,10 +56,11 @@ class EvictionQueue:
         # a scan over everything deleted before it.
         self._queues: SortedDict[tuple[int, float], OrderedDict[Holding, None]] = SortedDict()
 
-    def add(self, holding: Holding, first: bool = False) -> None:
-        """Its last user has left; or (first) it was set aside, and its last child has gone."""
+    def add(self, holding: Holding, first: bool = False, renew: bool = True) -> None:
+        """Its last user has left; or (first) it was set aside, and its last child has gone. With `renew`, how long it is
+        retained counts from now."""
         if holding.duration_ms:
-            self._add_expiry(holding, again=first)
+            self._add_expiry(holding, again=first or not renew)
         holding.queue = key = self._key(holding)
         queue = self._queues.get(key)
         if queue is None:
@@ -77,7 +78,7 @@ class EvictionQueue:
     def forget(self, holding: Holding) -> None:
         """It is gone."""
         self.remove(holding)
-        holding.expires_ms = GONE
+        holding.users = GONE  # no expiry finds it unused
 
     def remove(self, holding: Holding) -> None:
         """It stands here no more, if it did: it may have been set aside."""

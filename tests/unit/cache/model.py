@@ -46,52 +46,45 @@ class Terms:
 
 
 @dataclass
-class ModelWorker:
+class ModelMemory:
     num_blocks: int
-    prefix_caching: bool
-    free: list[int]
+    block_size: int
+    eviction: str
+    free: list[int] = field(default_factory=list)
     stored: dict[Prefix, int] = field(default_factory=dict)
-    users: dict[Prefix, set[int]] = field(default_factory=dict)
     unused: list[Prefix] = field(default_factory=list)  # least recently used first
-    evicted: int = 0
-    free_host: list[int] = field(default_factory=list)
-    num_host: int = 0
-    eviction: str = "lru"
-    now_ms: int = 0
     kept: dict[Prefix, Kept] = field(default_factory=dict)
+    evicted: int = 0
     num_stored: int = 0
-    partial_reuse: bool = False
+    now_ms: int = 0
     sources: set[int] = field(default_factory=set)  # to be copied from in this exchange
     withheld: list[int] = field(default_factory=list)  # what was evicted of them
+    moves: dict[int, int] = field(default_factory=dict)  # copied here in this exchange: from there
+
+    def __post_init__(self) -> None:
+        self.free = list(range(self.num_blocks, 0, -1))
 
     def end_exchange(self) -> None:
         self.free += self.withheld
         self.withheld = []
         self.sources = set()
+        self.moves = {}
 
-    def nearest(self, begins: Prefix, block_size: int, tokens: Sequence[int]) -> tuple[int, int]:
-        """Of the blocks stored behind these, the one that begins with the most tokens that come next, and how many."""
-        reached = len(begins) - 1
-        rest = tuple(tokens[reached : min(reached + block_size, len(tokens) - 1)])
-        best = 0, 0
-        behind = [p for p in self.stored if len(p) == len(begins) + block_size and p[: len(begins)] == begins]
-        ahead = sorted(p for p in behind if p[len(begins) :] >= rest)
-        for prefix in ahead + sorted((p for p in behind if p[len(begins) :] < rest), reverse=True):
-            last = prefix[len(begins) :]
-            common = next((i for i, (a, b) in enumerate(zip(last, rest, strict=False)) if a != b), len(rest))
-            if common > best[1]:
-                best = self.stored[prefix], common
-        return best if self.partial_reuse else (0, 0)
+    def behind(self, prefix: Prefix) -> list[Prefix]:
+        """What is stored one block further on."""
+        return [p for p in self.stored if len(p) == len(prefix) + self.block_size and p[: len(prefix)] == prefix]
 
     def eviction_order(self) -> list[Prefix]:
         """Again and again the one that goes first of those with nothing behind them."""
         order: list[Prefix] = []
-        unused, stored = list(self.unused), set(self.stored)
+        unused = list(self.unused)
+        behind = {p: len(self.behind(p)) for p in self.stored}
         while unused:
-            ends = [p for p in unused if not any(len(q) > len(p) and q[: len(p)] == p for q in stored)]
+            ends = [p for p in unused if not behind[p]]
             order.append(min(ends, key=lambda p: (self.kept[p].retention, self.kept[p].rank(self.eviction))))
             unused.remove(order[-1])
-            stored.remove(order[-1])
+            if (parent := order[-1][: -self.block_size]) in behind:
+                behind[parent] -= 1
         return order
 
     def pass_time(self, now_ms: int) -> None:
@@ -104,38 +97,41 @@ class ModelWorker:
 
     def take(self, count: int) -> list[int]:
         blocks: list[int] = []
+        evicted: list[tuple[Prefix, int, Kept]] = []
         while len(blocks) < count:
             if self.free:
                 blocks.append(self.free.pop())
             else:
                 prefix = self.eviction_order()[0]
                 self.unused.remove(prefix)
-                del self.users[prefix], self.kept[prefix]
                 block = self.stored.pop(prefix)
+                evicted.append((prefix, block, self.kept.pop(prefix)))
                 self.evicted += 1
-                if block in self.sources:
-                    self.sources.remove(block)
-                    self.withheld.append(block)
-                else:
-                    blocks.append(block)
+                self.give_back([block], blocks)
+        for block in blocks:
+            self.moves.pop(block, None)
+        self.pass_on(evicted)
         return blocks
 
-    def use(self, prefix: Prefix, sequence: int, priority: float, again: bool) -> None:
+    def give_back(self, given: list[int], into: list[int]) -> None:
+        """Not those that are to be copied from."""
+        for block in given:
+            (self.withheld if block in self.sources else into).append(block)
+            self.sources.discard(block)
+
+    def pass_on(self, evicted: list[tuple[Prefix, int, Kept]]) -> None:
+        """To the memory below."""
+
+    def store(self, prefix: Prefix, block: int) -> None:
+        self.num_stored += 1
+        self.stored[prefix], self.kept[prefix] = block, Kept(self.num_stored)
+
+    def use(self, prefix: Prefix, priority: float, again: bool) -> None:
         if prefix in self.unused:
             self.unused.remove(prefix)
-        if prefix not in self.kept:
-            self.num_stored += 1
-            self.kept[prefix] = Kept(self.num_stored)
         kept = self.kept[prefix]
         kept.priority = max(kept.priority, priority)
         kept.reuses += again
-        self.users.setdefault(prefix, set()).add(sequence)
-
-    def retain(self, prefixes: list[Prefix], block_size: int, retention: Retention) -> None:
-        for i, prefix in enumerate(prefixes):
-            for start, end, priority, duration_ms in retention:
-                if start <= i * block_size < (end or 10**9):
-                    self.kept[prefix].retention, self.kept[prefix].duration_ms = priority, duration_ms
 
     def leave(self, prefix: Prefix) -> None:
         self.unused.append(prefix)
@@ -145,12 +141,101 @@ class ModelWorker:
     def available(self) -> int:
         return len(self.free) + len(self.unused) - len(self.sources)
 
+
+@dataclass
+class ModelHost(ModelMemory):
+    def reuse(self, hit: list[Prefix], promoted: list[Prefix], priority: float) -> list[int]:
+        """The last ones of a hit are to be copied from here."""
+        for prefix in reversed(hit) if promoted else ():
+            if prefix in self.stored:
+                self.use(prefix, priority, again=True)
+                self.leave(prefix)
+        blocks = [self.stored[prefix] for prefix in promoted]
+        self.sources.update(blocks)
+        return blocks
+
+    def drop_behind(self, prefix: Prefix) -> None:
+        below = [prefix]
+        for above in below:
+            below += self.behind(above)
+        self.unused = [p for p in self.unused if p not in below]
+        self.give_back(sorted(self.stored.pop(p) for p in below[1:]), self.free)
+        for p in below[1:]:
+            del self.kept[p]
+
+
+@dataclass
+class ModelWorker(ModelMemory):
+    prefix_caching: bool = True
+    users: dict[Prefix, set[int]] = field(default_factory=dict)
+    partial_reuse: bool = False
+    host: ModelHost = field(default_factory=lambda: ModelHost(0, 0, ""))
+    host_tier: bool = False
+
+    def nearest(self, begins: Prefix, tokens: Sequence[int]) -> tuple[int, int]:
+        """Of the blocks stored behind these, the one that begins with the most tokens that come next, and how many."""
+        reached = len(begins) - 1
+        rest = tuple(tokens[reached : min(reached + self.block_size, len(tokens) - 1)])
+        best = 0, 0
+        behind = self.behind(begins)
+        ahead = sorted(p for p in behind if p[len(begins) :] >= rest)
+        for prefix in ahead + sorted((p for p in behind if p[len(begins) :] < rest), reverse=True):
+            last = prefix[len(begins) :]
+            common = next((i for i, (a, b) in enumerate(zip(last, rest, strict=False)) if a != b), len(rest))
+            if common > best[1]:
+                best = self.stored[prefix], common
+        return best if self.partial_reuse else (0, 0)
+
+    def pass_on(self, evicted: list[tuple[Prefix, int, Kept]]) -> None:
+        """What the host has already stays; the rest is copied there, from the heads on, as long as there is room."""
+        host, block_size = self.host, self.block_size
+        for prefix, _, _ in evicted:
+            del self.users[prefix]
+        if not self.host_tier:
+            return
+        known = [prefix for prefix, _, _ in evicted if prefix in host.stored]
+        host.unused = [prefix for prefix in host.unused if prefix not in known]
+        for prefix, block, _ in reversed(evicted):
+            before = prefix[:-block_size]
+            if prefix in host.stored:
+                continue
+            if (len(before) == 1 or before in self.stored or before in host.stored) and host.available > 0:
+                (copy,) = host.take(1)
+                host.store(prefix, copy)
+                host.moves[copy] = block
+            else:
+                host.drop_behind(prefix)
+        for prefix, _, gone in evicted:
+            if prefix not in host.stored:
+                continue
+            kept = host.kept[prefix]
+            kept.reuses, kept.priority = max(kept.reuses, gone.reuses), max(kept.priority, gone.priority)
+            kept.retention, kept.duration_ms, kept.expires_ms = gone.retention, gone.duration_ms, gone.expires_ms
+            host.unused.append(prefix)
+            if prefix in known and prefix[:-block_size] in self.stored:
+                above = [prefix[:end] for end in range(len(prefix) - block_size, 1, -block_size)]
+                host.unused += [p for p in above if p in host.stored]
+                moved = len([p for p in above if p in host.stored])
+                first = len(host.unused) - moved
+                host.unused = [p for i, p in enumerate(host.unused) if i >= first or p not in above]
+
+    def use_for(self, prefix: Prefix, sequence: int, priority: float, again: bool) -> None:
+        self.use(prefix, priority, again)
+        self.users.setdefault(prefix, set()).add(sequence)
+
+    def retain(self, prefixes: list[Prefix], retention: Retention) -> None:
+        for i, prefix in enumerate(prefixes):
+            for start, end, priority, duration_ms in retention:
+                if start <= i * self.block_size < (end or 10**9):
+                    self.kept[prefix].retention, self.kept[prefix].duration_ms = priority, duration_ms
+
     def counters(self) -> tuple[int, int, int, int]:
         free, cached = len(self.free), len(self.unused)
         return free, cached, self.num_blocks - free - cached, self.evicted
 
-    def host_counters(self) -> tuple[int, int]:
-        return len(self.free_host), self.num_host - len(self.free_host)
+    def host_counters(self) -> tuple[int, int, int]:
+        free, cached = len(self.host.free), len(self.host.unused)
+        return free, cached, self.host.num_blocks - free - cached
 
 
 @dataclass
@@ -183,7 +268,14 @@ class Model:
         self.running: dict[int, ModelSequence] = {}
 
     def add_worker(
-        self, worker: int, num_blocks: int, block_size: int, prefix_caching: bool, num_host: int, partial: bool
+        self,
+        worker: int,
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool,
+        num_host: int,
+        partial: bool,
+        host_tier: bool,
     ) -> Result:
         if worker in self.workers:
             raise ModelRefusal(Code.ALREADY_EXISTS)
@@ -192,9 +284,10 @@ class Model:
         if self.workers and block_size != self.block_size:
             raise ModelRefusal(Code.FAILED_PRECONDITION)
         self.block_size = block_size
-        made = self.workers[worker] = ModelWorker(num_blocks, prefix_caching, list(range(num_blocks, 0, -1)))
-        made.eviction, made.partial_reuse = self.eviction, prefix_caching and partial
-        made.num_host, made.free_host = num_host, list(range(num_host, 0, -1))
+        made = self.workers[worker] = ModelWorker(num_blocks, block_size, self.eviction)
+        made.prefix_caching, made.partial_reuse = prefix_caching, prefix_caching and partial
+        made.host = ModelHost(num_host, block_size, self.eviction)
+        made.host_tier = prefix_caching and host_tier
         return OK
 
     def remove_worker(self, worker: int) -> Result:
@@ -207,10 +300,12 @@ class Model:
     def end_exchange(self) -> None:
         for worker in self.workers.values():
             worker.end_exchange()
+            worker.host.end_exchange()
 
     def pass_time(self, now_ms: int) -> None:
         for worker in self.workers.values():
             worker.pass_time(now_ms)
+            worker.host.pass_time(now_ms)
 
     def match(
         self, sequence: int, tokens: Sequence[int], priority: float = 0.0, retention: Retention = (), salt: str = ""
@@ -224,11 +319,13 @@ class Model:
         matches = {}
         for worker_id, worker in self.workers.items():
             hit = self._hit(worker, salt, tokens)
+            behind = self._behind(worker, salt, tokens, len(hit))
             live = [prefix for prefix in hit if worker.users[prefix]]
             begins = (salt, *tokens[: len(hit) * self.block_size])
-            _, copied = worker.nearest(begins, self.block_size, tokens)
-            if hit or copied:
-                matches[worker_id] = len(hit) * self.block_size + copied, len(live) * self.block_size
+            _, copied = worker.nearest(begins, tokens) if not behind else (0, 0)
+            counts = len(hit) * self.block_size + copied, len(live) * self.block_size, len(behind) * self.block_size
+            if any(counts):
+                matches[worker_id] = counts
         return "match", matches
 
     def rematch(self, sequences: Sequence[int], always: bool) -> Result:
@@ -236,7 +333,7 @@ class Model:
             raise ModelRefusal(Code.NOT_FOUND)
         return OK
 
-    def matches(self, sequence: int) -> dict[int, tuple[int, int]]:
+    def matches(self, sequence: int) -> dict[int, tuple[int, int, int]]:
         """What a fresh match of a waiting sequence would report."""
         tokens = self.waiting.pop(sequence)
         terms = self.terms[sequence]
@@ -244,7 +341,7 @@ class Model:
         assert isinstance(matches, dict)
         return matches
 
-    def admit(self, sequence: int, worker_id: int, new_tokens: int = 0, partial: bool = True) -> Result:
+    def admit(self, sequence: int, worker_id: int, new_tokens: int = 0, copies: bool = True) -> Result:
         if sequence not in self.waiting:
             known = sequence in self.running or sequence in self.swapped
             raise ModelRefusal(Code.FAILED_PRECONDITION if known else Code.NOT_FOUND)
@@ -253,11 +350,12 @@ class Model:
         terms = self.terms[sequence]
         hit = self._hit(worker, terms.salt, tokens)
         begins = (terms.salt, *tokens[: len(hit) * self.block_size])
-        source, copied = worker.nearest(begins, self.block_size, tokens) if partial else (0, 0)
+        behind = self._behind(worker, terms.salt, tokens, len(hit)) if copies else []
+        source, copied = worker.nearest(begins, tokens) if copies and not behind else (0, 0)
 
         def needed() -> int:
             needed = -(-len(tokens) // self.block_size) - len(hit)
-            return min(needed, -(-(copied + new_tokens) // self.block_size)) if new_tokens else needed
+            return min(needed, len(behind) - (-(copied + new_tokens) // self.block_size)) if new_tokens else needed
 
         available = worker.available - len([p for p in worker.unused if p in hit])
         if source and needed() > available - 1:
@@ -265,14 +363,16 @@ class Model:
         if needed() > available:
             raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
         for prefix in hit:
-            worker.use(prefix, sequence, terms.priority, again=True)
-        worker.retain(hit, self.block_size, terms.retention)
+            worker.use_for(prefix, sequence, terms.priority, again=True)
+        worker.retain(hit, terms.retention)
         if source:
             worker.sources.add(source)
+        from_host = worker.host.reuse(hit + behind, behind, terms.priority)
         table = [worker.stored[prefix] for prefix in hit] + worker.take(needed())
-        computed = len(hit) * self.block_size + copied
+        computed, end = len(hit) * self.block_size + copied, len(hit) + len(behind)
         self.running[sequence] = ModelSequence(worker_id, self.waiting.pop(sequence), table, computed, hit, terms)
-        return "admit", computed, list(table), source
+        cached = computed + len(behind) * self.block_size
+        return "admit", cached, list(table), source, list(zip(table[len(hit) : end], from_host, strict=True))
 
     def fork(self, sequence: int, worker_id: int, parent_id: int) -> Result:
         if sequence not in self.waiting:
@@ -289,14 +389,14 @@ class Model:
         prefixes = parent.prefixes[:whole]
         terms = self.terms[sequence]
         for prefix in prefixes:
-            worker.use(prefix, sequence, terms.priority, again=True)
-        worker.retain(prefixes, self.block_size, terms.retention)
+            worker.use_for(prefix, sequence, terms.priority, again=True)
+        worker.retain(prefixes, terms.retention)
         # Without prefix caching the blocks are shared as they are; with it, those that the tree has.
         table = [worker.stored[prefix] for prefix in prefixes] if worker.prefix_caching else parent.table[:whole]
         copy_from = parent.table[whole] if shared % self.block_size else 0
         table += worker.take(1)
         self.running[sequence] = ModelSequence(worker_id, self.waiting.pop(sequence), table, shared, prefixes, terms)
-        return "admit", shared, list(table), copy_from
+        return "admit", shared, list(table), copy_from, []
 
     def extend(self, sequences: Sequence[int]) -> Result:
         running = [self._running(s) for s in sequences]
@@ -332,19 +432,20 @@ class Model:
         while worker.prefix_caching and (len(sequence.prefixes) + 1) * self.block_size <= computed:
             i = len(sequence.prefixes)
             prefix = (sequence.terms.salt, *sequence.tokens[: (i + 1) * self.block_size])
-            worker.stored.setdefault(prefix, sequence.table[i])
-            worker.use(prefix, sequence_id, sequence.terms.priority, again=False)
+            if prefix not in worker.stored:
+                worker.store(prefix, sequence.table[i])
+            worker.use_for(prefix, sequence_id, sequence.terms.priority, again=False)
             sequence.prefixes.append(prefix)
         if len(sequence.prefixes) > before:
-            worker.retain(sequence.prefixes, self.block_size, sequence.terms.retention)
+            worker.retain(sequence.prefixes, sequence.terms.retention)
 
     def swap_out(self, sequence_id: int) -> Result:
         sequence = self._running(sequence_id)
         worker = self.workers[sequence.worker]
         needed = -(-sequence.computed // self.block_size)
-        if needed > len(worker.free_host):
+        if needed > worker.host.available:
             raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
-        host = [worker.free_host.pop() for _ in range(needed)]
+        host = worker.host.take(needed)
         self.free([sequence_id])
         self.swapped[sequence_id] = ModelSwapped(
             sequence.worker, sequence.tokens, sequence.computed, host, sequence.terms
@@ -358,14 +459,14 @@ class Model:
             raise ModelRefusal(Code.FAILED_PRECONDITION if known else Code.NOT_FOUND)
         self.waiting[sequence_id], self.terms[sequence_id] = swapped.tokens, swapped.terms
         try:
-            _, cached, table, _ = self.admit(sequence_id, swapped.worker, partial=False)
+            _, cached, table, _, _ = self.admit(sequence_id, swapped.worker, copies=False)
         except ModelRefusal:
             del self.waiting[sequence_id]
             raise
         assert isinstance(cached, int)
         assert isinstance(table, list)
         del self.swapped[sequence_id]
-        self.workers[swapped.worker].free_host += reversed(swapped.host)
+        self.workers[swapped.worker].host.withheld += reversed(swapped.host)
         first, computed = cached // self.block_size, min(swapped.computed, len(swapped.tokens) - 1)
         return "swap_in", computed, table, table[first : len(swapped.host)], swapped.host[first:]
 
@@ -380,7 +481,7 @@ class Model:
                 continue
             if s in self.swapped:
                 swapped = self.swapped.pop(s)
-                self.workers[swapped.worker].free_host += reversed(swapped.host)
+                self.workers[swapped.worker].host.free += reversed(swapped.host)
                 continue
             sequence = self.running.pop(s)
             worker = self.workers[sequence.worker]
@@ -404,6 +505,16 @@ class Model:
                 break
             hit.append(prefix)
         return hit
+
+    def _behind(self, worker: ModelWorker, salt: str, tokens: Sequence[int], num_hit: int) -> list[Prefix]:
+        """What the host has behind a hit."""
+        behind: list[Prefix] = []
+        for end in range((num_hit + 1) * self.block_size, len(tokens), self.block_size):
+            prefix = (salt, *tokens[:end])
+            if prefix not in worker.host.stored:
+                break
+            behind.append(prefix)
+        return behind
 
     def _worker(self, worker: int) -> ModelWorker:
         if worker not in self.workers:
