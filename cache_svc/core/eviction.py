@@ -57,8 +57,8 @@ class EvictionQueue:
         self._queues: SortedDict[tuple[int, float], OrderedDict[Holding, None]] = SortedDict()
 
     def add(self, holding: Holding, first: bool = False, renew: bool = True) -> None:
-        """Its last user has left; or (first) it was set aside, and its last child has gone. With `renew`, how long it is
-        retained counts from now."""
+        """Its last user has left; or (first) it was set aside, and its last child has gone. With `renew`, the time that
+        it is retained for begins now."""
         if holding.duration_ms:
             self._add_expiry(holding, again=first or not renew)
         holding.queue = key = self._key(holding)
@@ -90,14 +90,15 @@ class EvictionQueue:
             del self._queues[holding.queue]
         holding.queue = None
 
-    def oldest(self) -> Holding:
-        """The next one to be evicted; there is one."""
-        while True:
+    def oldest(self) -> Holding | None:
+        """The next one to be evicted, if there is one."""
+        while self._queues:
             _, queue = self._queues.peekitem(0)
             holding: Holding = next(iter(queue))
             if not holding.num_children:
                 return holding
             self.remove(holding)
+        return None
 
     def expire(self, now_ms: int) -> None:
         """Time has passed: what was retained long enough stands with the others."""

@@ -76,7 +76,8 @@ class HostMemory(Memory):
         assert parent is not None
         reached = parent.parent is None or self.above in parent.holdings or self.index in parent.holdings
         count = min(size, max(0, self.available_blocks)) if reached else 0
-        blocks = self.take(count)
+        blocks = self._take_below(parent, count)
+        count = len(blocks)
         if 0 < count < size:
             node = self.tree.split(node, node.start + count)
         if count:
@@ -88,6 +89,18 @@ class HostMemory(Memory):
         if count < size:
             self._drop_below(gone.node, batch)
         return holding if count else None
+
+    def _take_below(self, parent: PrefixNode, count: int) -> array[int]:
+        """So many blocks, or as many as can be had without evicting the parent, nor what has children in the batch."""
+        above = parent.holdings.get(self.index)
+        if above is None:
+            return self.take(count)
+        above.num_children += 1
+        blocks = self.take(count)
+        above.num_children -= 1
+        if not (above.num_children or above.users) and above.queue is None:
+            self.queue.add(above, first=True)
+        return blocks
 
     def _drop_below(self, node: PrefixNode, batch: set[PrefixNode]) -> None:
         """Nothing leads to what is held below the node any more. Nodes of the batch stay in the tree for the moment."""

@@ -8,7 +8,7 @@ from cache_svc.core.tree import PrefixNode, PrefixTree
 from cache_svc.core.waiting import Waiter
 from cache_svc.core.worker import Worker
 
-# Worker id; tokens on the device; of these, tokens in blocks that live sequences use; tokens behind them in host memory.
+# Worker id; tokens on the device; of these, tokens in blocks that live sequences use; tokens behind them on the host.
 Match = tuple[int, int, int, int]
 
 

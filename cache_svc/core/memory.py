@@ -83,14 +83,15 @@ class Memory:
     def take(self, count: int) -> array[int]:
         """Blocks with no content: free ones, then cached ones, which are evicted.
 
-        The caller has made sure that there are as many (`available_blocks`).
+        The caller has made sure that there are as many (`available_blocks`); else it gets fewer.
         """
         blocks = self.pool.take(count)
         if len(blocks) == count:
             return blocks
         evicted = []
-        while len(blocks) < count:
-            evicted.append(self._evict(count - len(blocks), blocks))
+        while len(blocks) < count and (holding := self.queue.oldest()) is not None:
+            self._evict(holding, count - len(blocks), blocks)
+            evicted.append(holding)
             if self.sources:
                 self._withhold(blocks)
         if self.lower is not None:
@@ -117,16 +118,14 @@ class Memory:
             self._withheld = array("i")
         self.sources.clear()
 
-    def _evict(self, count: int, into: array[int]) -> Holding:
-        """The next unused node, or so many blocks from its end. It stays in the tree for the moment."""
-        holding = self.queue.oldest()
+    def _evict(self, holding: Holding, count: int, into: array[int]) -> None:
+        """An unused node, or so many blocks from its end. It stays in the tree for the moment."""
         if len(holding.blocks) > count:
             self.tree.split(holding.node, holding.node.end - count)
         into += holding.blocks[::-1]
         self.evicted_blocks_total += len(holding.blocks)
         self.cached_blocks -= len(holding.blocks)
         self._let_go(holding)
-        return holding
 
     def hold(self, node: PrefixNode, blocks: array[int], priority: float = 0.0) -> None:
         """From now on this memory holds the node, for one user."""

@@ -6,9 +6,9 @@ place from where it stands, not from the root, the next time it is looked at. Th
 the end of the exchange; no exchange settles more than MAX_SETTLED of its own accord, so that a prefix for which
 thousands wait does not hold up a step: their turn comes with the next ones.
 
-What a watcher does not notice: that another worker comes to hold its node or lets it go, or that the node moves between
-device and host, that it gets or loses its last user, and that some block comes or goes of which it could use the beginning. None of these changes how many
-whole blocks the tree knows of the sequence; RematchOp asks for them.
+What a watcher does not notice: that another worker comes to hold its node or lets it go, that the node gets or loses
+its last user or moves between device and host, and that some block comes or goes of which it could use the beginning.
+None of these changes how many whole blocks the tree knows of the sequence; RematchOp asks for them.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Worker:
         self.reported: Counters | None = None  # what the scheduler knows
 
     def counters(self) -> Counters:
-        """Free, cached and used blocks; blocks evicted since the worker was added; free, cached and used host blocks."""
+        """Free, cached, used blocks; blocks evicted since the worker was added; free, cached, used host blocks."""
         device, host = self.device, self.host
         free, cached = device.free_blocks, device.cached_blocks
         used = device.num_blocks - free - cached
@@ -227,8 +227,8 @@ class Worker:
         return swapped
 
     def swap_in(self, swapped: SwappedSequence) -> tuple[Sequence, int]:
-        """Admit it again; what of it is not on the device is to be copied from its host blocks, which are free then. Also
-        how many blocks are on the device.
+        """Admit it again; what of it is not on the device is to be copied from its host blocks, which are free then.
+        Also how many blocks are on the device.
 
         Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few blocks.
         """

@@ -74,13 +74,12 @@ class ModelMemory:
         """What is stored one block further on."""
         return [p for p in self.stored if len(p) == len(prefix) + self.block_size and p[: len(prefix)] == prefix]
 
-    def eviction_order(self) -> list[Prefix]:
-        """Again and again the one that goes first of those with nothing behind them."""
+    def eviction_order(self, wanted: Prefix = ()) -> list[Prefix]:
+        """Again and again the one that goes first of those with nothing behind them; nor what is before `wanted`."""
         order: list[Prefix] = []
         unused = list(self.unused)
-        behind = {p: len(self.behind(p)) for p in self.stored}
-        while unused:
-            ends = [p for p in unused if not behind[p]]
+        behind = {p: len(self.behind(p)) + (p == wanted[: -self.block_size]) for p in self.stored}
+        while ends := [p for p in unused if not behind[p]]:
             order.append(min(ends, key=lambda p: (self.kept[p].retention, self.kept[p].rank(self.eviction))))
             unused.remove(order[-1])
             if (parent := order[-1][: -self.block_size]) in behind:
@@ -95,14 +94,17 @@ class ModelMemory:
             self.unused.remove(prefix)
             self.unused.append(prefix)
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int, wanted: Prefix = ()) -> list[int]:
         blocks: list[int] = []
         evicted: list[tuple[Prefix, int, Kept]] = []
         while len(blocks) < count:
             if self.free:
                 blocks.append(self.free.pop())
             else:
-                prefix = self.eviction_order()[0]
+                order = self.eviction_order(wanted)
+                if not order:
+                    break
+                prefix = order[0]
                 self.unused.remove(prefix)
                 block = self.stored.pop(prefix)
                 evicted.append((prefix, block, self.kept.pop(prefix)))
@@ -199,11 +201,11 @@ class ModelWorker(ModelMemory):
             before = prefix[:-block_size]
             if prefix in host.stored:
                 continue
-            if (len(before) == 1 or before in self.stored or before in host.stored) and host.available > 0:
-                (copy,) = host.take(1)
+            reached = len(before) == 1 or before in self.stored or before in host.stored
+            for copy in host.take(1, prefix) if reached and host.available > 0 else ():
                 host.store(prefix, copy)
                 host.moves[copy] = block
-            else:
+            if prefix not in host.stored:
                 host.drop_behind(prefix)
         for prefix, _, gone in evicted:
             if prefix not in host.stored:
@@ -400,12 +402,13 @@ class Model:
 
     def extend(self, sequences: Sequence[int]) -> Result:
         running = [self._running(s) for s in sequences]
-        for worker_id, worker in self.workers.items():
-            if [s.worker for s in running].count(worker_id) > worker.available:
-                raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
+        needed = {worker_id: [s.worker for s in running].count(worker_id) for worker_id in self.workers}
+        if any(needed[worker_id] > worker.available for worker_id, worker in self.workers.items()):
+            raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
+        taken = {worker_id: worker.take(needed[worker_id]) for worker_id, worker in self.workers.items()}
         blocks = []
         for sequence in running:
-            blocks += self.workers[sequence.worker].take(1)
+            blocks.append(taken[sequence.worker].pop(0))
             sequence.table.append(blocks[-1])
         return "extend", blocks
 
