@@ -19,4 +19,4 @@ def packed(numbers: Iterable[int]) -> bytes:
 
 
 def unpacked(numbers: bytes) -> list[int]:
-    return np.frombuffer(numbers, np.int32).tolist()
+    return array("i", numbers).tolist()
