@@ -64,10 +64,11 @@ class EvictionQueue:
         self._ranks: SortedDict[tuple[int, float], Rank] = SortedDict()
         self._lowest: Rank | None = None  # of these, as it is looked at most
 
-    def add(self, holding: Holding, first: bool = False) -> None:
-        """Its last user has left; or (first) it was set aside, and its last child has gone."""
+    def add(self, holding: Holding, first: bool = False, renew: bool = True) -> None:
+        """Its last user has left; or (first) it was set aside, and its last child has gone. With `renew`, the time that
+        it is retained for begins now."""
         if holding.duration_ms:
-            self._add_expiry(holding, again=first)
+            self._add_expiry(holding, again=first or not renew)
         key = self._key(holding)
         rank = self._ranks.get(key)
         if rank is None:
@@ -87,7 +88,7 @@ class EvictionQueue:
     def forget(self, holding: Holding) -> None:
         """It is gone."""
         self.remove(holding)
-        holding.expires_ms = GONE
+        holding.users = GONE  # no expiry finds it unused
 
     def remove(self, holding: Holding) -> None:
         """It stands here no more, if it did: it may have been set aside."""
@@ -100,14 +101,14 @@ class EvictionQueue:
             del self._ranks[rank.key]
             self._lowest = self._ranks.peekitem(0)[1] if self._ranks else None
 
-    def oldest(self) -> Holding:
-        """The next one to be evicted; there is one."""
-        while True:
-            assert self._lowest is not None
+    def oldest(self) -> Holding | None:
+        """The next one to be evicted, if there is one."""
+        while self._lowest is not None:
             holding = next(iter(self._lowest))
             if not holding.num_children:
                 return holding
             self.remove(holding)
+        return None
 
     def expire(self, now_ms: int) -> None:
         """Time has passed: what was retained long enough stands with the others."""

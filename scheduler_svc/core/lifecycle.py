@@ -92,7 +92,8 @@ class Lifecycle:
             if request is not None and request.phase is Phase.WAITING:
                 request.matches = by_worker = {}
                 for match in matches:
-                    by_worker[match.worker] = Match(match.num_tokens, match.num_live_tokens)
+                    on_host = match.num_host_tokens
+                    by_worker[match.worker] = Match(match.num_tokens + on_host, match.num_live_tokens, on_host)
                 changed.append(request)
         self.queue.rematched(changed)
 

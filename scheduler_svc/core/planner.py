@@ -30,6 +30,7 @@ class Planner:
     over_budget: Callable[[Request, Collection[Admission]], str | None]
     session_index: Callable[[Request], int]
     resumed: Callable[[Request], None]  # what was swapped out is seated again
+    promoted: Callable[[Request, int], None]  # so many tokens of it are cached, some of them copied from host memory
     max_num_seqs: int = 0
 
     # ── before the exchange ──────────────────────────────────────────────────────────────────────────────────────────
@@ -215,6 +216,10 @@ class Planner:
             plan.swap_in_from += swap.host_blocks
             plan.swap_in_to += swap.device_blocks
             self.resumed(request)
+        elif granted.host_blocks:
+            plan.swap_in_from += granted.host_blocks
+            plan.swap_in_to += granted.device_blocks
+            self.promoted(request, num_cached_tokens)
         if copy_from := granted.copy_from:
             plan.copy_from += copy_from.to_bytes(4, "little")
             at = 4 * (num_cached_tokens // worker.block_size)  # where the cached tokens end

@@ -28,10 +28,12 @@ class Phase(enum.Enum):
 
 
 class Match(NamedTuple):
-    """What one worker has of a request in its cache, as paceline.v1.WorkerMatch says it."""
+    """What one worker has of a request in its cache, as paceline.v1.WorkerMatch says it; but `num_tokens` counts those
+    in host memory, too: they need not be computed."""
 
     num_tokens: int
     num_live_tokens: int = 0
+    num_host_tokens: int = 0  # at the end; they need new blocks
 
 
 @dataclass(slots=True, eq=False)
@@ -138,6 +140,13 @@ class Request:
             return self.num_tokens - 1
         match = self.matches.get(worker) if self.matches else None
         return match.num_live_tokens if match else 0
+
+    def host_tokens(self, worker: int) -> int:
+        """Of the matched tokens, those at the end that have to be copied into new blocks."""
+        if self.swapped_on or (self.parent is not None and self.can_fork_on(worker)):
+            return 0
+        match = self.matches.get(worker) if self.matches else None
+        return match.num_host_tokens if match else 0
 
     def can_fork_on(self, worker: int) -> bool:
         """Whether its parent runs there and has computed what they have in common."""

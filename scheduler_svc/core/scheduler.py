@@ -79,8 +79,10 @@ class SchedulerCore:
         self.life = Lifecycle(config, self.queue, self._cache, self.workers, self.sessions, self.counters)
         self._groups = BeamGroups(self.life, self.workers)
         exceeded = self.life.budgets.exceeded
-        resumed = self.life.swaps.resumed
-        planner = Planner(self.life.preempt, exceeded, self._session_index, resumed, config.max_num_seqs)
+        swaps = self.life.swaps
+        planner = Planner(
+            self.life.preempt, exceeded, self._session_index, swaps.resumed, swaps.promoted, config.max_num_seqs
+        )
         self._rounds = Rounds(
             self.workers, self._cache, self._composer, planner, self.life, self._groups, self._send_worker
         )
@@ -279,7 +281,7 @@ class SchedulerCore:
         for counters in response.pools:
             if (worker := self.workers.get(counters.worker)) is not None:
                 worker.available_blocks = counters.free_blocks + counters.cached_blocks
-                worker.free_host_blocks = counters.free_host_blocks
+                worker.free_host_blocks = counters.free_host_blocks + counters.cached_host_blocks
         if sent.matches:
             results = ((sequence, response.results[index]) for index, sequence in sent.matches)
             answered = ((sequence, result.match.matches) for sequence, result in results if result.HasField("match"))
@@ -289,6 +291,9 @@ class SchedulerCore:
             worker.knows_cache = True
         if sent.swap_outs:
             self.life.recompute(self.life.swaps.answered(sent.swap_outs, response))
+        for moves in response.demotions:
+            if (worker := self.workers.get(moves.worker)) is not None:
+                worker.add_demotions(moves.device_blocks, moves.host_blocks)
         self._rounds.answered(sent, response)
 
     def _add_worker_op(self, worker: Worker) -> AddWorkerOp:
@@ -299,6 +304,7 @@ class SchedulerCore:
             prefix_caching=self.config.prefix_caching,
             partial_reuse=self.config.partial_reuse,
             num_host_blocks=worker.registration.num_host_blocks,
+            host_tier=self.config.host_cache,
         )
 
     # ── time and output ──────────────────────────────────────────────────────────────────────────────────────────────

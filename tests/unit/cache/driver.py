@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import Code
@@ -32,9 +32,10 @@ def add_worker_op(
     prefix_caching: bool = True,
     num_host_blocks: int = 0,
     partial_reuse: bool = False,
+    host_tier: bool = False,
 ) -> pb.CacheOp:
     op = pb.AddWorkerOp(worker=worker, num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks)
-    op.prefix_caching, op.partial_reuse = prefix_caching, partial_reuse
+    op.prefix_caching, op.partial_reuse, op.host_tier = prefix_caching, partial_reuse, host_tier
     return pb.CacheOp(add_worker=op)
 
 
@@ -94,6 +95,16 @@ def remove_worker_op(worker: int) -> pb.CacheOp:
     return pb.CacheOp(remove_worker=pb.RemoveWorkerOp(worker=worker))
 
 
+def pairs(copies: pb.BlockMoves | pb.AdmitResult | pb.SwapOutResult) -> list[tuple[int, int]]:
+    """(device block, host block)."""
+    return list(zip(unpack(copies.device_blocks), unpack(copies.host_blocks), strict=True))
+
+
+def tiers(matches: Iterable[pb.WorkerMatch]) -> dict[int, tuple[int, int, int]]:
+    """Worker -> cached tokens, live tokens, tokens in host memory."""
+    return {m.worker: (m.num_tokens, m.num_live_tokens, m.num_host_tokens) for m in matches}
+
+
 class Driver:
     """A link to a core in debug mode: every exchange ends with a check of all invariants."""
 
@@ -102,6 +113,8 @@ class Driver:
         self.now_ms = 0
         self.pools: dict[int, tuple[int, int, int, int]] = {}  # as reported: free, cached, used, evicted
         self.host_pools: dict[int, tuple[int, int]] = {}  # free, used
+        self.cached_host: dict[int, int] = {}
+        self.demotions: list[tuple[int, int]] = []  # of the last exchange: device block, host block
         self._exchange = 0
 
     def exchange(self, *ops: pb.CacheOp) -> pb.CacheServiceLinkResponse:
@@ -118,6 +131,8 @@ class Driver:
                 pool.evicted_blocks_total,
             )
             self.host_pools[pool.worker] = pool.free_host_blocks, pool.used_host_blocks
+            self.cached_host[pool.worker] = pool.cached_host_blocks
+        self.demotions = [pair for moves in response.demotions for pair in pairs(moves)]
         return response
 
     def one(self, op: pb.CacheOp) -> pb.CacheOpResult:
@@ -134,8 +149,10 @@ class Driver:
         prefix_caching: bool = True,
         num_host_blocks: int = 0,
         partial_reuse: bool = False,
+        host_tier: bool = False,
     ) -> None:
-        self.one(add_worker_op(worker, num_blocks, block_size, prefix_caching, num_host_blocks, partial_reuse))
+        caching = prefix_caching, num_host_blocks, partial_reuse, host_tier
+        self.one(add_worker_op(worker, num_blocks, block_size, *caching))
 
     def remove_worker(self, worker: int) -> None:
         self.one(remove_worker_op(worker))
@@ -163,8 +180,7 @@ class Driver:
 
     def swap_out(self, sequence: int) -> list[tuple[int, int]]:
         """(device block, host block)."""
-        result = self.one(swap_out_op(sequence)).swap_out
-        return list(zip(unpack(result.device_blocks), unpack(result.host_blocks), strict=True))
+        return pairs(self.one(swap_out_op(sequence)).swap_out)
 
     def swap_in(self, sequence: int) -> tuple[int, list[int], list[tuple[int, int]]]:
         """Cached tokens, block table, (host block, device block)."""
