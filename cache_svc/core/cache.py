@@ -195,8 +195,8 @@ class CacheCore:
         self._touched.pop(op.worker, None)
         if not self.workers:
             self.tree = None
-            self._asked.update((waiter.sequence_id, False) for waiter in self.waiting.values())
             for waiter in self.waiting.values():
+                self._asked.setdefault(waiter.sequence_id, False)
                 waiter.depth, waiter.watch = 0, None
 
     def _worker(self, worker_id: int) -> Worker:
