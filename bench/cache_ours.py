@@ -14,9 +14,9 @@ from bench.peers.cache_work import (
     Samples,
     Tokens,
     Work,
-    no_collections,
     timed,
 )
+from bench.peers.quiet import no_collections
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.table import NO_TERMS, Sequence
 from cache_svc.core.tree import Namespace, PrefixNode, PrefixTree

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.cores import BLOCK_SIZE, Bench, Sample, no_collections
+from bench.cores import BLOCK_SIZE, Bench, Sample
 from bench.peers.peer import Peer
+from bench.peers.quiet import no_collections
 
 RUNNING = (64, 256, 1024, 4096)
 STEPS, STEPS_OF_4096 = 100, 30  # of a repeat

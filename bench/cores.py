@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,19 +25,6 @@ Sample = dict[str, float]  # seconds of "scheduler", "cache" and "wire"
 
 def new_sample() -> Sample:
     return {"scheduler": 0.0, "cache": 0.0, "wire": 0.0}
-
-
-@contextlib.contextmanager
-def no_collections() -> Iterator[None]:
-    """What is there is set aside, and no collection falls into the measurement. The peers are measured the same way."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
 
 
 class Bench:

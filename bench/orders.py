@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from bench.control_plane import REPEATS, in_turns, ratio, spread
-from bench.cores import BLOCK_SIZE, no_collections
+from bench.cores import BLOCK_SIZE
 from bench.peers.peer import Peer
+from bench.peers.quiet import no_collections
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.request import Match, Request
 from scheduler_svc.core.view import RequestView

@@ -10,12 +10,13 @@ import ctypes
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from bench.peers.quiet import no_collections
 
 Tokens = npt.NDArray[np.int64]
 Samples = dict[str, list[float]]  # microseconds, by figure
@@ -95,18 +96,6 @@ class Cache(Protocol):
         """All that is free is taken, so that the next blocks are evicted."""
 
     def evict(self, num_tokens: int) -> Any: ...
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
 
 
 def timed(call: Callable[[Any], Any], arguments: Iterable[Any]) -> list[float]:

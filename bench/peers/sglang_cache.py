@@ -26,10 +26,10 @@ from bench.peers.cache_work import (
     bytes_of,
     measure_calls,
     measure_evict,
-    no_collections,
     store,
     timed,
 )
+from bench.peers.quiet import no_collections
 
 TREES = {"rust": "RustUnifiedTreeCore", "python": "UnifiedTreeCore"}
 

@@ -1,15 +1,15 @@
 """vLLM's own V1 Scheduler on the workloads of bench/control_plane.py, without a model: jobs in, samples out (peer.py).
 
-Runs in the environment that tests/peer/env.sh makes, and imports nothing of Paceline but that test's driver. Counted
-are schedule() and update_from_output(), and for an admission what its engine core does when a request comes: the
-Request with its block hashes, add_request(). Not counted: what the model runner would return, pickling, msgpack.
+Runs in the environment that tests/peer/env.sh makes, and imports nothing of Paceline but that test's driver and
+quiet.py. Counted are schedule() and update_from_output(), and for an admission what its engine core does when a
+request comes: the Request with its block hashes, add_request(). Not counted: what the model runner would return,
+pickling, msgpack.
 """
 
 # ruff: noqa: E402 - vLLM is imported when its settings stand
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -17,13 +17,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
 logging.disable(logging.WARNING)  # it warns for every scheduler that is made
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 ANSWERS, sys.stdout = sys.stdout, sys.stderr  # vLLM prints
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "peer"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "peer"))
+sys.path.append(str(ROOT))
 
 import numpy as np
 from vllm.sampling_params import SamplingParams
@@ -35,8 +37,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.version import __version__
 from vllm_driver import make_scheduler
 
+from bench.peers.quiet import no_collections
+
 BLOCK_SIZE = 16
-T = TypeVar("T")
 
 
 class Bench:
@@ -96,17 +99,6 @@ class Bench:
         return scheduled - began, time.perf_counter() - resulted
 
 
-def no_collections(call: Callable[[], T]) -> T:
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        return call()
-    finally:
-        gc.enable()
-        gc.unfreeze()
-
-
 def decode(running: int, steps: int, warm_up: int, seed: int) -> list[dict[str, float]]:
     rng = np.random.default_rng(seed)
     bench = Bench(running, running * (2 + (64 + steps + 200) // BLOCK_SIZE))
@@ -116,7 +108,8 @@ def decode(running: int, steps: int, warm_up: int, seed: int) -> list[dict[str, 
         bench.step()
     for _ in range(warm_up):
         bench.step()
-    samples = no_collections(lambda: [bench.step() for _ in range(steps)])
+    with no_collections():
+        samples = [bench.step() for _ in range(steps)]
     return [{"step": schedule + update, "schedule": schedule, "update": update} for schedule, update in samples]
 
 
@@ -145,7 +138,8 @@ def burst(prompt: int, cached: int, requests: int, seed: int) -> list[dict[str, 
             whole += sum(bench.step())
         return whole
 
-    whole = no_collections(run)
+    with no_collections():
+        whole = run()
     return [{"whole": whole / requests, "hashing": bench.hashing_s / requests}]
 
 
@@ -166,7 +160,8 @@ def lone(prompt: int, cached: int, times: int, seed: int) -> list[dict[str, floa
 
     for _ in range(20):
         one()
-    return no_collections(lambda: [one() for _ in range(times)])
+    with no_collections():
+        return [one() for _ in range(times)]
 
 
 def abort(waiting: int, times: int, order: str, seed: int) -> list[dict[str, float]]:
@@ -184,7 +179,8 @@ def abort(waiting: int, times: int, order: str, seed: int) -> list[dict[str, flo
         bench.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
         return {"abort": time.perf_counter() - began}
 
-    return no_collections(lambda: [one(name) for name in names])
+    with no_collections():
+        return [one(name) for name in names]
 
 
 def main() -> None:

@@ -9,16 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
-
+from cache_svc.core.commits import checked_commits
 from cache_svc.core.errors import Code, LinkError, OpError
 from cache_svc.core.invariants import check_state
 from cache_svc.core.matching import Match, matches_of
+from cache_svc.core.messages import add_matches, pool_counters
 from cache_svc.core.retention import read_ranges
 from cache_svc.core.table import NO_TERMS, Sequence, SwappedSequence, Terms, pack_int32
 from cache_svc.core.tree import TOKEN_BYTES, Namespace, PrefixTree
 from cache_svc.core.waiting import MAX_SETTLED, Waiter
-from cache_svc.core.worker import Counters, Worker, check_token_bytes
+from cache_svc.core.worker import Worker, check_token_bytes
 from paceline.v1 import cache_pb2 as pb
 
 MAX_NUM_BLOCKS = 2**31 - 1  # block ids travel as int32
@@ -118,7 +118,7 @@ class CacheCore:
     def pool_counters(self) -> list[pb.PoolCounters]:
         """The counters of every worker as of the last exchange. May be called from another thread at any time."""
         return [
-            _pool_counters(worker.worker_id, worker.reported)
+            pool_counters(worker.worker_id, worker.reported)
             for worker in list(self.workers.values())
             if worker.reported is not None
         ]
@@ -129,7 +129,7 @@ class CacheCore:
             if counters != worker.reported:
                 self._count_evictions(worker)
                 worker.reported = counters
-                response.pools.append(_pool_counters(worker.worker_id, counters))
+                response.pools.append(pool_counters(worker.worker_id, counters))
         self._touched.clear()
 
     def _report_demotions(self, worker: Worker, response: pb.CacheServiceLinkResponse) -> None:
@@ -223,7 +223,7 @@ class CacheCore:
         if self.tree is not None:
             waiter.enter(self.tree)
             waiter.settle(self.tree)
-            _add_matches(result.match.matches, self._matches(waiter))
+            add_matches(result.match.matches, self._matches(waiter))
 
     def _rematch(self, op: pb.RematchOp, _: pb.CacheOpResult) -> None:
         sequence_ids = op.sequences[:]
@@ -248,7 +248,7 @@ class CacheCore:
                 waiter.settle(tree)
             before = waiter.reported
             if self._matches(waiter) != before or always:
-                _add_matches(response.match_updates.add(sequence=sequence_id).matches, waiter.reported)
+                add_matches(response.match_updates.add(sequence=sequence_id).matches, waiter.reported)
         asked.clear()
 
     def _matches(self, waiter: Waiter) -> list[Match]:
@@ -345,7 +345,7 @@ class CacheCore:
     def _commit(self, op: pb.CommitOp, _: pb.CacheOpResult) -> None:
         token_ids = op.token_ids
         start = 0
-        for sequence, num_new, computed in self._checked_commits(op, len(token_ids)):
+        for sequence, num_new, computed in checked_commits(op, len(token_ids), self._all_admitted):
             end = start + num_new * TOKEN_BYTES
             sequence.tokens += token_ids[start:end]
             start = end
@@ -355,39 +355,6 @@ class CacheCore:
             if worker.prefix_caching and computed // worker.tree.block_size > sequence.node.end:
                 worker.store(sequence)
             self._touched[worker.worker_id] = worker
-
-    def _checked_commits(self, op: pb.CommitOp, num_token_bytes: int) -> list[tuple[Sequence, int, int]]:
-        """The entries, all of them valid in their order (a sequence may stand more than once)."""
-        # Lists, since protobuf's repeated fields are slow to iterate.
-        sequence_ids = op.sequences[:]
-        num_new_tokens, num_computed_tokens = op.num_new_tokens[:], op.num_computed_tokens[:]
-        if not len(sequence_ids) == len(num_new_tokens) == len(num_computed_tokens):
-            raise OpError(
-                Code.INVALID_ARGUMENT,
-                f"{len(sequence_ids)} sequences, {len(num_new_tokens)} num_new_tokens and "
-                f"{len(num_computed_tokens)} num_computed_tokens: must be as many of each",
-            )
-        if sum(num_new_tokens) * TOKEN_BYTES != num_token_bytes:
-            raise OpError(
-                Code.INVALID_ARGUMENT,
-                f"token_ids: {num_token_bytes} bytes, but num_new_tokens add up to {sum(num_new_tokens)} int32",
-            )
-        entries = list(zip(self._all_admitted(sequence_ids), num_new_tokens, num_computed_tokens, strict=True))
-        block_size = self.tree.block_size if self.tree else 0  # with no worker, there are no entries
-        repeated = len(set(sequence_ids)) < len(entries)
-        so_far: dict[int, tuple[int, int]] = {}  # of repeated ones: tokens, computed tokens after the entries before
-        for sequence, num_new, computed in entries:
-            known, before = sequence.num_tokens, sequence.num_computed_tokens
-            if repeated:
-                known, before = so_far.get(sequence.sequence_id, (known, before))
-                so_far[sequence.sequence_id] = known + num_new, computed
-            if not before <= computed <= known + num_new or computed > len(sequence.table) * block_size:
-                raise OpError(
-                    Code.INVALID_ARGUMENT,
-                    f"num_computed_tokens: {computed} for sequence {sequence.sequence_id}, which has {known + num_new} "
-                    f"tokens, blocks for {len(sequence.table) * block_size}, and {before} computed before",
-                )
-        return entries
 
     def _free(self, op: pb.FreeOp, _: pb.CacheOpResult) -> None:
         sequence_ids = op.sequences[:]
@@ -422,27 +389,6 @@ class CacheCore:
         if sequence_id in self.waiting or sequence_id in self.swapped:
             raise OpError(Code.FAILED_PRECONDITION, f"sequence {sequence_id} is not admitted, or swapped out")
         raise OpError(Code.NOT_FOUND, f"sequence {sequence_id} is not known")
-
-
-def _add_matches(message: RepeatedCompositeFieldContainer[pb.WorkerMatch], matches: list[Match]) -> None:
-    for worker, num_tokens, num_live_tokens, num_host_tokens in matches:
-        match = message.add(worker=worker, num_tokens=num_tokens, num_live_tokens=num_live_tokens)
-        if num_host_tokens:
-            match.num_host_tokens = num_host_tokens
-
-
-def _pool_counters(worker_id: int, counters: Counters) -> pb.PoolCounters:
-    free, cached, used, evicted, free_host, cached_host, used_host = counters
-    return pb.PoolCounters(
-        worker=worker_id,
-        free_blocks=free,
-        cached_blocks=cached,
-        used_blocks=used,
-        evicted_blocks_total=evicted,
-        free_host_blocks=free_host,
-        cached_host_blocks=cached_host,
-        used_host_blocks=used_host,
-    )
 
 
 def _named(sequence_ids: list[int]) -> str:

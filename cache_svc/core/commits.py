@@ -1,0 +1,45 @@
+"""Whether what a CommitOp says can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cache_svc.core.errors import Code, OpError
+from cache_svc.core.table import Sequence
+from cache_svc.core.tree import TOKEN_BYTES
+from paceline.v1 import cache_pb2 as pb
+
+
+def checked_commits(
+    op: pb.CommitOp, num_token_bytes: int, all_admitted: Callable[[list[int]], list[Sequence]]
+) -> list[tuple[Sequence, int, int]]:
+    """The entries, all of them valid in their order (a sequence may stand more than once). Raises OpError."""
+    # Lists, since protobuf's repeated fields are slow to iterate.
+    sequence_ids = op.sequences[:]
+    num_new_tokens, num_computed_tokens = op.num_new_tokens[:], op.num_computed_tokens[:]
+    if not len(sequence_ids) == len(num_new_tokens) == len(num_computed_tokens):
+        raise OpError(
+            Code.INVALID_ARGUMENT,
+            f"{len(sequence_ids)} sequences, {len(num_new_tokens)} num_new_tokens and "
+            f"{len(num_computed_tokens)} num_computed_tokens: must be as many of each",
+        )
+    if sum(num_new_tokens) * TOKEN_BYTES != num_token_bytes:
+        raise OpError(
+            Code.INVALID_ARGUMENT,
+            f"token_ids: {num_token_bytes} bytes, but num_new_tokens add up to {sum(num_new_tokens)} int32",
+        )
+    entries = list(zip(all_admitted(sequence_ids), num_new_tokens, num_computed_tokens, strict=True))
+    repeated = len(set(sequence_ids)) < len(entries)
+    so_far: dict[int, tuple[int, int]] = {}  # of repeated ones: tokens, computed tokens after the entries before
+    for sequence, num_new, computed in entries:
+        known, before, block_size = sequence.num_tokens, sequence.num_computed_tokens, sequence.worker.tree.block_size
+        if repeated:
+            known, before = so_far.get(sequence.sequence_id, (known, before))
+            so_far[sequence.sequence_id] = known + num_new, computed
+        if not before <= computed <= known + num_new or computed > len(sequence.table) * block_size:
+            raise OpError(
+                Code.INVALID_ARGUMENT,
+                f"num_computed_tokens: {computed} for sequence {sequence.sequence_id}, which has {known + num_new} "
+                f"tokens, blocks for {len(sequence.table) * block_size}, and {before} computed before",
+            )
+    return entries

@@ -1,0 +1,30 @@
+"""What the core reports, as messages."""
+
+from __future__ import annotations
+
+from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
+
+from cache_svc.core.matching import Match
+from cache_svc.core.worker import Counters
+from paceline.v1 import cache_pb2 as pb
+
+
+def add_matches(message: RepeatedCompositeFieldContainer[pb.WorkerMatch], matches: list[Match]) -> None:
+    for worker, num_tokens, num_live_tokens, num_host_tokens in matches:
+        match = message.add(worker=worker, num_tokens=num_tokens, num_live_tokens=num_live_tokens)
+        if num_host_tokens:
+            match.num_host_tokens = num_host_tokens
+
+
+def pool_counters(worker_id: int, counters: Counters) -> pb.PoolCounters:
+    free, cached, used, evicted, free_host, cached_host, used_host = counters
+    return pb.PoolCounters(
+        worker=worker_id,
+        free_blocks=free,
+        cached_blocks=cached,
+        used_blocks=used,
+        evicted_blocks_total=evicted,
+        free_host_blocks=free_host,
+        cached_host_blocks=cached_host,
+        used_host_blocks=used_host,
+    )
