@@ -11,6 +11,7 @@ from typing import Any
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from cache_svc.core.errors import Code, LinkError, OpError
+from cache_svc.core.events import EventLog
 from cache_svc.core.invariants import check_state
 from cache_svc.core.matching import Match, matches_of
 from cache_svc.core.retention import read_ranges
@@ -43,8 +44,9 @@ class CacheCore:
     """All blocks of all workers. `debug` checks every invariant after every exchange (slow); `eviction` names one of
     eviction.STRATEGIES."""
 
-    def __init__(self, debug: bool = False, eviction: str = "lru") -> None:
+    def __init__(self, debug: bool = False, eviction: str = "lru", events: EventLog | None = None) -> None:
         self.debug = debug
+        self.events = events or EventLog()
         self.eviction = eviction
         self.counters = CacheCounters()
         self._handlers: dict[str | None, Callable[[Any, pb.CacheOpResult], None]] = {
@@ -63,6 +65,7 @@ class CacheCore:
 
     def reset(self) -> None:
         """A new link: no workers, no sequences, and the next exchange is number 1."""
+        self.events.clear()
         self.last_exchange = 0
         self.tree: PrefixTree | None = None  # there while there is a worker: the first one says the block size
         self.workers: dict[int, Worker] = {}
@@ -163,6 +166,8 @@ class CacheCore:
             op.num_host_blocks,
             self.eviction,
         )
+        if op.prefix_caching:
+            worker.device.events = self.events.recorder(worker.device.index, op.worker)
         self.workers[op.worker] = self.workers_by_index[index] = worker
         self._touched[op.worker] = worker
 
@@ -170,6 +175,7 @@ class CacheCore:
         worker = self._worker(op.worker)
         self._count_evictions(worker)
         worker.device.leave_tree()
+        self.events.clear_worker(op.worker)
         for sequence_id, sequence in worker.sequences.items():
             del self.admitted[sequence_id]
             worker.tree.leave(sequence.root)

@@ -23,11 +23,15 @@ connected to the root. check_invariants asserts it.
 from __future__ import annotations
 
 from array import array
+from typing import TYPE_CHECKING
 
 from cache_svc.core.eviction import EvictionQueue
 from cache_svc.core.pool import BlockPool
 from cache_svc.core.retention import Range
 from cache_svc.core.tree import Holding, PrefixNode, PrefixTree, subtree
+
+if TYPE_CHECKING:
+    from cache_svc.core.events import Recorder
 
 
 class Memory:
@@ -37,6 +41,7 @@ class Memory:
         "_num_stored",
         "_withheld",
         "cached_blocks",
+        "events",
         "evicted_blocks_total",
         "index",
         "keeps",
@@ -56,6 +61,7 @@ class Memory:
         self.cached_blocks = 0
         self.evicted_blocks_total = 0
         self.queue = EvictionQueue(eviction)
+        self.events: Recorder | None = None  # who is told what is held here; None if it is kept for nobody
         self._num_stored = 0
         # Blocks that are to be copied before anything else is written: nobody gets them in this exchange.
         self.sources: set[int] = set()
@@ -117,6 +123,8 @@ class Memory:
         parent = node.parent
         if parent is not None and parent.parent is not None:
             parent.holdings[self.index].num_children += 1
+        if self.events is not None:
+            self.events.stored(holding)
 
     def use(self, holding: Holding, priority: float = 0.0) -> None:
         """One user more."""
@@ -175,6 +183,8 @@ class Memory:
         parent = node.parent
         assert parent is not None
         assert not holding.num_children, "children are forgotten before their parents"
+        if self.events is not None:
+            self.events.removed(holding)
         self.queue.forget(holding)
         del node.holdings[index]
         if not node.holdings:

@@ -79,7 +79,7 @@ class Holding:
 class PrefixNode:
     """Places in the tree are counted in blocks from the root: this node's blocks are start ... end - 1."""
 
-    __slots__ = ("children", "end", "holdings", "key", "order", "parent", "watches")
+    __slots__ = ("children", "end", "holdings", "key", "order", "parent", "prefix_ids", "watches")
 
     def __init__(self, parent: PrefixNode | None, key: bytes, end: int) -> None:
         self.parent = parent
@@ -89,6 +89,7 @@ class PrefixNode:
         self.order: list[bytes] | None = None  # the keys of children, sorted, once somebody has asked
         self.holdings: dict[int, Holding] = {}  # by memory index
         self.watches: dict[int, Watch] | None = None  # waiting sequences whose match ends in this node, by where
+        self.prefix_ids: array[int] | None = None  # of its blocks, once somebody has asked (events.py)
 
     @property
     def start(self) -> int:
@@ -244,6 +245,8 @@ class PrefixTree:
         front.children[node.key[:block_bytes]] = node
         for index, holding in node.holdings.items():
             front.holdings[index] = holding.split(front, num_blocks)
+        if node.prefix_ids is not None:
+            front.prefix_ids, node.prefix_ids = node.prefix_ids[:num_blocks], node.prefix_ids[num_blocks:]
         if node.watches:
             for watch in [watch for at, watch in node.watches.items() if at <= depth]:
                 watch.move(front)
