@@ -50,6 +50,7 @@ class CacheCollector(Collector):
             ("refused_ops", "Operations that were answered with an error.", counters.refused_ops),
             ("swapped_out_blocks", "Blocks copied to host memory.", counters.swapped_out_blocks),
             ("swapped_in_blocks", "Blocks copied back from host memory.", counters.swapped_in_blocks),
+            ("pins_given_up", "Times that a worker's pins had to make room for a request.", counters.pins_given_up),
             ("evicted_blocks", "Cached blocks that were taken for something else.", counters.evicted_blocks),
             ("prefix_query_tokens", "Tokens of admitted sequences.", counters.prefix_query_tokens),
             ("prefix_hit_tokens", "Tokens of admitted sequences whose KV was reused.", counters.prefix_hit_tokens),

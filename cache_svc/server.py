@@ -10,6 +10,8 @@ from typing import Any
 import grpc
 from prometheus_client import REGISTRY
 
+from cache_svc.admin import ADMIN_SERVICE_NAME, CacheAdmin, now_ms
+from cache_svc.core.admin import expire_pins
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import LinkError
 from cache_svc.core.events import EventLog
@@ -89,6 +91,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         async for request in requests:
             started_s = time.perf_counter()
             try:
+                if self._core.pins.by_name:
+                    expire_pins(self._core, now_ms())
                 response = self._core.exchange(request)
             except LinkError as error:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
@@ -117,13 +121,17 @@ async def serve(
     """
     # Microseconds, so that no number comes again after a restart: see WatchEventsResponse.
     events = EventLog(settings.event_buffer, first_number=time.time_ns() // 1000)
-    core = CacheCore(debug=settings.debug, eviction=settings.eviction, events=events)
+    core = CacheCore(
+        debug=settings.debug, eviction=settings.eviction, events=events, max_pinned_share=settings.max_pinned_share
+    )
     collector = CacheCollector(core)
     REGISTRY.register(collector)
     metrics = None
     server = GrpcServer(settings.host, settings.port)
     servicer = CacheServicer(core)
     server.add(SERVICE_NAME, lambda target: cache_pb2_grpc.add_CacheServiceServicer_to_server(servicer, target))
+    admin = CacheAdmin(core)
+    server.add(ADMIN_SERVICE_NAME, lambda target: cache_pb2_grpc.add_CacheAdminServiceServicer_to_server(admin, target))
     try:
         metrics = start_metrics_server(settings.host, settings.metrics_port)
         port = await server.start()

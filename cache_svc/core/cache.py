@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from cache_svc.core.errors import Code, LinkError, OpError
 from cache_svc.core.events import EventLog
 from cache_svc.core.invariants import check_state
 from cache_svc.core.matching import Match, matches_of
+from cache_svc.core.pins import DEFAULT_SHARE, Pins
 from cache_svc.core.retention import read_ranges
 from cache_svc.core.table import NO_TERMS, Sequence, SwappedSequence, Terms, pack_int32
 from cache_svc.core.tree import TOKEN_BYTES, Namespace, PrefixTree
@@ -38,15 +39,23 @@ class CacheCounters:
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
     refused_ops: int = 0
+    pins_given_up: int = 0  # of a worker, all at once
 
 
 class CacheCore:
     """All blocks of all workers. `debug` checks every invariant after every exchange (slow); `eviction` names one of
     eviction.STRATEGIES."""
 
-    def __init__(self, debug: bool = False, eviction: str = "lru", events: EventLog | None = None) -> None:
+    def __init__(
+        self,
+        debug: bool = False,
+        eviction: str = "lru",
+        events: EventLog | None = None,
+        max_pinned_share: float = DEFAULT_SHARE,
+    ) -> None:
         self.debug = debug
         self.events = events or EventLog()
+        self.max_pinned_share = max_pinned_share
         self.eviction = eviction
         self.counters = CacheCounters()
         self._handlers: dict[str | None, Callable[[Any, pb.CacheOpResult], None]] = {
@@ -72,6 +81,7 @@ class CacheCore:
         self.workers_by_index: dict[int, Worker] = {}
         self.waiting: dict[int, Waiter] = {}  # matched, not admitted
         self.admitted: dict[int, Sequence] = {}
+        self.pins = Pins(self.max_pinned_share)
         self.swapped: dict[int, SwappedSequence] = {}
         self._touched: dict[int, Worker] = {}  # by worker id: counters may have changed in this exchange
         self._asked: dict[int, bool] = {}  # by RematchOps of this exchange; whether the answer is due in any case
@@ -102,6 +112,10 @@ class CacheCore:
                 result.error.message = refused.message
         for worker in self._touched.values():
             worker.device.end_exchange()
+        if self.pins.by_name:
+            given_up = self.pins.give_way(self.waiting.values())
+            self.touch(given_up)
+            self.counters.pins_given_up += len(given_up)
         self._report_pools(response)
         self._report_matches(response)
         if self.debug:
@@ -110,7 +124,11 @@ class CacheCore:
 
     def check_invariants(self) -> None:
         """Raises InvariantError if the state contradicts itself. Costs time proportional to all there is."""
-        check_state(self.tree, self.workers, self.waiting, self.admitted, self.swapped)
+        check_state(self.tree, self.workers, self.waiting, self.admitted, self.swapped, self.pins)
+
+    def touch(self, workers: Iterable[Worker]) -> None:
+        """Their counters may have changed: the scheduler is to hear of it."""
+        self._touched.update((worker.worker_id, worker) for worker in workers)
 
     def pool_counters(self) -> list[pb.PoolCounters]:
         """The counters of every worker as of the last exchange. May be called from another thread at any time."""
@@ -119,6 +137,10 @@ class CacheCore:
             for worker in list(self.workers.values())
             if worker.reported is not None
         ]
+
+    def present_counters(self) -> list[pb.PoolCounters]:
+        """The counters of every worker as they are between exchanges."""
+        return [_pool_counters(worker.worker_id, worker.counters()) for worker in self.workers.values()]
 
     def _report_pools(self, response: pb.CacheServiceLinkResponse) -> None:
         for worker in self._touched.values():
@@ -176,6 +198,7 @@ class CacheCore:
         self._count_evictions(worker)
         worker.device.leave_tree()
         self.events.clear_worker(op.worker)
+        self.pins.forget_worker(worker)
         for sequence_id, sequence in worker.sequences.items():
             del self.admitted[sequence_id]
             worker.tree.leave(sequence.root)

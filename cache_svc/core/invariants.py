@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from cache_svc.core.errors import InvariantError
+from cache_svc.core.pins import Pins
 from cache_svc.core.table import Sequence, SwappedSequence
 from cache_svc.core.tree import Holding, PrefixNode, PrefixTree, subtree
 from cache_svc.core.waiting import Waiter
@@ -18,6 +19,7 @@ def check_state(
     waiting: dict[int, Waiter],
     admitted: dict[int, Sequence],
     swapped: dict[int, SwappedSequence],
+    pins: Pins,
 ) -> None:
     """Raises InvariantError naming the first contradiction."""
     _require(bool(workers) == (tree is not None), "the tree is there exactly while there is a worker")
@@ -36,7 +38,7 @@ def check_state(
         _check_waiter(waiter, tree)
     _require(tree.stale.keys() <= waiting.keys(), "a place is stale of a sequence that does not wait")
     for worker in workers.values():
-        _check_device(worker)
+        _check_device(worker, pins)
         _check_host(worker)
     _check_tree(tree, workers, [*waiting.values(), *admitted.values(), *swapped.values()])
 
@@ -107,7 +109,7 @@ def _root(node: PrefixNode) -> PrefixNode:
     return node
 
 
-def _check_device(worker: Worker) -> None:
+def _check_device(worker: Worker, pins: Pins) -> None:
     """Users recounted; each block in one state; a stored block is never one that somebody still writes."""
     name, device, pool = f"worker {worker.worker_id}", worker.device, worker.device.pool
     users: Counter[int] = Counter()
@@ -115,6 +117,9 @@ def _check_device(worker: Worker) -> None:
     for sequence in worker.sequences.values():
         users.update(id(node.holdings[worker.index]) for node in _path(sequence.node))
         private += [*sequence.duplicates, *sequence.table[sequence.node.end :]]
+    for place in pins.places(worker):
+        users.update(id(node.holdings[worker.index]) for node in _path(place))
+    _require(pins.num_blocks(worker) <= pins.max_blocks(worker), f"{name}: more blocks are pinned than may be")
     holdings = _holdings(worker)
     for holding in holdings:
         block = holding.blocks[0]

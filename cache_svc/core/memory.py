@@ -208,6 +208,18 @@ class Memory:
             live = node.end
         return last, depth, live
 
+    def forget_unused(self, root: PrefixNode) -> int:
+        """Nobody wants what is cached below that root, and has no user; returns how many blocks are free now."""
+        num_blocks = 0
+        for node in reversed(list(subtree(root))):
+            holding = node.holdings.get(self.index)
+            if holding is not None and not holding.users:
+                num_blocks += len(holding.blocks)
+                self.pool.give_back(holding.blocks[::-1])
+                self._forget(holding)
+        self.cached_blocks -= num_blocks
+        return num_blocks
+
     def leave_tree(self) -> None:
         """The memory is gone, and all that it holds."""
         for node in reversed(list(subtree(*self.tree.roots.values()))):

@@ -81,7 +81,7 @@ class Follower:
                 self.num_snapshots += 1
             assert number == self.last or not event.snapshot.complete
         elif self._in_snapshot:
-            assert kind == "stored" and number == self.last
+            assert (kind, number) == ("stored", self.last)
         else:
             assert number == self.last + 1, "a gap, or twice the same"
         self.last = number
@@ -101,10 +101,13 @@ class Follower:
         parent, num_blocks = stored.parent_prefix_id, len(stored.block_ids)
         assert (parent in there) == (stored.start_block > 0), "a run hangs in the air"
         size, rest = divmod(len(stored.token_ids), num_blocks)
-        assert not rest and len(stored.prefix_ids) == num_blocks > 0
+        assert rest == 0
+        assert len(stored.prefix_ids) == num_blocks > 0
         for i, (prefix, block) in enumerate(zip(stored.prefix_ids, stored.block_ids, strict=True)):
             parent = chained(parent, stored.token_ids[i * size : (i + 1) * size])
-            assert parent == prefix and prefix not in there and block not in there.values()
+            assert parent == prefix
+            assert prefix not in there
+            assert block not in there.values()
             there[prefix] = block
         assert not stored.namespace.cache_salt
 
