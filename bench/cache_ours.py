@@ -37,7 +37,7 @@ class OurCache:
     def __init__(self, block_size: int, num_tokens: int) -> None:
         self.tree = PrefixTree(block_size)
         self.root = self.tree.enter(Namespace())
-        self.worker = Worker(1, 0, self.tree, -(-num_tokens // block_size), True, False, 0, "lru")
+        self.worker = Worker(1, 0, self.tree, -(-num_tokens // block_size), True, False, 0, False, "lru")
         self.device = self.worker.device
         self.ids = count(1)
 
@@ -62,7 +62,7 @@ class OurCache:
     def to_insert_rest(self, tokens: Tokens) -> Sequence:
         """One that was admitted, with what of it is stored."""
         key = packed(tokens)
-        sequence, _ = self.worker.admit(self.waiter(key), *self.tree.walk(key, self.root, 0), 0, partial=False)
+        sequence, _, _ = self.worker.admit(self.waiter(key), *self.tree.walk(key, self.root, 0), 0, copies=False)
         sequence.num_computed_tokens = len(tokens)
         return sequence
 

@@ -59,13 +59,13 @@ def replay(requests: Iterable[list[int]], num_blocks: int, eviction: str) -> int
     """How many blocks are hits."""
     tree = PrefixTree(block_size=1)
     root = tree.enter(Namespace())
-    worker = Worker(1, 0, tree, num_blocks + 1, True, False, 0, eviction)  # + 1: for COMPUTED
+    worker = Worker(1, 0, tree, num_blocks + 1, True, False, 0, False, eviction)  # + 1: for COMPUTED
     hits = 0
     for number, ids in enumerate(requests):
         tokens = np.array(ids, np.int32).tobytes() + COMPUTED
         waiter = Waiter(number, tokens, Namespace(), NO_TERMS)
         waiter.root = root
-        sequence, _ = worker.admit(waiter, *tree.walk(tokens, root, 0), num_new_tokens=0, partial=False)
+        sequence, _, _ = worker.admit(waiter, *tree.walk(tokens, root, 0), num_new_tokens=0, copies=False)
         hits += sequence.num_computed_tokens
         sequence.num_computed_tokens = len(ids)
         worker.store(sequence)

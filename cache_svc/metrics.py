@@ -32,7 +32,7 @@ class CacheCollector(Collector):
         )
         host_blocks = GaugeMetricFamily(
             "paceline_cache_host_blocks",
-            "Host blocks by state: free, used (by swapped-out sequences).",
+            "Host blocks by state: free, cached (reusable), used (by swapped-out sequences).",
             labels=["worker", "state"],
         )
         for pool in self._core.pool_counters():
@@ -41,6 +41,7 @@ class CacheCollector(Collector):
             blocks.add_metric([worker, "cached"], pool.cached_blocks)
             blocks.add_metric([worker, "used"], pool.used_blocks)
             host_blocks.add_metric([worker, "free"], pool.free_host_blocks)
+            host_blocks.add_metric([worker, "cached"], pool.cached_host_blocks)
             host_blocks.add_metric([worker, "used"], pool.used_host_blocks)
         yield blocks
         yield host_blocks
@@ -48,10 +49,13 @@ class CacheCollector(Collector):
         for name, text, value in (
             ("exchanges", "Exchanges of operations with the scheduler.", counters.exchanges),
             ("refused_ops", "Operations that were answered with an error.", counters.refused_ops),
-            ("swapped_out_blocks", "Blocks copied to host memory.", counters.swapped_out_blocks),
+            ("swapped_out_blocks", "Blocks of sequences copied to host memory.", counters.swapped_out_blocks),
             ("swapped_in_blocks", "Blocks copied back from host memory.", counters.swapped_in_blocks),
             ("pins_given_up", "Times that a worker's pins had to make room for a request.", counters.pins_given_up),
             ("evicted_blocks", "Cached blocks that were taken for something else.", counters.evicted_blocks),
+            ("copied_blocks", "Blocks whose beginning was reused, by copying it.", counters.copied_blocks),
+            ("demoted_blocks", "Evicted blocks that were copied to host memory.", counters.demoted_blocks),
+            ("promoted_blocks", "Blocks reused from host memory, copied back.", counters.promoted_blocks),
             ("prefix_query_tokens", "Tokens of admitted sequences.", counters.prefix_query_tokens),
             ("prefix_hit_tokens", "Tokens of admitted sequences whose KV was reused.", counters.prefix_hit_tokens),
         ):

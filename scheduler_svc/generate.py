@@ -58,6 +58,8 @@ def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission
         tenant=request.tenant,
         deadline_s=request.deadline_s,
         beam=request.beam if request.HasField("beam") else None,
+        cache_salt=request.cache_salt,
+        cache_retention=request.cache_retention,
     )
 
 

@@ -269,6 +269,8 @@ async def serve(
         max_queued_tokens=settings.max_queued_tokens,
         worker_timeout_s=settings.worker_timeout_s,
         prefix_caching=settings.prefix_caching,
+        partial_reuse=settings.partial_reuse,
+        host_cache=settings.host_cache,
         max_num_seqs=settings.max_num_seqs,
         tenant_max_running_tokens=settings.tenant_max_running_tokens,
         tenant_max_queued_tokens=settings.tenant_max_queued_tokens,

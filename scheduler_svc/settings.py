@@ -34,3 +34,5 @@ class SchedulerSettings(ServiceSettings, section="scheduler"):
     waiting_timeout_s: float = Field(0, ge=0, description="a request that waits for longer is failed; 0: none is")
     running_timeout_s: float = Field(0, ge=0, description="a request that runs for longer is failed; 0: none is")
     prefix_caching: bool = Field(True, description="reuse the KV of common prefixes")
+    partial_reuse: bool = Field(True, description="reuse also what a cached block begins with, by copying it")
+    host_cache: bool = Field(True, description="keep KV that is evicted in the workers' host memory, if they have any")

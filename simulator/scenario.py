@@ -127,6 +127,8 @@ class Run:
         config = SchedulerConfig(
             window=1,
             prefix_caching=scenario.prefix_caching,
+            partial_reuse=False,  # none of the originals copies within a block by the same rules
+            host_cache=False,  # as with the schedulers that it is compared to
             max_queued_requests=1 << 30,
             max_queued_tokens=1 << 60,
             max_loras=loras,

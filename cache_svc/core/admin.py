@@ -61,6 +61,7 @@ def forget_unused(
     for namespace, root in list(core.tree.roots.items()) if core.tree is not None else ():
         if all(name is None or name == known for name, known in zip(wanted, namespace, strict=True)):
             for worker in core.workers.values():
+                worker.host.forget_unused(root)  # first: what is there may be behind what the device has
                 forgotten[worker.worker_id] += worker.device.forget_unused(root)
     core.touch(core.workers.values())
     return forgotten

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -35,7 +36,11 @@ class CacheCounters:
     # Of admitted sequences on workers with prefix caching: their tokens, and how many of them were reused.
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    # Copied from the device to the host when they were evicted; and back when they were needed again.
+    demoted_blocks: int = 0
+    promoted_blocks: int = 0
     forked_sequences: int = 0
+    copied_blocks: int = 0  # of which a sequence reused the beginning
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
     refused_ops: int = 0
@@ -78,7 +83,6 @@ class CacheCore:
         self.last_exchange = 0
         self.tree: PrefixTree | None = None  # there while there is a worker: the first one says the block size
         self.workers: dict[int, Worker] = {}
-        self.workers_by_index: dict[int, Worker] = {}
         self.waiting: dict[int, Waiter] = {}  # matched, not admitted
         self.admitted: dict[int, Sequence] = {}
         self.pins = Pins(self.max_pinned_share)
@@ -96,7 +100,7 @@ class CacheCore:
         self.last_exchange = request.exchange
         self.counters.exchanges += 1
         for worker in self.workers.values():
-            worker.device.queue.expire(request.now_ms)
+            worker.expire(request.now_ms)
         response = pb.CacheServiceLinkResponse(epoch=request.epoch, exchange=request.exchange)
         results = response.results
         for op in request.ops:
@@ -111,7 +115,9 @@ class CacheCore:
                 result.error.code = refused.code
                 result.error.message = refused.message
         for worker in self._touched.values():
-            worker.device.end_exchange()
+            worker.end_exchange()
+            if worker.host.moves:
+                self._report_demotions(worker, response)
         if self.pins.by_name:
             given_up = self.pins.give_way(self.waiting.values())
             self.touch(given_up)
@@ -151,6 +157,16 @@ class CacheCore:
                 response.pools.append(_pool_counters(worker.worker_id, counters))
         self._touched.clear()
 
+    def _report_demotions(self, worker: Worker, response: pb.CacheServiceLinkResponse) -> None:
+        moves = worker.host.moves
+        self.counters.demoted_blocks += len(moves)
+        response.demotions.add(
+            worker=worker.worker_id,
+            device_blocks=pack_int32(array("i", moves.values())),
+            host_blocks=pack_int32(array("i", moves)),
+        )
+        moves.clear()
+
     def _count_evictions(self, worker: Worker) -> None:
         counted_before = worker.reported[3] if worker.reported else 0
         self.counters.evicted_blocks += worker.device.evicted_blocks_total - counted_before
@@ -175,28 +191,29 @@ class CacheCore:
                 Code.FAILED_PRECONDITION,
                 f"block_size: {op.block_size} differs from {self.tree.block_size}, which the other workers have",
             )
-        index = 0
-        while index in self.workers_by_index:
-            index += 1
-        worker = Worker(
+        numbers = {worker.number for worker in self.workers.values()}
+        number = next(number for number in itertools.count() if number not in numbers)
+        worker = self.workers[op.worker] = Worker(
             op.worker,
-            index,
+            number,
             self.tree,
             op.num_blocks,
             op.prefix_caching,
             op.partial_reuse,
             op.num_host_blocks,
+            op.host_tier,
             self.eviction,
         )
-        if op.prefix_caching:
+        if worker.prefix_caching:
             worker.device.events = self.events.recorder(worker.device.index, op.worker)
-        self.workers[op.worker] = self.workers_by_index[index] = worker
+        if worker.host_tier:
+            worker.host.events = self.events.recorder(worker.host.index, op.worker, pb.CACHE_TIER_HOST)
         self._touched[op.worker] = worker
 
     def _remove_worker(self, op: pb.RemoveWorkerOp, _: pb.CacheOpResult) -> None:
         worker = self._worker(op.worker)
         self._count_evictions(worker)
-        worker.device.leave_tree()
+        worker.leave_tree()
         self.events.clear_worker(op.worker)
         self.pins.forget_worker(worker)
         for sequence_id, sequence in worker.sequences.items():
@@ -205,12 +222,12 @@ class CacheCore:
         for sequence_id, swapped in worker.swapped.items():
             del self.swapped[sequence_id]
             worker.tree.leave(swapped.root)
-        del self.workers[op.worker], self.workers_by_index[worker.index]
+        del self.workers[op.worker]
         self._touched.pop(op.worker, None)
         if not self.workers:
             self.tree = None
-            self._asked.update((waiter.sequence_id, False) for waiter in self.waiting.values())
             for waiter in self.waiting.values():
+                self._asked.setdefault(waiter.sequence_id, False)
                 waiter.depth, waiter.watch = 0, None
 
     def _worker(self, worker_id: int) -> Worker:
@@ -277,6 +294,7 @@ class CacheCore:
                 raise OpError(Code.FAILED_PRECONDITION, f"sequence {op.sequence} is admitted already")
             raise OpError(Code.NOT_FOUND, f"sequence {op.sequence} is not known")
         worker = self._worker(op.worker)
+        host_blocks = array("i")
         if op.fork_of:
             (parent,) = self._all_admitted([op.fork_of])
             sequence, result.admit.copy_from = worker.fork(waiter, parent)
@@ -285,16 +303,25 @@ class CacheCore:
             if waiter.watch is None:
                 waiter.settle(worker.tree)
             node, depth = waiter.place()
-            partial = worker.partial_reuse
-            sequence, result.admit.copy_from = worker.admit(waiter, node, depth, op.num_new_tokens, partial)
+            new_tokens = op.num_new_tokens
+            sequence, copy_from, host_blocks = worker.admit(waiter, node, depth, new_tokens, copies=True)
+            result.admit.copy_from = copy_from
+            self.counters.copied_blocks += bool(copy_from)
         waiter.leave(worker.tree)
         del self.waiting[op.sequence]
         self.admitted[op.sequence] = sequence
         self._touched[op.worker] = worker
+        num_cached_tokens = sequence.num_computed_tokens
+        if host_blocks:
+            first, end = sequence.node.end, sequence.node.end + len(host_blocks)
+            num_cached_tokens = end * worker.tree.block_size
+            self.counters.promoted_blocks += len(host_blocks)
+            result.admit.device_blocks = pack_int32(sequence.table[first:end])
+            result.admit.host_blocks = pack_int32(host_blocks)
         if worker.prefix_caching:
             self.counters.prefix_query_tokens += sequence.num_tokens
-            self.counters.prefix_hit_tokens += sequence.num_computed_tokens
-        result.admit.num_cached_tokens = sequence.num_computed_tokens
+            self.counters.prefix_hit_tokens += num_cached_tokens
+        result.admit.num_cached_tokens = num_cached_tokens
         result.admit.block_table = pack_int32(sequence.table)
 
     def _swap_out(self, op: pb.SwapOutOp, result: pb.CacheOpResult) -> None:
@@ -429,12 +456,14 @@ class CacheCore:
 
 
 def _add_matches(message: RepeatedCompositeFieldContainer[pb.WorkerMatch], matches: list[Match]) -> None:
-    for worker, num_tokens, num_live_tokens in matches:
-        message.add(worker=worker, num_tokens=num_tokens, num_live_tokens=num_live_tokens)
+    for worker, num_tokens, num_live_tokens, num_host_tokens in matches:
+        match = message.add(worker=worker, num_tokens=num_tokens, num_live_tokens=num_live_tokens)
+        if num_host_tokens:
+            match.num_host_tokens = num_host_tokens
 
 
 def _pool_counters(worker_id: int, counters: Counters) -> pb.PoolCounters:
-    free, cached, used, evicted, free_host, used_host = counters
+    free, cached, used, evicted, free_host, cached_host, used_host = counters
     return pb.PoolCounters(
         worker=worker_id,
         free_blocks=free,
@@ -442,6 +471,7 @@ def _pool_counters(worker_id: int, counters: Counters) -> pb.PoolCounters:
         used_blocks=used,
         evicted_blocks_total=evicted,
         free_host_blocks=free_host,
+        cached_host_blocks=cached_host,
         used_host_blocks=used_host,
     )
 

@@ -42,31 +42,42 @@ STRATEGIES: dict[str, Callable[[Holding], float]] = {
 }
 
 
+class Rank(OrderedDict[Holding, None]):
+    """What is equal to the strategy, least recently used first. (A linked list in C; a plain dict finds its oldest key
+    by a scan over everything deleted before it.)"""
+
+    def __init__(self, key: tuple[int, float]) -> None:
+        super().__init__()
+        self.key = key  # retention, and the strategy's rank
+
+
 class EvictionQueue:
     """The unused holdings of one memory. Raises KeyError for a strategy that there is not."""
 
-    __slots__ = ("_count", "_expiries", "_now_ms", "_queues", "_rank")
+    __slots__ = ("_count", "_expiries", "_lowest", "_now_ms", "_rank_of", "_ranks")
 
     def __init__(self, strategy: str) -> None:
-        self._rank = STRATEGIES[strategy]
+        self._rank_of = STRATEGIES[strategy]
         self._now_ms = 0
         self._count = itertools.count()
         self._expiries: list[tuple[int, int, Holding]] = []  # a heap, the first to expire first
-        # By retention and the strategy's rank. OrderedDict is a linked list in C; a plain dict finds its oldest key by
-        # a scan over everything deleted before it.
-        self._queues: SortedDict[tuple[int, float], OrderedDict[Holding, None]] = SortedDict()
+        self._ranks: SortedDict[tuple[int, float], Rank] = SortedDict()
+        self._lowest: Rank | None = None  # of these, as it is looked at most
 
-    def add(self, holding: Holding, first: bool = False) -> None:
-        """Its last user has left; or (first) it was set aside, and its last child has gone."""
+    def add(self, holding: Holding, first: bool = False, renew: bool = True) -> None:
+        """Its last user has left; or (first) it was set aside, and its last child has gone. With `renew`, the time that
+        it is retained for begins now."""
         if holding.duration_ms:
-            self._add_expiry(holding, again=first)
-        holding.queue = key = self._key(holding)
-        queue = self._queues.get(key)
-        if queue is None:
-            queue = self._queues[key] = OrderedDict()
-        queue[holding] = None
+            self._add_expiry(holding, again=first or not renew)
+        key = self._key(holding)
+        rank = self._ranks.get(key)
+        if rank is None:
+            rank = self._ranks[key] = Rank(key)
+            self._lowest = self._ranks.peekitem(0)[1]
+        holding.queue = rank
+        rank[holding] = None
         if first:
-            queue.move_to_end(holding, last=False)
+            rank.move_to_end(holding, last=False)
 
     def use(self, holding: Holding) -> None:
         """It has a user again."""
@@ -77,26 +88,27 @@ class EvictionQueue:
     def forget(self, holding: Holding) -> None:
         """It is gone."""
         self.remove(holding)
-        holding.expires_ms = GONE
+        holding.users = GONE  # no expiry finds it unused
 
     def remove(self, holding: Holding) -> None:
         """It stands here no more, if it did: it may have been set aside."""
-        if holding.queue is None:
+        rank = holding.queue
+        if rank is None:
             return
-        queue = self._queues[holding.queue]
-        del queue[holding]
-        if not queue:
-            del self._queues[holding.queue]
+        del rank[holding]
         holding.queue = None
+        if not rank:
+            del self._ranks[rank.key]
+            self._lowest = self._ranks.peekitem(0)[1] if self._ranks else None
 
-    def oldest(self) -> Holding:
-        """The next one to be evicted; there is one."""
-        while True:
-            _, queue = self._queues.peekitem(0)
-            holding: Holding = next(iter(queue))
+    def oldest(self) -> Holding | None:
+        """The next one to be evicted, if there is one."""
+        while self._lowest is not None:
+            holding = next(iter(self._lowest))
             if not holding.num_children:
                 return holding
             self.remove(holding)
+        return None
 
     def expire(self, now_ms: int) -> None:
         """Time has passed: what was retained long enough stands with the others."""
@@ -121,7 +133,7 @@ class EvictionQueue:
 
     def upcoming(self, memory_index: int) -> list[Holding]:
         """Everything that can be evicted, the next one first. For checks and tests: costs time for all there is."""
-        queues = {key: deque(queue) for key, queue in self._queues.items()}
+        queues = {key: deque(rank) for key, rank in self._ranks.items()}
         standing = {holding for queue in queues.values() for holding in queue}
         children: dict[Holding, int] = {}
         order = []
@@ -143,4 +155,4 @@ class EvictionQueue:
         return order
 
     def _key(self, holding: Holding) -> tuple[int, float]:
-        return holding.retention, self._rank(holding)
+        return holding.retention, self._rank_of(holding)

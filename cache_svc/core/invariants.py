@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from cache_svc.core.errors import InvariantError
+from cache_svc.core.memory import Memory
 from cache_svc.core.pins import Pins
 from cache_svc.core.table import Sequence, SwappedSequence
 from cache_svc.core.tree import Holding, PrefixNode, PrefixTree, subtree
@@ -29,7 +30,7 @@ def check_state(
     _require(by_worker == admitted, "the workers' sequences are not the admitted ones")
     off_device = {sequence_id: s for worker in workers.values() for sequence_id, s in worker.swapped.items()}
     _require(off_device == swapped, "the workers' swapped sequences are not those that are swapped out")
-    _require(len({worker.index for worker in workers.values()}) == len(workers), "two workers share a mask bit")
+    _require(len({worker.number for worker in workers.values()}) == len(workers), "two workers have one number")
     if tree is None:
         return
     for sequence in admitted.values():
@@ -95,12 +96,13 @@ def _check_waiter(waiter: Waiter, tree: PrefixTree) -> None:
     )
 
 
-def _holdings(worker: Worker) -> list[Holding]:
-    """Everything that the worker's device holds: in the tree, and in those that families of forks have of their own."""
+def _holdings(worker: Worker, index: int) -> list[Holding]:
+    """Everything that this memory of the worker holds: in the tree, and in those that families of forks have of their
+    own."""
     found: dict[int, PrefixNode] = {}
     for root in [*worker.tree.roots.values(), *(_root(sequence.node) for sequence in worker.sequences.values())]:
-        found.update((id(node), node) for node in subtree(root) if worker.index in node.holdings)
-    return [node.holdings[worker.index] for node in found.values()]
+        found.update((id(node), node) for node in subtree(root) if index in node.holdings)
+    return [node.holdings[index] for node in found.values()]
 
 
 def _root(node: PrefixNode) -> PrefixNode:
@@ -110,8 +112,8 @@ def _root(node: PrefixNode) -> PrefixNode:
 
 
 def _check_device(worker: Worker, pins: Pins) -> None:
-    """Users recounted; each block in one state; a stored block is never one that somebody still writes."""
-    name, device, pool = f"worker {worker.worker_id}", worker.device, worker.device.pool
+    """Users recounted."""
+    name = f"worker {worker.worker_id}'s device"
     users: Counter[int] = Counter()
     private: list[int] = []
     for sequence in worker.sequences.values():
@@ -120,40 +122,45 @@ def _check_device(worker: Worker, pins: Pins) -> None:
     for place in pins.places(worker):
         users.update(id(node.holdings[worker.index]) for node in _path(place))
     _require(pins.num_blocks(worker) <= pins.max_blocks(worker), f"{name}: more blocks are pinned than may be")
-    holdings = _holdings(worker)
-    for holding in holdings:
+    for holding in _holdings(worker, worker.index):
         block = holding.blocks[0]
         _require(holding.users == users[id(holding)], f"{name}: wrong number of users of the node with block {block}")
+    _check_memory(name, worker, worker.device, private)
+
+
+def _check_memory(name: str, worker: Worker, memory: Memory, private: list[int]) -> None:
+    """Each block in one state; a stored block is never one that somebody still writes."""
+    holdings, pool = _holdings(worker, memory.index), memory.pool
+    _require(not memory.sources, f"{name}: is to be copied from in the next exchange")
     stored = [block for holding in holdings for block in holding.blocks]
     states = [*pool.given_back(), *stored, *private]
     handed_out = pool.first_untouched - 1
     _require(sorted(states) == list(range(1, handed_out + 1)), f"{name}: a block is lost, or in two states")
     _require(handed_out <= pool.num_blocks, f"{name}: block {handed_out} is beyond the pool")
     unused = [holding for holding in holdings if not holding.users]
-    _require(device.keeps or not unused, f"{name}: keeps what nobody uses")
+    _require(memory.keeps or not unused, f"{name}: keeps what nobody uses")
     cached = sum(len(holding.blocks) for holding in unused)
-    _require(device.cached_blocks == cached, f"{name}: cached_blocks is {device.cached_blocks}, not {cached}")
+    _require(memory.cached_blocks == cached, f"{name}: cached_blocks is {memory.cached_blocks}, not {cached}")
     used = len(private) + len(stored) - cached
-    _require(device.used_blocks == used, f"{name}: used_blocks is {device.used_blocks}, not {used}")
-    order = device.queue.upcoming(device.index)
+    _require(memory.used_blocks == used, f"{name}: used_blocks is {memory.used_blocks}, not {used}")
+    order = memory.queue.upcoming(memory.index)
     _require(len(order) == len(unused) and set(order) == set(unused), f"{name}: what is unused is not to be evicted")
 
 
 def _check_host(worker: Worker) -> None:
-    """Host blocks are free, or held by one swapped-out sequence."""
-    name, pool = f"worker {worker.worker_id}", worker.host
+    """Nobody uses what is stored there; a swapped-out sequence has blocks of its own."""
+    name = f"worker {worker.worker_id}'s host"
     for swapped in worker.swapped.values():
         num_blocks = -(-swapped.num_computed_tokens // worker.tree.block_size)
         _require(swapped.worker is worker, f"{name}: holds a swapped sequence of another worker")
         _require(
             len(swapped.host_blocks) == num_blocks, f"{name}: sequence {swapped.sequence_id} has wrong host blocks"
         )
-    used = [block for swapped in worker.swapped.values() for block in swapped.host_blocks]
-    handed_out = pool.first_untouched - 1
-    states = [*pool.given_back(), *used]
-    _require(sorted(states) == list(range(1, handed_out + 1)), f"{name}: a host block is lost, or in two states")
-    _require(handed_out <= pool.num_blocks, f"{name}: host block {handed_out} is beyond the pool")
-    _require(pool.num_free + len(used) == pool.num_blocks, f"{name}: host blocks do not add up")
+    holdings = _holdings(worker, worker.host.index)
+    _require(worker.host_tier or not holdings, f"{name}: keeps what was evicted")
+    _require(not any(holding.users for holding in holdings), f"{name}: somebody uses a node there")
+    private = [block for swapped in worker.swapped.values() for block in swapped.host_blocks]
+    _check_memory(name, worker, worker.host, private)
 
 
 def _check_tree(
@@ -167,7 +174,7 @@ def _check_tree(
         _require(root.users == users.pop(id(root), 0), "wrong number of sequences of a namespace")
         _require(bool(root.users or root.children), "an empty namespace is left")
     _require(not users, "a sequence is of a namespace that is not there")
-    indexes = {worker.index for worker in workers.values()}
+    indexes = {memory.index for worker in workers.values() for memory in (worker.device, worker.host)}
     running = [sequence for worker in workers.values() for sequence in worker.sequences.values()]
     for top in [*tree.roots.values(), *(_root(sequence.node) for sequence in running)]:
         for node in subtree(top):
@@ -191,4 +198,7 @@ def _check_node(node: PrefixNode, root: PrefixNode, tree: PrefixTree, indexes: s
         _require(holding.num_children == len(children), "wrong number of children that a memory holds")
         _require(holding.users >= max((child.users for child in children), default=0), "a child has more users")
         if parent is not root:
-            _require(parent is not None and index in parent.holdings, "a node is held, and its parent is not")
+            assert parent is not None
+            by_device = index - index % 2 in parent.holdings
+            by_host = index % 2 == 1 and index in parent.holdings
+            _require(by_device or by_host, "a node is held, and its parent is not")

@@ -8,7 +8,8 @@ from cache_svc.core.tree import PrefixNode, PrefixTree
 from cache_svc.core.waiting import Waiter
 from cache_svc.core.worker import Worker
 
-Match = tuple[int, int, int]  # worker id; tokens; of these, tokens in blocks that live sequences use
+# Worker id; tokens on the device; of these, tokens in blocks that live sequences use; tokens behind them on the host.
+Match = tuple[int, int, int, int]
 
 
 def matches_of(waiter: Waiter, tree: PrefixTree, workers: Iterable[Worker]) -> list[Match]:
@@ -31,9 +32,11 @@ def matches_of(waiter: Waiter, tree: PrefixTree, workers: Iterable[Worker]) -> l
     for worker in workers:
         index = worker.index
         node, depth = held.get(index, nothing)
-        num_tokens = depth * block_size
-        if worker.partial_reuse:
+        num_tokens, num_host_tokens = depth * block_size, 0
+        if worker.host_tier:
+            num_host_tokens = max(0, held.get(worker.host.index, nothing)[1] - depth) * block_size
+        if worker.partial_reuse and not num_host_tokens:
             num_tokens += tree.nearest(node, depth, waiter.token_ids, index)[1]
-        if num_tokens:
-            matches.append((worker.worker_id, num_tokens, live.get(index, 0) * block_size))
+        if num_tokens or num_host_tokens:
+            matches.append((worker.worker_id, num_tokens, live.get(index, 0) * block_size, num_host_tokens))
     return matches

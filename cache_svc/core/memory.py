@@ -32,6 +32,7 @@ from cache_svc.core.tree import Holding, PrefixNode, PrefixTree, subtree
 
 if TYPE_CHECKING:
     from cache_svc.core.events import Recorder
+    from cache_svc.core.host import HostMemory
 
 
 class Memory:
@@ -45,6 +46,7 @@ class Memory:
         "evicted_blocks_total",
         "index",
         "keeps",
+        "lower",
         "num_blocks",
         "pool",
         "queue",
@@ -62,6 +64,7 @@ class Memory:
         self.evicted_blocks_total = 0
         self.queue = EvictionQueue(eviction)
         self.events: Recorder | None = None  # who is told what is held here; None if it is kept for nobody
+        self.lower: HostMemory | None = None  # takes in what is evicted here
         self._num_stored = 0
         # Blocks that are to be copied before anything else is written: nobody gets them in this exchange.
         self.sources: set[int] = set()
@@ -83,20 +86,33 @@ class Memory:
     def take(self, count: int) -> array[int]:
         """Blocks with no content: free ones, then cached ones, which are evicted.
 
-        The caller has made sure that there are as many (`available_blocks`).
+        The caller has made sure that there are as many (`available_blocks`); else it gets fewer.
         """
         blocks = self.pool.take(count)
-        while len(blocks) < count:
-            self._evict(count - len(blocks), blocks)
+        if len(blocks) == count:
+            return blocks
+        evicted = []
+        while len(blocks) < count and (holding := self.queue.oldest()) is not None:
+            self._evict(holding, count - len(blocks), blocks)
+            evicted.append(holding)
             if self.sources:
                 self._withhold(blocks)
+        if self.lower is not None:
+            self.lower.take_in(evicted)
+        for holding in evicted:
+            if not holding.node.holdings:
+                self.tree.remove(holding.node)
         return blocks
 
     def _withhold(self, blocks: array[int]) -> None:
-        for block in self.sources.intersection(blocks):
+        for block in [block for block in blocks if block in self.sources]:
             blocks.remove(block)
             self.sources.remove(block)
             self._withheld.append(block)
+
+    def give_back_later(self, blocks: array[int]) -> None:
+        """These are free, but are to be copied from in this exchange."""
+        self._withheld += blocks
 
     def end_exchange(self) -> None:
         """The copies that this exchange has asked for come before all that the next one grants."""
@@ -105,24 +121,23 @@ class Memory:
             self._withheld = array("i")
         self.sources.clear()
 
-    def _evict(self, count: int, into: array[int]) -> None:
-        """The next unused node, or so many blocks from its end."""
-        holding = self.queue.oldest()
+    def _evict(self, holding: Holding, count: int, into: array[int]) -> None:
+        """An unused node, or so many blocks from its end. It stays in the tree for the moment."""
         if len(holding.blocks) > count:
             self.tree.split(holding.node, holding.node.end - count)
         into += holding.blocks[::-1]
         self.evicted_blocks_total += len(holding.blocks)
         self.cached_blocks -= len(holding.blocks)
-        self._forget(holding)
+        self._let_go(holding)
 
     def hold(self, node: PrefixNode, blocks: array[int], priority: float = 0.0) -> None:
-        """From now on this memory holds the node, for one user. It holds the parent already."""
+        """From now on this memory holds the node, for one user."""
         self._num_stored += 1
         holding = node.holdings[self.index] = Holding(node, blocks, self._num_stored)
         holding.priority = priority
         parent = node.parent
-        if parent is not None and parent.parent is not None:
-            parent.holdings[self.index].num_children += 1
+        if parent is not None and (above := parent.holdings.get(self.index)) is not None:
+            above.num_children += 1
         if self.events is not None:
             self.events.stored(holding)
 
@@ -179,6 +194,11 @@ class Memory:
                 self._forget(holding)
 
     def _forget(self, holding: Holding) -> None:
+        self._let_go(holding)
+        if not holding.node.holdings:
+            self.tree.remove(holding.node)
+
+    def _let_go(self, holding: Holding) -> None:
         node, index = holding.node, self.index
         parent = node.parent
         assert parent is not None
@@ -187,10 +207,7 @@ class Memory:
             self.events.removed(holding)
         self.queue.forget(holding)
         del node.holdings[index]
-        if not node.holdings:
-            self.tree.remove(node)
-        if parent.parent is not None:
-            above = parent.holdings[index]
+        if (above := parent.holdings.get(index)) is not None:
             above.num_children -= 1
             if not (above.num_children or above.users) and above.queue is None:
                 self.queue.add(above, first=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cache_svc.core.errors import Code, OpError
-from paceline.v1 import cache_pb2 as pb
+from paceline.v1.common_pb2 import RetentionRange
 
 DEFAULT_RETENTION = 35
 MAX_RETENTION = 100
@@ -27,7 +27,7 @@ class Range:
     duration_ms: int
 
 
-def read_ranges(ranges: Iterable[pb.RetentionRange]) -> tuple[Range, ...]:
+def read_ranges(ranges: Iterable[RetentionRange]) -> tuple[Range, ...]:
     """Raises OpError(INVALID_ARGUMENT) if they overlap, or one is empty or out of range."""
     reached = 0
     for one in sorted(ranges, key=lambda r: r.start):

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cache_svc.core.retention import DEFAULT_RETENTION
 
 if TYPE_CHECKING:
+    from cache_svc.core.eviction import Rank
     from cache_svc.core.waiting import Waiter, Watch
 
 TOKEN_BYTES = 4
@@ -63,7 +64,7 @@ class Holding:
         self.retention = DEFAULT_RETENTION
         self.duration_ms = 0  # that the retention lasts from the last use on; 0: for ever
         self.expires_ms = 0
-        self.queue: tuple[int, float] | None = None  # in which it stands
+        self.queue: Rank | None = None  # in which it stands
 
     def split(self, front: PrefixNode, num_blocks: int) -> Holding:
         """Its first blocks as a holding of `front`, which is its node's parent now; it keeps the others."""
@@ -79,14 +80,15 @@ class Holding:
 class PrefixNode:
     """Places in the tree are counted in blocks from the root: this node's blocks are start ... end - 1."""
 
-    __slots__ = ("children", "end", "holdings", "key", "order", "parent", "prefix_ids", "watches")
+    __slots__ = ("children", "end", "first_keys", "holdings", "key", "parent", "prefix_ids", "watches")
 
     def __init__(self, parent: PrefixNode | None, key: bytes, end: int) -> None:
         self.parent = parent
         self.key = key
         self.end = end
         self.children: dict[bytes, PrefixNode] = {}  # by the tokens of their first block
-        self.order: list[bytes] | None = None  # the keys of children, sorted, once somebody has asked
+        # The keys of children that begin with a token, sorted; once somebody has asked.
+        self.first_keys: dict[bytes, list[bytes]] | None = None
         self.holdings: dict[int, Holding] = {}  # by memory index
         self.watches: dict[int, Watch] | None = None  # waiting sequences whose match ends in this node, by where
         self.prefix_ids: array[int] | None = None  # of its blocks, once somebody has asked (events.py)
@@ -194,7 +196,7 @@ class PrefixTree:
         that come next in the sequence (0: none does), and how many; never the last token.
 
         Of children in order of their tokens the neighbours of the sequence's own share the most with it. The search is
-        given up, on each side, behind NEAREST_TRIED that the memory does not hold.
+        given up, on each side, behind NEAREST_TRIED of them that the memory does not hold.
         """
         begin, block_bytes = depth * self.block_bytes, self.block_bytes
         rest = token_ids[begin : min(begin + block_bytes, len(token_ids) - TOKEN_BYTES)]
@@ -204,17 +206,21 @@ class PrefixTree:
             at = depth - node.start
             common = common_tokens(node.key[at * block_bytes : (at + 1) * block_bytes], rest)
             return (node.holdings[index].blocks[at], common) if common else (0, 0)
-        order = node.order
-        if order is None:
-            order = node.order = sorted(node.children)
-        place = bisect_left(order, rest)
-        best = 0, 0
-        for side in (order[place : place + NEAREST_TRIED], order[max(0, place - NEAREST_TRIED) : place][::-1]):
-            for first in side:
-                common = common_tokens(first, rest)
+        first_keys = node.first_keys
+        if first_keys is None:
+            first_keys = node.first_keys = {}
+            for key in node.children:
+                insort(first_keys.setdefault(key[:TOKEN_BYTES], []), key)
+        keys = first_keys.get(rest[:TOKEN_BYTES])
+        if keys is None:  # as mostly
+            return 0, 0
+        place, best = bisect_left(keys, rest), (0, 0)
+        for side in (keys[place : place + NEAREST_TRIED], keys[max(0, place - NEAREST_TRIED) : place][::-1]):
+            for key in side:
+                common = common_tokens(key, rest)
                 if common <= best[1]:
                     break
-                if (holding := node.children[first].holdings.get(index)) is not None:
+                if (holding := node.children[key].holdings.get(index)) is not None:
                     best = holding.blocks[0], common
                     break
         return best
@@ -224,8 +230,8 @@ class PrefixTree:
         block_bytes = self.block_bytes
         first = key[:block_bytes]
         node = parent.children[first] = PrefixNode(parent, key, parent.end + len(key) // block_bytes)
-        if parent.order is not None:
-            insort(parent.order, first)
+        if parent.first_keys is not None:
+            insort(parent.first_keys.setdefault(first[:TOKEN_BYTES], []), first)
         watch = parent.watches.get(parent.end) if parent.watches else None
         if watch is not None:
             self.stale.update(watch.drop(first))
@@ -259,8 +265,11 @@ class PrefixTree:
         assert not node.children, "a node without holders has no children"
         first = node.key[: self.block_bytes]
         del parent.children[first]
-        if parent.order is not None:
-            del parent.order[bisect_left(parent.order, first)]
+        if parent.first_keys is not None:
+            keys = parent.first_keys[first[:TOKEN_BYTES]]
+            del keys[bisect_left(keys, first)]
+            if not keys:
+                del parent.first_keys[first[:TOKEN_BYTES]]
         for watch in (node.watches or {}).values():
             self.stale.update(watch.drop_all())
         node.watches = None

@@ -7,8 +7,8 @@ the end of the exchange; no exchange settles more than MAX_SETTLED of its own ac
 thousands wait does not hold up a step: their turn comes with the next ones.
 
 What a watcher does not notice: that another worker comes to hold its node or lets it go, that the node gets or loses
-its last user, and that some block comes or goes of which it could use the beginning. None of these changes how many
-whole blocks the tree knows of the sequence; RematchOp asks for them.
+its last user or moves between device and host, and that some block comes or goes of which it could use the beginning.
+None of these changes how many whole blocks the tree knows of the sequence; RematchOp asks for them.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Waiter:
         self.depth = 0
         self.watch: Watch | None = None
         self.wanted = b""
-        self.reported: list[tuple[int, int, int]] = []  # what the scheduler knows (matching.py)
+        self.reported: list[tuple[int, int, int, int]] = []  # what the scheduler knows (matching.py)
 
     def enter(self, tree: PrefixTree) -> None:
         """There is a (new) tree."""

@@ -5,22 +5,24 @@ from __future__ import annotations
 from array import array
 
 from cache_svc.core.errors import Code, OpError
+from cache_svc.core.host import HostMemory
 from cache_svc.core.memory import Memory
-from cache_svc.core.pool import BlockPool
 from cache_svc.core.table import Sequence, SwappedSequence
 from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, PrefixTree, Root
 from cache_svc.core.waiting import Waiter
 
-Counters = tuple[int, int, int, int, int, int]
+Counters = tuple[int, int, int, int, int, int, int]
 
 
 class Worker:
-    """`index` names its device in the tree, unique among the workers of the moment."""
+    """`number` is unique among the workers of the moment. With `host_tier`, what the device evicts goes to the host."""
 
     __slots__ = (
         "device",
         "host",
+        "host_tier",
         "index",
+        "number",
         "partial_reuse",
         "prefix_caching",
         "reported",
@@ -33,47 +35,74 @@ class Worker:
     def __init__(
         self,
         worker_id: int,
-        index: int,
+        number: int,
         tree: PrefixTree,
         num_blocks: int,
         prefix_caching: bool,
         partial_reuse: bool,
         num_host_blocks: int,
+        host_tier: bool,
         eviction: str,
     ) -> None:
         self.worker_id = worker_id
-        self.index = index
+        self.number = number
+        self.index = index = 2 * number  # of its device in the tree; its host has the next one
         self.tree = tree
         self.prefix_caching = prefix_caching
         self.partial_reuse = prefix_caching and partial_reuse
         self.device = Memory(index, tree, num_blocks, prefix_caching, eviction)
         self.sequences: dict[int, Sequence] = {}
-        self.host = BlockPool(num_host_blocks)  # free or used: nothing in host memory is kept for reuse
+        self.host = HostMemory(index + 1, index, tree, num_host_blocks, eviction)
+        self.host_tier = host_tier and prefix_caching and num_host_blocks > 0
+        if self.host_tier:
+            self.device.lower = self.host
         self.swapped: dict[int, SwappedSequence] = {}
         self.reported: Counters | None = None  # what the scheduler knows
 
     def counters(self) -> Counters:
-        """Free, cached and used blocks; blocks evicted since the worker was added; free and used host blocks."""
-        device, free_host = self.device, self.host.num_free
+        """Free, cached, used blocks; blocks evicted since the worker was added; free, cached, used host blocks."""
+        device, host = self.device, self.host
         free, cached = device.free_blocks, device.cached_blocks
         used = device.num_blocks - free - cached
-        return free, cached, used, device.evicted_blocks_total, free_host, self.host.num_blocks - free_host
+        of_host = host.free_blocks, host.cached_blocks, host.used_blocks
+        return free, cached, used, device.evicted_blocks_total, *of_host
+
+    def expire(self, now_ms: int) -> None:
+        self.device.queue.expire(now_ms)
+        if self.host_tier:
+            self.host.queue.expire(now_ms)
+
+    def end_exchange(self) -> None:
+        self.device.end_exchange()
+        self.host.end_exchange()
+
+    def leave_tree(self) -> None:
+        """The worker is gone. What only the host has is behind what the device has."""
+        self.host.leave_tree()
+        self.device.leave_tree()
 
     def admit(
-        self, known: Waiter | SwappedSequence, node: PrefixNode, depth: int, num_new_tokens: int, partial: bool
-    ) -> tuple[Sequence, int]:
+        self, known: Waiter | SwappedSequence, node: PrefixNode, depth: int, num_new_tokens: int, copies: bool
+    ) -> tuple[Sequence, int, array[int]]:
         """A table for the longest prefix that is stored here and so many tokens after it (0: all), in new blocks.
 
-        `node` and `depth` are where the tree's walk for the tokens ends. With `partial`, what another block begins with
-        counts as stored too: that block's content belongs into the first new one, and is the second result (else 0).
+        `node` and `depth` are where the tree's walk for the tokens ends. With `copies`, what has to be copied counts as
+        stored too: what the host has behind the device (the host blocks are the third result, for as many of the new
+        blocks, from the first on), or with partial reuse what another block begins with (that block's content belongs
+        into the first new one, and is the second result, else 0).
         Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few blocks.
         """
         tree, device = self.tree, self.device
+        last, end = node, depth
         node, cached, live = device.held(node, depth) if self.prefix_caching else (Root(None), 0, 0)
+        reached = cached  # blocks from the root, with those of the host
+        if copies and self.host_tier:
+            last, reached = self.host.behind(last, end, node)
         # What the hit takes out of the unused blocks cannot be evicted for the rest.
         available = device.available_blocks - (cached - live)
+        partial = copies and self.partial_reuse and reached == cached
         source, num_copied = tree.nearest(node, cached, known.token_ids, self.index) if partial else (0, 0)
-        num_blocks = self._table_size(known, cached, num_copied, num_new_tokens)
+        num_blocks = self._table_size(known, reached, num_copied, num_new_tokens)
         if source and num_blocks - cached > available - 1:
             source, num_copied = 0, 0
             num_blocks = self._table_size(known, cached, 0, num_new_tokens)
@@ -88,8 +117,13 @@ class Worker:
         table = device.use_path(node, known.terms.priority)
         if source:
             device.sources.add(source)
+        host_blocks = array("i")
+        if reached > cached:
+            if reached < last.end:
+                last = tree.split(last, reached)
+            host_blocks = self.host.reuse(last, node, known.terms.priority)
         table += device.take(num_blocks - cached)
-        return self._begin(known, table, node, cached * tree.block_size + num_copied), source
+        return self._begin(known, table, node, cached * tree.block_size + num_copied), source, host_blocks
 
     def _table_size(self, known: Waiter | SwappedSequence, cached: int, num_copied: int, num_new_tokens: int) -> int:
         num_blocks = -(-len(known.token_ids) // self.tree.block_bytes)
@@ -172,10 +206,11 @@ class Worker:
         Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few host blocks.
         """
         num_blocks = -(-sequence.num_computed_tokens // self.tree.block_size)
-        if num_blocks > self.host.num_free:
+        available = self.host.available_blocks
+        if num_blocks > available:
             raise OpError(
                 Code.RESOURCE_EXHAUSTED,
-                f"worker {self.worker_id}: {num_blocks} host blocks asked for, {self.host.num_free} are free "
+                f"worker {self.worker_id}: {num_blocks} host blocks asked for, {available} available "
                 f"(of {self.host.num_blocks})",
             )
         swapped = SwappedSequence(
@@ -192,19 +227,20 @@ class Worker:
         return swapped
 
     def swap_in(self, swapped: SwappedSequence) -> tuple[Sequence, int]:
-        """Admit it again; what of it is not cached here is to be copied from its host blocks, which are free now. Also
-        how many blocks are cached.
+        """Admit it again; what of it is not on the device is to be copied from its host blocks, which are free then.
+        Also how many blocks are on the device.
 
         Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few blocks.
         """
         node, depth = self.tree.walk(swapped.token_ids, swapped.root, 0)
-        sequence, _ = self.admit(swapped, node, depth, 0, partial=False)
-        self.forget_swapped(swapped)
+        sequence, _, _ = self.admit(swapped, node, depth, 0, copies=False)
+        self.host.give_back_later(swapped.host_blocks[::-1])
+        del self.swapped[swapped.sequence_id]
         return sequence, sequence.node.end
 
     def forget_swapped(self, swapped: SwappedSequence) -> None:
         """Its host blocks are free."""
-        self.host.give_back(swapped.host_blocks[::-1])
+        self.host.pool.give_back(swapped.host_blocks[::-1])
         del self.swapped[swapped.sequence_id]
 
     def check_room(self, num_blocks: int) -> None:

@@ -16,3 +16,7 @@ Tokens = npt.NDArray[np.int32]  # token ids
 def packed(numbers: Iterable[int]) -> bytes:
     """As they travel: packed int32."""
     return array("i", numbers).tobytes()
+
+
+def unpacked(numbers: bytes) -> list[int]:
+    return array("i", numbers).tolist()

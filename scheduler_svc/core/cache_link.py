@@ -12,6 +12,7 @@ from paceline.v1.cache_pb2 import (
     CacheOp,
     CacheServiceLinkRequest,
     CacheServiceLinkResponse,
+    MatchOp,
 )
 from scheduler_svc.core.request import TOKEN_BYTES, Request
 from scheduler_svc.core.worker import Draft, Worker
@@ -48,6 +49,7 @@ class CacheLink:
     added: list[AddWorkerOp] = field(default_factory=list)
     matches: dict[int, Request] = field(default_factory=dict)  # by sequence
     swap_outs: dict[int, Request] = field(default_factory=dict)  # by sequence
+    model: str = ""  # fingerprint of the one that is served
     rematches: dict[int, None] = field(default_factory=dict)  # sequences that wait, whose matches are asked for anew
     frees: list[int] = field(default_factory=list)
     # Of sequences that have progressed: their names, numbers of new tokens, numbers of computed tokens, the new tokens.
@@ -120,21 +122,20 @@ class CacheLink:
         self.added.clear()
 
     def compose(
-        self, drafts: list[tuple[Worker, Draft]], askers: list[Worker], heads: list[Request]
+        self, drafts: list[tuple[Worker, Draft]], askers: list[Worker], heads: list[Request], now_s: float
     ) -> CacheServiceLinkRequest | None:
         """The next exchange, or None if there is nothing to say. It asks anew for the matches of `heads`, the waiting
         requests that are looked at next."""
         if not (drafts or self.has_gathered):
             return None
         self.exchange += 1
-        message = CacheServiceLinkRequest(epoch=self.epoch, exchange=self.exchange)
+        message = CacheServiceLinkRequest(epoch=self.epoch, exchange=self.exchange, now_ms=int(now_s * 1000))
         ops = message.ops  # filled in place: a message that is given to another one is copied, prompt and all
         self.sent = sent = Sent(askers=askers)
         self._add_gathered(ops, sent)
         for sequence, request in self.matches.items():
             sent.matches.append((len(ops), sequence))
-            match = ops.add().match
-            match.sequence, match.token_ids = sequence, request.token_ids
+            self._fill_match(ops.add().match, sequence, request)
         self.matches.clear()
         for worker, draft in drafts:
             extend, admits = -1, []
@@ -162,6 +163,19 @@ class CacheLink:
             rematch.always = True
             self.rematches.clear()
         return message
+
+    def _fill_match(self, match: MatchOp, sequence: int, request: Request) -> None:
+        match.sequence, match.token_ids = sequence, request.token_ids
+        namespace = match.namespace
+        namespace.model = self.model
+        if request.lora:
+            namespace.lora = request.lora
+        if request.cache_salt:
+            namespace.cache_salt = request.cache_salt
+        if request.priority:
+            match.priority = request.priority
+        if request.cache_retention:
+            match.retention.extend(request.cache_retention)
 
     def receive(self, response: CacheServiceLinkResponse) -> Sent:
         """The exchange that this response answers. Raises ProtocolError if it answers none."""

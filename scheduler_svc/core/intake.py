@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.v1.common_pb2 import FinishReason, ModelInfo, SamplingParams
+from paceline.v1.common_pb2 import FinishReason, ModelInfo, RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import Ending, Submission
 from paceline.v1.worker_pb2 import WorkerRegistration
 from scheduler_svc.core.budgets import Budgets
@@ -24,6 +25,8 @@ CODE_INTERNAL = 13
 
 # Of request_id, tenant and lora: they are kept, logged and named in answers.
 MAX_CHARS = 256
+MAX_RETENTION_RANGES = 64
+MAX_RETENTION = 100
 
 
 @dataclass(eq=False)
@@ -88,6 +91,22 @@ def check_submission(submission: Submission, sampling: SamplingParams, prompt: b
         raise invalid("deadline_s", f"{deadline_s} is negative; 0 means no deadline")
     if (top_k := sampling.top_k) < 0:
         raise invalid("top_k", f"{top_k} is negative; 0 keeps every token")
+    if ranges := submission.cache_retention:
+        _check_retention(ranges)
+
+
+def _check_retention(ranges: Sequence[RetentionRange]) -> None:
+    if len(ranges) > MAX_RETENTION_RANGES:
+        raise invalid("cache_retention", f"has {len(ranges)} ranges, {MAX_RETENTION_RANGES} are possible")
+    reached = 0.0
+    for one in sorted(ranges, key=lambda r: r.start):
+        if one.priority > MAX_RETENTION:
+            raise invalid("cache_retention", f"priority: {one.priority} is not within 0..{MAX_RETENTION}")
+        if one.end and one.end <= one.start:
+            raise invalid("cache_retention", f"end: {one.end} is not after start, {one.start}")
+        if one.start < reached:
+            raise invalid("cache_retention", f"start: {one.start} lies within the range before")
+        reached = one.end or math.inf
 
 
 def _check_sizes(submission: Submission, prompt: bytes, output: bytes) -> None:
@@ -101,6 +120,8 @@ def _check_sizes(submission: Submission, prompt: bytes, output: bytes) -> None:
         raise _too_long("tenant", submission.tenant)
     if len(submission.lora) > MAX_CHARS:
         raise _too_long("lora", submission.lora)
+    if len(submission.cache_salt) > MAX_CHARS:
+        raise _too_long("cache_salt", submission.cache_salt)
 
 
 def _too_long(name: str, text: str) -> Rejection:
@@ -168,7 +189,14 @@ def new_request(
         deadline_s=now_s + deadline_s if deadline_s else math.inf,
         place=seniority,
         extra_stop_ids=frozenset(stops) if stops else NO_TOKENS,
+        cache_salt=submission.cache_salt,
+        cache_retention=_own_copies(submission.cache_retention),
     )
+
+
+def _own_copies(ranges: Sequence[RetentionRange]) -> tuple[RetentionRange, ...]:
+    """That do not keep the submission in memory."""
+    return tuple(RetentionRange.FromString(one.SerializeToString()) for one in ranges)
 
 
 def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, budgets: Budgets) -> None:

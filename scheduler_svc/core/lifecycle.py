@@ -92,7 +92,8 @@ class Lifecycle:
             if request is not None and request.phase is Phase.WAITING:
                 request.matches = by_worker = {}
                 for match in matches:
-                    by_worker[match.worker] = Match(match.num_tokens, match.num_live_tokens)
+                    on_host = match.num_host_tokens
+                    by_worker[match.worker] = Match(match.num_tokens + on_host, match.num_live_tokens, on_host)
                 changed.append(request)
         self.queue.rematched(changed)
 
@@ -314,7 +315,9 @@ class Lifecycle:
         for (deadline_s, _), request in due:
             yield request, f"deadline_s: {deadline_s - request.arrival_s:g} s are over"
         for request in self.queue.hopeless(now_s):
-            yield request, f"deadline_s: {request.deadline_s - now_s:.1f} s are left, which is too little"
+            left_s = request.deadline_s - now_s
+            late = f"deadline_s: {left_s:.1f} s are left, which is too little"
+            yield request, late if left_s < math.inf else "queue: the order policy gives it up"
         if (limit_s := self.config.waiting_timeout_s) > 0:
             oldest = itertools.takewhile(lambda request: now_s - request.arrival_s > limit_s, self.queue)
             yield from ((r, f"queue: waited for more than {limit_s:g} s") for r in oldest if r.started_s is None)

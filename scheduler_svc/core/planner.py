@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 
 import numpy as np
 
@@ -28,6 +30,7 @@ class Planner:
     over_budget: Callable[[Request, Collection[Admission]], str | None]
     session_index: Callable[[Request], int]
     resumed: Callable[[Request], None]  # what was swapped out is seated again
+    promoted: Callable[[Request, int], None]  # so many tokens of it are cached, some of them copied from host memory
     max_num_seqs: int = 0
 
     # ── before the exchange ──────────────────────────────────────────────────────────────────────────────────────────
@@ -40,6 +43,17 @@ class Planner:
         None if somebody had to give way: the blocks come back with the next exchange, and then the step is composed
         anew. Raises whatever a policy raises.
         """
+        step = self._compose(worker, policies, waiting, now_s)
+        if step is not None and (torn := self._torn_samples(worker, policies, step)):
+            before = partial(takewhile, lambda request: id(request.samples) not in torn)  # nobody passes them
+            step = self._compose(worker, policies, lambda: before(waiting()), now_s)
+        if step is not None:
+            self._expect_progress(worker, step)
+        return step
+
+    def _compose(
+        self, worker: Worker, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
+    ) -> Step | None:
         worker.binding_tokens = 0
         step = Step(worker, waiting, policies.capacity, now_s, self.over_budget, self.max_num_seqs)
         try:
@@ -50,11 +64,24 @@ class Planner:
             self._make_room(worker, policies, step, lack.shortfall_blocks)
             return None
         except Paused as paused:
-            for victim in step.own(paused.victims):
-                self._take_out(worker, victim, policies)
+            for victims in self._units(worker, policies, step, step.own(paused.victims)):
+                self._take_out(worker, victims, policies)
             return None
-        self._expect_progress(worker, step)
         return step
+
+    @staticmethod
+    def _torn_samples(worker: Worker, policies: Policies, step: Step) -> set[int]:
+        """In mode "auto", groups of samples (their ids) of which the step takes some back from host memory and leaves
+        others there. A group may need more than there is, for what its samples shared each of them holds now; so where
+        nothing runs, some are better than none."""
+        if not (worker.swapped and policies.preemption.mode == "auto" and (worker.running or worker.in_flight)):
+            return set()
+        back = {admission.request.seniority for admission in step.decision().admissions}
+        ids = {True: set[int](), False: set[int]()}
+        for request in worker.swapped.values():
+            if request.samples:
+                ids[request.seniority in back].add(id(request.samples))
+        return ids[True] & ids[False]
 
     @staticmethod
     def _expect_progress(worker: Worker, step: Step) -> None:
@@ -79,17 +106,35 @@ class Planner:
             victims.pop()
         if not victims and not worker.in_flight:
             victims = list(step.running)
-        for victim in victims:
-            shortfall_blocks -= victim.num_blocks + step.growth_of(victim)  # nor does it need what it asked for
-            self._take_out(worker, victim, policies)
+        for unit in self._units(worker, policies, step, victims):
+            for victim in unit:
+                shortfall_blocks -= victim.num_blocks + step.growth_of(victim)  # nor does it need what it asked for
+            self._take_out(worker, unit, policies)
             if shortfall_blocks <= 0:
                 break
 
-    def _take_out(self, worker: Worker, victim: Running, policies: Policies) -> None:
-        request, requeue, mode = worker.running[victim.slot], policies.preemption.requeue, policies.preemption.mode
-        worker.preempted.append(request)
+    @staticmethod
+    def _units(worker: Worker, policies: Policies, step: Step, victims: list[Running]) -> Iterator[list[Running]]:
+        """The victims one by one; in mode "auto" each with all that run of its prompt's samples (a sequence group of
+        vLLM V0), unless nothing would be left to run."""
+        left = {sequence.slot: (sequence, worker.running[sequence.slot].samples) for sequence in step.running}
+        for victim in victims:
+            if victim.slot not in left:
+                continue  # it went with its group
+            samples, unit = left[victim.slot][1], [victim]
+            if samples and policies.preemption.mode == "auto":
+                group = [sequence for sequence, of in left.values() if of is samples]
+                unit = group[::-1] if len(group) < len(left) else unit
+            for sequence in unit:
+                del left[sequence.slot]
+            yield unit
+
+    def _take_out(self, worker: Worker, victims: list[Running], policies: Policies) -> None:
+        for victim in victims:
+            request = worker.running[victim.slot]
+            worker.preempted.append(request)
+            self.preempt(request, policies.preemption.requeue, policies.preemption.mode)
         worker.knows_cache = False
-        self.preempt(request, requeue, mode)
 
     # ── after the exchange ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -171,9 +216,14 @@ class Planner:
             plan.swap_in_from += swap.host_blocks
             plan.swap_in_to += swap.device_blocks
             self.resumed(request)
+        elif granted.host_blocks:
+            plan.swap_in_from += granted.host_blocks
+            plan.swap_in_to += granted.device_blocks
+            self.promoted(request, num_cached_tokens)
         if copy_from := granted.copy_from:
             plan.copy_from += copy_from.to_bytes(4, "little")
-            plan.copy_to += block_table[-4:]
+            at = 4 * (num_cached_tokens // worker.block_size)  # where the cached tokens end
+            plan.copy_to += block_table[at : at + 4]
         plan.new_sequences.add(
             slot=slot,
             token_ids=request.token_ids,

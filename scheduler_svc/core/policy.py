@@ -150,7 +150,8 @@ class PreemptionPolicy(ABC):
     # Where a preempted request stands in the queue: where its arrival puts it, before all others, or behind them.
     requeue: Literal["seniority", "front", "back"] = "seniority"
     # Its tokens are computed anew, or its blocks are kept in host memory (as long as there is room, and if its prompt
-    # was computed), or "auto": swapped if it is one of several samples of a prompt (vLLM V0).
+    # was computed), or "auto": swapped if it is one of several samples of a prompt, and all of them that run together
+    # (vLLM V0).
     mode: Mode = "recompute"
 
     @abstractmethod

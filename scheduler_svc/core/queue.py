@@ -80,13 +80,18 @@ class WaitingQueue:
             raise PolicyError(f"order: {len(self) - len(named)} of {len(self)} waiting requests are left out")
 
     def hopeless(self, now_s: float) -> list[Request]:
-        """Whom the order gives up."""
+        """Whom the order gives up. Nobody, and another one takes over, if it raises or names what does not wait."""
+        named: dict[int, Request] = {}
         try:
-            seniorities = [view.seniority for view in self.order.hopeless(now_s)]
-            return [self._by_seniority[seniority] for seniority in dict.fromkeys(seniorities)]
+            for view in self.order.hopeless(now_s):
+                request = self._by_seniority.get(view.seniority) if isinstance(view, RequestView) else None
+                if request is None or view._request is not request or request.seniority in named:
+                    raise PolicyError(f"order: hopeless names {view!r}, which does not wait, or comes twice")
+                named[request.seniority] = request
         except Exception as error:
             self.reorder(self._fallback(error))
             return []
+        return list(named.values())
 
     def _tell(self, event: Callable[[RequestView], None], request: Request) -> None:
         try:

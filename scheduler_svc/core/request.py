@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.v1.common_pb2 import SamplingParams
+from paceline.v1.common_pb2 import RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import Hypothesis
 
 if TYPE_CHECKING:
@@ -28,10 +28,12 @@ class Phase(enum.Enum):
 
 
 class Match(NamedTuple):
-    """What one worker has of a request in its cache, as paceline.v1.WorkerMatch says it."""
+    """What one worker has of a request in its cache, as paceline.v1.WorkerMatch says it; but `num_tokens` counts those
+    in host memory, too: they need not be computed."""
 
     num_tokens: int
     num_live_tokens: int = 0
+    num_host_tokens: int = 0  # at the end; they need new blocks
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +57,8 @@ class Request:
     priority: float = 0.0  # larger is more urgent
     tenant: str = ""
     lora: str = ""
+    cache_salt: str = ""
+    cache_retention: tuple[RetentionRange, ...] = ()
     deadline_s: float = math.inf  # on the clock of arrival_s
     phase: Phase = Phase.WAITING
     sequence: int = 0
@@ -71,7 +75,7 @@ class Request:
     extra_stop_ids: frozenset[int] = NO_TOKENS
     parent: Request | None = None  # to fork from, as long as that is possible
     prompt_is_computed: bool = False  # and known to be, of the attempt that runs
-    is_one_of_several: bool = False  # samples of one prompt
+    samples: list[Request] | None = None  # of the same prompt, itself among them; also those that have ended
     swapped_on: int = 0  # the worker that has its KV in host memory, while WAITING or BINDING
     group: BeamGroup | None = None  # whose root or member it is
     view: RequestView | None = field(default=None, init=False, repr=False)  # what policies get of it (view.py)
@@ -88,6 +92,11 @@ class Request:
     def is_member(self) -> bool:
         """Of a client's request, and none itself."""
         return self.group is not None and self.group.root is not self
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """Of the samples of its prompt, others have not ended."""
+        return any(other is not self and other.phase is not Phase.ENDED for other in self.samples or ())
 
     @property
     def num_tokens(self) -> int:
@@ -131,6 +140,13 @@ class Request:
             return self.num_tokens - 1
         match = self.matches.get(worker) if self.matches else None
         return match.num_live_tokens if match else 0
+
+    def host_tokens(self, worker: int) -> int:
+        """Of the matched tokens, those at the end that have to be copied into new blocks."""
+        if self.swapped_on or (self.parent is not None and self.can_fork_on(worker)):
+            return 0
+        match = self.matches.get(worker) if self.matches else None
+        return match.num_host_tokens if match else 0
 
     def can_fork_on(self, worker: int) -> bool:
         """Whether its parent runs there and has computed what they have in common."""

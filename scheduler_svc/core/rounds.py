@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest, CacheServiceLinkResponse
-from paceline.v1.common_pb2 import FINISH_REASON_ERROR
 from paceline.v1.worker_pb2 import WorkerServiceLinkResponse
 from scheduler_svc.core.beam_groups import BeamGroups
 from scheduler_svc.core.cache_link import CacheLink, Sent, admit_result
 from scheduler_svc.core.composer import Composer
-from scheduler_svc.core.intake import CODE_FAILED_PRECONDITION, Rejection
 from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.request import Phase
@@ -64,7 +62,7 @@ class Rounds:
         if not self._cache.idle:
             return None
         heads = self._composer.heads(self._workers, now_s) if askers or drafts else []
-        return self._cache.compose(drafts, askers, heads)
+        return self._cache.compose(drafts, askers, heads, now_s)
 
     def _accept(self, worker: Worker, step: Step, drafts: list[tuple[Worker, Draft]]) -> bool:
         """Turn a composed step into a plan, or into a draft that waits for the cache; False if it was empty."""
@@ -101,7 +99,7 @@ class Rounds:
             self._refusals = 0
             request, reason, detail = step.held_back[0]
             message = f"{reason}: no progress is possible for this request under the policies in force: {detail}"
-            self._life.end(request, FINISH_REASON_ERROR, Rejection(CODE_FAILED_PRECONDITION, message))
+            self._life.fail(request, message)
 
     def answered(self, sent: Sent, response: CacheServiceLinkResponse) -> None:
         """The cache has answered an exchange: its drafts become plans."""

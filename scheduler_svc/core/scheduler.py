@@ -79,8 +79,10 @@ class SchedulerCore:
         self.life = Lifecycle(config, self.queue, self._cache, self.workers, self.sessions, self.counters)
         self._groups = BeamGroups(self.life, self.workers)
         exceeded = self.life.budgets.exceeded
-        resumed = self.life.swaps.resumed
-        planner = Planner(self.life.preempt, exceeded, self._session_index, resumed, config.max_num_seqs)
+        swaps = self.life.swaps
+        planner = Planner(
+            self.life.preempt, exceeded, self._session_index, swaps.resumed, swaps.promoted, config.max_num_seqs
+        )
         self._rounds = Rounds(
             self.workers, self._cache, self._composer, planner, self.life, self._groups, self._send_worker
         )
@@ -153,13 +155,14 @@ class SchedulerCore:
         if submission.handle in session.live:
             raise Rejection(CODE_FAILED_PRECONDITION, f"handle: {submission.handle} is in use", "handle")
         request = new_request(session.id, self.life.next_seniority(), submission, sampling, prompt, output, now_s)
+        if not submission.accepted_before:  # nothing accepted is lost
+            check_queue(self.queue, request, self.config, self.life.budgets)
         if submission.fork_of and not output:
             parent = session.live.get(submission.fork_of)
             if parent is not None and parent.prompt == request.prompt:
                 request.parent = parent
-                request.is_one_of_several = parent.is_one_of_several = True
-        if not submission.accepted_before:  # nothing accepted is lost
-            check_queue(self.queue, request, self.config, self.life.budgets)
+                request.samples = parent.samples = parent.samples or [parent]
+                request.samples.append(request)
         self.life.accept(session, request, enqueue=not is_search)
         if is_search:
             self._groups.start(request, submission.beam, self.limits)
@@ -226,6 +229,7 @@ class SchedulerCore:
                 for request in list(self.queue):  # accepted before anybody knew the model
                     if (rejection := recheck(request, self.limits)) is not None:
                         self.life.end(request, FINISH_REASON_ERROR, rejection)
+            self._cache.model = first.model.fingerprint
             self._groups.model_known(self.limits)
         self._announce()
 
@@ -277,7 +281,7 @@ class SchedulerCore:
         for counters in response.pools:
             if (worker := self.workers.get(counters.worker)) is not None:
                 worker.available_blocks = counters.free_blocks + counters.cached_blocks
-                worker.free_host_blocks = counters.free_host_blocks
+                worker.free_host_blocks = counters.free_host_blocks + counters.cached_host_blocks
         if sent.matches:
             results = ((sequence, response.results[index]) for index, sequence in sent.matches)
             answered = ((sequence, result.match.matches) for sequence, result in results if result.HasField("match"))
@@ -287,6 +291,9 @@ class SchedulerCore:
             worker.knows_cache = True
         if sent.swap_outs:
             self.life.recompute(self.life.swaps.answered(sent.swap_outs, response))
+        for moves in response.demotions:
+            if (worker := self.workers.get(moves.worker)) is not None:
+                worker.add_demotions(moves.device_blocks, moves.host_blocks)
         self._rounds.answered(sent, response)
 
     def _add_worker_op(self, worker: Worker) -> AddWorkerOp:
@@ -295,7 +302,9 @@ class SchedulerCore:
             num_blocks=worker.num_blocks,
             block_size=worker.block_size,
             prefix_caching=self.config.prefix_caching,
+            partial_reuse=self.config.partial_reuse,
             num_host_blocks=worker.registration.num_host_blocks,
+            host_tier=self.config.host_cache,
         )
 
     # ── time and output ──────────────────────────────────────────────────────────────────────────────────────────────

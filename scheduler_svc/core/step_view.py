@@ -199,8 +199,15 @@ class StepView:
             yield view_of(request)
 
     def cached_tokens(self, request: RequestView | Request) -> int:
-        """What this worker has in its cache of a waiting request: whole blocks, never the last token."""
+        """What this worker has in its cache of a waiting request, on the device or behind that in host memory: whole
+        blocks, never the last token."""
         return request.matched_tokens(self._worker.id)
+
+    def _device_tokens(self, request: Request) -> int:
+        """In whole blocks that it would share."""
+        worker = self._worker
+        tokens = request.matched_tokens(worker.id) - request.host_tokens(worker.id)
+        return tokens // worker.block_size * worker.block_size
 
     def uncached_tokens(self, request: RequestView) -> int:
         return request.num_tokens - request._request.matched_tokens(self._worker.id)
@@ -231,9 +238,9 @@ class StepView:
 
     def another_computes_prefix_of(self, request: RequestView, others: Iterable[RequestView] = ()) -> bool:
         """Whether something that runs, or was let in before it in this step, or is one of `others`, is just computing
-        the first block of the request that is not cached. Then it pays to wait (TensorRT-LLM's prefix-aware
-        scheduling)."""
-        wanted = self.cached_tokens(request) + self.block_size
+        the first block of the request that is not on the device, or copying it there. Then it pays to wait
+        (TensorRT-LLM's prefix-aware scheduling)."""
+        wanted = self._device_tokens(request._request) + self.block_size
         if wanted > request.num_tokens or not self._worker.prefix_caching or request.is_swapped:
             return False
         beginning = request.token_ids[: wanted * TOKEN_BYTES]
@@ -254,15 +261,16 @@ class StepView:
         return live
 
     def _shared_tokens(self, request: Request, live: int) -> int:
-        """The longest beginning of whole blocks that is cached and live, or cached of what was considered before it."""
-        matched, tokens, block_size = self.cached_tokens(request), request.token_ids, self._worker.block_size
+        """The longest beginning of whole blocks that is cached on the device and live, or of what was considered before
+        it."""
+        matched, tokens, block_size = self._device_tokens(request), request.token_ids, self._worker.block_size
         for admission in self._considered.values():
             if live >= matched:
                 break
             others = admission.request.token_ids
             if not others.startswith(tokens[: (live + block_size) * TOKEN_BYTES]):
                 continue
-            longest = min(self.cached_tokens(admission.request), matched)
+            longest = min(self._device_tokens(admission.request), matched)
             if others.startswith(tokens[: longest * TOKEN_BYTES]):  # mostly all of it
                 live = max(live, longest)
                 continue

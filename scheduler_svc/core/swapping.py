@@ -10,6 +10,9 @@ A swap crosses three parties in this order, which is what makes it safe:
 
 It comes back like an admission: SwapInOp in a draft, copies and a new sequence in the draft's plan.
 
+What the cache evicts from the device and keeps in host memory goes the same ways: its copies gather from 2. on
+(`Worker.demotions`), and an admission that finds some of its prefix there makes copies like one that comes back.
+
 A request that is swapped out waits in the queue as any other and stands in its worker's `swapped`. When the cache has
 no room, or its worker is lost or drains, it is told to forget its sequence and is computed anew.
 """
@@ -62,7 +65,7 @@ class Swaps:
             result = response.results[index]
             if result.HasField("swap_out"):
                 self.counters.swapped_out += 1
-                worker.swap_outs[sequence] = (result.swap_out.device_blocks, result.swap_out.host_blocks)
+                worker.add_swap_out(sequence, result.swap_out.device_blocks, result.swap_out.host_blocks)
             else:
                 worker.knows_cache = False  # the blocks come back with the next exchange
                 refused.append(request)
@@ -83,6 +86,10 @@ class Swaps:
         request.prompt_is_computed = True
         self.counters.swapped_in += 1
         self.cache.add_commit(request.sequence, b"", request.num_tokens - 1)
+
+    def promoted(self, request: Request, num_cached_tokens: int) -> None:
+        """It is seated, and so much of it is cached once the plan on its way has copied what host memory had."""
+        self.cache.add_commit(request.sequence, b"", num_cached_tokens)
 
     def forget(self, request: Request) -> None:
         """Its sequence is about to be forgotten. Host blocks that it leaves may be granted before a copy to them has

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.v1.worker_pb2 import StepPlan, WorkerRegistration, WorkerServiceLinkResponse
-from scheduler_svc.core.arrays import Slots, packed
+from scheduler_svc.core.arrays import Slots, packed, unpacked
 from scheduler_svc.core.calendar import Calendar
 from scheduler_svc.core.request import Phase, Request
 from scheduler_svc.core.slots import DecodeRows, SlotTable
@@ -95,7 +95,8 @@ class Worker:
     parked: dict[int, Request] = field(default_factory=dict)  # beams that keep their blocks here, by seniority
     swapped: dict[int, Request] = field(default_factory=dict)  # wait with their KV in host memory, by sequence
     swap_outs: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # copies to ask for: device, host blocks
-    free_host_blocks: int = 0
+    demotions: dict[int, int] = field(default_factory=dict)  # copies to ask for: evicted device blocks, by host block
+    free_host_blocks: int = 0  # those in which something is only cached among them
     num_departed: int = 0  # sequences that ever left
     binding_tokens: int = 0  # load of the requests that the draft binds
     # As in the registration, which is slow to read.
@@ -225,6 +226,17 @@ class Worker:
         self.knows_cache = False
         self.swapped.clear()
         self.swap_outs.clear()
+        self.demotions.clear()
+
+    def add_demotions(self, device_blocks: bytes, host_blocks: bytes) -> None:
+        """Copies that the next plan is to make. The last one to a host block is the one that counts."""
+        pairs = zip(unpacked(host_blocks), unpacked(device_blocks), strict=True)
+        self.demotions.update(pairs)
+
+    def add_swap_out(self, sequence: int, device_blocks: bytes, host_blocks: bytes) -> None:
+        self.swap_outs[sequence] = (device_blocks, host_blocks)
+        for block in unpacked(host_blocks) if self.demotions else ():
+            self.demotions.pop(block, None)
 
     def add_swap_outs(self, plan: StepPlan) -> None:
         """The plan will be sent: the copies that have gathered go with it, and are made before all else."""
@@ -232,6 +244,10 @@ class Worker:
             plan.swap_out_from += device_blocks
             plan.swap_out_to += host_blocks
         self.swap_outs.clear()
+        if self.demotions:
+            plan.swap_out_from += packed(self.demotions.values())
+            plan.swap_out_to += packed(self.demotions)
+            self.demotions.clear()
 
     def drop_draft(self) -> list[Request]:
         """Forget the draft, if there is one: it will find that it is an orphan. Returns the live requests it binds."""

@@ -82,13 +82,15 @@ def main(argv: list[str]) -> int:
 def _stats(channel: grpc.Channel, _: argparse.Namespace) -> None:
     answer = CacheAdminServiceStub(channel).GetCacheStats(pb.GetCacheStatsRequest(), timeout=TIMEOUT_S)
     table = Table(box=None, pad_edge=False)
-    for title in ("worker", "free", "cached", "used", "pinned", "may be pinned", "evicted", "host free", "host used"):
+    titles = ("worker", "free", "cached", "used", "pinned", "may be pinned", "evicted")
+    for title in (*titles, "host free", "host cached", "host used"):
         table.add_column(title, justify="right")
     for worker in answer.workers:
         pool = worker.pool
         cells = (pool.worker, pool.free_blocks, pool.cached_blocks, pool.used_blocks, worker.pinned_blocks)
-        more = (worker.max_pinned_blocks, pool.evicted_blocks_total, pool.free_host_blocks, pool.used_host_blocks)
-        table.add_row(*map(str, cells + more))
+        more = (worker.max_pinned_blocks, pool.evicted_blocks_total)
+        host = (pool.free_host_blocks, pool.cached_host_blocks, pool.used_host_blocks)
+        table.add_row(*map(str, cells + more + host))
     out = console()
     out.print(table if answer.workers else "no worker")
     queried, hit = answer.prefix_query_tokens, answer.prefix_hit_tokens

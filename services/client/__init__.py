@@ -10,6 +10,7 @@ from services.client.types import (
     PacelineError,
     Piece,
     Result,
+    Retention,
     Unavailable,
     Usage,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "PacelineError",
     "Piece",
     "Result",
+    "Retention",
     "Unavailable",
     "Usage",
 ]

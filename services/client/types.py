@@ -17,7 +17,7 @@ _REASONS: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_ABORT: "abort",
 }
 Messages = Sequence[Mapping[str, str]]
-_TERMS = frozenset({"priority", "tenant", "deadline_s", "request_id"})
+_TERMS = frozenset({"priority", "tenant", "deadline_s", "request_id", "cache_salt"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,17 @@ class Beam:
     num_return: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Keep tokens start ... end - 1 (0: all that follow) for reuse with a priority of 0 to 100, for ever or so long
+    after their last use. Lower ones are evicted first; what nobody says anything of has 35."""
+
+    priority: int
+    start: int = 0
+    end: int = 0
+    duration_ms: int = 0
 
 
 class Sampling(TypedDict, total=False):
@@ -45,13 +56,16 @@ class Sampling(TypedDict, total=False):
 
 
 class Options(Sampling, total=False):
-    """The same, and what else can be said of a request. `priority`: larger is more urgent. `deadline_s`: from now."""
+    """The same, and what else can be said of a request. `priority`: larger is more urgent. `deadline_s`: from now.
+    `cache_salt`: only requests with the same one share KV."""
 
     priority: float
     tenant: str
     deadline_s: float
     request_id: str
     beam: Beam
+    cache_salt: str
+    cache_retention: Sequence[Retention]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +165,11 @@ def make_request(
     for name, value in values.items():
         if name == "beam":
             request.beam.CopyFrom(_beam(value))
+        elif name == "cache_retention":
+            for one in value:
+                request.cache_retention.add(
+                    start=one.start, end=one.end, priority=one.priority, duration_ms=one.duration_ms
+                )
         elif name in _TERMS:
             setattr(request, name, value)
         elif name in inference_pb2.SamplingOptions.DESCRIPTOR.fields_by_name:

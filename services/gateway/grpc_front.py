@@ -87,7 +87,9 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
             endpoint="grpc",
             names=names,
             arrival_s=arrival_s,
-            terms=check_terms(request.priority, request.tenant, deadline_s),
+            terms=check_terms(
+                request.priority, request.tenant, deadline_s, request.cache_salt, request.cache_retention
+            ),
         )
         if request.HasField("beam"):
             job.beam = _beam(request.beam, choices)

@@ -3,11 +3,13 @@ silence."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from paceline.v1 import common_pb2
 from services.gateway.errors import ApiError, invalid
 from services.gateway.request import (
     MAX_TENANT_CHARS,
@@ -21,6 +23,7 @@ from services.gateway.request import (
 from services.gateway.session_core import Terms
 
 MAX_PROMPTS = 128
+Uint32 = Annotated[int, Field(ge=0, lt=2**32)]
 
 # Fields that change the result and that we cannot honour: the values with which they change nothing (null always is
 # one).
@@ -127,6 +130,16 @@ class _Request(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
 
+class Retention(_Request):
+    """Tokens start ... end - 1 (0: all that follow) are kept with a priority of 0 to 100, for ever or so long after
+    their last use. What nobody says anything of has 35."""
+
+    start: Uint32 = 0
+    end: Uint32 = 0
+    priority: Uint32
+    duration_ms: Uint32 = 0
+
+
 class StreamOptions(_Request):
     """Usage in a last chunk of its own, and in every chunk."""
 
@@ -163,11 +176,16 @@ class SamplingFields(_Request):
     user: str | None = None
     # Seconds within which the answer is of use.
     deadline_s: float | None = None
+    # Only requests with the same salt share KV (as in vLLM).
+    cache_salt: str | None = None
+    # How long parts of it are kept for reuse (as TensorRT-LLM's KvCacheRetentionConfig).
+    cache_retention: list[Retention] | None = None
 
     def terms(self) -> Terms:
         """Its place among others. Raises ApiError 400."""
         tenant = self.tenant if self.tenant is not None else (self.user or "")[:MAX_TENANT_CHARS]
-        return check_terms(self.priority, tenant, self.deadline_s)
+        retention = [common_pb2.RetentionRange(**vars(one)) for one in self.cache_retention or ()]
+        return check_terms(self.priority, tenant, self.deadline_s, self.cache_salt, retention)
 
     def jobs(self, builder: RequestBuilder, job: GenerateJob) -> list[GenerateJob]:
         """One job for each sample of the prompt; a beam search is one. Raises ApiError 400."""
@@ -277,7 +295,7 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
             continue
         # bool is an int to Python; here they are different things.
         if not any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL[name]):
-            wanted = ", ".join(repr(neutral) for neutral in _NEUTRAL[name][:1]) or "null"
+            wanted = ", ".join(json.dumps(neutral) for neutral in _NEUTRAL[name][:1]) or "null"
             raise invalid(name, f"{name} is not supported yet (leave it out, or {wanted})", code="unsupported_value")
 
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -272,7 +272,13 @@ def check_beam(
     )
 
 
-def check_terms(priority: float | None, tenant: str | None, deadline_s: float | None) -> Terms:
+def check_terms(
+    priority: float | None,
+    tenant: str | None,
+    deadline_s: float | None,
+    cache_salt: str | None = None,
+    cache_retention: Iterable[common_pb2.RetentionRange] = (),
+) -> Terms:
     """What a request says of its place among others; None takes the default. Raises ApiError 400."""
     for name, value in (("priority", priority), ("deadline_s", deadline_s)):
         if value is not None and not math.isfinite(value):
@@ -281,7 +287,13 @@ def check_terms(priority: float | None, tenant: str | None, deadline_s: float | 
         raise invalid("deadline_s", f"deadline_s must be above 0, not {deadline_s:g}")
     if tenant is not None and len(tenant) > MAX_TENANT_CHARS:
         raise invalid("tenant", f"tenant has {len(tenant)} characters; at most {MAX_TENANT_CHARS} are possible")
-    return Terms(priority or 0.0, tenant or "", deadline_s or 0.0)
+    return Terms(
+        priority or 0.0,
+        tenant or "",
+        deadline_s or 0.0,
+        cache_salt=cache_salt or "",
+        cache_retention=tuple(cache_retention),  # the scheduler checks the ranges
+    )
 
 
 def _too_long(param: str, num_tokens: str, max_model_len: int) -> ApiError:

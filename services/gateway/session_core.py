@@ -41,6 +41,8 @@ class Terms:
     tenant: str = ""
     deadline_s: float = 0.0
     fork_of: int = 0
+    cache_salt: str = ""
+    cache_retention: tuple[common_pb2.RetentionRange, ...] = ()
 
 
 NO_TERMS = Terms()
@@ -283,6 +285,8 @@ class SessionCore:
                 deadline_s=self._deadline_left_s(request),
                 fork_of=request.terms.fork_of,
                 beam=request.beam,
+                cache_salt=request.terms.cache_salt,
+                cache_retention=request.terms.cache_retention,
             )
 
     def _deadline_left_s(self, request: LiveRequest) -> float:

@@ -39,7 +39,6 @@ import logging
 import sys
 import warnings
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +49,7 @@ import sglang_stubs
 
 sglang_stubs.install()
 
+from prompts import prompts
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 from sglang.srt.runtime_context import publish
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -58,21 +58,6 @@ from sglang_loop import VOCAB, Loop, Req, ScheduleBatch
 
 MODEL = str(Path(__file__).resolve().parents[2] / "demo" / "checkpoint")  # any model: only its config is read
 MAX_IDLE_STEPS = 20
-
-
-def prompts(scenario: dict[str, Any]) -> Iterator[list[int]]:
-    """As SCENARIOS.md says: given, or made up, with the first tokens shared within a family."""
-    ids = itertools.count(1)
-    families: dict[str, list[int]] = {}
-    for request in scenario["requests"]:
-        if "prompt" in request:
-            yield request["prompt"]
-            ids = itertools.count(max(next(ids), max(request["prompt"]) + 1))
-            continue
-        prefix = request.get("prefix") or {"family": "", "len": 0}
-        family = families.setdefault(prefix["family"], [])
-        family += itertools.islice(ids, max(0, prefix["len"] - len(family)))
-        yield [*family[: prefix["len"]], *itertools.islice(ids, request["prompt_len"] - prefix["len"])]
 
 
 class Run:

@@ -21,7 +21,6 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import torch
+from prompts import prompts
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -86,21 +86,6 @@ def make_scheduler(scenario: dict[str, Any]) -> Scheduler:
         block_size=block_size,
         log_stats=False,
     )
-
-
-def prompts(scenario: dict[str, Any]) -> Iterator[list[int]]:
-    """As SCENARIOS.md says: given, or made up, with the first tokens shared within a family."""
-    ids = itertools.count(1)
-    families: dict[str, list[int]] = {}
-    for request in scenario["requests"]:
-        if "prompt" in request:
-            yield request["prompt"]
-            ids = itertools.count(max(next(ids), max(request["prompt"]) + 1))
-            continue
-        prefix = request.get("prefix") or {"family": "", "len": 0}
-        family = families.setdefault(prefix["family"], [])
-        family += itertools.islice(ids, max(0, prefix["len"] - len(family)))
-        yield [*family[: prefix["len"]], *itertools.islice(ids, request["prompt_len"] - prefix["len"])]
 
 
 class Run:

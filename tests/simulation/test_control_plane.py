@@ -88,7 +88,7 @@ class Run:
         prompt = (shared + [rng.randrange(8, 1000) for _ in range(length)])[:length]
         session, first = rng.choice("ab"), self.requests_left
         fields = {"priority": rng.randrange(3), "tenant": rng.choice("xyz")}
-        max_tokens = rng.randrange(1, max(2, min(40, room - length)))
+        max_tokens = rng.randrange(1, min(40, room - length + 2))  # at most a token longer than the pool
         ignore_eos = rng.random() < 0.3
         if rng.random() < 0.1:
             sampling = SamplingParams(top_p=1, max_tokens=min(max_tokens, 10), ignore_eos=ignore_eos)
@@ -229,7 +229,7 @@ def test_every_stream_is_the_undisturbed_one(first: int) -> None:
 
 def test_the_seeds_reach_what_they_are_meant_to() -> None:
     """Preemption, swaps, prefix hits, evictions and lost workers all happened, or the test above shows little."""
-    preempted = requeued = hits = evicted = forked = swapped_out = swapped_in = 0
+    preempted = requeued = hits = evicted = forked = swapped_out = swapped_in = demoted = promoted = 0
     for seed in range(60):
         run = Run(seed)
         run.play()
@@ -240,7 +240,9 @@ def test_the_seeds_reach_what_they_are_meant_to() -> None:
         forked += run.system.cache.counters.forked_sequences
         swapped_out += run.system.scheduler.counters.swapped_out
         swapped_in += run.system.cache.counters.swapped_in_blocks
-    assert min(preempted, requeued, hits, evicted, forked, swapped_out, swapped_in) > 10
+        demoted += run.system.cache.counters.demoted_blocks
+        promoted += run.system.cache.counters.promoted_blocks
+    assert min(preempted, requeued, hits, evicted, forked, swapped_out, swapped_in, demoted, promoted) > 10
 
 
 def test_same_seed_same_decisions() -> None:

@@ -46,6 +46,11 @@ class HostileRun(Run):
             assert self.choice[:2] == ("order", "add")
             assert self.system.scheduler.policies is before
 
+    def submit(self) -> None:
+        super().submit()
+        self.system.scheduler.tick(self.system.now_s)  # at which an order may give up who waits
+        self.system.poll()
+
     def policy_failed(self, error: Exception) -> None:
         self.errors.append(error)
 

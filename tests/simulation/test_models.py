@@ -66,6 +66,7 @@ def check(
     preset: str = "",
     expect_preemption: bool = False,
     expect_hits: bool = False,
+    expect_promotions: bool = False,
     swap: bool = False,
     prefix_caching: bool = True,
     **settings: int,
@@ -92,6 +93,8 @@ def check(
         assert system.cache.counters.swapped_in_blocks > 0
     if expect_hits:
         assert system.cache.counters.prefix_hit_tokens > 0
+    if expect_promotions:
+        assert system.cache.counters.promoted_blocks > 0
     if workers > 1:
         assert all(end.worker.num_steps for end in system.workers)
 
@@ -130,6 +133,15 @@ def test_swapped_in_a_tiny_pool(models: dict[str, Path], preset: str, prefix_cac
     asked = prompts(1, [9, 10, 11, 12, 13, 14])
     tiny = {"block_size": 4, "num_blocks": 13, "num_host_blocks": 40}
     check(models["llama3"], asked, preset=preset, prefix_caching=prefix_caching, window=window, swap=True, **tiny)
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+@pytest.mark.parametrize("window", [1, 3])
+def test_evicted_kv_comes_back_from_host_memory(models: dict[str, Path], family: str, window: int) -> None:
+    """Each wave evicts most of the one before, and hits what host memory has kept of it."""
+    asked = prompts(3, [41, 30, 37, 44, 25, 39])
+    tiny = {"block_size": 4, "num_blocks": 20, "num_host_blocks": 100}
+    check(models[family], asked, window=window, waves=3, expect_promotions=True, **tiny)
 
 
 @pytest.mark.parametrize("window", [1, 2])

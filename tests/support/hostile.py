@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from scheduler_svc.core.decision import OutOfBlocks, Paused
@@ -22,7 +23,7 @@ GOOD: dict[str, type] = {
     "preemption": LastIn,
 }
 HOOKS = {
-    "order": ("add", "remove", "rematched", "started", "stopped", "ordered"),
+    "order": ("add", "remove", "rematched", "started", "stopped", "ordered", "hopeless"),
     "capacity": ("begin", "admit", "planned"),
     "batch": ("compose", "planned"),
     "preemption": ("victims",),
@@ -138,6 +139,35 @@ def names_the_gone(self: Any, good: Callable[..., Any], arguments: tuple[Any, ..
     self.kept = self.kept or []
     self.kept += [view for view in good(*arguments) if view not in self.kept]
     return iter(self.kept)
+
+
+# Nobody is beyond hope for the good one, so these have to find somebody to name.
+
+
+def gives_up_twice(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[Any]:
+    for view in self.ordered(*arguments):
+        yield view
+        yield view
+
+
+def gives_up_for_ever(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[Any]:
+    return itertools.cycle(list(self.ordered(*arguments)))
+
+
+def gives_up_and_breaks_off(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[Any]:
+    yield from self.ordered(*arguments)
+    raise ValueError("after all")
+
+
+def gives_up_the_gone(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[Any]:
+    waiting, known = set(self.ordered(*arguments)), self.kept or set()
+    self.kept = known | waiting
+    return iter(known - waiting)
+
+
+def gives_up_by_name(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[Any]:
+    """No views, but something that looks like one."""
+    return iter([SimpleNamespace(seniority=view.seniority) for view in self.ordered(*arguments)])
 
 
 # ── capacity ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -277,6 +307,10 @@ def old_victims(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...])
 DEEDS: dict[tuple[str, str], list[Deed]] = {
     ("order", "ordered"): [
         *map(answer, (None, 5, [None], ["x"], [])), twice, for_ever, leaves_out, breaks_off, names_the_gone
+    ],
+    ("order", "hopeless"): [
+        *map(answer, (None, 5, [None], ["x"])),
+        gives_up_twice, gives_up_for_ever, gives_up_and_breaks_off, gives_up_the_gone, gives_up_by_name,
     ],
     ("capacity", "begin"): [pauses_twice, pauses_nonsense, raises_paused, raises_lack, uses_an_old_step],
     ("capacity", "admit"): [*map(answer, (None, True, "admit", 1)), decides_in_admit, admits_all, raises_lack],

@@ -18,7 +18,8 @@ class ReserveAll(CapacityPolicy):
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
         if self.prefix_aware and step.another_computes_prefix_of(request):
             return Verdict.SKIP  # soon it finds that prefix in the cache; others may pass it
-        growth_blocks = step.blocks_for(request.max_total_tokens) - step.blocks_for(request.num_tokens)
+        total_blocks = min(step.blocks_for(request.max_total_tokens), step.total_blocks)  # the last token needs no room
+        growth_blocks = total_blocks - step.blocks_for(request.num_tokens)
         if need_blocks + growth_blocks > self.free_blocks:
             return Verdict.STOP  # nobody may pass it, or a long request would wait for ever
         self.free_blocks -= need_blocks + growth_blocks

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from paceline.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -143,6 +144,7 @@ class AddWorkerOp(_message.Message):
     PREFIX_CACHING_FIELD_NUMBER: _builtins.int
     NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     PARTIAL_REUSE_FIELD_NUMBER: _builtins.int
+    HOST_TIER_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     num_blocks: _builtins.int
     """Usable blocks. Their ids are 1..num_blocks; block 0 is the worker's own dummy block."""
@@ -151,9 +153,11 @@ class AddWorkerOp(_message.Message):
     prefix_caching: _builtins.bool
     """Whether blocks of this worker are kept for reuse."""
     num_host_blocks: _builtins.int
-    """Blocks in the worker's host memory, ids 1..num_host_blocks; 0: nothing can be swapped out."""
+    """Blocks in the worker's host memory, ids 1..num_host_blocks; 0: nothing can be swapped out, nor kept there."""
     partial_reuse: _builtins.bool
     """Whether a match may end within a block, the beginning of which is then copied."""
+    host_tier: _builtins.bool
+    """Whether what is evicted from the device is kept in host memory, as long as there is room. Not without prefix_caching."""
     def __init__(
         self,
         *,
@@ -163,10 +167,11 @@ class AddWorkerOp(_message.Message):
         prefix_caching: _builtins.bool = ...,
         num_host_blocks: _builtins.int = ...,
         partial_reuse: _builtins.bool = ...,
+        host_tier: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "partial_reuse", b"partial_reuse", "prefix_caching", b"prefix_caching", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "host_tier", b"host_tier", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "partial_reuse", b"partial_reuse", "prefix_caching", b"prefix_caching", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -211,7 +216,7 @@ class MatchOp(_message.Message):
     priority: _builtins.float
     """Of its request, for the eviction strategy "priority": larger ones are kept longer."""
     @_builtins.property
-    def retention(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetentionRange]:
+    def retention(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RetentionRange]:
         """How long its tokens are kept when it has ended, before what the eviction strategy says; ranges do not overlap.
         Tokens in none of them are kept as others are.
         """
@@ -225,7 +230,7 @@ class MatchOp(_message.Message):
         *,
         sequence: _builtins.int = ...,
         token_ids: _builtins.bytes = ...,
-        retention: _abc.Iterable[Global___RetentionRange] | None = ...,
+        retention: _abc.Iterable[_common_pb2.RetentionRange] | None = ...,
         priority: _builtins.float = ...,
         namespace: Global___CacheNamespace | None = ...,
     ) -> None: ...
@@ -266,40 +271,6 @@ class CacheNamespace(_message.Message):
 Global___CacheNamespace: _TypeAlias = CacheNamespace  # noqa: Y015
 
 @_typing.final
-class RetentionRange(_message.Message):
-    """Tokens start ... end - 1 of a sequence (end 0: all from start on, also those to come). A block takes what is said of
-    its first token.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    START_FIELD_NUMBER: _builtins.int
-    END_FIELD_NUMBER: _builtins.int
-    PRIORITY_FIELD_NUMBER: _builtins.int
-    DURATION_MS_FIELD_NUMBER: _builtins.int
-    start: _builtins.int
-    end: _builtins.int
-    priority: _builtins.int
-    """0..100; 35 is what those have of whom nothing is said. Lower ones are evicted first."""
-    duration_ms: _builtins.int
-    """For so long after the last use; 0: for ever."""
-    def __init__(
-        self,
-        *,
-        start: _builtins.int = ...,
-        end: _builtins.int = ...,
-        priority: _builtins.int = ...,
-        duration_ms: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_ms", b"duration_ms", "end", b"end", "priority", b"priority", "start", b"start"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RetentionRange: _TypeAlias = RetentionRange  # noqa: Y015
-
-@_typing.final
 class RematchOp(_message.Message):
     """Look again at the sequences named, which wait, and report in match_updates those of which something is other than was
     reported last: also what a change of users alone does to num_live_tokens.
@@ -330,7 +301,8 @@ Global___RematchOp: _TypeAlias = RematchOp  # noqa: Y015
 @_typing.final
 class AdmitOp(_message.Message):
     """Bind a known sequence to a worker: reuse the longest cached prefix (whole blocks, and with partial_reuse the beginning
-    of one more; never the last token) and take new blocks. RESOURCE_EXHAUSTED if there are too few.
+    of one more; never the last token) and take new blocks. What the worker's host memory has behind what the device has is
+    to be copied into new blocks, and counts as computed when a CommitOp says so. RESOURCE_EXHAUSTED if there are too few.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -505,6 +477,7 @@ class CacheServiceLinkResponse(_message.Message):
     RESULTS_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
     MATCH_UPDATES_FIELD_NUMBER: _builtins.int
+    DEMOTIONS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     exchange: _builtins.int
     @_builtins.property
@@ -519,6 +492,12 @@ class CacheServiceLinkResponse(_message.Message):
     def match_updates(self) -> _containers.RepeatedCompositeFieldContainer[Global___MatchUpdate]:
         """Waiting sequences whose match is another one after this exchange, as it is then; and those that were rematched."""
 
+    @_builtins.property
+    def demotions(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockMoves]:
+        """What was evicted in this exchange and is kept in host memory; a worker stands here once at the most. Each copy has to
+        be made before anything else is written to the device block, and before what this exchange copies from host blocks.
+        """
+
     def __init__(
         self,
         *,
@@ -527,14 +506,42 @@ class CacheServiceLinkResponse(_message.Message):
         results: _abc.Iterable[Global___CacheOpResult] | None = ...,
         pools: _abc.Iterable[Global___PoolCounters] | None = ...,
         match_updates: _abc.Iterable[Global___MatchUpdate] | None = ...,
+        demotions: _abc.Iterable[Global___BlockMoves] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "exchange", b"exchange", "match_updates", b"match_updates", "pools", b"pools", "results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["demotions", b"demotions", "epoch", b"epoch", "exchange", b"exchange", "match_updates", b"match_updates", "pools", b"pools", "results", b"results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CacheServiceLinkResponse: _TypeAlias = CacheServiceLinkResponse  # noqa: Y015
+
+@_typing.final
+class BlockMoves(_message.Message):
+    """The content of device_blocks[i] is to be copied to host_blocks[i]. Both are packed int32."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    worker: _builtins.int
+    device_blocks: _builtins.bytes
+    host_blocks: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        worker: _builtins.int = ...,
+        device_blocks: _builtins.bytes = ...,
+        host_blocks: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_blocks", b"device_blocks", "host_blocks", b"host_blocks", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockMoves: _TypeAlias = BlockMoves  # noqa: Y015
 
 @_typing.final
 class MatchUpdate(_message.Message):
@@ -653,21 +660,25 @@ class WorkerMatch(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_LIVE_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_HOST_TOKENS_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     num_tokens: _builtins.int
     """Whole cached blocks, in tokens; with partial_reuse also what another block begins with."""
     num_live_tokens: _builtins.int
     """Of these, tokens in blocks that a live sequence uses: reusing them takes nothing from the pool."""
+    num_host_tokens: _builtins.int
+    """Tokens of whole blocks that come next and are in host memory. Reusing them takes as many new blocks."""
     def __init__(
         self,
         *,
         worker: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         num_live_tokens: _builtins.int = ...,
+        num_host_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_live_tokens", b"num_live_tokens", "num_tokens", b"num_tokens", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_host_tokens", b"num_host_tokens", "num_live_tokens", b"num_live_tokens", "num_tokens", b"num_tokens", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -680,6 +691,8 @@ class AdmitResult(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCK_TABLE_FIELD_NUMBER: _builtins.int
     COPY_FROM_FIELD_NUMBER: _builtins.int
+    DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     block_table: _builtins.bytes
     """Packed int32: the whole block table."""
@@ -687,16 +700,23 @@ class AdmitResult(_message.Message):
     """Before anything is written, the content of this block has to be copied to the one of the table in which the cached
     tokens end; 0: none.
     """
+    device_blocks: _builtins.bytes
+    """What of the cached tokens is in host memory: before the sequence runs, and before the host blocks are written again,
+    the content of host_blocks[i] has to be copied to device_blocks[i]. Both are packed int32.
+    """
+    host_blocks: _builtins.bytes
     def __init__(
         self,
         *,
         num_cached_tokens: _builtins.int = ...,
         block_table: _builtins.bytes = ...,
         copy_from: _builtins.int = ...,
+        device_blocks: _builtins.bytes = ...,
+        host_blocks: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "copy_from", b"copy_from", "num_cached_tokens", b"num_cached_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "copy_from", b"copy_from", "device_blocks", b"device_blocks", "host_blocks", b"host_blocks", "num_cached_tokens", b"num_cached_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -781,7 +801,7 @@ Global___SwapInResult: _TypeAlias = SwapInResult  # noqa: Y015
 
 @_typing.final
 class PoolCounters(_message.Message):
-    """free + cached + used = num_blocks, and free_host + used_host = num_host_blocks, always."""
+    """free + cached + used = num_blocks, and free_host + cached_host + used_host = num_host_blocks, always."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -792,6 +812,7 @@ class PoolCounters(_message.Message):
     EVICTED_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
     FREE_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     USED_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    CACHED_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     free_blocks: _builtins.int
     cached_blocks: _builtins.int
@@ -802,6 +823,8 @@ class PoolCounters(_message.Message):
     free_host_blocks: _builtins.int
     used_host_blocks: _builtins.int
     """Held by swapped-out sequences."""
+    cached_host_blocks: _builtins.int
+    """Of no sequence, kept for reuse, evictable."""
     def __init__(
         self,
         *,
@@ -812,10 +835,11 @@ class PoolCounters(_message.Message):
         evicted_blocks_total: _builtins.int = ...,
         free_host_blocks: _builtins.int = ...,
         used_host_blocks: _builtins.int = ...,
+        cached_host_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "evicted_blocks_total", b"evicted_blocks_total", "free_blocks", b"free_blocks", "free_host_blocks", b"free_host_blocks", "used_blocks", b"used_blocks", "used_host_blocks", b"used_host_blocks", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "cached_host_blocks", b"cached_host_blocks", "evicted_blocks_total", b"evicted_blocks_total", "free_blocks", b"free_blocks", "free_host_blocks", b"free_host_blocks", "used_blocks", b"used_blocks", "used_host_blocks", b"used_host_blocks", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -967,7 +991,7 @@ Global___BlockStored: _TypeAlias = BlockStored  # noqa: Y015
 
 @_typing.final
 class BlockRemoved(_message.Message):
-    """The blocks hold these prefixes no longer. What comes after a removed block was removed before."""
+    """The blocks hold these prefixes no longer. What came after them in the same tier was removed before."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1295,7 +1319,7 @@ class ResetCacheResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ForgottenBlocks]:
-        """Of every worker."""
+        """Of every worker: blocks of its device. What its host memory had of these namespaces is forgotten, too."""
 
     def __init__(
         self,

@@ -154,3 +154,37 @@ class ModelInfo(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
+
+@_typing.final
+class RetentionRange(_message.Message):
+    """Tokens start ... end - 1 of a sequence (end 0: all from start on, also those to come). A block takes what is said of
+    its first token.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    DURATION_MS_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    end: _builtins.int
+    priority: _builtins.int
+    """0..100; 35 is what those have of whom nothing is said. Lower ones are evicted first."""
+    duration_ms: _builtins.int
+    """For so long after the last use; 0: for ever."""
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        end: _builtins.int = ...,
+        priority: _builtins.int = ...,
+        duration_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_ms", b"duration_ms", "end", b"end", "priority", b"priority", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetentionRange: _TypeAlias = RetentionRange  # noqa: Y015

@@ -191,6 +191,8 @@ class GenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     BEAM_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    CACHE_RETENTION_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     model: _builtins.str
     """Empty: the model that is served."""
@@ -202,6 +204,8 @@ class GenerateRequest(_message.Message):
     """On whose account; budgets and fair order are per tenant."""
     deadline_s: _builtins.float
     """Seconds from now within which the answer is of use; 0: no deadline."""
+    cache_salt: _builtins.str
+    """Only requests with the same salt share KV: whoever does not know it can neither use nor find out what is cached."""
     @_builtins.property
     def messages(self) -> Global___ChatMessages: ...
     @_builtins.property
@@ -211,6 +215,10 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def beam(self) -> Global___BeamOptions:
         """Search for the most likely sequences instead of sampling one. The answer then comes in one message, as hypotheses."""
+
+    @_builtins.property
+    def cache_retention(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RetentionRange]:
+        """How long its tokens are kept for reuse when it has ended; ranges do not overlap. Of the others nothing is said."""
 
     def __init__(
         self,
@@ -225,10 +233,12 @@ class GenerateRequest(_message.Message):
         tenant: _builtins.str = ...,
         deadline_s: _builtins.float = ...,
         beam: Global___BeamOptions | None = ...,
+        cache_salt: _builtins.str = ...,
+        cache_retention: _abc.Iterable[_common_pb2.RetentionRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "deadline_s", b"deadline_s", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -448,6 +458,8 @@ class Submission(_message.Message):
     LORA_FIELD_NUMBER: _builtins.int
     FORK_OF_FIELD_NUMBER: _builtins.int
     BEAM_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    CACHE_RETENTION_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     request_id: _builtins.str
     prompt_token_ids: _builtins.bytes
@@ -466,12 +478,16 @@ class Submission(_message.Message):
     """Not 0: the handle of a request of this session with the same prompt, submitted before. This one waits until that
     one's prompt is computed, and forks from it. If it is gone, or this one has output already, it runs by itself.
     """
+    cache_salt: _builtins.str
+    """As in GenerateRequest."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def beam(self) -> Global___BeamOptions:
         """Beam search: no tokens come before the ending, which carries the hypotheses. Submitted again, it starts anew."""
 
+    @_builtins.property
+    def cache_retention(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RetentionRange]: ...
     def __init__(
         self,
         *,
@@ -487,10 +503,12 @@ class Submission(_message.Message):
         lora: _builtins.str = ...,
         fork_of: _builtins.int = ...,
         beam: Global___BeamOptions | None = ...,
+        cache_salt: _builtins.str = ...,
+        cache_retention: _abc.Iterable[_common_pb2.RetentionRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "beam", b"beam", "deadline_s", b"deadline_s", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -82,7 +82,9 @@ class WorkerRegistration(_message.Message):
     max_loras: _builtins.int
     """Distinct LoRA adapters in one step at the most; 0: it serves none."""
     num_host_blocks: _builtins.int
-    """Blocks in host memory for sequences that are swapped out, ids 1..num_host_blocks; 0: it cannot swap."""
+    """Blocks in host memory for sequences that are swapped out and for KV that is evicted, ids 1..num_host_blocks; 0: it can
+    do neither.
+    """
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo: ...
     def __init__(
@@ -269,8 +271,8 @@ class StepPlan(_message.Message):
     """
     swap_out_to: _builtins.bytes
     swap_in_from: _builtins.bytes
-    """Entry i: copy the KV in host block swap_in_from[i] to device block swap_in_to[i]. The sequence comes back as a new one
-    whose cached tokens are those in its blocks.
+    """Entry i: copy the KV in host block swap_in_from[i] to device block swap_in_to[i]; several entries may have the same
+    source. What comes of it belongs to new sequences, whose cached tokens are those in their blocks.
     """
     swap_in_to: _builtins.bytes
     @_builtins.property

@@ -28,7 +28,8 @@ class GuaranteedNoEvict(CapacityPolicy):
         if self.prefix_aware and step.another_computes_prefix_of(request):
             return Verdict.SKIP
         shared_blocks = step.blocks_for(request.num_tokens) - need_blocks
-        to_completion = step.blocks_for(request.max_total_tokens) - shared_blocks
+        # Its last token is never computed: alone, even one that is a token longer than the pool has room.
+        to_completion = min(step.blocks_for(request.max_total_tokens), step.total_blocks) - shared_blocks
         if to_completion > self._unpromised_blocks:
             return Verdict.STOP
         self._unpromised_blocks -= to_completion

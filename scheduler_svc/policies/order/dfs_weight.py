@@ -57,7 +57,7 @@ class DepthFirstByWeight(OrderPolicy):
         del node.requests[request.seniority]
 
     def rematched(self, request: RequestView) -> None:
-        if len(self._paths[request.seniority]) * self._stride_bytes != request.best_matched_tokens * TOKEN_BYTES:
+        if len(self._paths[request.seniority]) != request.best_matched_tokens * TOKEN_BYTES // self._stride_bytes:
             self.remove(request)
             self.add(request)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from services.client import AsyncPacelineClient, Retention
 from services.gateway.tokenizer import TextTokenizer
 from tests.contract.gateway.conftest import MODEL, Running
 from tests.contract.gateway.test_openai import CHECKPOINT
@@ -77,6 +78,18 @@ async def test_priority_tenant_and_deadline_reach_the_scheduler(running: Running
         assert [response async for response in stub.Generate(request)]
     seen = [(s.priority, s.tenant, s.deadline_s) for s in running.scheduler.submissions]
     assert seen == [(2.5, "team", 30.0), (0.0, "someone", 0.0), (-1.0, "other", 5.0)]
+
+
+async def test_what_is_said_of_caching_reaches_the_scheduler(running: Running) -> None:
+    kept = {"cache_salt": "pepper", "cache_retention": [{"end": 8, "priority": 90}, {"start": 8, "priority": 0}]}
+    await running.openai.completions.create(model=MODEL, prompt="a", max_tokens=1, extra_body=kept)
+    async with AsyncPacelineClient(str(running.addresses.grpc)) as client:
+        await client.generate("a", max_tokens=1, cache_salt="salt", cache_retention=[Retention(5, duration_ms=100)])
+    seen = [
+        (s.cache_salt, [(r.start, r.end, r.priority, r.duration_ms) for r in s.cache_retention])
+        for s in running.scheduler.submissions
+    ]
+    assert seen == [("pepper", [(0, 8, 90, 0), (8, 0, 0, 0)]), ("salt", [(0, 0, 5, 100)])]
 
 
 def hypotheses(*outputs: list[int]) -> inference_pb2.Ending:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import Code
 from paceline.v1 import cache_pb2 as pb
+from paceline.v1.common_pb2 import RetentionRange
 
 
 class Refused(Exception):
@@ -31,9 +32,10 @@ def add_worker_op(
     prefix_caching: bool = True,
     num_host_blocks: int = 0,
     partial_reuse: bool = False,
+    host_tier: bool = False,
 ) -> pb.CacheOp:
     op = pb.AddWorkerOp(worker=worker, num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks)
-    op.prefix_caching, op.partial_reuse = prefix_caching, partial_reuse
+    op.prefix_caching, op.partial_reuse, op.host_tier = prefix_caching, partial_reuse, host_tier
     return pb.CacheOp(add_worker=op)
 
 
@@ -43,7 +45,7 @@ Retention = Sequence[tuple[int, int, int, int]]  # start, end, priority, millise
 def match_op(
     sequence: int, tokens: Sequence[int], priority: float = 0.0, retention: Retention = (), salt: str = ""
 ) -> pb.CacheOp:
-    ranges = [pb.RetentionRange(start=a, end=b, priority=p, duration_ms=ms) for a, b, p, ms in retention]
+    ranges = [RetentionRange(start=a, end=b, priority=p, duration_ms=ms) for a, b, p, ms in retention]
     match = pb.MatchOp(sequence=sequence, token_ids=pack(tokens), priority=priority, retention=ranges)
     match.namespace.cache_salt = salt
     return pb.CacheOp(match=match)
@@ -93,6 +95,16 @@ def remove_worker_op(worker: int) -> pb.CacheOp:
     return pb.CacheOp(remove_worker=pb.RemoveWorkerOp(worker=worker))
 
 
+def pairs(copies: pb.BlockMoves | pb.AdmitResult | pb.SwapOutResult) -> list[tuple[int, int]]:
+    """(device block, host block)."""
+    return list(zip(unpack(copies.device_blocks), unpack(copies.host_blocks), strict=True))
+
+
+def tiers(matches: Iterable[pb.WorkerMatch]) -> dict[int, tuple[int, int, int]]:
+    """Worker -> cached tokens, live tokens, tokens in host memory."""
+    return {m.worker: (m.num_tokens, m.num_live_tokens, m.num_host_tokens) for m in matches}
+
+
 class Driver:
     """A link to a core in debug mode: every exchange ends with a check of all invariants."""
 
@@ -101,6 +113,8 @@ class Driver:
         self.now_ms = 0
         self.pools: dict[int, tuple[int, int, int, int]] = {}  # as reported: free, cached, used, evicted
         self.host_pools: dict[int, tuple[int, int]] = {}  # free, used
+        self.cached_host: dict[int, int] = {}
+        self.demotions: list[tuple[int, int]] = []  # of the last exchange: device block, host block
         self._exchange = 0
 
     def exchange(self, *ops: pb.CacheOp) -> pb.CacheServiceLinkResponse:
@@ -117,6 +131,8 @@ class Driver:
                 pool.evicted_blocks_total,
             )
             self.host_pools[pool.worker] = pool.free_host_blocks, pool.used_host_blocks
+            self.cached_host[pool.worker] = pool.cached_host_blocks
+        self.demotions = [pair for moves in response.demotions for pair in pairs(moves)]
         return response
 
     def one(self, op: pb.CacheOp) -> pb.CacheOpResult:
@@ -133,8 +149,10 @@ class Driver:
         prefix_caching: bool = True,
         num_host_blocks: int = 0,
         partial_reuse: bool = False,
+        host_tier: bool = False,
     ) -> None:
-        self.one(add_worker_op(worker, num_blocks, block_size, prefix_caching, num_host_blocks, partial_reuse))
+        caching = prefix_caching, num_host_blocks, partial_reuse, host_tier
+        self.one(add_worker_op(worker, num_blocks, block_size, *caching))
 
     def remove_worker(self, worker: int) -> None:
         self.one(remove_worker_op(worker))
@@ -162,8 +180,7 @@ class Driver:
 
     def swap_out(self, sequence: int) -> list[tuple[int, int]]:
         """(device block, host block)."""
-        result = self.one(swap_out_op(sequence)).swap_out
-        return list(zip(unpack(result.device_blocks), unpack(result.host_blocks), strict=True))
+        return pairs(self.one(swap_out_op(sequence)).swap_out)
 
     def swap_in(self, sequence: int) -> tuple[int, list[int], list[tuple[int, int]]]:
         """Cached tokens, block table, (host block, device block)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
+from cache_svc.core.cache import CacheCore
 from cache_svc.core.events import EventLog, Watcher
 from cache_svc.core.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
@@ -23,9 +24,13 @@ def namespace_id(model: str = "", lora: str = "", salt: str = "") -> int:
     return digest(b"".join(name.encode() + b"\0" for name in (model, lora, salt)))
 
 
-def stored_in(tree: PrefixTree | None, workers: dict[int, int], tier: int = pb.CACHE_TIER_DEVICE) -> State:
-    """What the tree says, walked down with no help of nodes' ids. `workers`: ids by memory index."""
-    state: State = {}
+def stored_in(core: CacheCore) -> State:
+    """What the tree says, walked down with no help of nodes' ids."""
+    tree, state = core.tree, State()
+    memories = {}
+    for worker in core.workers.values():
+        memories[worker.index] = worker.worker_id, pb.CACHE_TIER_DEVICE
+        memories[worker.host.index] = worker.worker_id, pb.CACHE_TIER_HOST
 
     def go_down(node, parent: int) -> None:
         ids = []
@@ -33,7 +38,7 @@ def stored_in(tree: PrefixTree | None, workers: dict[int, int], tier: int = pb.C
             parent = chained(parent, node.key[begin : begin + tree.block_bytes])
             ids.append(parent)
         for index, holding in node.holdings.items():
-            state.setdefault((workers[index], tier), {}).update(zip(ids, holding.blocks, strict=True))
+            state.setdefault(memories[index], {}).update(zip(ids, holding.blocks, strict=True))
         for child in node.children.values():
             go_down(child, parent)
 
@@ -99,7 +104,8 @@ class Follower:
     def _store(self, stored: pb.BlockStored) -> None:
         there = self.stored.setdefault((stored.worker, stored.tier), {})
         parent, num_blocks = stored.parent_prefix_id, len(stored.block_ids)
-        assert (parent in there) == (stored.start_block > 0), "a run hangs in the air"
+        above = [held for (worker, _), held in self.stored.items() if worker == stored.worker and parent in held]
+        assert bool(above) == (stored.start_block > 0), "a run hangs in the air"
         size, rest = divmod(len(stored.token_ids), num_blocks)
         assert rest == 0
         assert len(stored.prefix_ids) == num_blocks > 0

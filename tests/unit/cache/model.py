@@ -3,14 +3,13 @@ searched."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cache_svc.core.errors import Code
 from tests.unit.cache.driver import Retention
+from tests.unit.cache.model_memory import ModelHost, ModelWorker, Prefix
 
-Prefix = tuple[str | int, ...]  # the salt, and tokens
 Result = tuple[object, ...]
 OK: Result = ("ok",)
 
@@ -22,135 +21,10 @@ class ModelRefusal(Exception):
 
 
 @dataclass
-class Kept:
-    """What says how long a prefix is kept."""
-
-    serial: int
-    priority: float = -math.inf
-    reuses: int = 0
-    retention: int = 35
-    duration_ms: int = 0
-    expires_ms: int = 0
-
-    def rank(self, eviction: str) -> float:
-        return {"lru": 0, "lfu": self.reuses, "slru": self.reuses >= 2, "fifo": self.serial, "priority": self.priority}[
-            eviction
-        ]
-
-
-@dataclass
 class Terms:
     priority: float
     retention: Retention
     salt: str
-
-
-@dataclass
-class ModelWorker:
-    num_blocks: int
-    prefix_caching: bool
-    free: list[int]
-    stored: dict[Prefix, int] = field(default_factory=dict)
-    users: dict[Prefix, set[int]] = field(default_factory=dict)
-    unused: list[Prefix] = field(default_factory=list)  # least recently used first
-    evicted: int = 0
-    free_host: list[int] = field(default_factory=list)
-    num_host: int = 0
-    eviction: str = "lru"
-    now_ms: int = 0
-    kept: dict[Prefix, Kept] = field(default_factory=dict)
-    num_stored: int = 0
-    partial_reuse: bool = False
-    sources: set[int] = field(default_factory=set)  # to be copied from in this exchange
-    withheld: list[int] = field(default_factory=list)  # what was evicted of them
-
-    def end_exchange(self) -> None:
-        self.free += self.withheld
-        self.withheld = []
-        self.sources = set()
-
-    def nearest(self, begins: Prefix, block_size: int, tokens: Sequence[int]) -> tuple[int, int]:
-        """Of the blocks stored behind these, the one that begins with the most tokens that come next, and how many."""
-        reached = len(begins) - 1
-        rest = tuple(tokens[reached : min(reached + block_size, len(tokens) - 1)])
-        best = 0, 0
-        behind = [p for p in self.stored if len(p) == len(begins) + block_size and p[: len(begins)] == begins]
-        ahead = sorted(p for p in behind if p[len(begins) :] >= rest)
-        for prefix in ahead + sorted((p for p in behind if p[len(begins) :] < rest), reverse=True):
-            last = prefix[len(begins) :]
-            common = next((i for i, (a, b) in enumerate(zip(last, rest, strict=False)) if a != b), len(rest))
-            if common > best[1]:
-                best = self.stored[prefix], common
-        return best if self.partial_reuse else (0, 0)
-
-    def eviction_order(self) -> list[Prefix]:
-        """Again and again the one that goes first of those with nothing behind them."""
-        order: list[Prefix] = []
-        unused, stored = list(self.unused), set(self.stored)
-        while unused:
-            ends = [p for p in unused if not any(len(q) > len(p) and q[: len(p)] == p for q in stored)]
-            order.append(min(ends, key=lambda p: (self.kept[p].retention, self.kept[p].rank(self.eviction))))
-            unused.remove(order[-1])
-            stored.remove(order[-1])
-        return order
-
-    def pass_time(self, now_ms: int) -> None:
-        self.now_ms = now_ms
-        over = [p for p in self.unused if self.kept[p].duration_ms and self.kept[p].expires_ms <= now_ms]
-        for prefix in sorted(over, key=lambda p: self.kept[p].expires_ms):
-            self.kept[prefix].retention, self.kept[prefix].duration_ms = 35, 0
-            self.unused.remove(prefix)
-            self.unused.append(prefix)
-
-    def take(self, count: int) -> list[int]:
-        blocks: list[int] = []
-        while len(blocks) < count:
-            if self.free:
-                blocks.append(self.free.pop())
-            else:
-                prefix = self.eviction_order()[0]
-                self.unused.remove(prefix)
-                del self.users[prefix], self.kept[prefix]
-                block = self.stored.pop(prefix)
-                self.evicted += 1
-                if block in self.sources:
-                    self.sources.remove(block)
-                    self.withheld.append(block)
-                else:
-                    blocks.append(block)
-        return blocks
-
-    def use(self, prefix: Prefix, sequence: int, priority: float, again: bool) -> None:
-        if prefix in self.unused:
-            self.unused.remove(prefix)
-        if prefix not in self.kept:
-            self.num_stored += 1
-            self.kept[prefix] = Kept(self.num_stored)
-        kept = self.kept[prefix]
-        kept.priority = max(kept.priority, priority)
-        kept.reuses += again
-        self.users.setdefault(prefix, set()).add(sequence)
-
-    def retain(self, prefixes: list[Prefix], block_size: int, retention: Retention) -> None:
-        for i, prefix in enumerate(prefixes):
-            for start, end, priority, duration_ms in retention:
-                if start <= i * block_size < (end or 10**9):
-                    self.kept[prefix].retention, self.kept[prefix].duration_ms = priority, duration_ms
-
-    def leave(self, prefix: Prefix) -> None:
-        self.unused.append(prefix)
-        self.kept[prefix].expires_ms = self.now_ms + self.kept[prefix].duration_ms
-
-    @property
-    def available(self) -> int:
-        return len(self.free) + len(self.unused) - len(self.sources)
-
-    def counters(self) -> tuple[int, int, int, int]:
-        free, cached = len(self.free), len(self.unused)
-        return free, cached, self.num_blocks - free - cached, self.evicted
-
-    def host_counters(self) -> tuple[int, int]:
-        return len(self.free_host), self.num_host - len(self.free_host)
 
 
 @dataclass
@@ -183,7 +57,14 @@ class Model:
         self.running: dict[int, ModelSequence] = {}
 
     def add_worker(
-        self, worker: int, num_blocks: int, block_size: int, prefix_caching: bool, num_host: int, partial: bool
+        self,
+        worker: int,
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool,
+        num_host: int,
+        partial: bool,
+        host_tier: bool,
     ) -> Result:
         if worker in self.workers:
             raise ModelRefusal(Code.ALREADY_EXISTS)
@@ -192,9 +73,10 @@ class Model:
         if self.workers and block_size != self.block_size:
             raise ModelRefusal(Code.FAILED_PRECONDITION)
         self.block_size = block_size
-        made = self.workers[worker] = ModelWorker(num_blocks, prefix_caching, list(range(num_blocks, 0, -1)))
-        made.eviction, made.partial_reuse = self.eviction, prefix_caching and partial
-        made.num_host, made.free_host = num_host, list(range(num_host, 0, -1))
+        made = self.workers[worker] = ModelWorker(num_blocks, block_size, self.eviction)
+        made.prefix_caching, made.partial_reuse = prefix_caching, prefix_caching and partial
+        made.host = ModelHost(num_host, block_size, self.eviction)
+        made.host_tier = prefix_caching and host_tier
         return OK
 
     def remove_worker(self, worker: int) -> Result:
@@ -207,10 +89,12 @@ class Model:
     def end_exchange(self) -> None:
         for worker in self.workers.values():
             worker.end_exchange()
+            worker.host.end_exchange()
 
     def pass_time(self, now_ms: int) -> None:
         for worker in self.workers.values():
             worker.pass_time(now_ms)
+            worker.host.pass_time(now_ms)
 
     def match(
         self, sequence: int, tokens: Sequence[int], priority: float = 0.0, retention: Retention = (), salt: str = ""
@@ -224,11 +108,13 @@ class Model:
         matches = {}
         for worker_id, worker in self.workers.items():
             hit = self._hit(worker, salt, tokens)
+            behind = self._behind(worker, salt, tokens, len(hit))
             live = [prefix for prefix in hit if worker.users[prefix]]
             begins = (salt, *tokens[: len(hit) * self.block_size])
-            _, copied = worker.nearest(begins, self.block_size, tokens)
-            if hit or copied:
-                matches[worker_id] = len(hit) * self.block_size + copied, len(live) * self.block_size
+            _, copied = worker.nearest(begins, tokens) if not behind else (0, 0)
+            counts = len(hit) * self.block_size + copied, len(live) * self.block_size, len(behind) * self.block_size
+            if any(counts):
+                matches[worker_id] = counts
         return "match", matches
 
     def rematch(self, sequences: Sequence[int], always: bool) -> Result:
@@ -236,7 +122,7 @@ class Model:
             raise ModelRefusal(Code.NOT_FOUND)
         return OK
 
-    def matches(self, sequence: int) -> dict[int, tuple[int, int]]:
+    def matches(self, sequence: int) -> dict[int, tuple[int, int, int]]:
         """What a fresh match of a waiting sequence would report."""
         tokens = self.waiting.pop(sequence)
         terms = self.terms[sequence]
@@ -244,7 +130,7 @@ class Model:
         assert isinstance(matches, dict)
         return matches
 
-    def admit(self, sequence: int, worker_id: int, new_tokens: int = 0, partial: bool = True) -> Result:
+    def admit(self, sequence: int, worker_id: int, new_tokens: int = 0, copies: bool = True) -> Result:
         if sequence not in self.waiting:
             known = sequence in self.running or sequence in self.swapped
             raise ModelRefusal(Code.FAILED_PRECONDITION if known else Code.NOT_FOUND)
@@ -253,11 +139,12 @@ class Model:
         terms = self.terms[sequence]
         hit = self._hit(worker, terms.salt, tokens)
         begins = (terms.salt, *tokens[: len(hit) * self.block_size])
-        source, copied = worker.nearest(begins, self.block_size, tokens) if partial else (0, 0)
+        behind = self._behind(worker, terms.salt, tokens, len(hit)) if copies else []
+        source, copied = worker.nearest(begins, tokens) if copies and not behind else (0, 0)
 
         def needed() -> int:
             needed = -(-len(tokens) // self.block_size) - len(hit)
-            return min(needed, -(-(copied + new_tokens) // self.block_size)) if new_tokens else needed
+            return min(needed, len(behind) - (-(copied + new_tokens) // self.block_size)) if new_tokens else needed
 
         available = worker.available - len([p for p in worker.unused if p in hit])
         if source and needed() > available - 1:
@@ -265,14 +152,16 @@ class Model:
         if needed() > available:
             raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
         for prefix in hit:
-            worker.use(prefix, sequence, terms.priority, again=True)
-        worker.retain(hit, self.block_size, terms.retention)
+            worker.use_for(prefix, sequence, terms.priority, again=True)
+        worker.retain(hit, terms.retention)
         if source:
             worker.sources.add(source)
+        from_host = worker.host.reuse(hit + behind, behind, terms.priority)
         table = [worker.stored[prefix] for prefix in hit] + worker.take(needed())
-        computed = len(hit) * self.block_size + copied
+        computed, end = len(hit) * self.block_size + copied, len(hit) + len(behind)
         self.running[sequence] = ModelSequence(worker_id, self.waiting.pop(sequence), table, computed, hit, terms)
-        return "admit", computed, list(table), source
+        cached = computed + len(behind) * self.block_size
+        return "admit", cached, list(table), source, list(zip(table[len(hit) : end], from_host, strict=True))
 
     def fork(self, sequence: int, worker_id: int, parent_id: int) -> Result:
         if sequence not in self.waiting:
@@ -289,23 +178,24 @@ class Model:
         prefixes = parent.prefixes[:whole]
         terms = self.terms[sequence]
         for prefix in prefixes:
-            worker.use(prefix, sequence, terms.priority, again=True)
-        worker.retain(prefixes, self.block_size, terms.retention)
+            worker.use_for(prefix, sequence, terms.priority, again=True)
+        worker.retain(prefixes, terms.retention)
         # Without prefix caching the blocks are shared as they are; with it, those that the tree has.
         table = [worker.stored[prefix] for prefix in prefixes] if worker.prefix_caching else parent.table[:whole]
         copy_from = parent.table[whole] if shared % self.block_size else 0
         table += worker.take(1)
         self.running[sequence] = ModelSequence(worker_id, self.waiting.pop(sequence), table, shared, prefixes, terms)
-        return "admit", shared, list(table), copy_from
+        return "admit", shared, list(table), copy_from, []
 
     def extend(self, sequences: Sequence[int]) -> Result:
         running = [self._running(s) for s in sequences]
-        for worker_id, worker in self.workers.items():
-            if [s.worker for s in running].count(worker_id) > worker.available:
-                raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
+        needed = {worker_id: [s.worker for s in running].count(worker_id) for worker_id in self.workers}
+        if any(needed[worker_id] > worker.available for worker_id, worker in self.workers.items()):
+            raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
+        taken = {worker_id: worker.take(needed[worker_id]) for worker_id, worker in self.workers.items()}
         blocks = []
         for sequence in running:
-            blocks += self.workers[sequence.worker].take(1)
+            blocks.append(taken[sequence.worker].pop(0))
             sequence.table.append(blocks[-1])
         return "extend", blocks
 
@@ -332,19 +222,20 @@ class Model:
         while worker.prefix_caching and (len(sequence.prefixes) + 1) * self.block_size <= computed:
             i = len(sequence.prefixes)
             prefix = (sequence.terms.salt, *sequence.tokens[: (i + 1) * self.block_size])
-            worker.stored.setdefault(prefix, sequence.table[i])
-            worker.use(prefix, sequence_id, sequence.terms.priority, again=False)
+            if prefix not in worker.stored:
+                worker.store(prefix, sequence.table[i])
+            worker.use_for(prefix, sequence_id, sequence.terms.priority, again=False)
             sequence.prefixes.append(prefix)
         if len(sequence.prefixes) > before:
-            worker.retain(sequence.prefixes, self.block_size, sequence.terms.retention)
+            worker.retain(sequence.prefixes, sequence.terms.retention)
 
     def swap_out(self, sequence_id: int) -> Result:
         sequence = self._running(sequence_id)
         worker = self.workers[sequence.worker]
         needed = -(-sequence.computed // self.block_size)
-        if needed > len(worker.free_host):
+        if needed > worker.host.available:
             raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
-        host = [worker.free_host.pop() for _ in range(needed)]
+        host = worker.host.take(needed)
         self.free([sequence_id])
         self.swapped[sequence_id] = ModelSwapped(
             sequence.worker, sequence.tokens, sequence.computed, host, sequence.terms
@@ -358,14 +249,14 @@ class Model:
             raise ModelRefusal(Code.FAILED_PRECONDITION if known else Code.NOT_FOUND)
         self.waiting[sequence_id], self.terms[sequence_id] = swapped.tokens, swapped.terms
         try:
-            _, cached, table, _ = self.admit(sequence_id, swapped.worker, partial=False)
+            _, cached, table, _, _ = self.admit(sequence_id, swapped.worker, copies=False)
         except ModelRefusal:
             del self.waiting[sequence_id]
             raise
         assert isinstance(cached, int)
         assert isinstance(table, list)
         del self.swapped[sequence_id]
-        self.workers[swapped.worker].free_host += reversed(swapped.host)
+        self.workers[swapped.worker].host.withheld += reversed(swapped.host)
         first, computed = cached // self.block_size, min(swapped.computed, len(swapped.tokens) - 1)
         return "swap_in", computed, table, table[first : len(swapped.host)], swapped.host[first:]
 
@@ -380,7 +271,7 @@ class Model:
                 continue
             if s in self.swapped:
                 swapped = self.swapped.pop(s)
-                self.workers[swapped.worker].free_host += reversed(swapped.host)
+                self.workers[swapped.worker].host.free += reversed(swapped.host)
                 continue
             sequence = self.running.pop(s)
             worker = self.workers[sequence.worker]
@@ -404,6 +295,16 @@ class Model:
                 break
             hit.append(prefix)
         return hit
+
+    def _behind(self, worker: ModelWorker, salt: str, tokens: Sequence[int], num_hit: int) -> list[Prefix]:
+        """What the host has behind a hit."""
+        behind: list[Prefix] = []
+        for end in range((num_hit + 1) * self.block_size, len(tokens), self.block_size):
+            prefix = (salt, *tokens[:end])
+            if prefix not in worker.host.stored:
+                break
+            behind.append(prefix)
+        return behind
 
     def _worker(self, worker: int) -> ModelWorker:
         if worker not in self.workers:

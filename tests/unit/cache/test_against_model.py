@@ -45,9 +45,17 @@ class CacheMachine(RuleBasedStateMachine):
         node_tokens=st.sampled_from([6, tree.MAX_NODE_TOKENS]),
         eviction=st.sampled_from(["lru", *STRATEGIES]),
         partial=st.booleans(),
+        tier=st.sampled_from([False, True, True]),
     )
     def begin(
-        self, block_size: int, num_blocks: list[int], num_host: int, node_tokens: int, eviction: str, partial: bool
+        self,
+        block_size: int,
+        num_blocks: list[int],
+        num_host: int,
+        node_tokens: int,
+        eviction: str,
+        partial: bool,
+        tier: bool,
     ) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(tree, "MAX_NODE_TOKENS", node_tokens)
@@ -55,10 +63,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.model = Model(eviction)
         self.ops: list[pb.CacheOp] = []
         self.expected: list[Result] = []
-        self.reported: dict[int, dict[int, tuple[int, int]]] = {}  # of each waiting sequence, as last told
+        self.reported: dict[int, dict[int, tuple[int, int, int]]] = {}  # of each waiting sequence, as last told
         self.block_size = block_size
         for worker, blocks in enumerate(num_blocks):
-            made = worker, blocks, block_size, True, num_host, partial
+            made = worker, blocks, block_size, True, num_host, partial, tier
             self.do(d.add_worker_op(*made), self.model.add_worker, *made)
 
     def do(self, op: pb.CacheOp, model: Callable[..., Result], *args: object, hold: bool = False) -> None:
@@ -71,8 +79,11 @@ class CacheMachine(RuleBasedStateMachine):
             self.send()
 
     def send(self) -> None:
-        known = {worker_id: (pool, self.link.host_pools[worker_id]) for worker_id, pool in self.link.pools.items()}
+        known = {worker_id: self.told(worker_id) for worker_id in self.link.pools}
         response = self.link.exchange(*self.ops)
+        moves = {worker_id: worker.host.moves for worker_id, worker in self.model.workers.items() if worker.host.moves}
+        told_moves = {moves.worker: {host: device for device, host in d.pairs(moves)} for moves in response.demotions}
+        assert told_moves == moves
         self.model.end_exchange()
         self.check_matches(response)
         assert [self.result(result) for result in response.results] == self.expected
@@ -82,23 +93,25 @@ class CacheMachine(RuleBasedStateMachine):
         }
         for pool in response.pools:
             # A worker removed in the last exchange and added in this one may look as it did: told all the same.
-            assert (self.link.pools[pool.worker], self.link.host_pools[pool.worker]) == now[pool.worker]
+            assert self.told(pool.worker) == now[pool.worker]
         told = {pool.worker for pool in response.pools}
         assert all(worker_id in told for worker_id in now if now[worker_id] != known.get(worker_id))
-        assert {worker_id: (self.link.pools[worker_id], self.link.host_pools[worker_id]) for worker_id in now} == now
+        assert {worker_id: self.told(worker_id) for worker_id in now} == now
         self.compare_states()
+
+    def told(self, worker: int) -> tuple[tuple[int, int, int, int], tuple[int, int, int]]:
+        free, used = self.link.host_pools[worker]
+        return self.link.pools[worker], (free, self.link.cached_host[worker], used)
 
     def check_matches(self, response: pb.CacheServiceLinkResponse) -> None:
         """A sequence that waits is known to match as far as it does; what is reported of it is the whole truth."""
         for op, result in zip(self.ops, response.results, strict=True):
             if result.HasField("match"):
-                self.reported[op.match.sequence] = {
-                    m.worker: (m.num_tokens, m.num_live_tokens) for m in result.match.matches
-                }
+                self.reported[op.match.sequence] = d.tiers(result.match.matches)
         updated = [update.sequence for update in response.match_updates]
         assert len(set(updated)) == len(updated)
         for update in response.match_updates:
-            matches = {m.worker: (m.num_tokens, m.num_live_tokens) for m in update.matches}
+            matches = d.tiers(update.matches)
             assert matches == self.model.matches(update.sequence)
             self.reported[update.sequence] = matches
         for op, result in zip(self.ops, response.results, strict=True):
@@ -109,9 +122,9 @@ class CacheMachine(RuleBasedStateMachine):
                         assert sequence in updated or not op.rematch.always
         for sequence in list(self.model.waiting) if self.model.workers else ():
             matches = self.model.matches(sequence)
-            # Nobody is told when only a part of a block comes or goes (waiting.py).
+            # Nobody is told when only a part of a block comes or goes, or what is evicted is kept (waiting.py).
             known, longest = (
-                max((tokens for tokens, _ in those.values()), default=0) // self.block_size
+                max((device + host for device, _, host in those.values()), default=0) // self.block_size
                 for those in (self.reported[sequence], matches)
             )
             assert known == longest
@@ -123,10 +136,10 @@ class CacheMachine(RuleBasedStateMachine):
                 assert result.error.message
                 return "error", Code(result.error.code)
             case "match":
-                return "match", {m.worker: (m.num_tokens, m.num_live_tokens) for m in result.match.matches}
+                return "match", d.tiers(result.match.matches)
             case "admit":
                 admit = result.admit
-                return "admit", admit.num_cached_tokens, d.unpack(admit.block_table), admit.copy_from
+                return "admit", admit.num_cached_tokens, d.unpack(admit.block_table), admit.copy_from, d.pairs(admit)
             case "extend":
                 return "extend", d.unpack(result.extend.block_ids)
             case "swap_out":
@@ -155,13 +168,14 @@ class CacheMachine(RuleBasedStateMachine):
             assert swapped.num_computed_tokens == off_device.computed
         prefixes = set()
         for worker_id, model_worker in self.model.workers.items():
-            device, host = core.workers[worker_id].device, core.workers[worker_id].host
-            cached = [block for holding in device.queue.upcoming(device.index) for block in reversed(holding.blocks)]
-            assert cached == [model_worker.stored[prefix] for prefix in model_worker.eviction_order()]
-            for pool, free in ((device.pool, model_worker.free), (host, model_worker.free_host)):
+            worker = core.workers[worker_id]
+            for memory, model in ((worker.device, model_worker), (worker.host, model_worker.host)):
+                order, pool = memory.queue.upcoming(memory.index), memory.pool
+                cached = [block for holding in order for block in reversed(holding.blocks)]
+                assert cached == [model.stored[prefix] for prefix in model.eviction_order()]
                 untouched = list(range(pool.num_blocks, pool.first_untouched - 1, -1))
-                assert untouched + pool.given_back() == free
-            prefixes |= model_worker.stored.keys()
+                assert untouched + pool.given_back() == model.free
+                prefixes |= model.stored.keys()
         nodes = list(subtree(*core.tree.roots.values())) if core.tree else []
         assert sum(node.end - node.start for node in nodes) == len(prefixes)
 
@@ -259,15 +273,24 @@ class CacheMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         num_host=st.integers(0, 9),
         partial=st.booleans(),
+        tier=st.booleans(),
         hold=held,
     )
     def add_worker(
-        self, worker: int, num_blocks: int, other_size: bool, caching: bool, num_host: int, partial: bool, hold: bool
+        self,
+        worker: int,
+        num_blocks: int,
+        other_size: bool,
+        caching: bool,
+        num_host: int,
+        partial: bool,
+        tier: bool,
+        hold: bool,
     ) -> None:
         size = self.block_size + other_size
         if not self.model.workers and num_blocks:
             self.block_size = size  # with no worker there, any size will do
-        made = worker, num_blocks, size, caching, num_host, partial
+        made = worker, num_blocks, size, caching, num_host, partial, tier
         self.do(d.add_worker_op(*made), self.model.add_worker, *made, hold=hold)
 
     @rule(worker=workers, chance=st.integers(0, 5), hold=held)
@@ -311,7 +334,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.do(d.free_op(sequences), self.model.free, sequences)
         for worker in self.link.core.workers.values():
             assert worker.device.used_blocks == 0
-            assert worker.host.num_free == worker.host.num_blocks
+            assert worker.host.used_blocks == 0
 
     def everything(self) -> list[int]:
         return sorted([*self.model.waiting, *self.model.running, *self.model.swapped])

@@ -11,6 +11,7 @@ from cache_svc.core.events import Behind, EventLog
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 from tests.unit.cache.follower import Follower, State, chained, namespace_id, stored_in
+from tests.unit.cache.model_memory import Prefix
 from tests.unit.cache.test_against_model import CacheMachine
 
 A = list(range(100, 116))
@@ -53,17 +54,20 @@ class EventsMachine(CacheMachine):
         for worker_id, worker in self.model.workers.items():
             if not worker.prefix_caching:
                 continue
-            ids: dict[int, int] = {}
-            for (salt, *prompt), block in worker.stored.items():
-                parent = namespace_id(salt=str(salt))
-                for begin in range(0, len(prompt), self.block_size):
-                    parent = chained(parent, d.pack(prompt[begin : begin + self.block_size]))
-                ids[parent] = block
-            if ids:
-                state[worker_id, pb.CACHE_TIER_DEVICE] = ids
-        core = self.link.core
-        assert state == stored_in(core.tree, {worker.index: worker.worker_id for worker in core.workers.values()})
+            for tier, memory in ((pb.CACHE_TIER_DEVICE, worker), (pb.CACHE_TIER_HOST, worker.host)):
+                if memory.stored:
+                    state[worker_id, tier] = self.by_id(memory.stored)
+        assert state == stored_in(self.link.core)
         return state
+
+    def by_id(self, stored: dict[Prefix, int]) -> dict[int, int]:
+        ids = {}
+        for (salt, *prompt), block in stored.items():
+            parent = namespace_id(salt=str(salt))
+            for begin in range(0, len(prompt), self.block_size):
+                parent = chained(parent, d.pack(prompt[begin : begin + self.block_size]))
+            ids[parent] = block
+        return ids
 
     @rule(slow=st.booleans())
     def join(self, slow: bool) -> None:
@@ -161,6 +165,20 @@ def test_eviction_removes_from_the_end_and_tells_the_ids(link: d.Driver) -> None
     assert ids == [1, 2]
 
 
+def test_what_is_demoted_is_stored_on_the_host_and_removed_from_the_device(link: d.Driver) -> None:
+    link.add_worker(0, 4, num_host_blocks=8, host_tier=True)
+    follower = follow(link)
+    link.run(1, A)
+    link.run(2, [7] * 8)
+    follower.read()
+    state = follower.something()
+    assert len(state[0, pb.CACHE_TIER_DEVICE]) == 4
+    assert len(state[0, pb.CACHE_TIER_HOST]) == 2
+    link.remove_worker(0)
+    follower.read()
+    assert follower.something() == {}
+
+
 def test_a_worker_that_goes_is_cleared_and_so_is_everything_with_the_link(link: d.Driver) -> None:
     link.add_worker(0, 8)
     link.add_worker(1, 8)
@@ -226,4 +244,4 @@ def test_a_snapshot_is_what_was_there_when_it_was_asked_for(link: d.Driver) -> N
     follower.read(3)
     assert sorted(follower.stored[0, pb.CACHE_TIER_DEVICE].values()) == [1, 2, 3, 4]
     follower.read()
-    assert follower.something() == stored_in(link.core.tree, {0: 0})
+    assert follower.something() == stored_in(link.core)

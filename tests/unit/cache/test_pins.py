@@ -216,12 +216,16 @@ tokens = st.builds(lambda same, tail: [0] * same + tail, st.integers(0, 8), st.l
 class PinMachine(RuleBasedStateMachine):
     """Whatever is done, the invariants hold, a watcher knows all, and what is pinned is there."""
 
-    @initialize(block_size=st.integers(1, 3), num_blocks=st.lists(st.integers(6, 16), min_size=1, max_size=2))
-    def begin(self, block_size: int, num_blocks: list[int]) -> None:
+    @initialize(
+        block_size=st.integers(1, 3),
+        num_blocks=st.lists(st.integers(6, 16), min_size=1, max_size=2),
+        num_host=st.sampled_from([0, 4, 20]),
+    )
+    def begin(self, block_size: int, num_blocks: list[int], num_host: int) -> None:
         self.link = d.Driver()
         self.core: CacheCore = self.link.core
         for worker, blocks in enumerate(num_blocks):
-            self.link.add_worker(worker, blocks, block_size)
+            self.link.add_worker(worker, blocks, block_size, num_host_blocks=num_host, host_tier=True)
         self.follower = Follower()
         self.follower.join(self.core.events, self.core.tree)
         self.running: dict[int, list[int]] = {}
@@ -236,8 +240,7 @@ class PinMachine(RuleBasedStateMachine):
     def check(self, given_up: bool = False) -> None:
         self.core.check_invariants()
         self.follower.read()
-        workers = {worker.index: worker.worker_id for worker in self.core.workers.values()}
-        assert self.follower.something() == stored_in(self.core.tree, workers)
+        assert self.follower.something() == stored_in(self.core)
         if given_up:
             there = self.core.pins.by_name
             self.pinned = {
@@ -305,6 +308,7 @@ class PinMachine(RuleBasedStateMachine):
     def reset(self) -> None:
         admin.forget_unused(self.core)
         assert all(worker.device.cached_blocks == 0 for worker in self.core.workers.values())
+        assert all(worker.host.cached_blocks == 0 for worker in self.core.workers.values())
         self.check()
 
 

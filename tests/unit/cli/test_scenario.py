@@ -198,13 +198,14 @@ def test_who_arrives_right_after_an_empty_step_is_not_lost(tmp_path: Path, capsy
 
 
 def test_however_many_can_never_run_the_others_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    never = [{"id": f"n{i}", "prompt_len": 8, "max_new_tokens": 17} for i in range(4)]  # a block more than there are
+    never = [{"id": f"n{i}", "prompt_len": 9, "max_new_tokens": 2} for i in range(4)]  # a token more than a step has
     fits = {"id": "fits", "arrive": 1, "prompt_len": 3, "max_new_tokens": 2}
-    outcome = played(tmp_path, capsys, block_size=4, num_blocks=6, options={}, requests=[*never, fits])
+    budget = {"max_batched_tokens": 8, "options": {"chunked_prefill": False}}
+    outcome = played(tmp_path, capsys, block_size=4, num_blocks=6, **budget, requests=[*never, fits])
     assert "stuck" not in outcome
     rejected = {r["id"]: r["reason"] for step in outcome["steps"] for r in step["rejected"]}
     assert sorted(rejected) == ["n0", "n1", "n2", "n3"]
-    assert "needs 2 blocks, 6 are available; up to 7 to its end" in rejected["n0"]
+    assert "budget: no progress is possible for this request under the policies in force: 9 tokens" in rejected["n0"]
     assert outcome["generated_tokens"]["fits"] == 2
 
 

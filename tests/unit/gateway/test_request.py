@@ -228,6 +228,23 @@ def test_values_that_change_nothing_are_fine() -> None:
     assert schema.parse(schema.ChatRequest, chat).messages[0].content == "x"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("echo", True, "false"),
+        ("suffix", "x", '""'),
+        ("tool_choice", "required", '"none"'),
+        ("response_format", {"type": "json_object"}, '{"type": "text"}'),
+        ("prompt_logprobs", 1, "null"),
+    ],
+)
+def test_what_is_not_supported_is_named_in_json(name: str, value: Any, wanted: str) -> None:
+    with pytest.raises(ApiError) as error:
+        schema.parse(schema.CompletionRequest, COMPLETION | {name: value})
+    assert error.value.code == "unsupported_value"
+    assert error.value.message == f"{name} is not supported yet (leave it out, or {wanted})"
+
+
 def test_typed_parts_and_both_names_of_max_tokens() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = {"messages": [{"role": "developer", "content": parts}], "max_tokens": 3, "max_completion_tokens": 4}

@@ -46,7 +46,7 @@ async def set_policy(admin: Admin, **choice: Any) -> PolicyChoice:
     return (await admin.SetPolicy(SetPolicyRequest(choice=PolicyChoice(**choice)), Context())).choice  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("hook", ["add", "remove", "rematched", "started", "stopped"])
+@pytest.mark.parametrize("hook", ["add", "remove", "rematched", "started", "stopped", "hopeless"])
 async def test_an_order_that_fails_is_replaced_until_another_is_set(hook: str) -> None:
     bad = hostile("order", hook, raises, random.Random(0), 1.0)
     system, errors = system_with(dataclasses.replace(build(choose("vllm-v1")), order=bad))
@@ -54,6 +54,8 @@ async def test_an_order_that_fails_is_replaced_until_another_is_set(hook: str) -
     assert (await in_force(admin)).order == "lpm"
     for handle in range(1, 7):
         system.submit("s", handle, list(range(10, 10 + handle)), PARAMS)
+    system.scheduler.tick(0.0)
+    system.scheduler.tick(0.0)
     system.run()
     assert len(errors) == system.scheduler.counters.policy_errors == 1
     for handle in range(1, 7):

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
-from scheduler_svc.core.intake import CODE_DEADLINE_EXCEEDED, CODE_FAILED_PRECONDITION, CODE_RESOURCE_EXHAUSTED
+from scheduler_svc.core.intake import (
+    CODE_DEADLINE_EXCEEDED,
+    CODE_INTERNAL,
+    CODE_INVALID_ARGUMENT,
+    CODE_RESOURCE_EXHAUSTED,
+)
 from scheduler_svc.core.policy import CapacityPolicy, Verdict
 from scheduler_svc.core.step import Step
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.core.view import RequestView
+from scheduler_svc.policies.order.fcfs import FirstComeFirstServed
+from scheduler_svc.policies.presets import PRESETS
 from scheduler_svc.policies.registry import build, choose
+from services.gateway.errors import from_scheduler
 from simulator.system import Client, LocalSystem
 from simulator.toy_worker import ToyWorker, expected_output
 
@@ -189,6 +198,21 @@ def test_a_deadline_ends_a_request_wherever_it_stands() -> None:
     system.assert_at_rest()
 
 
+class GivesUp(FirstComeFirstServed):
+    def hopeless(self, now_s: float) -> Iterator[RequestView]:
+        return self.ordered(now_s)
+
+
+def test_an_order_may_give_up_requests_without_a_deadline() -> None:
+    system = LocalSystem(SchedulerConfig(), build(choose("", {"order": f"{__name__}:{GivesUp.__name__}"})))
+    client = system.open("s")
+    system.submit("s", 1, [9] * 4, params(4))
+    system.scheduler.tick(0.1)
+    system.poll()
+    assert client.endings[1].code == CODE_DEADLINE_EXCEEDED
+    assert client.endings[1].message == "queue: the order policy gives it up"
+
+
 class Nobody(CapacityPolicy):
     """Lets in only short prompts."""
 
@@ -204,7 +228,40 @@ def test_one_that_no_policy_lets_in_fails_and_the_rest_goes_on() -> None:
     for _ in range(20):
         system.run()
         system.poll()
-    assert client.endings[1].code == CODE_FAILED_PRECONDITION
-    assert client.endings[1].message.startswith("capacity: no progress is possible for this request")
+    ending = client.endings[1]
+    assert ending.code == CODE_INTERNAL  # nothing is wrong with the request
+    assert ending.message.startswith("capacity: no progress is possible for this request")
+    error = from_scheduler(ending.code, ending.message, ending.field, ending.retry_after_s)
+    assert (error.status, error.type) == (500, "server_error")
     assert client.tokens[2] == expected_output([9] * 5, params(4))
     system.assert_at_rest()
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+@pytest.mark.parametrize("prompt_len", [1, 8, 63, 64])
+def test_what_just_fits_the_pool_runs_under_every_preset(preset: str, prompt_len: int) -> None:
+    """The last token is never computed, so prompt and output may be one more than the pool holds."""
+    system = LocalSystem(SchedulerConfig(stuck_decisions=5), build(choose(preset)))
+    system.attach(ToyWorker(block_size=4, num_blocks=16, max_num_seqs=8, max_batched_tokens=64))
+    client = system.open("s")
+    system.submit("s", 1, [9] * prompt_len, params(65 - prompt_len))
+    system.submit("s", 2, [9] * prompt_len, params(66 - prompt_len))
+    for _ in range(20):
+        system.run()
+        system.poll()
+    assert client.tokens[1] == expected_output([9] * prompt_len, params(65 - prompt_len))
+    assert client.endings[2].code == CODE_INVALID_ARGUMENT
+    assert "pool of 64 tokens" in client.endings[2].message
+    system.assert_at_rest()
+
+
+def test_who_waits_for_room_to_its_end_is_told_how_much() -> None:
+    system = LocalSystem(SchedulerConfig(), build(choose("trtllm-no-evict")))
+    system.attach(ToyWorker(block_size=4, num_blocks=16, max_num_seqs=8, max_batched_tokens=64))
+    system.open("s")
+    for handle in (1, 2):
+        system.submit("s", handle, [handle] * 8, params(40))
+    system.run_for(10)
+    spans = system.scheduler.journal.explain("s-2")
+    assert spans is not None
+    assert "needs 2 blocks, 14 are available; up to 12 to its end" in [span.detail for span in spans]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.v1.common_pb2 import FinishReason, SamplingParams
+from paceline.v1.common_pb2 import FinishReason, RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import SessionRequest, Submission
 from paceline.v1.worker_pb2 import StepResult
 from scheduler_svc.core.cache_link import ProtocolError
@@ -115,7 +115,7 @@ def test_a_prefix_is_reused_and_reported(system: LocalSystem, client: Client) ->
     system.submit("s", 2, prompt, params(2))
     system.run()
     assert client.endings[1].cached_tokens == 0
-    assert client.endings[2].cached_tokens == 16  # whole blocks, and the last token is always computed
+    assert client.endings[2].cached_tokens == 19  # the last token is always computed
     assert client.tokens[1] == client.tokens[2]
 
 
@@ -267,6 +267,29 @@ def test_wrong_results_are_protocol_errors(system: LocalSystem, client: Client) 
         system.scheduler.worker_result(end.id, StepResult(step=9, token_ids=pack(1)), 0.0)
 
 
+def test_nothing_is_shared_between_salts(system: LocalSystem, client: Client) -> None:
+    system.attach(toy())
+    prompt = pack(*range(10, 30))
+    for handle, salt in enumerate(["", "pepper", "pepper", "salt", ""]):
+        submit_raw(system, handle, prompt_token_ids=prompt, sampling=params(2), cache_salt=salt)
+        system.run()
+    assert [client.endings[handle].cached_tokens for handle in range(5)] == [0, 0, 19, 0, 19]
+
+
+def test_what_is_retained_is_there_when_all_else_has_gone(system: LocalSystem, client: Client) -> None:
+    system.attach(toy(num_blocks=16))
+    kept = [RetentionRange(end=16, priority=90)]
+    submit_raw(system, 1, prompt_token_ids=pack(*range(10, 30)), sampling=params(2), cache_retention=kept)
+    system.run()
+    for handle in range(2, 8):
+        system.submit("s", handle, [handle] * 40, params(2))
+        system.run()
+    for handle, first in ((8, 10), (9, 2)):
+        system.submit("s", handle, list(range(10, 30)) if first == 10 else [first] * 40, params(2))
+        system.run()
+    assert [client.endings[handle].cached_tokens for handle in (8, 9)] == [16, 0]
+
+
 @pytest.mark.parametrize(
     ("fields", "field", "said"),
     [
@@ -283,6 +306,11 @@ def test_wrong_results_are_protocol_errors(system: LocalSystem, client: Client) 
         ({"sampling": params(4, stop_token_ids=[VOCAB])}, "stop_token_ids", "vocabulary"),
         ({"sampling": params(1 << 20)}, "max_tokens", "exceed the model's length"),
         ({"sampling": params(1000)}, "max_tokens", "can never fit a pool of 256 tokens"),
+        ({"cache_salt": "x" * 257}, "cache_salt", "has 257 characters, 256 are possible"),
+        ({"cache_retention": [RetentionRange(priority=1)] * 65}, "cache_retention", "has 65 ranges, 64 are possible"),
+        ({"cache_retention": [RetentionRange(priority=101)]}, "cache_retention", "101 is not within 0..100"),
+        ({"cache_retention": [RetentionRange(start=4, end=4)]}, "cache_retention", "end: 4 is not after start, 4"),
+        ({"cache_retention": [RetentionRange(), RetentionRange(start=4)]}, "cache_retention", "start: 4 lies within"),
     ],
 )
 def test_bad_submissions_are_refused_by_name(

@@ -234,6 +234,73 @@ def test_a_cache_that_has_less_room_than_was_thought() -> None:
     assert system.cache.counters.refused_ops > 0
 
 
+def groups_of_three(mode: str) -> LocalSystem:
+    """One that is alone, and two prompts with three samples each; room for two thirds of them."""
+    system = make("vllm-v0", window=1, mode=mode)
+    system.attach(toy(num_blocks=26))
+    for handle in range(1, 8):
+        first = 2 if handle < 5 else 5
+        fork_of = first if handle > first else 0
+        system.submit("s", handle, PROMPTS[1 if handle == 1 else first - 1], SAMPLING, fork_of=fork_of)
+    return system
+
+
+def all_in_step(system: LocalSystem) -> tuple[list[set[int]], list[set[int]]]:
+    """Play to the end: who went to host memory together, and who came back together."""
+    went, came = [], []
+    before: set[int] = set()
+    while moves := system.moves():
+        system.move(*moves[0])
+        away = {request.handle for request in system.scheduler.sessions["s"].live.values() if request.swapped_on}
+        went += [away - before] if away - before else []
+        came += [before - away] if before - away else []
+        before = away
+    return went, came
+
+
+def test_samples_of_one_prompt_go_and_come_back_together() -> None:
+    system = groups_of_three("auto")
+    went, came = all_in_step(system)
+    assert sorted(map(min, went)) == sorted(map(min, came)) != []
+    assert all(group in ({2, 3, 4}, {5, 6, 7}) for group in (*went, *came))
+    assert all(len(tokens) == NUM_TOKENS for tokens in system.clients["s"].tokens.values())
+    system.assert_at_rest()
+
+
+def test_in_mode_swap_each_goes_alone() -> None:
+    went, _ = all_in_step(groups_of_three("swap"))
+    assert min(map(len, went)) == 1
+
+
+def test_samples_that_fit_together_no_more_come_back_one_by_one() -> None:
+    """What they shared each of them has for itself in host memory."""
+    system = make("vllm-v0", window=1, mode="auto")
+    system.attach(toy(num_blocks=20))
+    prompt = list(range(32))
+    system.submit("s", 1, [1], SAMPLING)
+    for handle in range(2, 5):
+        system.submit("s", handle, prompt, SAMPLING, fork_of=2 if handle > 2 else 0)
+    went, came = all_in_step(system)
+    assert went[0] == {2, 3, 4}
+    assert came[0] == {2}
+    tokens = system.clients["s"].tokens
+    assert tokens[1] == expected_output([1], SAMPLING)
+    assert tokens[2] == tokens[3] == tokens[4] == expected_output(prompt, SAMPLING)
+    system.assert_at_rest()
+
+
+def test_the_last_sample_that_is_left_is_recomputed() -> None:
+    system = make("vllm-v0", mode="auto")
+    system.attach(toy())
+    short = SamplingParams(top_p=1.0, max_tokens=1, seed=1, ignore_eos=True)
+    system.submit("s", 1, PROMPTS[1], SAMPLING)
+    system.submit("s", 2, PROMPTS[2], SAMPLING)
+    system.submit("s", 3, PROMPTS[2], short, fork_of=2)
+    system.run()
+    assert system.scheduler.counters.preempted > 0 == system.scheduler.counters.swapped_out
+    system.assert_at_rest()
+
+
 def test_auto_swaps_samples_of_one_prompt_and_nothing_else() -> None:
     for fork_of, expected in ((0, False), (1, True)):
         system = make("vllm-v0", mode="auto")

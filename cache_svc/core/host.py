@@ -1,0 +1,162 @@
+"""A worker's host memory: blocks of sequences that are swapped out, and what its device had to evict.
+
+What the device evicts is kept here for a second chance, its blocks copied (`moves`), and what is needed again is copied
+back into new device blocks (`reuse`). So of what a worker has of any path in the tree, the device has the beginning
+and the host what comes behind it (and maybe some of the beginning, too: what is copied back stays here, so that it
+need not be copied again when the device evicts it once more). No path has a gap:
+
+  * what the device evicts, and there is no room for here, is dropped, and with it all that only the host has below it;
+  * what is evicted here has no children here (eviction.py), and if the device does not have it, no children there.
+
+Nobody uses a node here. A sequence that is swapped out has blocks of its own, outside of the tree.
+
+The order of copies: those of one exchange to the host are made before those from it, which are made before anything
+else happens on the worker. Hence a block that is to be copied from is no target in the same exchange (`sources`).
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from cache_svc.core.memory import Memory
+from cache_svc.core.tree import Holding, PrefixNode, PrefixTree
+
+
+class HostMemory(Memory):
+    """`above` is the index of the worker's device."""
+
+    __slots__ = ("above", "demoted_blocks_total", "moves")
+
+    def __init__(self, index: int, above: int, tree: PrefixTree, num_blocks: int, eviction: str) -> None:
+        super().__init__(index, tree, num_blocks, True, eviction)
+        self.above = above
+        self.demoted_blocks_total = 0
+        self.moves: dict[int, int] = {}  # of this exchange: device blocks, by the host block that they are copied to
+
+    def take(self, count: int) -> array[int]:
+        blocks = super().take(count)
+        if self.moves:
+            for block in blocks:
+                self.moves.pop(block, None)
+        return blocks
+
+    # ------------------------------------------------------------------------------------------ down from the device
+
+    def take_in(self, evicted: list[Holding]) -> None:
+        """What the device has evicted just now, children before their parents: keep it, or drop it. Parents are seen
+        to first, for what is below them is worth nothing without them. None of it is evicted for another."""
+        index = self.index
+        known = {holding for gone in evicted if (holding := gone.node.holdings.get(index)) is not None}
+        for holding in known:
+            self.use(holding)
+        batch = {gone.node for gone in evicted}
+        kept: list[tuple[Holding, Holding]] = []
+        for gone in reversed(evicted):
+            holding = gone.node.holdings.get(index) or self._copy(gone, batch)
+            if holding is not None:
+                kept.append((holding, gone))
+        for holding, gone in reversed(kept):
+            if holding.node.holdings.get(index) is not holding:
+                continue  # dropped with a parent
+            holding.num_reuses = max(holding.num_reuses, gone.num_reuses)
+            holding.priority = max(holding.priority, gone.priority)
+            holding.retention, holding.duration_ms = gone.retention, gone.duration_ms
+            holding.expires_ms = gone.expires_ms
+            holding.users -= 1
+            self.cached_blocks += len(holding.blocks)
+            self.queue.add(holding, renew=False)
+            parent = holding.node.parent
+            if holding in known and parent is not None and self.above in parent.holdings:
+                self._refresh(parent)
+
+    def _copy(self, gone: Holding, batch: set[PrefixNode]) -> Holding | None:
+        """Hold the node of something that the device has lost, or as much of its beginning as there is room for."""
+        node, size = gone.node, len(gone.blocks)
+        parent = node.parent
+        assert parent is not None
+        reached = parent.parent is None or self.above in parent.holdings or self.index in parent.holdings
+        count = min(size, max(0, self.available_blocks)) if reached else 0
+        blocks = self._take_below(parent, count)
+        count = len(blocks)
+        if 0 < count < size:
+            node = self.tree.split(node, node.start + count)
+        if count:
+            self.hold(node, blocks)
+            holding = node.holdings[self.index]
+            holding.num_children = sum(self.index in child.holdings for child in node.children.values())
+            self.moves.update(zip(blocks, gone.blocks[:count], strict=True))
+            self.demoted_blocks_total += count
+        if count < size:
+            self._drop_below(gone.node, batch)
+        return holding if count else None
+
+    def _take_below(self, parent: PrefixNode, count: int) -> array[int]:
+        """So many blocks, or as many as can be had without evicting the parent, nor what has children in the batch."""
+        above = parent.holdings.get(self.index)
+        if above is None:
+            return self.take(count)
+        above.num_children += 1
+        blocks = self.take(count)
+        above.num_children -= 1
+        if not (above.num_children or above.users) and above.queue is None:
+            self.queue.add(above, first=True)
+        return blocks
+
+    def _drop_below(self, node: PrefixNode, batch: set[PrefixNode]) -> None:
+        """Nothing leads to what is held below the node any more. Nodes of the batch stay in the tree for the moment."""
+        below = [node]
+        for above in below:
+            below += [child for child in above.children.values() if self.index in child.holdings]
+        dropped = array("i")
+        for node in reversed(below[1:]):
+            holding = node.holdings[self.index]
+            dropped += holding.blocks
+            if not holding.users:
+                self.cached_blocks -= len(holding.blocks)
+            self._let_go(holding)
+            if not node.holdings and node not in batch:
+                self.tree.remove(node)
+        if dropped:
+            dropped = array("i", sorted(dropped))
+            self._withhold(dropped)
+            self.pool.give_back(dropped)
+
+    def _refresh(self, node: PrefixNode) -> None:
+        """What is held of the way to the node stands behind what was used before now, children before their parents."""
+        while node.parent is not None:
+            holding = node.holdings.get(self.index)
+            if holding is not None:
+                self.queue.remove(holding)
+                self.queue.add(holding, renew=False)
+            node = node.parent
+
+    # -------------------------------------------------------------------------------------------- up to the device
+
+    def behind(self, node: PrefixNode, depth: int, device_end: PrefixNode) -> tuple[PrefixNode, int]:
+        """Of the way to a place in the tree, where what is held of it ends. The device has it up to `device_end`."""
+        while node is not device_end and self.index not in node.holdings:
+            assert node.parent is not None
+            node = node.parent
+            depth = node.end
+        return node, depth
+
+    def reuse(self, node: PrefixNode, device_end: PrefixNode, priority: float) -> array[int]:
+        """The blocks behind `device_end` up to the end of the node, which are to be copied from in this exchange. That
+        is a use of all of the way to there that is held."""
+        path = []
+        start = device_end.end
+        while node.parent is not None:
+            holding = node.holdings.get(self.index)
+            if holding is not None:
+                self.queue.use(holding)
+                holding.num_reuses += 1
+                holding.priority = max(holding.priority, priority)
+                self.queue.add(holding)
+                if node.end > start:
+                    path.append(holding)
+            node = node.parent
+        blocks = array("i")
+        for holding in reversed(path):
+            blocks += holding.blocks
+        self.sources.update(blocks)
+        return blocks

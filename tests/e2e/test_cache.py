@@ -1,0 +1,63 @@
+"""Real processes in a pool that is too small, with everything that a cache can do: the tokens are those without one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support import load
+from tests.support.stack import Stack
+
+VOCAB = 1000
+BLOCK_SIZE = 8
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Room enough, and nothing is reused."""
+    stack = Stack(tmp_path_factory.mktemp("bare"))
+    stack.worker_flags = ["--threads", "1"]
+    stack.scheduler_flags = ["--no-prefix-caching"]
+    try:
+        yield stack.up()
+    finally:
+        stack.down()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    stack = Stack(tmp_path_factory.mktemp("tiny"))
+    stack.worker_flags = ["--threads", "1", "--block-size", str(BLOCK_SIZE), "--num-blocks", "48"]
+    stack.worker_flags += ["--num-host-blocks", "96"]
+    stack.scheduler_flags = ["--preset", "vllm-v1", "--policy-options", '{"mode": "swap"}']
+    try:
+        yield stack.up()
+    finally:
+        stack.down()
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    """Beginnings of a few long texts, cut anywhere, and something else behind that."""
+    rng = random.Random(seed)
+    texts = [[rng.randrange(8, VOCAB) for _ in range(120)] for _ in range(3)]
+    made = []
+    for _ in range(count):
+        tail = [rng.randrange(8, VOCAB) for _ in range(rng.randrange(1, 20))]
+        made.append(rng.choice(texts)[: rng.randrange(4, 120)] + tail)
+    return made
+
+
+async def test_tokens_are_those_that_come_without_a_cache(bare: Stack, tiny: Stack) -> None:
+    wanted = [load.Wanted(prompt, 24) for prompt in prompts(40, 5)]
+    right = await load.stream_all(bare.url, wanted)
+    assert not any(each.errors for each in right)
+    for _ in range(2):  # the second time much of it is there, in parts
+        for before, after in zip(right, await load.stream_all(tiny.url, wanted), strict=True):
+            assert not after.errors
+            assert after.text == before.text
+    assert (tiny.metric("paceline_cache_prefix_hit_tokens_total", "cache") or 0) > 0
+    for happened in ("copied", "evicted", "demoted", "promoted", "swapped_out", "swapped_in"):
+        assert (tiny.metric(f"paceline_cache_{happened}_blocks_total", "cache") or 0) > 10, happened
+    assert (bare.metric("paceline_cache_prefix_hit_tokens_total", "cache") or 0) == 0

@@ -1,0 +1,22 @@
+"""The prompts of a scenario. The drivers find it beside them; in the peers' environments there is nothing of ours."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+
+def prompts(scenario: dict[str, Any]) -> Iterator[list[int]]:
+    """As SCENARIOS.md says: given, or made up, with the first tokens shared within a family."""
+    ids = itertools.count(1)
+    families: dict[str, list[int]] = {}
+    for request in scenario["requests"]:
+        if "prompt" in request:
+            yield request["prompt"]
+            ids = itertools.count(max(next(ids), max(request["prompt"]) + 1))
+            continue
+        prefix = request.get("prefix") or {"family": "", "len": 0}
+        family = families.setdefault(prefix["family"], [])
+        family += itertools.islice(ids, max(0, prefix["len"] - len(family)))
+        yield [*family[: prefix["len"]], *itertools.islice(ids, request["prompt_len"] - prefix["len"])]

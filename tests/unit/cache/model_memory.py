@@ -1,0 +1,223 @@
+"""The memories of the naive model of the cache: of a worker's device and of its host, block by block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tests.unit.cache.driver import Retention
+
+Prefix = tuple[str | int, ...]  # the salt, and tokens
+
+
+@dataclass
+class Kept:
+    """What says how long a prefix is kept."""
+
+    serial: int
+    priority: float = -math.inf
+    reuses: int = 0
+    retention: int = 35
+    duration_ms: int = 0
+    expires_ms: int = 0
+
+    def rank(self, eviction: str) -> float:
+        return {"lru": 0, "lfu": self.reuses, "slru": self.reuses >= 2, "fifo": self.serial, "priority": self.priority}[
+            eviction
+        ]
+
+
+@dataclass
+class ModelMemory:
+    num_blocks: int
+    block_size: int
+    eviction: str
+    free: list[int] = field(default_factory=list)
+    stored: dict[Prefix, int] = field(default_factory=dict)
+    unused: list[Prefix] = field(default_factory=list)  # least recently used first
+    kept: dict[Prefix, Kept] = field(default_factory=dict)
+    evicted: int = 0
+    num_stored: int = 0
+    now_ms: int = 0
+    sources: set[int] = field(default_factory=set)  # to be copied from in this exchange
+    withheld: list[int] = field(default_factory=list)  # what was evicted of them
+    moves: dict[int, int] = field(default_factory=dict)  # copied here in this exchange: from there
+
+    def __post_init__(self) -> None:
+        self.free = list(range(self.num_blocks, 0, -1))
+
+    def end_exchange(self) -> None:
+        self.free += self.withheld
+        self.withheld = []
+        self.sources = set()
+        self.moves = {}
+
+    def behind(self, prefix: Prefix) -> list[Prefix]:
+        """What is stored one block further on."""
+        return [p for p in self.stored if len(p) == len(prefix) + self.block_size and p[: len(prefix)] == prefix]
+
+    def eviction_order(self, wanted: Prefix = ()) -> list[Prefix]:
+        """Again and again the one that goes first of those with nothing behind them; nor what is before `wanted`."""
+        order: list[Prefix] = []
+        unused = list(self.unused)
+        behind = {p: len(self.behind(p)) + (p == wanted[: -self.block_size]) for p in self.stored}
+        while ends := [p for p in unused if not behind[p]]:
+            order.append(min(ends, key=lambda p: (self.kept[p].retention, self.kept[p].rank(self.eviction))))
+            unused.remove(order[-1])
+            if (parent := order[-1][: -self.block_size]) in behind:
+                behind[parent] -= 1
+        return order
+
+    def pass_time(self, now_ms: int) -> None:
+        self.now_ms = now_ms
+        over = [p for p in self.unused if self.kept[p].duration_ms and self.kept[p].expires_ms <= now_ms]
+        for prefix in sorted(over, key=lambda p: self.kept[p].expires_ms):
+            self.kept[prefix].retention, self.kept[prefix].duration_ms = 35, 0
+            self.unused.remove(prefix)
+            self.unused.append(prefix)
+
+    def take(self, count: int, wanted: Prefix = ()) -> list[int]:
+        blocks: list[int] = []
+        evicted: list[tuple[Prefix, int, Kept]] = []
+        while len(blocks) < count:
+            if self.free:
+                blocks.append(self.free.pop())
+            else:
+                order = self.eviction_order(wanted)
+                if not order:
+                    break
+                prefix = order[0]
+                self.unused.remove(prefix)
+                block = self.stored.pop(prefix)
+                evicted.append((prefix, block, self.kept.pop(prefix)))
+                self.evicted += 1
+                self.give_back([block], blocks)
+        for block in blocks:
+            self.moves.pop(block, None)
+        self.pass_on(evicted)
+        return blocks
+
+    def give_back(self, given: list[int], into: list[int]) -> None:
+        """Not those that are to be copied from."""
+        for block in given:
+            (self.withheld if block in self.sources else into).append(block)
+            self.sources.discard(block)
+
+    def pass_on(self, evicted: list[tuple[Prefix, int, Kept]]) -> None:
+        """To the memory below."""
+
+    def store(self, prefix: Prefix, block: int) -> None:
+        self.num_stored += 1
+        self.stored[prefix], self.kept[prefix] = block, Kept(self.num_stored)
+
+    def use(self, prefix: Prefix, priority: float, again: bool) -> None:
+        if prefix in self.unused:
+            self.unused.remove(prefix)
+        kept = self.kept[prefix]
+        kept.priority = max(kept.priority, priority)
+        kept.reuses += again
+
+    def leave(self, prefix: Prefix) -> None:
+        self.unused.append(prefix)
+        self.kept[prefix].expires_ms = self.now_ms + self.kept[prefix].duration_ms
+
+    @property
+    def available(self) -> int:
+        return len(self.free) + len(self.unused) - len(self.sources)
+
+
+@dataclass
+class ModelHost(ModelMemory):
+    def reuse(self, hit: list[Prefix], promoted: list[Prefix], priority: float) -> list[int]:
+        """The last ones of a hit are to be copied from here."""
+        for prefix in reversed(hit) if promoted else ():
+            if prefix in self.stored:
+                self.use(prefix, priority, again=True)
+                self.leave(prefix)
+        blocks = [self.stored[prefix] for prefix in promoted]
+        self.sources.update(blocks)
+        return blocks
+
+    def drop_behind(self, prefix: Prefix) -> None:
+        below = [prefix]
+        for above in below:
+            below += self.behind(above)
+        self.unused = [p for p in self.unused if p not in below]
+        self.give_back(sorted(self.stored.pop(p) for p in below[1:]), self.free)
+        for p in below[1:]:
+            del self.kept[p]
+
+
+@dataclass
+class ModelWorker(ModelMemory):
+    prefix_caching: bool = True
+    users: dict[Prefix, set[int]] = field(default_factory=dict)
+    partial_reuse: bool = False
+    host: ModelHost = field(default_factory=lambda: ModelHost(0, 0, ""))
+    host_tier: bool = False
+
+    def nearest(self, begins: Prefix, tokens: Sequence[int]) -> tuple[int, int]:
+        """Of the blocks stored behind these, the one that begins with the most tokens that come next, and how many."""
+        reached = len(begins) - 1
+        rest = tuple(tokens[reached : min(reached + self.block_size, len(tokens) - 1)])
+        best = 0, 0
+        behind = self.behind(begins)
+        ahead = sorted(p for p in behind if p[len(begins) :] >= rest)
+        for prefix in ahead + sorted((p for p in behind if p[len(begins) :] < rest), reverse=True):
+            last = prefix[len(begins) :]
+            common = next((i for i, (a, b) in enumerate(zip(last, rest, strict=False)) if a != b), len(rest))
+            if common > best[1]:
+                best = self.stored[prefix], common
+        return best if self.partial_reuse else (0, 0)
+
+    def pass_on(self, evicted: list[tuple[Prefix, int, Kept]]) -> None:
+        """What the host has already stays; the rest is copied there, from the heads on, as long as there is room."""
+        host, block_size = self.host, self.block_size
+        for prefix, _, _ in evicted:
+            del self.users[prefix]
+        if not self.host_tier:
+            return
+        known = [prefix for prefix, _, _ in evicted if prefix in host.stored]
+        host.unused = [prefix for prefix in host.unused if prefix not in known]
+        for prefix, block, _ in reversed(evicted):
+            before = prefix[:-block_size]
+            if prefix in host.stored:
+                continue
+            reached = len(before) == 1 or before in self.stored or before in host.stored
+            for copy in host.take(1, prefix) if reached and host.available > 0 else ():
+                host.store(prefix, copy)
+                host.moves[copy] = block
+            if prefix not in host.stored:
+                host.drop_behind(prefix)
+        for prefix, _, gone in evicted:
+            if prefix not in host.stored:
+                continue
+            kept = host.kept[prefix]
+            kept.reuses, kept.priority = max(kept.reuses, gone.reuses), max(kept.priority, gone.priority)
+            kept.retention, kept.duration_ms, kept.expires_ms = gone.retention, gone.duration_ms, gone.expires_ms
+            host.unused.append(prefix)
+            if prefix in known and prefix[:-block_size] in self.stored:
+                above = [prefix[:end] for end in range(len(prefix) - block_size, 1, -block_size)]
+                host.unused += [p for p in above if p in host.stored]
+                moved = len([p for p in above if p in host.stored])
+                first = len(host.unused) - moved
+                host.unused = [p for i, p in enumerate(host.unused) if i >= first or p not in above]
+
+    def use_for(self, prefix: Prefix, sequence: int, priority: float, again: bool) -> None:
+        self.use(prefix, priority, again)
+        self.users.setdefault(prefix, set()).add(sequence)
+
+    def retain(self, prefixes: list[Prefix], retention: Retention) -> None:
+        for i, prefix in enumerate(prefixes):
+            for start, end, priority, duration_ms in retention:
+                if start <= i * self.block_size < (end or 10**9):
+                    self.kept[prefix].retention, self.kept[prefix].duration_ms = priority, duration_ms
+
+    def counters(self) -> tuple[int, int, int, int]:
+        free, cached = len(self.free), len(self.unused)
+        return free, cached, self.num_blocks - free - cached, self.evicted
+
+    def host_counters(self) -> tuple[int, int, int]:
+        free, cached = len(self.host.free), len(self.host.unused)
+        return free, cached, self.host.num_blocks - free - cached

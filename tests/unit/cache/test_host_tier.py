@@ -1,0 +1,264 @@
+"""What the device evicts goes to host memory, and comes back when it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from cache_svc.core.errors import Code
+from tests.unit.cache import driver as d
+from tests.unit.cache.driver import Driver, Refused
+
+A = list(range(100, 116))  # 4 blocks of 4 tokens
+B = list(range(200, 216))
+C = list(range(300, 316))
+D = list(range(400, 416))
+FILL = [7] * 32
+
+
+def link(num_host: int = 8, num_blocks: int = 8, partial_reuse: bool = False, eviction: str = "lru") -> Driver:
+    made = Driver(eviction=eviction)
+    made.add_worker(0, num_blocks, num_host_blocks=num_host, partial_reuse=partial_reuse, host_tier=True)
+    return made
+
+
+def tiers(cache: Driver, tokens: Sequence[int]) -> tuple[int, int]:
+    """Tokens of these on the device, and behind them on the host."""
+    result = cache.one(d.match_op(99, [*tokens, -1])).match
+    cache.free(99)
+    matches = d.tiers(result.matches)
+    return (matches[0][0], matches[0][2]) if matches else (0, 0)
+
+
+def admitted(cache: Driver, sequence: int, tokens: Sequence[int]) -> tuple[int, list[int], list[tuple[int, int]]]:
+    """Cached tokens, table, (device block, host block)."""
+    cache.match(sequence, tokens)
+    result = cache.one(d.admit_op(sequence, 0)).admit
+    return result.num_cached_tokens, d.unpack(result.block_table), d.pairs(result)
+
+
+def test_what_is_evicted_is_copied_and_found() -> None:
+    cache = link()
+    cache.run(1, A)
+    cache.start(2, FILL)
+    assert cache.demotions == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    assert tiers(cache, A) == (0, 16)
+    assert (cache.host_pools[0], cache.cached_host[0]) == ((4, 0), 4)
+    assert cache.pools[0] == (0, 0, 8, 4)
+    assert cache.core.counters.demoted_blocks == 4
+
+
+def test_it_comes_back_into_new_blocks_and_stays_on_the_host() -> None:
+    cache = link()
+    cache.run(1, A)
+    cache.run(2, FILL)
+    cached, table, pairs = admitted(cache, 3, [*A, 5])
+    assert cached == 16
+    assert [host for _, host in pairs] == [1, 2, 3, 4]
+    assert [device for device, _ in pairs] == table[:4]
+    assert cache.core.counters.promoted_blocks == 4
+    assert tiers(cache, A) == (0, 16)  # until they say that it is copied
+    cache.commit(3, [], 16)
+    assert tiers(cache, A) == (16, 0)
+    cache.free(3)
+    cache.start(4, FILL[:31])
+    assert 1 not in [host for _, host in cache.demotions]  # it need not be copied once more
+    assert tiers(cache, A) == (0, 16)
+
+
+def test_nothing_is_claimed_that_was_never_copied() -> None:
+    cache = link()
+    cache.run(1, A)
+    cache.run(2, FILL)
+    admitted(cache, 3, [*A, 5])
+    cache.free(3)
+    assert tiers(cache, A) == (0, 16)
+
+
+def test_the_device_has_the_beginning_and_the_host_the_rest() -> None:
+    cache = link()
+    cache.run(1, A)
+    cache.start(2, FILL[:24])  # six blocks: the last two of A go
+    assert tiers(cache, A) == (8, 8)
+    cache.free(2)
+    cached, table, pairs = admitted(cache, 3, [*A, 5])
+    assert (cached, table[:2]) == (16, [1, 2])
+    assert [device for device, _ in pairs] == table[2:4]
+
+
+def test_a_hit_may_end_within_what_the_host_has() -> None:
+    cache = link()
+    cache.run(1, A)
+    cache.run(2, FILL)
+    cached, table, pairs = admitted(cache, 3, [*A[:8], 1, 2])
+    assert (cached, len(table), [host for _, host in pairs]) == (8, 3, [1, 2])
+
+
+def test_the_last_token_is_always_computed() -> None:
+    cache = link()
+    cache.run(1, A)
+    cache.run(2, FILL)
+    assert admitted(cache, 3, A)[0] == 12
+
+
+def test_no_part_of_a_block_is_copied_if_the_host_has_a_whole_one() -> None:
+    cache = link(partial_reuse=True)
+    cache.run(1, A)
+    cache.start(2, FILL[:20])  # five blocks: the last of A goes
+    cache.free(2)
+    cache.run(3, [*A[:14], 1, 1])
+    assert tiers(cache, A) == (12, 4)
+    cache.match(4, [*A, 5])
+    result = cache.one(d.admit_op(4, 0)).admit
+    assert (result.num_cached_tokens, result.copy_from, len(d.pairs(result))) == (16, 0, 1)
+
+
+def test_the_least_recently_used_makes_room() -> None:
+    cache = link(num_host=8, num_blocks=4)
+    for number, tokens in enumerate((A, B, C[:12]), 1):
+        cache.run(number, tokens)
+    cache.run(4, [*A[:5], 5])  # a hit of A's first block, for which the last of C go
+    assert (tiers(cache, A), tiers(cache, B)) == ((4, 8), (0, 16))
+    cache.run(5, FILL[:16])  # the first of A is on the host and stays; the rest of C takes the rest of A, then come B's
+    assert (tiers(cache, A), tiers(cache, B), tiers(cache, C)) == ((0, 4), (0, 16), (0, 12))
+
+
+def test_of_what_goes_at_once_the_last_used_is_kept_first() -> None:
+    cache = link(num_host=6)
+    cache.run(1, A)
+    cache.run(2, B)
+    cache.start(3, FILL)
+    assert (tiers(cache, A), tiers(cache, B)) == ((0, 8), (0, 16))
+
+
+def test_what_finds_no_room_is_dropped_with_what_only_the_host_has_below_it() -> None:
+    cache = link(num_host=4)
+    cache.run(1, A)
+    cache.start(2, FILL[:20])  # the last block of A goes to the host
+    assert tiers(cache, A) == (12, 4)
+    cache.free(2)
+    cache.run(3, B)
+    cache.start(4, C[:10])
+    cache.commit(4, [], 10)
+    cache.swap_out(4)  # takes host blocks
+    cache.start(5, FILL)
+    assert tiers(cache, A)[0] == 0
+    assert cache.core.workers[0].host.used_blocks == 3
+
+
+def test_a_host_without_room_keeps_nothing() -> None:
+    cache = link(num_host=3)
+    cache.start(1, B[:10])
+    cache.commit(1, [], 10)
+    cache.swap_out(1)
+    cache.run(2, A)
+    cache.start(3, FILL)
+    assert cache.demotions == []
+    assert tiers(cache, A) == (0, 0)
+
+
+def test_as_much_of_the_beginning_is_kept_as_there_is_room_for() -> None:
+    cache = link(num_host=3)
+    cache.run(1, A)
+    cache.start(2, FILL)
+    assert cache.demotions == [(1, 1), (2, 2), (3, 3)]
+    assert tiers(cache, A) == (0, 12)
+
+
+def test_a_swapped_sequence_takes_blocks_in_which_something_is_only_cached() -> None:
+    cache = link(num_host=4)
+    cache.run(1, A)
+    cache.run(2, FILL)
+    cache.start(3, B[:10])
+    cache.commit(3, [], 10)
+    assert len(cache.swap_out(3)) == 3
+    assert cache.host_pools[0] == (0, 3)
+    assert cache.cached_host[0] == 1
+    cache.start(4, C[:10])
+    cache.commit(4, [], 10)
+    with pytest.raises(Refused) as refused:  # those of a sequence are not evicted
+        cache.swap_out(4)
+    assert refused.value.code is Code.RESOURCE_EXHAUSTED
+
+
+def test_what_is_copied_from_is_not_copied_to_in_the_same_exchange() -> None:
+    cache = link(num_host=4)
+    cache.run(1, A)
+    cache.run(2, FILL)  # A is on the host, which is full
+    ops = [d.match_op(3, [*A, 5]), d.admit_op(3, 0)]
+    response = cache.exchange(*ops)
+    read = {host for _, host in d.pairs(response.results[1].admit)}
+    written = {host for moves in response.demotions for _, host in d.pairs(moves)}
+    assert read == {1, 2, 3, 4}
+    assert not written
+    assert tiers(cache, A) == (0, 16)
+
+
+def test_host_blocks_of_one_that_comes_back_are_free_with_the_next_exchange() -> None:
+    cache = link(num_host=3)
+    cache.start(1, A[:10])
+    cache.commit(1, [], 10)
+    cache.swap_out(1)
+    cache.run(2, FILL)
+    response = cache.exchange(d.swap_in_op(1), d.match_op(3, C[:10]), d.admit_op(3, 0))
+    assert not response.demotions
+    assert cache.host_pools[0] == (3, 0)
+
+
+def test_a_block_is_copied_to_once_in_an_exchange() -> None:
+    """Only the last one counts: what was copied there first is gone."""
+    cache = link(num_host=2, num_blocks=4)
+    cache.run(1, A[:8])
+    cache.run(2, B[:8])
+    response = cache.exchange(d.match_op(3, FILL[:8]), d.admit_op(3, 0), d.match_op(4, C[:8]), d.admit_op(4, 0))
+    (moves,) = response.demotions
+    assert sorted(host for _, host in d.pairs(moves)) == [1, 2]
+    assert {device for device, _ in d.pairs(moves)} == {3, 4}
+    assert (tiers(cache, A[:8]), tiers(cache, B[:8])) == ((0, 0), (0, 8))
+
+
+def test_retention_goes_on_in_host_memory() -> None:
+    cache = link(num_host=6, num_blocks=4)
+    cache.one(d.match_op(1, A, retention=[(0, 0, 80, 50)]))
+    cache.run(2, B)
+    cache.admit(1, 0)
+    cache.commit(1, [], 16)  # B goes to the host
+    cache.free(1)
+    cache.run(3, C)  # and now A, which takes two of B's
+    assert (tiers(cache, A), tiers(cache, B)) == ((0, 16), (0, 8))
+    cache.run(4, FILL[:16])  # C takes the other two, and then two of A's
+    assert (tiers(cache, A), tiers(cache, B), tiers(cache, C)) == ((0, 8), (0, 0), (0, 16))
+    cache.run(5, D)  # FILL takes those of C, which was used later than A
+    assert (tiers(cache, A), tiers(cache, C)) == ((0, 8), (0, 0))
+    cache.now_ms = 100
+    cache.run(6, B)
+    cache.run(7, C)  # by now they are all kept alike: A has gone
+    assert tiers(cache, A) == (0, 0)
+
+
+def test_without_the_tier_what_is_evicted_is_gone() -> None:
+    cache = Driver()
+    cache.add_worker(0, 8, num_host_blocks=8)
+    cache.run(1, A)
+    cache.start(2, FILL)
+    assert (cache.demotions, tiers(cache, A)) == ([], (0, 0))
+
+
+def test_a_worker_takes_its_host_memory_with_it() -> None:
+    cache = link()
+    cache.run(1, A)
+    cache.start(2, FILL[:24])
+    cache.remove_worker(0)
+    cache.add_worker(0, 8, num_host_blocks=8, host_tier=True)
+    assert tiers(cache, A) == (0, 0)
+
+
+def test_one_that_waits_learns_that_the_host_has_let_go() -> None:
+    cache = link(num_host=4)
+    cache.run(1, A)
+    cache.run(2, FILL)
+    cache.match(3, [*A, 5])
+    response = cache.exchange(d.match_op(4, C), d.admit_op(4, 0))
+    updates = {update.sequence: d.tiers(update.matches) for update in response.match_updates}
+    assert updates[3] == {}
