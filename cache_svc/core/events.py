@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 
-from cache_svc.core.tree import Holding, Namespace, PrefixNode, PrefixTree, Root, subtree
+from cache_svc.core.tree import Holding, Namespace, PrefixNode, PrefixTree, Root
 from paceline.v1 import cache_pb2 as pb
 
 ID_BYTES = 8
@@ -149,18 +149,19 @@ class EventLog:
 
     def _snapshot(self, tree: PrefixTree | None) -> Iterator[pb.WatchEventsResponse]:
         runs: list[_Run] = []
-        if tree is not None:
-            known: dict[PrefixNode, _Run] = {root: _Run(root, None, []) for root in tree.roots.values()}
-            for node in subtree(*tree.roots.values()):
-                held = [
-                    (self._recorders[index], holding.blocks)
-                    for index, holding in node.holdings.items()
-                    if index in self._recorders
-                ]
-                assert node.parent is not None
-                known[node] = run = _Run(node, known[node.parent], held)
-                runs.append(run)
-        return _messages(runs, tree.block_bytes if tree is not None else 0, self.last)
+        if tree is None:
+            return _messages(runs, 0, {}, self.last)
+        tops = [(_Run(None, b"", root.prefix_ids, []), root) for root in tree.roots.values()]
+        for top, root in tops:
+            top.namespace = _namespace(root)
+        stack = [(top, node) for top, root in tops for node in root.children.values()]
+        while stack:
+            parent, node = stack.pop()
+            held = [(index, holding.blocks) for index, holding in node.holdings.items()]
+            run = _Run(parent, node.key, node.prefix_ids, held)
+            runs.append(run)
+            stack += [(run, child) for child in node.children.values()]
+        return _messages(runs, tree.block_bytes, dict(self._recorders), self.last)
 
 
 class Watcher:
@@ -202,31 +203,39 @@ class Watcher:
 
 
 class _Run:
-    """A node as it was when the snapshot was taken."""
+    """A node as it was when the snapshot was taken: nobody else can do anything while all of them are noted down, so
+    the rest is found out later. `end`, and its namespace, are known from when it is sent."""
 
-    __slots__ = ("held", "ids", "key", "namespace", "parent", "start")
+    __slots__ = ("end", "held", "ids", "key", "namespace", "parent")
 
-    def __init__(self, node: PrefixNode, parent: _Run | None, held: list[tuple[Recorder, array[int]]]) -> None:
+    namespace: Namespace
+
+    def __init__(
+        self, parent: _Run | None, key: bytes, ids: array[int] | None, held: list[tuple[int, array[int]]]
+    ) -> None:
         self.parent = parent
-        self.held = held
-        self.key = node.key
-        self.start = node.start
-        self.ids = node.prefix_ids
-        self.namespace: Namespace = parent.namespace if parent is not None else _namespace(node)
+        self.key = key
+        self.ids = ids
+        self.held = held  # blocks by memory index
+        self.end = 0
 
 
-def _messages(runs: list[_Run], block_bytes: int, number: int) -> Iterator[pb.WatchEventsResponse]:
+def _messages(
+    runs: list[_Run], block_bytes: int, recorders: dict[int, Recorder], number: int
+) -> Iterator[pb.WatchEventsResponse]:
     yield pb.WatchEventsResponse(sequence_number=number, snapshot=pb.Snapshot())
-    for run in runs:
+    for run in runs:  # parents before their children
         parent = run.parent
         assert parent is not None
-        if parent.ids is None:  # a root: any other one came before its children
+        if parent.ids is None:  # a root
             parent.ids = array("Q", [namespace_id(parent.namespace)])
         if run.ids is None:
             run.ids = _chain(parent.ids[-1], run.key, block_bytes)
-        for recorder, blocks in run.held:
+        run.end = parent.end + len(run.key) // block_bytes
+        run.namespace = parent.namespace
+        for index, blocks in run.held:
             event = pb.WatchEventsResponse(sequence_number=number)
-            recorder._fill(event, blocks, run.ids, parent.ids[-1], run.start, run.key, run.namespace)
+            recorders[index]._fill(event, blocks, run.ids, parent.ids[-1], parent.end, run.key, run.namespace)
             yield event
     yield pb.WatchEventsResponse(sequence_number=number, snapshot=pb.Snapshot(complete=True))
 
