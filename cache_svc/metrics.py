@@ -51,6 +51,7 @@ class CacheCollector(Collector):
             ("refused_ops", "Operations that were answered with an error.", counters.refused_ops),
             ("swapped_out_blocks", "Blocks of sequences copied to host memory.", counters.swapped_out_blocks),
             ("swapped_in_blocks", "Blocks copied back from host memory.", counters.swapped_in_blocks),
+            ("pins_given_up", "Times that a worker's pins had to make room for a request.", counters.pins_given_up),
             ("evicted_blocks", "Cached blocks that were taken for something else.", counters.evicted_blocks),
             ("copied_blocks", "Blocks whose beginning was reused, by copying it.", counters.copied_blocks),
             ("demoted_blocks", "Evicted blocks that were copied to host memory.", counters.demoted_blocks),

@@ -10,8 +10,12 @@ from typing import Any
 import grpc
 from prometheus_client import REGISTRY
 
+from cache_svc.admin import ADMIN_SERVICE_NAME, CacheAdmin, now_ms
+from cache_svc.core.admin import expire_pins
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import LinkError
+from cache_svc.core.events import EventLog
+from cache_svc.event_stream import EventStreams
 from cache_svc.metrics import EXCHANGE_DURATION, CacheCollector
 from cache_svc.settings import CacheSettings
 from paceline.v1 import cache_pb2 as pb
@@ -45,6 +49,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core
+        self.events = EventStreams(core)
         self._current: _Link | None = None
 
     # The generated type knows generators only. In a coroutine that writes, every wait is where superseding can end it.
@@ -86,6 +91,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         async for request in requests:
             started_s = time.perf_counter()
             try:
+                if self._core.pins.by_name:
+                    expire_pins(self._core, now_ms())
                 response = self._core.exchange(request)
             except LinkError as error:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
@@ -96,14 +103,13 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             EXCHANGE_DURATION.observe(time.perf_counter() - started_s)
             await context.write(response)
 
-    async def WatchEvents(
+    async def WatchEvents(  # type: ignore[override]
         self,
         request: pb.WatchEventsRequest,
         context: grpc.aio.ServicerContext[pb.WatchEventsRequest, pb.WatchEventsResponse],
-    ) -> AsyncIterator[pb.WatchEventsResponse]:
-        """Not offered by this version: UNIMPLEMENTED."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this cache does not publish events")
-        yield pb.WatchEventsResponse()  # never reached; makes this a generator, which gRPC asks for
+    ) -> None:
+        """See cache.proto."""
+        await self.events.serve(request, context)
 
 
 async def serve(
@@ -113,13 +119,19 @@ async def serve(
 
     Raises OSError (metrics) or RuntimeError (gRPC) if a port is taken.
     """
-    core = CacheCore(debug=settings.debug, eviction=settings.eviction)
+    # Microseconds, so that no number comes again after a restart: see WatchEventsResponse.
+    events = EventLog(settings.event_buffer, first_number=time.time_ns() // 1000)
+    core = CacheCore(
+        debug=settings.debug, eviction=settings.eviction, events=events, max_pinned_share=settings.max_pinned_share
+    )
     collector = CacheCollector(core)
     REGISTRY.register(collector)
     metrics = None
     server = GrpcServer(settings.host, settings.port)
     servicer = CacheServicer(core)
     server.add(SERVICE_NAME, lambda target: cache_pb2_grpc.add_CacheServiceServicer_to_server(servicer, target))
+    admin = CacheAdmin(core)
+    server.add(ADMIN_SERVICE_NAME, lambda target: cache_pb2_grpc.add_CacheAdminServiceServicer_to_server(admin, target))
     try:
         metrics = start_metrics_server(settings.host, settings.metrics_port)
         port = await server.start()
@@ -130,6 +142,7 @@ async def serve(
             on_ready(addresses)
         await stop.wait()
         server.set_serving(False)
+        servicer.events.close()
         log.info("draining", drain_s=settings.drain_s)
     finally:
         await server.stop(settings.drain_s)

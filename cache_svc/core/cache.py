@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from cache_svc.core.commits import checked_commits
 from cache_svc.core.errors import Code, LinkError, OpError
+from cache_svc.core.events import EventLog
 from cache_svc.core.invariants import check_state
 from cache_svc.core.matching import Match, matches_of
 from cache_svc.core.messages import add_matches, pool_counters
+from cache_svc.core.pins import DEFAULT_SHARE, Pins
 from cache_svc.core.retention import read_ranges
 from cache_svc.core.table import NO_TERMS, Sequence, SwappedSequence, Terms, pack_int32
 from cache_svc.core.tree import TOKEN_BYTES, Namespace, PrefixTree
@@ -42,14 +44,23 @@ class CacheCounters:
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
     refused_ops: int = 0
+    pins_given_up: int = 0  # of a worker, all at once
 
 
 class CacheCore:
     """All blocks of all workers. `debug` checks every invariant after every exchange (slow); `eviction` names one of
     eviction.STRATEGIES."""
 
-    def __init__(self, debug: bool = False, eviction: str = "lru") -> None:
+    def __init__(
+        self,
+        debug: bool = False,
+        eviction: str = "lru",
+        events: EventLog | None = None,
+        max_pinned_share: float = DEFAULT_SHARE,
+    ) -> None:
         self.debug = debug
+        self.events = events or EventLog()
+        self.max_pinned_share = max_pinned_share
         self.eviction = eviction
         self.counters = CacheCounters()
         self._handlers: dict[str | None, Callable[[Any, pb.CacheOpResult], None]] = {
@@ -68,11 +79,13 @@ class CacheCore:
 
     def reset(self) -> None:
         """A new link: no workers, no sequences, and the next exchange is number 1."""
+        self.events.clear()
         self.last_exchange = 0
         self.tree: PrefixTree | None = None  # there while there is a worker: the first one says the block size
         self.workers: dict[int, Worker] = {}
         self.waiting: dict[int, Waiter] = {}  # matched, not admitted
         self.admitted: dict[int, Sequence] = {}
+        self.pins = Pins(self.max_pinned_share)
         self.swapped: dict[int, SwappedSequence] = {}
         self._touched: dict[int, Worker] = {}  # by worker id: counters may have changed in this exchange
         self._asked: dict[int, bool] = {}  # by RematchOps of this exchange; whether the answer is due in any case
@@ -105,6 +118,10 @@ class CacheCore:
             worker.end_exchange()
             if worker.host.moves:
                 self._report_demotions(worker, response)
+        if self.pins.by_name:
+            given_up = self.pins.give_way(self.waiting.values())
+            self.touch(given_up)
+            self.counters.pins_given_up += len(given_up)
         self._report_pools(response)
         self._report_matches(response)
         if self.debug:
@@ -113,7 +130,11 @@ class CacheCore:
 
     def check_invariants(self) -> None:
         """Raises InvariantError if the state contradicts itself. Costs time proportional to all there is."""
-        check_state(self.tree, self.workers, self.waiting, self.admitted, self.swapped)
+        check_state(self.tree, self.workers, self.waiting, self.admitted, self.swapped, self.pins)
+
+    def touch(self, workers: Iterable[Worker]) -> None:
+        """Their counters may have changed: the scheduler is to hear of it."""
+        self._touched.update((worker.worker_id, worker) for worker in workers)
 
     def pool_counters(self) -> list[pb.PoolCounters]:
         """The counters of every worker as of the last exchange. May be called from another thread at any time."""
@@ -122,6 +143,10 @@ class CacheCore:
             for worker in list(self.workers.values())
             if worker.reported is not None
         ]
+
+    def present_counters(self) -> list[pb.PoolCounters]:
+        """The counters of every worker as they are between exchanges."""
+        return [pool_counters(worker.worker_id, worker.counters()) for worker in self.workers.values()]
 
     def _report_pools(self, response: pb.CacheServiceLinkResponse) -> None:
         for worker in self._touched.values():
@@ -179,12 +204,18 @@ class CacheCore:
             op.host_tier,
             self.eviction,
         )
+        if worker.prefix_caching:
+            worker.device.events = self.events.recorder(worker.device.index, op.worker)
+        if worker.host_tier:
+            worker.host.events = self.events.recorder(worker.host.index, op.worker, pb.CACHE_TIER_HOST)
         self._touched[op.worker] = worker
 
     def _remove_worker(self, op: pb.RemoveWorkerOp, _: pb.CacheOpResult) -> None:
         worker = self._worker(op.worker)
         self._count_evictions(worker)
         worker.leave_tree()
+        self.events.clear_worker(op.worker)
+        self.pins.forget_worker(worker)
         for sequence_id, sequence in worker.sequences.items():
             del self.admitted[sequence_id]
             worker.tree.leave(sequence.root)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from cache_svc.core.errors import InvariantError
 from cache_svc.core.memory import Memory
+from cache_svc.core.pins import Pins
 from cache_svc.core.table import Sequence, SwappedSequence
 from cache_svc.core.tree import Holding, PrefixNode, PrefixTree, subtree
 from cache_svc.core.waiting import Waiter
@@ -19,6 +20,7 @@ def check_state(
     waiting: dict[int, Waiter],
     admitted: dict[int, Sequence],
     swapped: dict[int, SwappedSequence],
+    pins: Pins,
 ) -> None:
     """Raises InvariantError naming the first contradiction."""
     _require(bool(workers) == (tree is not None), "the tree is there exactly while there is a worker")
@@ -37,7 +39,7 @@ def check_state(
         _check_waiter(waiter, tree)
     _require(tree.stale.keys() <= waiting.keys(), "a place is stale of a sequence that does not wait")
     for worker in workers.values():
-        _check_device(worker)
+        _check_device(worker, pins)
         _check_host(worker)
     _check_tree(tree, workers, [*waiting.values(), *admitted.values(), *swapped.values()])
 
@@ -109,7 +111,7 @@ def _root(node: PrefixNode) -> PrefixNode:
     return node
 
 
-def _check_device(worker: Worker) -> None:
+def _check_device(worker: Worker, pins: Pins) -> None:
     """Users recounted."""
     name = f"worker {worker.worker_id}'s device"
     users: Counter[int] = Counter()
@@ -117,6 +119,9 @@ def _check_device(worker: Worker) -> None:
     for sequence in worker.sequences.values():
         users.update(id(node.holdings[worker.index]) for node in _path(sequence.node))
         private += [*sequence.duplicates, *sequence.table[sequence.node.end :]]
+    for place in pins.places(worker):
+        users.update(id(node.holdings[worker.index]) for node in _path(place))
+    _require(pins.num_blocks(worker) <= pins.max_blocks(worker), f"{name}: more blocks are pinned than may be")
     for holding in _holdings(worker, worker.index):
         block = holding.blocks[0]
         _require(holding.users == users[id(holding)], f"{name}: wrong number of users of the node with block {block}")

@@ -31,6 +31,7 @@ from cache_svc.core.retention import Range
 from cache_svc.core.tree import Holding, PrefixNode, PrefixTree, subtree
 
 if TYPE_CHECKING:
+    from cache_svc.core.events import Recorder
     from cache_svc.core.host import HostMemory
 
 
@@ -41,6 +42,7 @@ class Memory:
         "_num_stored",
         "_withheld",
         "cached_blocks",
+        "events",
         "evicted_blocks_total",
         "index",
         "keeps",
@@ -61,6 +63,7 @@ class Memory:
         self.cached_blocks = 0
         self.evicted_blocks_total = 0
         self.queue = EvictionQueue(eviction)
+        self.events: Recorder | None = None  # who is told what is held here; None if it is kept for nobody
         self.lower: HostMemory | None = None  # takes in what is evicted here
         self._num_stored = 0
         # Blocks that are to be copied before anything else is written: nobody gets them in this exchange.
@@ -135,6 +138,8 @@ class Memory:
         parent = node.parent
         if parent is not None and (above := parent.holdings.get(self.index)) is not None:
             above.num_children += 1
+        if self.events is not None:
+            self.events.stored(holding)
 
     def use(self, holding: Holding, priority: float = 0.0) -> None:
         """One user more."""
@@ -198,6 +203,8 @@ class Memory:
         parent = node.parent
         assert parent is not None
         assert not holding.num_children, "children are forgotten before their parents"
+        if self.events is not None:
+            self.events.removed(holding)
         self.queue.forget(holding)
         del node.holdings[index]
         if (above := parent.holdings.get(index)) is not None:
@@ -217,6 +224,18 @@ class Memory:
             node = node.parent
             live = node.end
         return last, depth, live
+
+    def forget_unused(self, root: PrefixNode) -> int:
+        """Nobody wants what is cached below that root, and has no user; returns how many blocks are free now."""
+        num_blocks = 0
+        for node in reversed(list(subtree(root))):
+            holding = node.holdings.get(self.index)
+            if holding is not None and not holding.users:
+                num_blocks += len(holding.blocks)
+                self.pool.give_back(holding.blocks[::-1])
+                self._forget(holding)
+        self.cached_blocks -= num_blocks
+        return num_blocks
 
     def leave_tree(self) -> None:
         """The memory is gone, and all that it holds."""

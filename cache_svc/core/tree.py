@@ -80,7 +80,7 @@ class Holding:
 class PrefixNode:
     """Places in the tree are counted in blocks from the root: this node's blocks are start ... end - 1."""
 
-    __slots__ = ("children", "end", "first_keys", "holdings", "key", "parent", "watches")
+    __slots__ = ("children", "end", "first_keys", "holdings", "key", "parent", "prefix_ids", "watches")
 
     def __init__(self, parent: PrefixNode | None, key: bytes, end: int) -> None:
         self.parent = parent
@@ -91,6 +91,7 @@ class PrefixNode:
         self.first_keys: dict[bytes, list[bytes]] | None = None
         self.holdings: dict[int, Holding] = {}  # by memory index
         self.watches: dict[int, Watch] | None = None  # waiting sequences whose match ends in this node, by where
+        self.prefix_ids: array[int] | None = None  # of its blocks, once somebody has asked (events.py)
 
     @property
     def start(self) -> int:
@@ -250,6 +251,8 @@ class PrefixTree:
         front.children[node.key[:block_bytes]] = node
         for index, holding in node.holdings.items():
             front.holdings[index] = holding.split(front, num_blocks)
+        if node.prefix_ids is not None:
+            front.prefix_ids, node.prefix_ids = node.prefix_ids[:num_blocks], node.prefix_ids[num_blocks:]
         if node.watches:
             for watch in [watch for at, watch in node.watches.items() if at <= depth]:
                 watch.move(front)

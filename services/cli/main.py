@@ -31,6 +31,7 @@ usage: paceline COMMAND [flags]
   worker             start one more worker: paceline worker --scheduler HOST:PORT
   serve SERVICE      start one service: cache, scheduler, worker or gateway
   policy             show or change the scheduling policies of a running scheduler
+  cache              what the cache of a running server holds; pin prefixes, reset it, watch its events
   explain ID         why a request waited
   scenario FILE      what every step of a small workload decides, under any preset
   bench              measure the whole path on this machine
@@ -98,6 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         "serve": serve_command,
         "worker": lambda rest: serve("worker", rest, "paceline worker"),
         "policy": lambda rest: lazily("services.cli.policy", rest),
+        "cache": lambda rest: lazily("services.cli.cache", rest),
         "explain": lambda rest: lazily("services.cli.explain", rest),
         "scenario": lambda rest: lazily("services.cli.scenario", rest),
         "bench": bench,

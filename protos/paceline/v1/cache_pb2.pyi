@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from paceline.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -17,7 +18,29 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
+if sys.version_info >= (3, 13):
+    from warnings import deprecated as _deprecated
+else:
+    from typing_extensions import deprecated as _deprecated
+
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _CacheTier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CacheTierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheTier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CACHE_TIER_UNSPECIFIED: _CacheTier.ValueType  # 0
+    CACHE_TIER_DEVICE: _CacheTier.ValueType  # 1
+    CACHE_TIER_HOST: _CacheTier.ValueType  # 2
+
+class CacheTier(_CacheTier, metaclass=_CacheTierEnumTypeWrapper): ...
+
+CACHE_TIER_UNSPECIFIED: CacheTier.ValueType  # 0
+CACHE_TIER_DEVICE: CacheTier.ValueType  # 1
+CACHE_TIER_HOST: CacheTier.ValueType  # 2
+Global___CacheTier: _TypeAlias = CacheTier  # noqa: Y015
 
 @_typing.final
 class CacheServiceLinkRequest(_message.Message):
@@ -826,12 +849,19 @@ Global___PoolCounters: _TypeAlias = PoolCounters  # noqa: Y015
 class WatchEventsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    AFTER_FIELD_NUMBER: _builtins.int
+    after: _builtins.int
+    """The last number that the watcher has seen: what came after it is replayed. A snapshot comes first if this is 0, or
+    a number that the cache knows nothing of (any more).
+    """
     def __init__(
         self,
+        *,
+        after: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -845,14 +875,20 @@ class WatchEventsResponse(_message.Message):
     STORED_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
     CLEARED_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
     sequence_number: _builtins.int
-    """Counts up by one; a gap means that events were lost."""
+    """Counts up by one from event to event. The first number is the time in microseconds at which the cache began to
+    record, so that those of an earlier start are never taken for present ones. All of a snapshot has the number of the
+    last event that it contains.
+    """
     @_builtins.property
     def stored(self) -> Global___BlockStored: ...
     @_builtins.property
     def removed(self) -> Global___BlockRemoved: ...
     @_builtins.property
     def cleared(self) -> Global___WorkerCleared: ...
+    @_builtins.property
+    def snapshot(self) -> Global___Snapshot: ...
     def __init__(
         self,
         *,
@@ -860,12 +896,13 @@ class WatchEventsResponse(_message.Message):
         stored: Global___BlockStored | None = ...,
         removed: Global___BlockRemoved | None = ...,
         cleared: Global___WorkerCleared | None = ...,
+        snapshot: Global___Snapshot | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "snapshot", b"snapshot", "stored", b"stored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "sequence_number", b"sequence_number", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "sequence_number", b"sequence_number", "snapshot", b"snapshot", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["stored", "removed", "cleared"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["stored", "removed", "cleared", "snapshot"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -873,6 +910,10 @@ Global___WatchEventsResponse: _TypeAlias = WatchEventsResponse  # noqa: Y015
 
 @_typing.final
 class BlockStored(_message.Message):
+    """A run of blocks that follow each other can be reused on a worker from now on. What moves from one tier to another is
+    stored in the one and removed from the other.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_FIELD_NUMBER: _builtins.int
@@ -880,12 +921,52 @@ class BlockStored(_message.Message):
     PREFIX_ID_FIELD_NUMBER: _builtins.int
     PARENT_PREFIX_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    PREFIX_IDS_FIELD_NUMBER: _builtins.int
+    START_BLOCK_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
-    block_id: _builtins.int
-    prefix_id: _builtins.int
-    """Identifies the tokens up to and including this block; 0 for parent means the root."""
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def block_id(self) -> _builtins.int:
+        """Never set."""
+
+    @block_id.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def block_id(self, value: _builtins.int) -> None:
+        """Never set."""
+
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def prefix_id(self) -> _builtins.int:
+        """Never set."""
+
+    @prefix_id.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def prefix_id(self, value: _builtins.int) -> None:
+        """Never set."""
+
     parent_prefix_id: _builtins.int
+    """Of the block before the run, or of the namespace if start_block is 0."""
     token_ids: _builtins.bytes
+    """Packed int32: the tokens of the run."""
+    start_block: _builtins.int
+    """How many blocks come before the run."""
+    tier: Global___CacheTier.ValueType
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def prefix_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each block: identifies the namespace and the tokens up to and including that block. blake2b with 8 bytes, over
+        the id of the parent (8 bytes, little-endian) and the tokens (int32, little-endian); read as little-endian. The id
+        of a namespace: over model, lora and cache_salt, in UTF-8, a 0 byte after each.
+        """
+
+    @_builtins.property
+    def namespace(self) -> Global___CacheNamespace:
+        """Without its cache_salt, which is a secret."""
+
     def __init__(
         self,
         *,
@@ -894,10 +975,15 @@ class BlockStored(_message.Message):
         prefix_id: _builtins.int = ...,
         parent_prefix_id: _builtins.int = ...,
         token_ids: _builtins.bytes = ...,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prefix_ids: _abc.Iterable[_builtins.int] | None = ...,
+        start_block: _builtins.int = ...,
+        tier: Global___CacheTier.ValueType = ...,
+        namespace: Global___CacheNamespace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_id", b"block_id", "parent_prefix_id", b"parent_prefix_id", "prefix_id", b"prefix_id", "token_ids", b"token_ids", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_id", b"block_id", "block_ids", b"block_ids", "namespace", b"namespace", "parent_prefix_id", b"parent_prefix_id", "prefix_id", b"prefix_id", "prefix_ids", b"prefix_ids", "start_block", b"start_block", "tier", b"tier", "token_ids", b"token_ids", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -905,24 +991,55 @@ Global___BlockStored: _TypeAlias = BlockStored  # noqa: Y015
 
 @_typing.final
 class BlockRemoved(_message.Message):
+    """The blocks hold these prefixes no longer. What came after them in the same tier was removed before."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_FIELD_NUMBER: _builtins.int
     BLOCK_ID_FIELD_NUMBER: _builtins.int
     PREFIX_ID_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    PREFIX_IDS_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
-    block_id: _builtins.int
-    prefix_id: _builtins.int
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def block_id(self) -> _builtins.int:
+        """Never set."""
+
+    @block_id.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def block_id(self, value: _builtins.int) -> None:
+        """Never set."""
+
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def prefix_id(self) -> _builtins.int:
+        """Never set."""
+
+    @prefix_id.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def prefix_id(self, value: _builtins.int) -> None:
+        """Never set."""
+
+    tier: Global___CacheTier.ValueType
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def prefix_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         worker: _builtins.int = ...,
         block_id: _builtins.int = ...,
         prefix_id: _builtins.int = ...,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prefix_ids: _abc.Iterable[_builtins.int] | None = ...,
+        tier: Global___CacheTier.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_id", b"block_id", "prefix_id", b"prefix_id", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_id", b"block_id", "block_ids", b"block_ids", "prefix_id", b"prefix_id", "prefix_ids", b"prefix_ids", "tier", b"tier", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -930,6 +1047,8 @@ Global___BlockRemoved: _TypeAlias = BlockRemoved  # noqa: Y015
 
 @_typing.final
 class WorkerCleared(_message.Message):
+    """The worker is gone: nothing is stored there any more, in no tier."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_FIELD_NUMBER: _builtins.int
@@ -946,3 +1065,374 @@ class WorkerCleared(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerCleared: _TypeAlias = WorkerCleared  # noqa: Y015
+
+@_typing.final
+class Snapshot(_message.Message):
+    """Not complete: what was known before counts no more, and everything that is stored follows, in stored events with the
+    number of this one. Complete: that was all.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    complete: _builtins.bool
+    def __init__(
+        self,
+        *,
+        complete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Snapshot: _TypeAlias = Snapshot  # noqa: Y015
+
+@_typing.final
+class PinPrefixRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    token_ids: _builtins.bytes
+    """Packed int32. Whole blocks are pinned, as far as a worker has them."""
+    ttl_s: _builtins.int
+    """0: for ever, which is as long as the worker and the scheduler's link last."""
+    @_builtins.property
+    def namespace(self) -> Global___CacheNamespace:
+        """Model empty: the only one that there is."""
+
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """None: all."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        token_ids: _builtins.bytes = ...,
+        namespace: Global___CacheNamespace | None = ...,
+        workers: _abc.Iterable[_builtins.int] | None = ...,
+        ttl_s: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "namespace", b"namespace", "token_ids", b"token_ids", "ttl_s", b"ttl_s", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinPrefixRequest: _TypeAlias = PinPrefixRequest  # noqa: Y015
+
+@_typing.final
+class PinPrefixResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pin(self) -> Global___Pin: ...
+    def __init__(
+        self,
+        *,
+        pin: Global___Pin | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinPrefixResponse: _TypeAlias = PinPrefixResponse  # noqa: Y015
+
+@_typing.final
+class Pin(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    EXPIRES_IN_S_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    expires_in_s: _builtins.float
+    """0: for ever."""
+    @_builtins.property
+    def namespace(self) -> Global___CacheNamespace:
+        """Without its cache_salt."""
+
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinnedPrefix]:
+        """Workers that have something of the prefix."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        namespace: Global___CacheNamespace | None = ...,
+        workers: _abc.Iterable[Global___PinnedPrefix] | None = ...,
+        expires_in_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_in_s", b"expires_in_s", "name", b"name", "namespace", b"namespace", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pin: _TypeAlias = Pin  # noqa: Y015
+
+@_typing.final
+class PinnedPrefix(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    worker: _builtins.int
+    num_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinnedPrefix: _TypeAlias = PinnedPrefix  # noqa: Y015
+
+@_typing.final
+class UnpinPrefixRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinPrefixRequest: _TypeAlias = UnpinPrefixRequest  # noqa: Y015
+
+@_typing.final
+class UnpinPrefixResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinPrefixResponse: _TypeAlias = UnpinPrefixResponse  # noqa: Y015
+
+@_typing.final
+class ListPinsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPinsRequest: _TypeAlias = ListPinsRequest  # noqa: Y015
+
+@_typing.final
+class ListPinsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pin]: ...
+    def __init__(
+        self,
+        *,
+        pins: _abc.Iterable[Global___Pin] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pins", b"pins"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPinsResponse: _TypeAlias = ListPinsResponse  # noqa: Y015
+
+@_typing.final
+class ResetCacheRequest(_message.Message):
+    """What is not set may be anything: {} is the whole cache, {lora: ""} all that belongs to no adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    lora: _builtins.str
+    cache_salt: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str | None = ...,
+        lora: _builtins.str | None = ...,
+        cache_salt: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_lora", b"_lora", "_model", b"_model", "cache_salt", b"cache_salt", "lora", b"lora", "model", b"model"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_lora", b"_lora", "_model", b"_model", "cache_salt", b"cache_salt", "lora", b"lora", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType__lora: _TypeAlias = _typing.Literal["lora"]  # noqa: Y015
+    _WhichOneofArgType__lora: _TypeAlias = _typing.Literal["_lora", b"_lora"]  # noqa: Y015
+    _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
+    _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lora) -> _WhichOneofReturnType__lora | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
+
+Global___ResetCacheRequest: _TypeAlias = ResetCacheRequest  # noqa: Y015
+
+@_typing.final
+class ResetCacheResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ForgottenBlocks]:
+        """Of every worker: blocks of its device. What its host memory had of these namespaces is forgotten, too."""
+
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[Global___ForgottenBlocks] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetCacheResponse: _TypeAlias = ResetCacheResponse  # noqa: Y015
+
+@_typing.final
+class ForgottenBlocks(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    worker: _builtins.int
+    num_blocks: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgottenBlocks: _TypeAlias = ForgottenBlocks  # noqa: Y015
+
+@_typing.final
+class GetCacheStatsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCacheStatsRequest: _TypeAlias = GetCacheStatsRequest  # noqa: Y015
+
+@_typing.final
+class GetCacheStatsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    NUM_NAMESPACES_FIELD_NUMBER: _builtins.int
+    PREFIX_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_EVENT_WATCHERS_FIELD_NUMBER: _builtins.int
+    block_size: _builtins.int
+    """Tokens; 0 while there is no worker."""
+    num_namespaces: _builtins.int
+    prefix_query_tokens: _builtins.int
+    """Since the cache started: tokens of admitted sequences, and how many of them were reused."""
+    prefix_hit_tokens: _builtins.int
+    num_event_watchers: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStats]: ...
+    def __init__(
+        self,
+        *,
+        block_size: _builtins.int = ...,
+        workers: _abc.Iterable[Global___WorkerStats] | None = ...,
+        num_namespaces: _builtins.int = ...,
+        prefix_query_tokens: _builtins.int = ...,
+        prefix_hit_tokens: _builtins.int = ...,
+        num_event_watchers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "num_event_watchers", b"num_event_watchers", "num_namespaces", b"num_namespaces", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCacheStatsResponse: _TypeAlias = GetCacheStatsResponse  # noqa: Y015
+
+@_typing.final
+class WorkerStats(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    pinned_blocks: _builtins.int
+    """Of the used ones. Pins may have so many at most."""
+    max_pinned_blocks: _builtins.int
+    @_builtins.property
+    def pool(self) -> Global___PoolCounters:
+        """As they are now; the scheduler hears of them with its next exchange."""
+
+    def __init__(
+        self,
+        *,
+        pool: Global___PoolCounters | None = ...,
+        pinned_blocks: _builtins.int = ...,
+        max_pinned_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_pinned_blocks", b"max_pinned_blocks", "pinned_blocks", b"pinned_blocks", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerStats: _TypeAlias = WorkerStats  # noqa: Y015

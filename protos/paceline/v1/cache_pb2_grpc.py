@@ -60,7 +60,9 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """What is stored where, for outside routers and the dashboard.
+        """What is stored where, for outside routers and the dashboard. First either a snapshot or the events that were missed,
+        then every event as it happens. A watcher that falls behind what the cache keeps of the past is cut with
+        RESOURCE_EXHAUSTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,6 +137,256 @@ class CacheService:
             '/paceline.v1.CacheService/WatchEvents',
             paceline_dot_v1_dot_cache__pb2.WatchEventsRequest.SerializeToString,
             paceline_dot_v1_dot_cache__pb2.WatchEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class CacheAdminServiceStub:
+    """For operators: what of the cache is pinned, and how full it is.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.PinPrefix = channel.unary_unary(
+                '/paceline.v1.CacheAdminService/PinPrefix',
+                request_serializer=paceline_dot_v1_dot_cache__pb2.PinPrefixRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_cache__pb2.PinPrefixResponse.FromString,
+                _registered_method=True)
+        self.UnpinPrefix = channel.unary_unary(
+                '/paceline.v1.CacheAdminService/UnpinPrefix',
+                request_serializer=paceline_dot_v1_dot_cache__pb2.UnpinPrefixRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_cache__pb2.UnpinPrefixResponse.FromString,
+                _registered_method=True)
+        self.ListPins = channel.unary_unary(
+                '/paceline.v1.CacheAdminService/ListPins',
+                request_serializer=paceline_dot_v1_dot_cache__pb2.ListPinsRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_cache__pb2.ListPinsResponse.FromString,
+                _registered_method=True)
+        self.ResetCache = channel.unary_unary(
+                '/paceline.v1.CacheAdminService/ResetCache',
+                request_serializer=paceline_dot_v1_dot_cache__pb2.ResetCacheRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_cache__pb2.ResetCacheResponse.FromString,
+                _registered_method=True)
+        self.GetCacheStats = channel.unary_unary(
+                '/paceline.v1.CacheAdminService/GetCacheStats',
+                request_serializer=paceline_dot_v1_dot_cache__pb2.GetCacheStatsRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_cache__pb2.GetCacheStatsResponse.FromString,
+                _registered_method=True)
+
+
+class CacheAdminServiceServicer:
+    """For operators: what of the cache is pinned, and how full it is.
+    """
+
+    def PinPrefix(self, request, context):
+        """Keep what is cached now of a prefix from being evicted, under a name. All or nothing: NOT_FOUND if nothing is cached
+        of it, ALREADY_EXISTS if the name is taken, RESOURCE_EXHAUSTED if too much of a worker would be pinned.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpinPrefix(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPins(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetCache(self, request, context):
+        """Forget everything that is cached and neither in use nor pinned.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetCacheStats(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_CacheAdminServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'PinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinPrefix,
+                    request_deserializer=paceline_dot_v1_dot_cache__pb2.PinPrefixRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_cache__pb2.PinPrefixResponse.SerializeToString,
+            ),
+            'UnpinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinPrefix,
+                    request_deserializer=paceline_dot_v1_dot_cache__pb2.UnpinPrefixRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_cache__pb2.UnpinPrefixResponse.SerializeToString,
+            ),
+            'ListPins': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPins,
+                    request_deserializer=paceline_dot_v1_dot_cache__pb2.ListPinsRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_cache__pb2.ListPinsResponse.SerializeToString,
+            ),
+            'ResetCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetCache,
+                    request_deserializer=paceline_dot_v1_dot_cache__pb2.ResetCacheRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_cache__pb2.ResetCacheResponse.SerializeToString,
+            ),
+            'GetCacheStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCacheStats,
+                    request_deserializer=paceline_dot_v1_dot_cache__pb2.GetCacheStatsRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_cache__pb2.GetCacheStatsResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'paceline.v1.CacheAdminService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('paceline.v1.CacheAdminService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class CacheAdminService:
+    """For operators: what of the cache is pinned, and how full it is.
+    """
+
+    @staticmethod
+    def PinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.CacheAdminService/PinPrefix',
+            paceline_dot_v1_dot_cache__pb2.PinPrefixRequest.SerializeToString,
+            paceline_dot_v1_dot_cache__pb2.PinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.CacheAdminService/UnpinPrefix',
+            paceline_dot_v1_dot_cache__pb2.UnpinPrefixRequest.SerializeToString,
+            paceline_dot_v1_dot_cache__pb2.UnpinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.CacheAdminService/ListPins',
+            paceline_dot_v1_dot_cache__pb2.ListPinsRequest.SerializeToString,
+            paceline_dot_v1_dot_cache__pb2.ListPinsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.CacheAdminService/ResetCache',
+            paceline_dot_v1_dot_cache__pb2.ResetCacheRequest.SerializeToString,
+            paceline_dot_v1_dot_cache__pb2.ResetCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCacheStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.CacheAdminService/GetCacheStats',
+            paceline_dot_v1_dot_cache__pb2.GetCacheStatsRequest.SerializeToString,
+            paceline_dot_v1_dot_cache__pb2.GetCacheStatsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,7 +38,10 @@ class CacheServiceStub:
     from nothing: workers and sequences must be added again.
     """
     WatchEvents: _grpc.UnaryStreamMultiCallable[_cache_pb2.WatchEventsRequest, _cache_pb2.WatchEventsResponse]
-    """What is stored where, for outside routers and the dashboard."""
+    """What is stored where, for outside routers and the dashboard. First either a snapshot or the events that were missed,
+    then every event as it happens. A watcher that falls behind what the cache keeps of the past is cut with
+    RESOURCE_EXHAUSTED.
+    """
 
 @_typing.type_check_only
 class CacheServiceAsyncStub(CacheServiceStub):
@@ -50,7 +53,10 @@ class CacheServiceAsyncStub(CacheServiceStub):
     from nothing: workers and sequences must be added again.
     """
     WatchEvents: _aio.UnaryStreamMultiCallable[_cache_pb2.WatchEventsRequest, _cache_pb2.WatchEventsResponse]  # type: ignore[assignment]
-    """What is stored where, for outside routers and the dashboard."""
+    """What is stored where, for outside routers and the dashboard. First either a snapshot or the events that were missed,
+    then every event as it happens. A watcher that falls behind what the cache keeps of the past is cut with
+    RESOURCE_EXHAUSTED.
+    """
 
 class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
     """Owns the KV blocks of every worker: block tables, reference counts, the prefix tree."""
@@ -71,6 +77,85 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.WatchEventsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_pb2.WatchEventsResponse], _abc.AsyncIterator[_cache_pb2.WatchEventsResponse]]:
-        """What is stored where, for outside routers and the dashboard."""
+        """What is stored where, for outside routers and the dashboard. First either a snapshot or the events that were missed,
+        then every event as it happens. A watcher that falls behind what the cache keeps of the past is cut with
+        RESOURCE_EXHAUSTED.
+        """
 
 def add_CacheServiceServicer_to_server(servicer: CacheServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class CacheAdminServiceStub:
+    """For operators: what of the cache is pinned, and how full it is."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> CacheAdminServiceAsyncStub: ...
+    PinPrefix: _grpc.UnaryUnaryMultiCallable[_cache_pb2.PinPrefixRequest, _cache_pb2.PinPrefixResponse]
+    """Keep what is cached now of a prefix from being evicted, under a name. All or nothing: NOT_FOUND if nothing is cached
+    of it, ALREADY_EXISTS if the name is taken, RESOURCE_EXHAUSTED if too much of a worker would be pinned.
+    """
+    UnpinPrefix: _grpc.UnaryUnaryMultiCallable[_cache_pb2.UnpinPrefixRequest, _cache_pb2.UnpinPrefixResponse]
+    ListPins: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ListPinsRequest, _cache_pb2.ListPinsResponse]
+    ResetCache: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ResetCacheRequest, _cache_pb2.ResetCacheResponse]
+    """Forget everything that is cached and neither in use nor pinned."""
+    GetCacheStats: _grpc.UnaryUnaryMultiCallable[_cache_pb2.GetCacheStatsRequest, _cache_pb2.GetCacheStatsResponse]
+
+@_typing.type_check_only
+class CacheAdminServiceAsyncStub(CacheAdminServiceStub):
+    """For operators: what of the cache is pinned, and how full it is."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    PinPrefix: _aio.UnaryUnaryMultiCallable[_cache_pb2.PinPrefixRequest, _cache_pb2.PinPrefixResponse]  # type: ignore[assignment]
+    """Keep what is cached now of a prefix from being evicted, under a name. All or nothing: NOT_FOUND if nothing is cached
+    of it, ALREADY_EXISTS if the name is taken, RESOURCE_EXHAUSTED if too much of a worker would be pinned.
+    """
+    UnpinPrefix: _aio.UnaryUnaryMultiCallable[_cache_pb2.UnpinPrefixRequest, _cache_pb2.UnpinPrefixResponse]  # type: ignore[assignment]
+    ListPins: _aio.UnaryUnaryMultiCallable[_cache_pb2.ListPinsRequest, _cache_pb2.ListPinsResponse]  # type: ignore[assignment]
+    ResetCache: _aio.UnaryUnaryMultiCallable[_cache_pb2.ResetCacheRequest, _cache_pb2.ResetCacheResponse]  # type: ignore[assignment]
+    """Forget everything that is cached and neither in use nor pinned."""
+    GetCacheStats: _aio.UnaryUnaryMultiCallable[_cache_pb2.GetCacheStatsRequest, _cache_pb2.GetCacheStatsResponse]  # type: ignore[assignment]
+
+class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
+    """For operators: what of the cache is pinned, and how full it is."""
+
+    @_abc_1.abstractmethod
+    def PinPrefix(
+        self,
+        request: _cache_pb2.PinPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_pb2.PinPrefixResponse, _abc.Awaitable[_cache_pb2.PinPrefixResponse]]:
+        """Keep what is cached now of a prefix from being evicted, under a name. All or nothing: NOT_FOUND if nothing is cached
+        of it, ALREADY_EXISTS if the name is taken, RESOURCE_EXHAUSTED if too much of a worker would be pinned.
+        """
+
+    @_abc_1.abstractmethod
+    def UnpinPrefix(
+        self,
+        request: _cache_pb2.UnpinPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_pb2.UnpinPrefixResponse, _abc.Awaitable[_cache_pb2.UnpinPrefixResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListPins(
+        self,
+        request: _cache_pb2.ListPinsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_pb2.ListPinsResponse, _abc.Awaitable[_cache_pb2.ListPinsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ResetCache(
+        self,
+        request: _cache_pb2.ResetCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_pb2.ResetCacheResponse, _abc.Awaitable[_cache_pb2.ResetCacheResponse]]:
+        """Forget everything that is cached and neither in use nor pinned."""
+
+    @_abc_1.abstractmethod
+    def GetCacheStats(
+        self,
+        request: _cache_pb2.GetCacheStatsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_pb2.GetCacheStatsResponse, _abc.Awaitable[_cache_pb2.GetCacheStatsResponse]]: ...
+
+def add_CacheAdminServiceServicer_to_server(servicer: CacheAdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

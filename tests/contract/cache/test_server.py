@@ -53,10 +53,10 @@ class Running:
 
 
 @asynccontextmanager
-async def running(drain_s: float = 0.0) -> AsyncIterator[Running]:
+async def running(drain_s: float = 0.0, event_buffer: int = 10_000) -> AsyncIterator[Running]:
     ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
-    settings = CacheSettings(port=0, metrics_port=0, debug=True, drain_s=drain_s)
+    settings = CacheSettings(port=0, metrics_port=0, debug=True, drain_s=drain_s, event_buffer=event_buffer)
     task = asyncio.create_task(serve(settings, stop, on_ready=ready.set_result))
     await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED, timeout=TIMEOUT_S)
     if task.done():
@@ -147,7 +147,7 @@ async def test_a_new_link_ends_the_older_one_and_starts_from_nothing(cache: Runn
     await ask(newest, 2)
 
 
-async def drained(call: grpc.aio.StreamStreamCall) -> None:
+async def drained(call: grpc.aio.StreamStreamCall | grpc.aio.UnaryStreamCall) -> None:
     while await call.read() is not grpc.aio.EOF:
         pass
 
@@ -207,13 +207,6 @@ async def test_health_and_reflection_speak_for_the_cache(cache: Running) -> None
     reply = await call.read()
     assert "paceline.v1.CacheService" in {service.name for service in reply.list_services_response.service}
     await call.done_writing()
-
-
-async def test_watching_events_is_not_offered_yet(cache: Running) -> None:
-    call = cache_pb2_grpc.CacheServiceStub(cache.channel).WatchEvents(pb.WatchEventsRequest(), timeout=TIMEOUT_S)
-    with pytest.raises(grpc.aio.AioRpcError, match="does not publish events") as error:
-        await call.read()
-    assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_a_core_that_contradicts_itself_ends_the_link_and_not_the_service(

@@ -1,0 +1,278 @@
+"""What is stored where, told to watchers: numbered events, of which the recent past is kept.
+
+A memory reports here what it begins to hold and what it forgets. While nobody watches (and has not for as long as the
+kept past lasts), that is one question asked in vain: nothing is recorded, no prefix id is computed.
+
+The kept past is the only queue that there is: a watcher is no more than the number of the next event it is to be sent,
+so one that reads slowly costs nothing but its place, and is lost when that place is not kept any more. One that cannot
+go on from where it was begins with a snapshot. What there is at the moment is noted down at once, by reference (runs of
+tokens, of ids and of blocks are never changed, only replaced), and turned into messages as fast as the watcher reads.
+
+Prefix ids are blake2b chains, the same in all processes: an id stands for the namespace and all tokens up to the end of
+its block. They are kept with the tree's nodes, so that each block is hashed once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+
+from cache_svc.core.tree import Holding, Namespace, PrefixNode, PrefixTree, Root
+from paceline.v1 import cache_pb2 as pb
+
+ID_BYTES = 8
+DEFAULT_KEPT = 10_000
+
+
+class Behind(Exception):
+    """The next event that a watcher is to be sent is not kept any more."""
+
+
+class Recorder:
+    """Events of one memory."""
+
+    __slots__ = ("_log", "tier", "worker_id")
+
+    def __init__(self, log: EventLog, worker_id: int, tier: pb.CacheTier.ValueType) -> None:
+        self._log = log
+        self.worker_id = worker_id
+        self.tier = tier
+
+    def stored(self, holding: Holding) -> None:
+        """It is held from now on, and so is what comes before it."""
+        if not self._log.is_on:
+            return
+        node = holding.node
+        parent, block_bytes = node.parent, len(node.key) // len(holding.blocks)
+        assert parent is not None
+        ids = prefix_ids(node, block_bytes)
+        assert parent.prefix_ids is not None  # since its child's are known
+        event = pb.WatchEventsResponse()
+        self._fill(event, holding.blocks, ids, parent.prefix_ids[-1], node.start, node.key, _namespace(node))
+        self._log.record(event)
+
+    def removed(self, holding: Holding) -> None:
+        """It is about to be forgotten; its node is still in its place."""
+        if not self._log.is_on:
+            return
+        ids = prefix_ids(holding.node, len(holding.node.key) // len(holding.blocks))
+        removed = pb.BlockRemoved(worker=self.worker_id, block_ids=holding.blocks, prefix_ids=ids, tier=self.tier)
+        self._log.record(pb.WatchEventsResponse(removed=removed))
+
+    def _fill(
+        self,
+        event: pb.WatchEventsResponse,
+        blocks: array[int],
+        ids: array[int],
+        parent_id: int,
+        start: int,
+        key: bytes,
+        namespace: Namespace,
+    ) -> None:
+        stored = event.stored
+        stored.worker, stored.tier, stored.start_block = self.worker_id, self.tier, start
+        stored.parent_prefix_id, stored.token_ids = parent_id, key
+        stored.block_ids.extend(blocks)
+        stored.prefix_ids.extend(ids)
+        stored.namespace.model, stored.namespace.lora = namespace.model, namespace.lora
+
+
+class EventLog:
+    """The numbered events, of which the last `kept` ones are at hand, and who watches them."""
+
+    def __init__(self, kept: int = DEFAULT_KEPT, first_number: int = 1) -> None:
+        self.kept = kept
+        self.last = first_number - 1
+        self.is_on = False
+        self.watchers: list[Watcher] = []
+        self._events: dict[int, pb.WatchEventsResponse] = {}  # the kept ones, by number
+        self._num_unwatched = 0
+        self._recorders: dict[int, Recorder] = {}  # by memory index
+
+    @property
+    def oldest(self) -> int:
+        """The number of the first event that is kept, or would be."""
+        return self.last - len(self._events) + 1
+
+    def recorder(self, index: int, worker_id: int, tier: pb.CacheTier.ValueType = pb.CACHE_TIER_DEVICE) -> Recorder:
+        """For the memory of that index, in a worker that was added."""
+        recorder = self._recorders[index] = Recorder(self, worker_id, tier)
+        return recorder
+
+    def clear_worker(self, worker_id: int) -> None:
+        """The worker is gone, and its memories with it."""
+        indexes = [index for index, recorder in self._recorders.items() if recorder.worker_id == worker_id]
+        for index in indexes:
+            del self._recorders[index]
+        if indexes and self.is_on:
+            self.record(pb.WatchEventsResponse(cleared=pb.WorkerCleared(worker=worker_id)))
+
+    def clear(self) -> None:
+        """All workers are gone."""
+        for worker_id in sorted({recorder.worker_id for recorder in self._recorders.values()}):
+            self.clear_worker(worker_id)
+
+    def record(self, event: pb.WatchEventsResponse) -> None:
+        """It is the next one."""
+        self.last += 1
+        event.sequence_number = self.last
+        self._events[self.last] = event
+        self._events.pop(self.last - self.kept, None)
+        for watcher in self.watchers:
+            watcher.wake()
+        if not self.watchers:
+            self._num_unwatched += 1
+            if self._num_unwatched > self.kept:  # whoever comes back now needs a snapshot in any case
+                self._switch_off()
+
+    def _switch_off(self) -> None:
+        self.is_on = False
+        self._events.clear()
+        self.last += 1  # the number of whatever is not recorded: no watcher has it
+
+    def watch(self, tree: PrefixTree | None, after: int, wake: Callable[[Watcher], None]) -> Watcher:
+        """Begin to watch after the event of that number, or with a snapshot of the tree. `wake` is called with it
+        whenever there is something to take, and may not fail."""
+        if after and self.is_on and self.oldest - 1 <= after <= self.last:
+            watcher = Watcher(self, after + 1, iter(()), wake)
+        else:
+            self.is_on = True
+            watcher = Watcher(self, self.last + 1, self._snapshot(tree), wake)
+        self.watchers.append(watcher)
+        self._num_unwatched = 0
+        return watcher
+
+    def event(self, number: int) -> pb.WatchEventsResponse:
+        """One that is kept."""
+        return self._events[number]
+
+    def _snapshot(self, tree: PrefixTree | None) -> Iterator[pb.WatchEventsResponse]:
+        runs: list[_Run] = []
+        if tree is None:
+            return _messages(runs, 0, {}, self.last)
+        tops = [(_Run(None, b"", root.prefix_ids, []), root) for root in tree.roots.values()]
+        for top, root in tops:
+            top.namespace = _namespace(root)
+        stack = [(top, node) for top, root in tops for node in root.children.values()]
+        while stack:
+            parent, node = stack.pop()
+            held = [(index, holding.blocks) for index, holding in node.holdings.items()]
+            run = _Run(parent, node.key, node.prefix_ids, held)
+            runs.append(run)
+            stack += [(run, child) for child in node.children.values()]
+        return _messages(runs, tree.block_bytes, dict(self._recorders), self.last)
+
+
+class Watcher:
+    """`number`: of the next event that it takes from the log, once its snapshot is through."""
+
+    __slots__ = ("_log", "_snapshot", "_wake", "number")
+
+    def __init__(
+        self,
+        log: EventLog,
+        number: int,
+        snapshot: Iterator[pb.WatchEventsResponse],
+        wake: Callable[[Watcher], None],
+    ) -> None:
+        self.number = number
+        self._log = log
+        self._snapshot = snapshot
+        self._wake = wake
+
+    @property
+    def is_behind(self) -> bool:
+        return self.number < self._log.oldest
+
+    def wake(self) -> None:
+        self._wake(self)
+
+    def take(self) -> pb.WatchEventsResponse | None:
+        """The next message for it; None if there is none now. Raises Behind."""
+        if self.is_behind:
+            raise Behind(f"event {self.number} is not kept any more: the last {self._log.kept} are")
+        event = next(self._snapshot, None)
+        if event is None and self.number <= self._log.last:
+            event = self._log.event(self.number)
+            self.number += 1
+        return event
+
+    def leave(self) -> None:
+        self._log.watchers.remove(self)
+
+
+class _Run:
+    """A node as it was when the snapshot was taken: nobody else can do anything while all of them are noted down, so
+    the rest is found out later. `end`, and its namespace, are known from when it is sent."""
+
+    __slots__ = ("end", "held", "ids", "key", "namespace", "parent")
+
+    namespace: Namespace
+
+    def __init__(
+        self, parent: _Run | None, key: bytes, ids: array[int] | None, held: list[tuple[int, array[int]]]
+    ) -> None:
+        self.parent = parent
+        self.key = key
+        self.ids = ids
+        self.held = held  # blocks by memory index
+        self.end = 0
+
+
+def _messages(
+    runs: list[_Run], block_bytes: int, recorders: dict[int, Recorder], number: int
+) -> Iterator[pb.WatchEventsResponse]:
+    yield pb.WatchEventsResponse(sequence_number=number, snapshot=pb.Snapshot())
+    for run in runs:  # parents before their children
+        parent = run.parent
+        assert parent is not None
+        if parent.ids is None:  # a root
+            parent.ids = array("Q", [namespace_id(parent.namespace)])
+        if run.ids is None:
+            run.ids = _chain(parent.ids[-1], run.key, block_bytes)
+        run.end = parent.end + len(run.key) // block_bytes
+        run.namespace = parent.namespace
+        for index, blocks in run.held:
+            event = pb.WatchEventsResponse(sequence_number=number)
+            recorders[index]._fill(event, blocks, run.ids, parent.ids[-1], parent.end, run.key, run.namespace)
+            yield event
+    yield pb.WatchEventsResponse(sequence_number=number, snapshot=pb.Snapshot(complete=True))
+
+
+def prefix_ids(node: PrefixNode, block_bytes: int) -> array[int]:
+    """Of each block of the node; they are there afterwards for the node and all above it."""
+    above = node
+    missing = []
+    while above.prefix_ids is None and above.parent is not None:
+        missing.append(above)
+        above = above.parent
+    ids = above.prefix_ids
+    if ids is None:
+        ids = above.prefix_ids = array("Q", [namespace_id(_namespace(above))])
+    for below in reversed(missing):
+        ids = below.prefix_ids = _chain(ids[-1], below.key, block_bytes)
+    return ids
+
+
+def namespace_id(namespace: Namespace) -> int:
+    """The parent of its sequences' first blocks."""
+    named = b"".join(name.encode() + b"\0" for name in namespace)
+    return int.from_bytes(blake2b(named, digest_size=ID_BYTES).digest(), "little")
+
+
+def _chain(parent_id: int, tokens: bytes, block_bytes: int) -> array[int]:
+    ids = array("Q")
+    digest = parent_id.to_bytes(ID_BYTES, "little")
+    for begin in range(0, len(tokens), block_bytes):
+        digest = blake2b(digest + tokens[begin : begin + block_bytes], digest_size=ID_BYTES).digest()
+        ids.append(int.from_bytes(digest, "little"))
+    return ids
+
+
+def _namespace(node: PrefixNode) -> Namespace:
+    while node.parent is not None:
+        node = node.parent
+    assert isinstance(node, Root)
+    assert node.namespace is not None, "nobody is told of trees that nobody else finds"
+    return node.namespace

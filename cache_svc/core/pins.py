@@ -1,0 +1,198 @@
+"""Prefixes that an operator has pinned: they are not evicted.
+
+A pin is one more user of a path, so all that holds for paths in use holds for it, and its blocks count as used ones. It
+is about blocks: it keeps what is cached when it is made, on the workers that have it, and ends with the worker.
+
+Pins must not stop what would run without them. So they get a share of a worker's blocks and no more; and when all else
+has left a worker to a sequence that still has too few blocks, or to nobody though there is a waiting sequence that has
+no room there, then the worker's pins are given up (`give_way`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cache_svc.core.errors import Code, OpError
+from cache_svc.core.tree import TOKEN_BYTES, Namespace, PrefixNode, PrefixTree
+from cache_svc.core.waiting import Waiter
+from cache_svc.core.worker import Worker, check_token_bytes
+
+DEFAULT_SHARE = 0.5
+MAX_PINS = 256
+MAX_NAME_CHARS = 128
+# A scheduler asks for the blocks of tokens that are yet to be sampled.
+TOKENS_AHEAD = 4
+
+
+@dataclass(slots=True)
+class Pin:
+    """`places`: by worker, the node that ends where the pinned prefix ends there."""
+
+    name: str
+    namespace: Namespace
+    expires_ms: int  # by the clock of the one who pins; 0: never
+    places: dict[Worker, PrefixNode] = field(default_factory=dict)
+
+
+class Pins:
+    """All of one link, by name. At most `share` of each worker's blocks are pinned."""
+
+    def __init__(self, share: float) -> None:
+        self.by_name: dict[str, Pin] = {}
+        self._share = share
+
+    def pin(
+        self,
+        tree: PrefixTree | None,
+        workers: Sequence[Worker],
+        name: str,
+        token_ids: bytes,
+        namespace: Namespace,
+        expires_ms: int,
+    ) -> Pin:
+        """Pin what these workers have cached of the prefix, in whole blocks. Raises OpError, having changed nothing."""
+        self._check_name(name)
+        check_token_bytes(token_ids)
+        if tree is None:
+            raise OpError(Code.NOT_FOUND, "there is no worker, so nothing is cached")
+        num_tokens = len(token_ids) // TOKEN_BYTES
+        if num_tokens < tree.block_size:
+            raise OpError(
+                Code.INVALID_ARGUMENT,
+                f"token_ids: {num_tokens} tokens, and only whole blocks of {tree.block_size} can be pinned",
+            )
+        namespace = _the_only_model(tree, namespace)
+        found: dict[Worker, tuple[PrefixNode, int]] = {}
+        if (root := tree.roots.get(namespace)) is not None:
+            # A match never has the last token; here it may.
+            node, depth = tree.walk(token_ids + bytes(TOKEN_BYTES), root, 0)
+            for worker in workers:
+                if worker.prefix_caching:
+                    last, num_blocks, _ = worker.device.held(node, depth)
+                    if num_blocks:
+                        found[worker] = last, num_blocks
+        if not found:
+            raise OpError(Code.NOT_FOUND, f"token_ids: not one block of the {num_tokens} tokens is cached there")
+        for worker, (node, depth) in found.items():
+            self._check_share(worker, node, depth)
+        pin = Pin(name, namespace, expires_ms)
+        for worker, (node, depth) in found.items():
+            pin.places[worker] = last = tree.cut(node, depth)
+            worker.device.use_path(last)
+        self.by_name[name] = pin
+        return pin
+
+    def _check_name(self, name: str) -> None:
+        if not 1 <= len(name) <= MAX_NAME_CHARS:
+            raise OpError(
+                Code.INVALID_ARGUMENT, f"name: has {len(name)} characters, which is not within 1..{MAX_NAME_CHARS}"
+            )
+        if name in self.by_name:
+            raise OpError(Code.ALREADY_EXISTS, f"name: {name!r} is pinned already; unpin it first")
+        if len(self.by_name) >= MAX_PINS:
+            raise OpError(Code.RESOURCE_EXHAUSTED, f"there are {MAX_PINS} pins, which is the limit")
+
+    def _check_share(self, worker: Worker, node: PrefixNode, depth: int) -> None:
+        pinned = self._pinned_nodes(worker)
+        more = 0
+        while node.parent is not None and node not in pinned:
+            more += min(depth, node.end) - node.start
+            node = node.parent
+        before = _num_blocks(pinned)
+        limit = self.max_blocks(worker)
+        if before + more > limit:
+            raise OpError(
+                Code.RESOURCE_EXHAUSTED,
+                f"token_ids: {more} more blocks of worker {worker.worker_id} to pin, where {before} are pinned; "
+                f"the limit is {limit} (of {worker.device.num_blocks})",
+            )
+
+    def unpin(self, name: str) -> Pin:
+        """Raises OpError(NOT_FOUND)."""
+        pin = self.by_name.get(name)
+        if pin is None:
+            raise OpError(Code.NOT_FOUND, f"name: nothing is pinned as {name!r}")
+        del self.by_name[name]
+        for worker, node in pin.places.items():
+            worker.device.leave_path(node)
+        return pin
+
+    def expire(self, now_ms: int) -> list[Pin]:
+        """Unpin those whose time is over, and return them."""
+        over = [pin.name for pin in self.by_name.values() if pin.expires_ms and pin.expires_ms <= now_ms]
+        return [self.unpin(name) for name in over]
+
+    def forget_worker(self, worker: Worker) -> None:
+        """It is gone, and its blocks are."""
+        for pin in list(self.by_name.values()):
+            if pin.places.pop(worker, None) is not None and not pin.places:
+                del self.by_name[pin.name]
+
+    def give_way(self, waiting: Iterable[Waiter]) -> list[Worker]:
+        """Give up the pins on workers where only they can be in the way of somebody; returns these workers."""
+        freed = []
+        for worker in {worker: None for pin in self.by_name.values() for worker in pin.places}:
+            if _starves(worker, waiting):
+                for pin in list(self.by_name.values()):
+                    if worker in pin.places:
+                        worker.device.leave_path(pin.places[worker])
+                self.forget_worker(worker)
+                freed.append(worker)
+        return freed
+
+    def max_blocks(self, worker: Worker) -> int:
+        """So many may be pinned there."""
+        return int(worker.device.num_blocks * self._share)
+
+    def num_blocks(self, worker: Worker) -> int:
+        """So many are pinned there."""
+        return _num_blocks(self._pinned_nodes(worker))
+
+    def places(self, worker: Worker) -> list[PrefixNode]:
+        """The ends of what is pinned there, one for each pin."""
+        return [pin.places[worker] for pin in self.by_name.values() if worker in pin.places]
+
+    def _pinned_nodes(self, worker: Worker) -> set[PrefixNode]:
+        nodes: set[PrefixNode] = set()
+        for node in self.places(worker):
+            while node.parent is not None and node not in nodes:
+                nodes.add(node)
+                node = node.parent
+        return nodes
+
+
+def _num_blocks(nodes: Iterable[PrefixNode]) -> int:
+    return sum(node.end - node.start for node in nodes)
+
+
+def _the_only_model(tree: PrefixTree, namespace: Namespace) -> Namespace:
+    """Who names no model means the only one that there is."""
+    if namespace.model:
+        return namespace
+    alike = [known for known in tree.roots if known[1:] == namespace[1:]]
+    if len(alike) > 1:
+        models = ", ".join(sorted(repr(known.model) for known in alike))
+        raise OpError(Code.INVALID_ARGUMENT, f"namespace.model: name one of {models}")
+    return alike[0] if alike else namespace
+
+
+def _starves(worker: Worker, waiting: Iterable[Waiter]) -> bool:
+    """Whether the worker has nothing but pins to make room for what there is to run: by policies that start a request
+    once there is room for its prompt. Nobody here knows what one that looks further ahead waits for."""
+    tree, device = worker.tree, worker.device
+    if len(worker.sequences) > 1:
+        return False  # one of them can make way for the others
+    for sequence in worker.sequences.values():
+        num_tokens = sequence.num_tokens + TOKENS_AHEAD
+        missing = -(-num_tokens // tree.block_size) - len(sequence.table)
+        return missing > device.available_blocks
+    for waiter in waiting:
+        num_blocks = -(-len(waiter.token_ids) // tree.block_bytes)
+        if device.available_blocks < num_blocks <= device.num_blocks:
+            if waiter.watch is None:
+                waiter.settle(tree)
+            _, _, live = device.held(*waiter.place())
+            if num_blocks - live > device.available_blocks:
+                return True
+    return False

@@ -1,0 +1,219 @@
+"""`paceline cache`: what a running cache holds and pins, and what becomes of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+from rich.markup import escape
+from rich.table import Table
+
+from paceline.v1 import cache_pb2 as pb
+from paceline.v1.cache_pb2_grpc import CacheAdminServiceStub, CacheServiceStub
+from services.cli.arguments import Parser, console, usage_error
+
+PROG = "paceline cache"
+TIMEOUT_S = 10.0
+MAX_TOKEN_ID = 2**31 - 1
+MAX_TTL_S = 2**32 - 1
+# Of gRPC, for what is wrong with the flags.
+USAGE_CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ALREADY_EXISTS)
+
+
+def parser() -> Parser:
+    top = Parser(prog=PROG, description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True)
+    stats = commands.add_parser("stats", help="blocks by worker and state, and how much was reused")
+    pins = commands.add_parser("pins", help="what is pinned")
+    pin = commands.add_parser("pin", help="keep what is cached now of a prefix from being evicted")
+    pin.add_argument("name", help="what to call it")
+    what = pin.add_mutually_exclusive_group(required=True)
+    what.add_argument("--tokens", metavar="IDS", help="token ids, with commas")
+    what.add_argument("--tokens-file", type=Path, metavar="FILE", help="token ids, with commas or white space")
+    what.add_argument("--text-file", type=Path, metavar="FILE", help="text; --model says whose tokenizer reads it")
+    pin.add_argument("--model", metavar="MODEL", help="checkpoint folder, or name on a model hub, for --text-file")
+    pin.add_argument(
+        "--worker", type=int, action="append", default=[], metavar="ID", help="only there; may be repeated"
+    )
+    pin.add_argument("--ttl-s", type=int, default=0, metavar="S", help="seconds; 0: as long as the worker lasts")
+    unpin = commands.add_parser("unpin", help="let it be evicted")
+    unpin.add_argument("name")
+    reset = commands.add_parser("reset", help="forget what is cached and neither in use nor pinned")
+    for command, default in ((pin, ""), (reset, None)):
+        command.add_argument("--fingerprint", default=default, help="of the model; needed if there are several")
+        command.add_argument("--lora", default=default, help="name of an adapter")
+        command.add_argument("--salt", default=default, help="cache_salt of requests")
+    events = commands.add_parser("events", help="what is stored where, as JSON lines: a snapshot, then as it happens")
+    events.add_argument("--after", type=int, default=0, metavar="NUMBER", help="the last event that is known already")
+    for command in (stats, pins, pin, unpin, reset, events):
+        command.add_argument("--cache", default="127.0.0.1:50052", metavar="HOST:PORT")
+    return top
+
+
+def main(argv: list[str]) -> int:
+    arguments = parser().parse_args(argv)
+    commands: dict[str, Callable[[grpc.Channel, argparse.Namespace], None]] = {
+        "stats": _stats,
+        "pins": _pins,
+        "pin": _pin,
+        "unpin": _unpin,
+        "reset": _reset,
+        "events": _events,
+    }
+    with grpc.insecure_channel(arguments.cache) as channel:
+        try:
+            commands[arguments.command](channel, arguments)
+        except (ValueError, OSError) as error:
+            return usage_error(PROG, str(error))
+        except grpc.RpcError as error:
+            if error.code() in USAGE_CODES:
+                return usage_error(PROG, str(error.details()))
+            print(f"{PROG}: {arguments.cache}: {error.details()}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def _stats(channel: grpc.Channel, _: argparse.Namespace) -> None:
+    answer = CacheAdminServiceStub(channel).GetCacheStats(pb.GetCacheStatsRequest(), timeout=TIMEOUT_S)
+    table = Table(box=None, pad_edge=False)
+    titles = ("worker", "free", "cached", "used", "pinned", "may be pinned", "evicted")
+    for title in (*titles, "host free", "host cached", "host used"):
+        table.add_column(title, justify="right")
+    for worker in answer.workers:
+        pool = worker.pool
+        cells = (pool.worker, pool.free_blocks, pool.cached_blocks, pool.used_blocks, worker.pinned_blocks)
+        more = (worker.max_pinned_blocks, pool.evicted_blocks_total)
+        host = (pool.free_host_blocks, pool.cached_host_blocks, pool.used_host_blocks)
+        table.add_row(*map(str, cells + more + host))
+    out = console()
+    out.print(table if answer.workers else "no worker")
+    queried, hit = answer.prefix_query_tokens, answer.prefix_hit_tokens
+    share = f" ({hit / queried:.1%})" if queried else ""
+    out.print(f"blocks of {answer.block_size} tokens; {hit} of {queried} prompt tokens reused{share}", soft_wrap=True)
+    out.print(f"{answer.num_namespaces} namespaces, {answer.num_event_watchers} event watchers", soft_wrap=True)
+
+
+def _pins(channel: grpc.Channel, _: argparse.Namespace) -> None:
+    pins = CacheAdminServiceStub(channel).ListPins(pb.ListPinsRequest(), timeout=TIMEOUT_S).pins
+    table = Table(box=None, pad_edge=False)
+    for title in ("name", "tokens by worker", "seconds left", "lora", "model"):
+        table.add_column(title, overflow="fold")
+    for pin in pins:
+        left = f"{pin.expires_in_s:.0f}" if pin.expires_in_s else "-"
+        names = map(escape, (pin.name, _tokens_by_worker(pin), left, pin.namespace.lora, pin.namespace.model))
+        table.add_row(*names)
+    console().print(table if pins else "nothing is pinned")
+
+
+def _pin(channel: grpc.Channel, arguments: argparse.Namespace) -> None:
+    if not 0 <= arguments.ttl_s <= MAX_TTL_S:
+        raise ValueError(f"--ttl-s: {arguments.ttl_s} is not within 0..{MAX_TTL_S}")
+    if any(not 0 <= worker < 2**32 for worker in arguments.worker):
+        raise ValueError(f"--worker: {arguments.worker} are not all ids of workers")
+    request = pb.PinPrefixRequest(
+        name=arguments.name,
+        token_ids=_token_bytes(_token_ids(arguments)),
+        namespace=pb.CacheNamespace(model=arguments.fingerprint, lora=arguments.lora, cache_salt=arguments.salt),
+        workers=arguments.worker,
+        ttl_s=arguments.ttl_s,
+    )
+    answer = CacheAdminServiceStub(channel).PinPrefix(request, timeout=TIMEOUT_S)
+    console().print(f"pinned: {_tokens_by_worker(answer.pin)}", soft_wrap=True)
+
+
+def _unpin(channel: grpc.Channel, arguments: argparse.Namespace) -> None:
+    CacheAdminServiceStub(channel).UnpinPrefix(pb.UnpinPrefixRequest(name=arguments.name), timeout=TIMEOUT_S)
+    console().print(f"unpinned: {arguments.name}", soft_wrap=True, markup=False)
+
+
+def _reset(channel: grpc.Channel, arguments: argparse.Namespace) -> None:
+    request = pb.ResetCacheRequest(model=arguments.fingerprint, lora=arguments.lora, cache_salt=arguments.salt)
+    answer = CacheAdminServiceStub(channel).ResetCache(request, timeout=TIMEOUT_S)
+    forgotten = ", ".join(f"{worker.num_blocks} blocks of worker {worker.worker}" for worker in answer.workers)
+    console().print(f"forgotten: {forgotten or 'nothing'}", soft_wrap=True)
+
+
+def _events(channel: grpc.Channel, arguments: argparse.Namespace) -> None:
+    if not 0 <= arguments.after < 2**64:
+        raise ValueError(f"--after: {arguments.after} is not the number of an event")
+    for event in CacheServiceStub(channel).WatchEvents(pb.WatchEventsRequest(after=arguments.after)):
+        print(json.dumps(event_fields(event)), flush=True)
+
+
+def event_fields(event: pb.WatchEventsResponse) -> dict[str, Any]:
+    """As JSON has it: prefix ids as 16 hexadecimal digits, since many a reader of JSON loses digits of such numbers."""
+    kind = event.WhichOneof("event") or ""
+    fields: dict[str, Any] = {"number": event.sequence_number, "event": kind}
+    if kind == "snapshot":
+        fields["complete"] = event.snapshot.complete
+    elif kind == "cleared":
+        fields["worker"] = event.cleared.worker
+    elif kind in ("stored", "removed"):
+        run = event.stored if kind == "stored" else event.removed
+        fields |= {
+            "worker": run.worker,
+            "tier": pb.CacheTier.Name(run.tier).removeprefix("CACHE_TIER_").lower(),
+            "block_ids": list(run.block_ids),
+            "prefix_ids": [f"{prefix:016x}" for prefix in run.prefix_ids],
+        }
+    if kind == "stored":
+        stored = event.stored
+        fields |= {
+            "parent_prefix_id": f"{stored.parent_prefix_id:016x}",
+            "start_block": stored.start_block,
+            "token_ids": _from_bytes(stored.token_ids),
+            "model": stored.namespace.model,
+            "lora": stored.namespace.lora,
+        }
+    return fields
+
+
+def _tokens_by_worker(pin: pb.Pin) -> str:
+    return ", ".join(f"{place.num_tokens} tokens on worker {place.worker}" for place in pin.workers)
+
+
+def _token_ids(arguments: argparse.Namespace) -> list[int]:
+    """Raises ValueError or OSError."""
+    if arguments.text_file is not None:
+        if arguments.model is None:
+            raise ValueError("--text-file: --model is needed, for its tokenizer")
+        return _tokenize(arguments.text_file.read_text("utf-8"), arguments.model)
+    given = arguments.tokens if arguments.tokens is not None else arguments.tokens_file.read_text("utf-8")
+    token_ids = []
+    for word in given.replace(",", " ").split():
+        if not (word.isascii() and word.isdecimal() and int(word) <= MAX_TOKEN_ID):
+            raise ValueError(f"--tokens: {word!r} is not a token id, 0..{MAX_TOKEN_ID}")
+        token_ids.append(int(word))
+    return token_ids
+
+
+def _tokenize(text: str, model: str) -> list[int]:
+    """As the gateway does with the prompt of a completion. Raises ValueError or OSError."""
+    from services.gateway.model_files import resolve_folder
+    from services.gateway.tokenizer import TextTokenizer
+    from services.runtime.hub import NoSuchModel
+
+    try:
+        return TextTokenizer.from_folder(resolve_folder(model)).encode(text)
+    except NoSuchModel as error:
+        raise ValueError(f"--model: {error}") from error
+
+
+def _token_bytes(token_ids: list[int]) -> bytes:
+    packed = array("i", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _from_bytes(token_ids: bytes) -> list[int]:
+    packed = array("i", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tolist()

@@ -1,0 +1,75 @@
+"""Pins and resets at any moment change no stream, and keep no request from its end (DESIGN §5)."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache_svc.core import admin
+from cache_svc.core.errors import OpError
+from paceline.v1.common_pb2 import SamplingParams
+from scheduler_svc.core.policy import Policies
+from scheduler_svc.policies.registry import build, choose
+from simulator.toy_worker import expected_output
+from tests.simulation.test_control_plane import Run
+from tests.unit.cache import driver as d
+
+
+class PinRun(Run):
+    pinned = given_up = 0
+
+    def policies(self) -> Policies:
+        """Those that start a request when there is room for its prompt (docs/cache.md says why)."""
+        preset = self.rng.choice(["vllm-v1", "vllm-v1-priority", "paceline", "trtllm-max-util"])
+        return build(choose(preset, {}, {"chunked_prefill": True, "watermark": self.rng.choice([0.0, 0.2])}))
+
+    def play(self) -> None:
+        move = self.system.move
+
+        def and_pin(*what: object) -> None:
+            if self.rng.random() < 0.1:
+                self.change_pins()
+            before = self.system.cache.counters.pins_given_up
+            move(*what)
+            self.given_up += max(0, self.system.cache.counters.pins_given_up - before)
+
+        self.system.move = and_pin
+        super().play()
+        self.system.move = move
+        for name in list(self.system.cache.pins.by_name):
+            admin.unpin(self.system.cache, name)
+        # The scheduler hears of it with the exchanges of one more request.
+        key, prompt, sampling = ("a", 1000), [9], SamplingParams(top_p=1, max_tokens=1)
+        self.asked[key] = prompt, sampling
+        self.system.submit(*key, prompt, sampling)
+        super().play()
+
+    def change_pins(self) -> None:
+        core, dice = self.system.cache, self.rng.random()
+        if dice < 0.1:
+            admin.forget_unused(core)
+        elif dice < 0.3 and core.pins.by_name:
+            admin.unpin(core, self.rng.choice(list(core.pins.by_name)))
+        elif self.asked:
+            prompt, sampling = self.rng.choice(list(self.asked.values()))
+            try:
+                admin.pin(core, str(self.rng.random()), d.pack([*prompt, *expected_output(prompt, sampling)]))
+            except OpError:
+                return
+            self.pinned += 1
+        core.check_invariants()
+
+
+@pytest.mark.parametrize("first", range(0, 100, 50))
+def test_every_stream_is_the_undisturbed_one(first: int) -> None:
+    pinned = given_up = 0
+    for seed in range(first, first + 50):
+        run = PinRun(seed)
+        try:
+            run.play()
+            run.check()
+        except (AssertionError, KeyError) as error:
+            raise AssertionError(f"seed {seed}: {error!r}") from error
+        pinned += run.pinned
+        given_up += run.given_up
+    assert pinned > 100
+    assert given_up > 3

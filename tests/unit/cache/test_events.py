@@ -1,0 +1,247 @@
+"""Watchers rebuild what is stored where from events alone, whenever they come, go and come back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from cache_svc.core.events import Behind, EventLog
+from paceline.v1 import cache_pb2 as pb
+from tests.unit.cache import driver as d
+from tests.unit.cache.follower import Follower, State, chained, namespace_id, stored_in
+from tests.unit.cache.model_memory import Prefix
+from tests.unit.cache.test_against_model import CacheMachine
+
+A = list(range(100, 116))
+KEPT = 6
+
+
+class EventsMachine(CacheMachine):
+    def send(self) -> None:
+        if not hasattr(self, "active"):
+            self.active: list[Follower] = []
+            self.away: list[Follower] = []
+            self.slow: list[Follower] = []
+        log = self.log()
+        log.kept = KEPT
+        super().send()
+        for follower in self.active:
+            try:
+                follower.read()
+            except Behind:
+                assert follower.watcher is not None
+                assert follower.watcher.number < log.last - KEPT + 1
+                follower.leave()
+                follower.join(log, self.link.core.tree)
+                follower.read()
+            assert follower.something() == self.expected_state()
+        for follower in list(self.slow):
+            try:
+                follower.read(1)
+            except Behind:
+                self.slow.remove(follower)
+                follower.leave()
+                self.away.append(follower)
+
+    def log(self) -> EventLog:
+        return self.link.core.events
+
+    def expected_state(self) -> State:
+        """By the naive model, and by the tree."""
+        state: State = {}
+        for worker_id, worker in self.model.workers.items():
+            if not worker.prefix_caching:
+                continue
+            for tier, memory in ((pb.CACHE_TIER_DEVICE, worker), (pb.CACHE_TIER_HOST, worker.host)):
+                if memory.stored:
+                    state[worker_id, tier] = self.by_id(memory.stored)
+        assert state == stored_in(self.link.core)
+        return state
+
+    def by_id(self, stored: dict[Prefix, int]) -> dict[int, int]:
+        ids = {}
+        for (salt, *prompt), block in stored.items():
+            parent = namespace_id(salt=str(salt))
+            for begin in range(0, len(prompt), self.block_size):
+                parent = chained(parent, d.pack(prompt[begin : begin + self.block_size]))
+            ids[parent] = block
+        return ids
+
+    @rule(slow=st.booleans())
+    def join(self, slow: bool) -> None:
+        follower = Follower()
+        follower.join(self.log(), self.link.core.tree)
+        if not slow:
+            follower.read()
+            assert follower.num_snapshots == 1
+        (self.slow if slow else self.active).append(follower)
+
+    @precondition(lambda self: self.active)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        follower = data.draw(st.sampled_from(self.active))
+        self.active.remove(follower)
+        follower.leave()
+        self.away.append(follower)
+
+    @precondition(lambda self: self.away)
+    @rule(data=st.data())
+    def come_back(self, data: st.DataObject) -> None:
+        follower = data.draw(st.sampled_from(self.away))
+        self.away.remove(follower)
+        snapshots, last, log = follower.num_snapshots, follower.last, self.log()
+        missed = log.last - last
+        kept_on = log.is_on
+        follower.join(log, self.link.core.tree)
+        follower.read()
+        if last and kept_on:
+            assert (follower.num_snapshots > snapshots) == (missed > KEPT)
+        self.active.append(follower)
+
+    @precondition(lambda self: self.slow)
+    @rule()
+    def slow_ones_catch_up(self) -> None:
+        self.active += self.slow
+        self.slow = []
+        self.send()
+
+
+TestEventsMachine = EventsMachine.TestCase
+TestEventsMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+@pytest.fixture
+def link() -> d.Driver:
+    return d.Driver()
+
+
+def follow(link: d.Driver) -> Follower:
+    follower = Follower()
+    follower.join(link.core.events, link.core.tree)
+    follower.read()
+    return follower
+
+
+def taken(follower: Follower) -> list[str]:
+    """Kinds of the events since the last time."""
+    assert follower.watcher is not None
+    kinds = []
+    while (event := follower.watcher.take()) is not None:
+        kinds.append(event.WhichOneof("event"))
+    return kinds
+
+
+def test_a_run_of_blocks_is_one_event(link: d.Driver) -> None:
+    link.add_worker(3, 8)
+    follower = follow(link)
+    link.run(1, A, worker=3)
+    assert follower.watcher is not None
+    event = follower.watcher.take()
+    assert event is not None
+    stored = event.stored
+    assert (stored.worker, stored.start_block, stored.tier) == (3, 0, pb.CACHE_TIER_DEVICE)
+    assert d.unpack(stored.token_ids) == A
+    assert list(stored.block_ids) == [1, 2, 3, 4]
+    assert stored.parent_prefix_id == namespace_id()
+    assert stored.prefix_ids[0] == chained(namespace_id(), d.pack(A[:4]))
+    assert follower.watcher.take() is None
+
+
+def test_ids_are_what_they_always_were() -> None:
+    """They are the same in every process and version: others compute them, too."""
+    assert namespace_id() == 0x457F9A5EEB1FDBA0
+    assert chained(namespace_id("m", "l", "s"), d.pack([1, 2, 3, 4])) == 0x66BC7288D5F2808D
+
+
+def test_eviction_removes_from_the_end_and_tells_the_ids(link: d.Driver) -> None:
+    link.add_worker(0, 4)
+    follower = follow(link)
+    link.run(1, A)
+    link.start(2, [7] * 8)
+    follower.read()
+    ids = list(follower.stored[0, pb.CACHE_TIER_DEVICE].values())
+    assert ids == [1, 2]
+
+
+def test_what_is_demoted_is_stored_on_the_host_and_removed_from_the_device(link: d.Driver) -> None:
+    link.add_worker(0, 4, num_host_blocks=8, host_tier=True)
+    follower = follow(link)
+    link.run(1, A)
+    link.run(2, [7] * 8)
+    follower.read()
+    state = follower.something()
+    assert len(state[0, pb.CACHE_TIER_DEVICE]) == 4
+    assert len(state[0, pb.CACHE_TIER_HOST]) == 2
+    link.remove_worker(0)
+    follower.read()
+    assert follower.something() == {}
+
+
+def test_a_worker_that_goes_is_cleared_and_so_is_everything_with_the_link(link: d.Driver) -> None:
+    link.add_worker(0, 8)
+    link.add_worker(1, 8)
+    link.add_worker(2, 8, prefix_caching=False)
+    follower = follow(link)
+    for worker in (0, 1, 2):
+        link.run(worker + 1, A, worker=worker)
+    assert taken(follower) == ["stored", "stored"]
+    link.remove_worker(0)
+    assert taken(follower) == ["cleared"]
+    link.core.reset()
+    assert taken(follower) == ["cleared"]
+
+
+def test_nothing_is_recorded_or_hashed_while_nobody_watches(link: d.Driver) -> None:
+    link.add_worker(0, 8)
+    link.run(1, A)
+    assert link.core.tree is not None
+    (root,) = link.core.tree.roots.values()
+    (node,) = root.children.values()
+    assert (link.core.events.last, node.prefix_ids, root.prefix_ids) == (0, None, None)
+
+
+def test_recording_ends_when_nobody_could_go_on_from_what_is_kept(link: d.Driver) -> None:
+    log = link.core.events
+    log.kept = 3
+    link.add_worker(0, 2)
+    follower = follow(link)
+    link.run(1, [1] * 4)
+    follower.read()
+    follower.leave()
+    for i in range(2, 6):
+        assert log.is_on == (i < 5)
+        link.run(i, [i] * 4)
+    last = log.last
+    link.run(9, [9] * 4)
+    assert (log.last, log.is_on) == (last, False)
+    follower.join(log, link.core.tree)
+    follower.read()
+    assert follower.num_snapshots == 2
+    assert len(follower.stored[0, pb.CACHE_TIER_DEVICE]) == 2
+
+
+def test_numbers_of_another_start_mean_a_snapshot(link: d.Driver) -> None:
+    log = link.core.events = EventLog(first_number=1000)
+    link.add_worker(0, 8)
+    assert follow(link).last == 999
+    for number in (1, 998, 1000, 2**63):
+        follower = Follower()
+        follower.last = number
+        follower.join(log, link.core.tree)
+        follower.read()
+        assert (follower.num_snapshots, follower.last) == (1, 999)
+
+
+def test_a_snapshot_is_what_was_there_when_it_was_asked_for(link: d.Driver) -> None:
+    """However slowly it is read."""
+    link.add_worker(0, 8)
+    link.run(1, A)
+    follower = Follower()
+    follower.join(link.core.events, link.core.tree)
+    link.run(2, [*A[:8], *[5] * 16])  # splits, and evicts
+    follower.read(3)
+    assert sorted(follower.stored[0, pb.CACHE_TIER_DEVICE].values()) == [1, 2, 3, 4]
+    follower.read()
+    assert follower.something() == stored_in(link.core)
