@@ -13,11 +13,13 @@ from torch import Tensor
 from gpu_worker.attention.base import AttentionBackend, AttentionMetadata
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.decoder import Decoder
+from gpu_worker.sampling.controls import Controls
 from gpu_worker.sampling.sampler import Scores, sample
 from gpu_worker.slots import SlotLimits, SlotTable, StepRows
 from paceline.v1.worker_pb2 import RowError, StepPlan, StepResult, TokenLogprobs
 
 NO_NUMBER = "the model gave no number (NaN or infinity in the logits)"
+NO_TOKEN = "no token is left to sample: allowed_token_ids, bad_words, logit_bias and min_tokens together rule out all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class ModelRunner:
         self._attention = attention
         self._pool = pool
         self._slots = SlotTable(limits)
+        self._controls = Controls(limits.vocab_size, device)
         self._device = device
         # By slot: the token sampled last. It feeds the slot's next step from here, whatever the link does meanwhile.
         self._last_tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
@@ -59,6 +62,7 @@ class ModelRunner:
     def reset(self) -> None:
         """The link is gone: forget every sequence. The pool stays, its contents mean nothing any more."""
         self._slots.reset()
+        self._controls.reset()
 
     def request_ids(self) -> list[str]:
         """Of the sequences that hold a slot."""
@@ -69,6 +73,7 @@ class ModelRunner:
         """ProtocolViolation if the plan breaks the contract; after that, or any other exception, reset()."""
         started_us = _now_us()
         rows = self._slots.apply(plan)
+        self._controls.apply(plan)
         if len(rows.swaps_out[0]):
             self._pool.swap_out(*rows.swaps_out)
         if len(rows.swaps_in[0]):
@@ -96,14 +101,17 @@ class ModelRunner:
         if not rows.samples.any():
             return StepResult()
         parameters = self._slots.sampling_rows(rows)
-        result = sample(logits, parameters)
         slots = rows.slots[rows.samples]
+        controls = self._controls.of(slots)
+        result = sample(logits, parameters, controls)
+        if controls is not None:
+            controls.record(result.tokens)
         self._last_tokens.index_copy_(0, self._to_device(slots), result.tokens)
         tokens, failed = result.tokens.cpu().numpy().astype("<i4"), result.failed.cpu().numpy()
         tokens[failed] = -1
         return StepResult(
             token_ids=tokens.tobytes(),
-            errors=[RowError(slot=slot, message=NO_NUMBER) for slot in slots[failed].tolist()],
+            errors=_row_errors(slots, failed, result.ruled_out) if failed.any() else (),
             logprobs=_token_logprobs(result.scores, slots[parameters.scored], parameters.num_top),
         )
 
@@ -138,6 +146,12 @@ class ModelRunner:
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.int64, copy=False)).to(self._device)
+
+
+def _row_errors(slots: np.ndarray, failed: np.ndarray, ruled_out: Tensor | None) -> Iterator[RowError]:
+    no_token = np.zeros_like(failed) if ruled_out is None else ruled_out.cpu().numpy()
+    for row in np.flatnonzero(failed).tolist():
+        yield RowError(slot=slots[row], message=NO_TOKEN if no_token[row] else NO_NUMBER)
 
 
 def _token_logprobs(scores: Scores | None, slots: np.ndarray, num_top: np.ndarray) -> Iterator[TokenLogprobs]:

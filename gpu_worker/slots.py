@@ -69,6 +69,8 @@ class SlotTable:
     temperature: npt.NDArray[np.float32] = field(init=False)
     top_p: npt.NDArray[np.float32] = field(init=False)
     top_k: Int64s = field(init=False)
+    min_p: npt.NDArray[np.float32] = field(init=False)
+    typical_p: npt.NDArray[np.float32] = field(init=False)
     seed: npt.NDArray[np.uint64] = field(init=False)
     min_tokens: Int64s = field(init=False)
     num_top: Int64s = field(init=False)  # most likely tokens to report with each sampled one; -1: report nothing
@@ -90,6 +92,7 @@ class SlotTable:
         self.num_prompt, self.num_blocks = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
         self.block_table = np.zeros((slots, min(longest_blocks, self.limits.num_blocks)), np.int32)
         self.temperature, self.top_p = np.zeros(slots, np.float32), np.ones(slots, np.float32)
+        self.min_p, self.typical_p = np.zeros(slots, np.float32), np.ones(slots, np.float32)
         self.top_k, self.min_tokens = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
         self.seed, self.num_top = np.zeros(slots, np.uint64), np.full(slots, -1, np.int64)
         self.banned, self.tokens, self.request_ids = {}, {}, {}
@@ -188,6 +191,7 @@ class SlotTable:
         sampling = sequence.sampling
         self.temperature[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
         self.top_k[slot], self.seed[slot] = max(sampling.top_k, 0), sampling.seed
+        self.min_p[slot], self.typical_p[slot] = sampling.min_p, sampling.typical_p or 1.0
         self.min_tokens[slot] = sampling.min_tokens
         self.num_top[slot] = sampling.num_top_logprobs if sampling.logprobs else -1
         if sampling.min_tokens:
@@ -295,6 +299,8 @@ class SlotTable:
             temperature=self.temperature[slots],
             top_p=self.top_p[slots],
             top_k=self.top_k[slots],
+            min_p=self.min_p[slots],
+            typical_p=self.typical_p[slots],
             seed=self.seed[slots],
             position=positions,
             banned_rows=banned_rows,
