@@ -17,9 +17,12 @@ from paceline.v1.inference_pb2 import (
     SessionRequest,
     SessionResponse,
     Submission,
+    TokenLogprob,
+    TokenScore,
     Usage,
 )
-from scheduler_svc.core.intake import Limits, Rejection, invalid
+from scheduler_svc.core.intake import Limits
+from scheduler_svc.core.rejection import Rejection, invalid
 
 HANDLE = 1
 
@@ -31,14 +34,19 @@ def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission
     if limits and request.model not in ("", limits.model.name):
         raise invalid("model", f"{request.model[:120]!r} is not served here, {limits.model.name!r} is")
     options = request.sampling
-    if options.stop:
-        raise invalid("stop", "the scheduler knows no text; use stop_token_ids, or the gateway for stop strings")
+    for name, instead in (("stop", "stop_token_ids"), ("bad_words", "bad_word_ids")):
+        if getattr(options, name):
+            raise invalid(name, f"the scheduler knows no text; use {instead}, or the gateway")
     ids = np.array(request.token_ids.ids, np.int32)
-    for name in ("max_tokens", "min_tokens"):
+    for name in ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs"):
         if options.HasField(name) and getattr(options, name) < 0:
             raise invalid(name, f"{getattr(options, name)} is negative")
-    if any(token < 0 for token in options.stop_token_ids):
-        raise invalid("stop_token_ids", "a token id is negative")
+    for name in ("repetition_penalty", "typical_p"):
+        if options.HasField(name) and not getattr(options, name):  # which would mean none below
+            raise invalid(name, "must be above 0")
+    for name in ("stop_token_ids", "logit_bias"):
+        if any(token < 0 for token in getattr(options, name)):
+            raise invalid(name, "a token id is negative")
     room = max(1, limits.max_total_tokens - len(ids)) if limits else 16
     return Submission(
         handle=HANDLE,
@@ -53,6 +61,18 @@ def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission
             min_tokens=options.min_tokens,
             ignore_eos=options.ignore_eos,
             stop_token_ids=options.stop_token_ids,
+            logprobs=options.HasField("logprobs"),
+            num_top_logprobs=options.logprobs,
+            repetition_penalty=options.repetition_penalty,
+            presence_penalty=options.presence_penalty,
+            frequency_penalty=options.frequency_penalty,
+            min_p=options.min_p,
+            typical_p=options.typical_p,
+            logit_bias=options.logit_bias,
+            bad_words=[np.array(word.ids, np.int32).tobytes() for word in options.bad_word_ids],
+            allowed_token_ids=np.array(options.allowed_token_ids, np.int32).tobytes(),
+            prompt_logprobs=options.HasField("prompt_logprobs"),
+            num_top_prompt_logprobs=options.prompt_logprobs,
         ),
         priority=request.priority,
         tenant=request.tenant,
@@ -82,7 +102,9 @@ async def generate(
         send(SessionRequest(responses_read=num_read))
         tokens = np.frombuffer(response.token_ids, np.int32).tolist()
         num_tokens += len(tokens)
-        message = GenerateResponse(request_id=submission.request_id, token_ids=tokens)
+        message = GenerateResponse(
+            request_id=submission.request_id, token_ids=tokens, logprobs=map(_token_logprob, response.scores)
+        )
         if response.endings:
             ending = response.endings[0]
             if ending.reason == FinishReason.FINISH_REASON_ERROR:
@@ -99,6 +121,14 @@ async def generate(
             return
         if tokens:
             yield message
+
+
+def _token_logprob(score: TokenScore) -> TokenLogprob:
+    return TokenLogprob(
+        logprob=score.logprob,
+        top_token_ids=np.frombuffer(score.top_token_ids, np.int32).tolist(),
+        top_logprobs=np.frombuffer(score.top_logprobs, np.float32).tolist(),
+    )
 
 
 def _usage(submission: Submission, num_tokens: int, ending: Ending) -> Usage:

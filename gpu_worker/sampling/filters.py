@@ -50,8 +50,8 @@ def _top_p_threshold(values: Tensor, total: Tensor, top_p: Tensor) -> tuple[Tens
 
 
 def mask_typical_p(logits: Tensor, typical_p: Tensor) -> Tensor:
-    """Locally typical sampling (Meister et al. 2022): keep the tokens whose surprise is nearest to the row's entropy, up
-    to the one that reaches typical_p, and all that are as near. typical_p: float32 [rows], above 0 and below 1."""
+    """Locally typical sampling (Meister et al. 2022): keep the tokens whose surprise is nearest to the row's entropy,
+    up to the one that reaches typical_p, and all that are as near. typical_p: float32 [rows], above 0 and below 1."""
     surprise = -logits.log_softmax(-1)
     likely = (-surprise).exp()
     # What a filter before has taken out has no surprise to speak of: 0 times infinity.

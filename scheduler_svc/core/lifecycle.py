@@ -16,9 +16,10 @@ from paceline.v1.cache_pb2 import WorkerMatch
 from paceline.v1.common_pb2 import FinishReason
 from scheduler_svc.core.budgets import Budgets
 from scheduler_svc.core.cache_link import CacheLink
-from scheduler_svc.core.intake import CODE_DEADLINE_EXCEEDED, CODE_INTERNAL, Rejection, explain_rejection
+from scheduler_svc.core.intake import explain_rejection
 from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.queue import WaitingQueue
+from scheduler_svc.core.rejection import CODE_DEADLINE_EXCEEDED, CODE_INTERNAL, Rejection
 from scheduler_svc.core.request import TOKEN_BYTES, Match, Phase, Request
 from scheduler_svc.core.sessions import Session
 from scheduler_svc.core.swapping import Swaps

@@ -23,7 +23,7 @@ class ResultReader:
     publish: Callable[[int, Longs, Longs, Tokens], None]  # session of all or -1, sessions, handles, tokens
     finish: Callable[[Request, FinishReason.ValueType], None]
     fail: Callable[[Request, str], None]
-    publish_score: Callable[[Request, float], None]
+    publish_score: Callable[[Request, TokenLogprobs], None]  # of its newest token
     report_beam: Callable[[Request, TokenLogprobs | None], None]
 
     def apply(self, worker: Worker, result: StepResult) -> int:
@@ -67,7 +67,7 @@ class ResultReader:
             self.publish(rows.session, sessions, handles, tokens)
             for slot in seated.tolist() if logprobs else ():
                 if slot in logprobs:
-                    self.publish_score(worker.running[slot], logprobs[slot].logprob)
+                    self.publish_score(worker.running[slot], logprobs[slot])
             self._check_ends(worker, seated, tokens)
         return len(seated)
 
@@ -119,7 +119,7 @@ class ResultReader:
         request.output += token.to_bytes(TOKEN_BYTES, "little", signed=True)
         request.prompt_is_computed = True
         if slot in logprobs:
-            self.publish_score(request, logprobs[slot].logprob)
+            self.publish_score(request, logprobs[slot])
         ends_at_eos = token in worker.eos_token_ids and worker.slots.stops_at_eos[slot]
         if ends_at_eos or token in request.extra_stop_ids:
             self.finish(request, FINISH_REASON_STOP)

@@ -15,6 +15,7 @@ from paceline.v1.common_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR
 from paceline.v1.inference_pb2 import SchedulerStatus, SessionOpened, SessionRequest, Submission
 from paceline.v1.worker_pb2 import (
     StepResult,
+    TokenLogprobs,
     WorkerRegistered,
     WorkerRegistration,
     WorkerReleased,
@@ -25,15 +26,12 @@ from scheduler_svc.core.beam_groups import BeamGroups, check_beam
 from scheduler_svc.core.cache_link import CacheLink
 from scheduler_svc.core.composer import Composer
 from scheduler_svc.core.intake import (
-    CODE_FAILED_PRECONDITION,
     Limits,
-    Rejection,
     check_limits,
     check_queue,
     check_registration,
     check_submission,
     explain_rejection,
-    invalid,
     new_request,
     recheck,
 )
@@ -41,6 +39,7 @@ from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, Rejection, invalid
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.results import ResultReader
 from scheduler_svc.core.rounds import Rounds
@@ -344,8 +343,8 @@ class SchedulerCore:
             mine = sessions == index
             self._session_at[index].add_tokens(handles[mine], tokens[mine])
 
-    def _publish_score(self, request: Request, logprob: float) -> None:
-        self.sessions[request.session_id].add_score(request.handle, logprob)
+    def _publish_score(self, request: Request, score: TokenLogprobs) -> None:
+        self.sessions[request.session_id].add_score(request.handle, score)
 
     def _session_index(self, request: Request) -> int:
         return self.sessions[request.session_id].index

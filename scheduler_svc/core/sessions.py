@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.v1.inference_pb2 import Ending, SchedulerStatus, SessionOpened, SessionResponse, TokenScore
+from paceline.v1.worker_pb2 import TokenLogprobs
 from scheduler_svc.core.request import Request
 
 
@@ -37,9 +38,10 @@ class Session:
         self._handles.append(handles)
         self._tokens.append(tokens)
 
-    def add_score(self, handle: int, logprob: float) -> None:
-        """The log probability of the token of this request that was added last."""
-        self._scores.append(TokenScore(handle=handle, logprob=logprob))
+    def add_score(self, handle: int, score: TokenLogprobs) -> None:
+        """Of the token of this request that was added last."""
+        top, logprobs = score.top_token_ids, score.top_logprobs
+        self._scores.append(TokenScore(handle=handle, logprob=score.logprob, top_token_ids=top, top_logprobs=logprobs))
 
     def add_ending(self) -> Ending:
         """To be filled in."""

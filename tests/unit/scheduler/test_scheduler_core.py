@@ -9,7 +9,7 @@ from paceline.v1.common_pb2 import FinishReason, RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import SessionRequest, Submission
 from paceline.v1.worker_pb2 import StepResult
 from scheduler_svc.core.cache_link import ProtocolError
-from scheduler_svc.core.intake import (
+from scheduler_svc.core.rejection import (
     CODE_FAILED_PRECONDITION,
     CODE_INVALID_ARGUMENT,
     CODE_RESOURCE_EXHAUSTED,
