@@ -38,12 +38,11 @@ def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission
         if getattr(options, name):
             raise invalid(name, f"the scheduler knows no text; use {instead}, or the gateway")
     ids = np.array(request.token_ids.ids, np.int32)
-    for name in ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs"):
-        if options.HasField(name) and getattr(options, name) < 0:
-            raise invalid(name, f"{getattr(options, name)} is negative")
-    for name in ("repetition_penalty", "typical_p"):
-        if options.HasField(name) and not getattr(options, name):  # which would mean none below
-            raise invalid(name, "must be above 0")
+    for field, value in options.ListFields():
+        if field.name in ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs") and value < 0:
+            raise invalid(field.name, f"{value} is negative")
+        if field.name in ("repetition_penalty", "typical_p") and not value:  # which would mean none below
+            raise invalid(field.name, "must be above 0")
     for name in ("stop_token_ids", "logit_bias"):
         if any(token < 0 for token in getattr(options, name)):
             raise invalid(name, "a token id is negative")
@@ -63,7 +62,7 @@ def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission
             stop_token_ids=options.stop_token_ids,
             logprobs=options.HasField("logprobs"),
             num_top_logprobs=options.logprobs,
-            repetition_penalty=options.repetition_penalty,
+            repetition_penalty=options.repetition_penalty if options.repetition_penalty != 1 else 0.0,
             presence_penalty=options.presence_penalty,
             frequency_penalty=options.frequency_penalty,
             min_p=options.min_p,

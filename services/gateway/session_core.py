@@ -11,8 +11,9 @@ again with the tokens that have arrived, so generation goes on after them and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,6 +49,14 @@ class Terms:
 NO_TERMS = Terms()
 
 
+class Score(NamedTuple):
+    """Of one token."""
+
+    logprob: float
+    top: Sequence[tuple[int, float]] = ()  # the most likely tokens at its place, best first
+    rank: int = 0  # 1: there is none more likely; 0: not told
+
+
 @dataclass(slots=True, eq=False)
 class LiveRequest:
     """One request at the scheduler, from this side.
@@ -70,8 +79,8 @@ class LiveRequest:
     sent: bool = False
     cancelled: bool = False
     tokens: list[int] = field(default_factory=list)
-    # Log probability of each of the tokens, if the sampling asks for them.
-    logprobs: list[float] = field(default_factory=list)
+    # Of each of the tokens, if the sampling asks for them.
+    scores: list[Score] = field(default_factory=list)
     ending: inference_pb2.Ending | None = None
     wake: Callable[[], None] | None = None
 
@@ -262,7 +271,7 @@ class SessionCore:
         for score in response.scores:
             request = self._live.get(score.handle)
             if request is not None and not request.cancelled:
-                request.logprobs.append(score.logprob)
+                request.scores.append(Score(score.logprob, _pairs(score.top_token_ids, score.top_logprobs)))
         return touched
 
     def _submissions(self) -> Iterator[inference_pb2.Submission]:
@@ -310,6 +319,13 @@ def _ended_unseen(request: LiveRequest) -> inference_pb2.Ending | None:
     if len(tokens) >= request.sampling.max_tokens:
         return inference_pb2.Ending(reason=common_pb2.FINISH_REASON_LENGTH)
     return None
+
+
+def _pairs(token_ids: bytes, logprobs: bytes) -> Sequence[tuple[int, float]]:
+    if not token_ids:
+        return ()
+    ids, values = np.frombuffer(token_ids, "<i4").tolist(), np.frombuffer(logprobs, "<f4").tolist()
+    return list(zip(ids, values, strict=True))
 
 
 def _unavailable(message: str) -> inference_pb2.Ending:

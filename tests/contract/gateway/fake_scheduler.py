@@ -207,7 +207,15 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
                 handles.append(handle)
                 tokens.append(token)
                 if sampling.logprobs:
-                    stream.scores.append(inference_pb2.TokenScore(handle=handle, logprob=-(sampling.seed % 10)))
+                    top = np.arange(token, token + sampling.num_top_logprobs, dtype="<i4")
+                    stream.scores.append(
+                        inference_pb2.TokenScore(
+                            handle=handle,
+                            logprob=-(sampling.seed % 10),
+                            top_token_ids=top.tobytes(),
+                            top_logprobs=(token - top - sampling.seed % 10).astype("<f4").tobytes(),
+                        )
+                    )
                 final = token in sampling.stop_token_ids or (
                     token in self.model.eos_token_ids and not sampling.ignore_eos
                 )
