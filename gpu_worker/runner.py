@@ -14,6 +14,7 @@ from gpu_worker.attention.base import AttentionBackend, AttentionMetadata
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.sampling.controls import Controls
+from gpu_worker.sampling.prompt_scores import PromptRows, score_chunks
 from gpu_worker.sampling.sampler import Scores, sample
 from gpu_worker.slots import SlotLimits, SlotTable, StepRows
 from paceline.v1.worker_pb2 import RowError, StepPlan, StepResult, TokenLogprobs
@@ -26,7 +27,7 @@ NO_TOKEN = "no token is left to sample: allowed_token_ids, bad_words, logit_bias
 class StepInput:
     tokens: Tensor  # int64 [rows]
     positions: Tensor  # int64 [rows]
-    sampling_rows: Tensor | None  # int64, None: all rows
+    sampling_rows: Tensor | None  # int64: whose logits are wanted; None: all rows
     attention: AttentionMetadata
 
 
@@ -95,11 +96,21 @@ class ModelRunner:
 
     def _forward(self, rows: StepRows) -> StepResult:
         """The sampled tokens, the rows that failed, the log probabilities that were asked for."""
-        step = self._stage(rows)
+        prompts = self._slots.prompt_rows(rows)
+        step = self._stage(rows, prompts)
         self._attention.plan(step.attention)
         logits = self._decoder.forward(step.tokens, step.positions, step.sampling_rows)
-        if not rows.samples.any():
-            return StepResult()
+        num_samples = int(rows.samples.sum())
+        result = self._sample(rows, logits[:num_samples]) if num_samples else StepResult()
+        if prompts is not None:
+            for scores, are_numbers in score_chunks(logits[num_samples:], prompts.chunks):
+                result.prompt_logprobs.append(scores)
+                if not are_numbers and scores.slot not in {error.slot for error in result.errors}:
+                    result.errors.add(slot=scores.slot, message=NO_NUMBER)
+        return result
+
+    def _sample(self, rows: StepRows, logits: Tensor) -> StepResult:
+        """logits: [rows that sample, vocab]."""
         parameters = self._slots.sampling_rows(rows)
         slots = rows.slots[rows.samples]
         controls = self._controls.of(slots)
@@ -115,8 +126,10 @@ class ModelRunner:
             logprobs=_token_logprobs(result.scores, slots[parameters.scored], parameters.num_top),
         )
 
-    def _stage(self, rows: StepRows) -> StepInput:
-        """What the forward pass reads, from the slots' state. All of it vectorised: no Python per decoding row."""
+    def _stage(self, rows: StepRows, prompts: PromptRows | None) -> StepInput:
+        """What the forward pass reads, from the slots' state. All of it vectorised: no Python per decoding row.
+
+        Its logits are those of the rows that sample, then those of `prompts`."""
         table, block_size = self._slots, self._slots.limits.block_size
         tokens = self._last_tokens.index_select(0, self._to_device(rows.slots[: rows.num_decodes]))
         if len(rows.slots) > rows.num_decodes:
@@ -129,11 +142,14 @@ class ModelRunner:
         widths = -(-kv_lens // block_size)
         longest = np.arange(widths.max())
         indices = table.block_table[rows.slots, : len(longest)][longest < widths[:, None]]
+        wanted = qo_indptr[1:][rows.samples] - 1
+        if prompts is not None:
+            wanted = np.concatenate((wanted, prompts.rows))
         all_sample = rows.num_rows == len(rows.slots) and bool(rows.samples.all())
         return StepInput(
             tokens,
             self._to_device(positions),
-            None if all_sample else self._to_device(qo_indptr[1:][rows.samples] - 1),
+            None if all_sample else self._to_device(wanted),
             AttentionMetadata(
                 num_decodes=rows.num_decodes,
                 qo_indptr=qo_indptr,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import grpc
 import grpc.aio
 import numpy as np
 
-from paceline.v1.common_pb2 import FinishReason, SamplingParams
+from paceline.v1.common_pb2 import FinishReason, PromptLogprobs, SamplingParams
 from paceline.v1.inference_pb2 import (
     Ending,
     GenerateRequest,
@@ -96,6 +96,7 @@ async def generate(
         await abort(context, rejection.code, rejection.message, rejection.retry_after_s)
     send(SessionRequest(submissions=[submission]))
     num_tokens = num_read = 0
+    prompt: dict[int, TokenLogprob] = {}  # by position, until they are delivered with the first token
     async for response in responses:
         num_read += 1
         send(SessionRequest(responses_read=num_read))
@@ -104,6 +105,11 @@ async def generate(
         message = GenerateResponse(
             request_id=submission.request_id, token_ids=tokens, logprobs=map(_token_logprob, response.scores)
         )
+        for part in response.prompt_scores:
+            prompt.update(_prompt_logprobs(part.logprobs))
+        if tokens:
+            message.prompt_logprobs.extend(prompt[position] for position in sorted(prompt))
+            prompt.clear()
         if response.endings:
             ending = response.endings[0]
             if ending.reason == FinishReason.FINISH_REASON_ERROR:
@@ -128,6 +134,15 @@ def _token_logprob(score: TokenScore) -> TokenLogprob:
         top_token_ids=np.frombuffer(score.top_token_ids, np.int32).tolist(),
         top_logprobs=np.frombuffer(score.top_logprobs, np.float32).tolist(),
     )
+
+
+def _prompt_logprobs(part: PromptLogprobs) -> Iterator[tuple[int, TokenLogprob]]:
+    """By position. What comes again after a preemption is the same."""
+    logprobs, ranks = np.frombuffer(part.logprobs, np.float32), np.frombuffer(part.ranks, np.int32).tolist()
+    ids = np.frombuffer(part.top_token_ids, np.int32).reshape(len(ranks), -1).tolist()
+    values = np.frombuffer(part.top_logprobs, np.float32).reshape(len(ranks), -1).tolist()
+    for i, logprob in enumerate(logprobs.tolist()):
+        yield part.start + i, TokenLogprob(logprob=logprob, top_token_ids=ids[i], top_logprobs=values[i], rank=ranks[i])
 
 
 def _usage(submission: Submission, num_tokens: int, ending: Ending) -> Usage:

@@ -26,7 +26,7 @@ def ban(logits: Tensor, rows: Tensor, tokens: Tensor) -> None:
 
 
 def ban_words(logits: Tensor, rows: Tensor, tails: Tensor, prefixes: Tensor, last: Tensor) -> None:
-    """Ban last[i] in row rows[i] if the sequence ends with prefixes[i], as NoBadWordsLogitsProcessor (transformers) does.
+    """Ban last[i] in row rows[i] if the sequence ends with prefixes[i], as transformers' NoBadWordsLogitsProcessor.
 
     tails: [words, n], the last n tokens of the word's row; -1 before the beginning of the sequence.
     prefixes: [words, n], aligned to the right; -1 where a word is shorter, so a word of one token is always banned.

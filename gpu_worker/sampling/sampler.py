@@ -118,12 +118,17 @@ def _scores(logprobs: Tensor | None, tokens: Tensor, rows: SamplingRows) -> Scor
     if logprobs is None:
         return None
     chosen = tokens.index_select(0, torch.from_numpy(rows.scored).to(tokens.device))
-    count = min(int(rows.num_top.max()), logprobs.shape[-1])
+    ids, values = likeliest(logprobs, int(rows.num_top.max()))
+    return Scores(logprobs.gather(1, chosen.unsqueeze(-1)).squeeze(-1), ids, values)
+
+
+def likeliest(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ids and log probabilities [rows, count] of the most likely tokens, best first; of equals the lower id."""
     # A stable sort of the few best: topk alone leaves open which of two equals comes first.
-    values, ids = logprobs.topk(count, dim=-1)
+    values, ids = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
     ids, order = ids.sort(dim=-1)
     values, best = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
-    return Scores(logprobs.gather(1, chosen.unsqueeze(-1)).squeeze(-1), ids.gather(1, best), values)
+    return ids.gather(1, best), values
 
 
 def _sample_random(logits: Tensor, rows: SamplingRows, which: npt.NDArray[np.int64]) -> Tensor:

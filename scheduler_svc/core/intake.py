@@ -18,7 +18,12 @@ from scheduler_svc.core.rejection import (
     invalid,
 )
 from scheduler_svc.core.request import NO_TOKENS, TOKEN_BYTES, Request
-from scheduler_svc.core.sampling_checks import check_sampling, check_sampling_tokens, check_tokens
+from scheduler_svc.core.sampling_checks import (
+    check_prompt_logprobs,
+    check_sampling,
+    check_sampling_tokens,
+    check_tokens,
+)
 from scheduler_svc.core.types import SchedulerConfig
 
 # Of request_id, tenant and lora: they are kept, logged and named in answers.
@@ -58,6 +63,8 @@ def check_submission(submission: Submission, sampling: SamplingParams, prompt: b
     if not prompt:
         raise invalid("prompt_token_ids", "at least one token is required")
     check_sampling(sampling)
+    if sampling.prompt_logprobs:
+        check_prompt_logprobs(sampling, len(prompt) // TOKEN_BYTES)
     if not math.isfinite(priority := submission.priority):
         raise invalid("priority", f"{priority} is not a finite number")
     if not math.isfinite(deadline_s := submission.deadline_s):

@@ -92,7 +92,7 @@ class Lifecycle:
             request = self._matched.get(sequence)
             if request is not None and request.phase is Phase.WAITING:
                 request.matches = by_worker = {}
-                for match in matches:
+                for match in matches if not request.scores_prompt else ():
                     on_host = match.num_host_tokens
                     by_worker[match.worker] = Match(match.num_tokens + on_host, match.num_live_tokens, on_host)
                 changed.append(request)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
+from paceline.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason, PromptLogprobs
 from paceline.v1.worker_pb2 import StepResult, TokenLogprobs
 from scheduler_svc.core.arrays import Longs, Slots, Tokens
 from scheduler_svc.core.cache_link import CacheLink, ProtocolError
@@ -24,6 +24,7 @@ class ResultReader:
     finish: Callable[[Request, FinishReason.ValueType], None]
     fail: Callable[[Request, str], None]
     publish_score: Callable[[Request, TokenLogprobs], None]  # of its newest token
+    publish_prompt_scores: Callable[[Request, PromptLogprobs], None]
     report_beam: Callable[[Request, TokenLogprobs | None], None]
 
     def apply(self, worker: Worker, result: StepResult) -> int:
@@ -37,6 +38,7 @@ class ResultReader:
         logprobs = {item.slot: item for item in result.logprobs} if result.logprobs else {}
         accepted = self._decodes(worker, step, tokens[: len(step.rows)], failed, logprobs)
         if step.chunks:
+            self._prompt_scores(worker, step, result)
             accepted += self._prefills(worker, step, tokens[len(step.rows) :], failed, logprobs)
         return accepted
 
@@ -87,6 +89,12 @@ class ResultReader:
             if slots.has_all_tokens(slot):
                 self.finish(worker.running[slot], FINISH_REASON_LENGTH)
 
+    def _prompt_scores(self, worker: Worker, step: StepInFlight, result: StepResult) -> None:
+        scores = {item.slot: item.logprobs for item in result.prompt_logprobs} if result.prompt_logprobs else {}
+        for chunk in step.chunks if scores else ():
+            if chunk.slot in scores and worker.slots.generation[chunk.slot] == chunk.generation:
+                self.publish_prompt_scores(worker.running[chunk.slot], scores[chunk.slot])
+
     def _prefills(
         self, worker: Worker, step: StepInFlight, tokens: Tokens, failed: dict[int, str], logprobs: Logprobs
     ) -> int:
@@ -118,6 +126,8 @@ class ResultReader:
     def _first_token(self, worker: Worker, slot: int, request: Request, token: int, logprobs: Logprobs) -> None:
         request.output += token.to_bytes(TOKEN_BYTES, "little", signed=True)
         request.prompt_is_computed = True
+        if request.scores_prompt:
+            request.sampling.prompt_logprobs = False  # they have been published
         if slot in logprobs:
             self.publish_score(request, logprobs[slot])
         ends_at_eos = token in worker.eos_token_ids and worker.slots.stops_at_eos[slot]

@@ -20,6 +20,7 @@ MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64  # as the worker has it
 MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 2**18  # of one prompt: of its tokens, and of the likeliest ones at each place
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -54,6 +55,14 @@ def _check_logprobs(sampling: SamplingParams) -> None:
     for name in ("num_top_logprobs", "num_top_prompt_logprobs"):
         if (count := getattr(sampling, name)) > MAX_TOP_LOGPROBS:
             raise invalid(name, f"{count} tokens, {MAX_TOP_LOGPROBS} are possible")
+
+
+def check_prompt_logprobs(sampling: SamplingParams, num_prompt_tokens: int) -> None:
+    """Of how much they may be asked for: all of it is kept until it has been read. Raises Rejection."""
+    count = (1 + sampling.num_top_prompt_logprobs) * num_prompt_tokens
+    if count > MAX_PROMPT_LOGPROBS:
+        message = f"{count} for a prompt of {num_prompt_tokens} tokens, {MAX_PROMPT_LOGPROBS} are possible"
+        raise invalid("prompt_logprobs", message)
 
 
 def changes_logits(sampling: SamplingParams) -> bool:

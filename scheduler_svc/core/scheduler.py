@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from paceline.v1.cache_pb2 import AddWorkerOp, CacheServiceLinkResponse
-from paceline.v1.common_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR
+from paceline.v1.common_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR, PromptLogprobs
 from paceline.v1.inference_pb2 import SchedulerStatus, SessionOpened, SessionRequest, Submission
 from paceline.v1.worker_pb2 import (
     StepResult,
@@ -86,7 +86,13 @@ class SchedulerCore:
             self.workers, self._cache, self._composer, planner, self.life, self._groups, self._send_worker
         )
         self._results = ResultReader(
-            self._cache, self._publish, self.life.end, self.life.fail, self._publish_score, self._groups.report
+            self._cache,
+            self._publish,
+            self.life.end,
+            self.life.fail,
+            self._publish_score,
+            self._publish_prompt_scores,
+            self._groups.report,
         )
 
     @property
@@ -156,7 +162,7 @@ class SchedulerCore:
         request = new_request(session.id, self.life.next_seniority(), submission, sampling, prompt, output, now_s)
         if not submission.accepted_before:  # nothing accepted is lost
             check_queue(self.queue, request, self.config, self.life.budgets)
-        if submission.fork_of and not output:
+        if submission.fork_of and not (output or sampling.prompt_logprobs):
             parent = session.live.get(submission.fork_of)
             if parent is not None and parent.prompt == request.prompt:
                 request.parent = parent
@@ -326,7 +332,7 @@ class SchedulerCore:
         if (exchange := self._rounds.plan(now_s)) is not None:
             self._outbox.to_cache.append(exchange)
         for session in self.sessions.values():
-            if (message := session.next_message()) is not None:
+            while (message := session.next_message()) is not None:
                 self._outbox.to_sessions.append((session.id, message))
         self._release_drained()
         outbox, self._outbox = self._outbox, Outbox()
@@ -345,6 +351,9 @@ class SchedulerCore:
 
     def _publish_score(self, request: Request, score: TokenLogprobs) -> None:
         self.sessions[request.session_id].add_score(request.handle, score)
+
+    def _publish_prompt_scores(self, request: Request, scores: PromptLogprobs) -> None:
+        self.sessions[request.session_id].add_prompt_scores(request.handle, scores)
 
     def _session_index(self, request: Request) -> int:
         return self.sessions[request.session_id].index

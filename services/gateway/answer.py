@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from paceline.v1 import common_pb2
 from services.gateway.errors import ApiError
 from services.gateway.generation import ClientGone, Generation
-from services.gateway.logprobs import LogprobFormat, ScoredToken
+from services.gateway.logprobs import LogprobFormat, ScoredToken, prompt_logprobs
 from services.gateway.openai_format import Choice, Envelope, StreamFormat, error_event, usage
 from services.runtime.logs import get_logger
 
@@ -100,8 +100,17 @@ class WholeAnswer(_Answer):
                 choices += [Choice(found.text, found.finish_reason) for found in generation.hypotheses]
             else:
                 text, logprobs = collected[i]
-                choices.append(Choice(text, generation.finish_reason, logprobs))
+                choices.append(Choice(text, generation.finish_reason, logprobs, self._prompt_logprobs(i)))
         await JsonResponse(self._envelope.whole(choices, usage(self._generations)))(scope, receive, send)
+
+    def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None] | None:
+        """Of the prompt of this sample; the first of its samples has asked for them."""
+        while self._generations[index].job.sample:
+            index -= 1
+        generation = self._generations[index]
+        if not generation.job.prompt_logprobs:
+            return None
+        return prompt_logprobs(generation.prompt_scored, generation.job.token_bytes)
 
     def _best(self) -> list[int]:
         """Which samples to answer with, those of one prompt with the highest log probability per token first (as OpenAI

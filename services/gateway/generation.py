@@ -110,6 +110,13 @@ class Generation:
             return []
         return scored(self.token_ids, self._live.scores[self._begun : self._begun + len(self.token_ids)])
 
+    @property
+    def prompt_scored(self) -> list[ScoredToken]:
+        """The prompt's tokens but the first, with their log probabilities, if they were asked for and a token is
+        here."""
+        positions = range(1, len(self.job.prompt_ids)) if self._live.prompt_scores else ()
+        return scored([self.job.prompt_ids[i] for i in positions], [self._live.prompt_scores[i] for i in positions])
+
     async def next(self) -> str:
         """Wait for tokens or the end, return the text that can be shown now (it may be empty).
 

@@ -53,8 +53,13 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
         on_done: Any = lambda _: generation.close()  # noqa: E731 - grpc-stubs types the argument as a class
         context.add_done_callback(on_done)
         try:
+            first = True
             while generation.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED:
-                yield _response(generation, await generation.next())
+                response = _response(generation, await generation.next())
+                if first:
+                    response.prompt_logprobs.extend(map(_token_logprob, generation.prompt_scored))
+                    first = False
+                yield response
         except ApiError as error:
             await _abort(context, error)
 

@@ -41,6 +41,7 @@ class Choice(NamedTuple):
     text: str
     finish_reason: FinishReason.ValueType
     logprobs: dict[str, Any] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 class Envelope:
@@ -60,13 +61,18 @@ class Envelope:
         """The body of an answer that is not streamed."""
         head = self.head("chat.completion" if self.kind == "chat" else "text_completion")
         shaped = [self._choice(index, choice) for index, choice in enumerate(choices)]
-        return orjson.dumps({**head, "choices": shaped, "usage": usage})
+        body = {**head, "choices": shaped, "usage": usage}
+        if self.kind == "chat" and choices[0].prompt_logprobs is not None:  # where vLLM puts them
+            body["prompt_logprobs"] = choices[0].prompt_logprobs
+        return orjson.dumps(body)
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         if self.kind == "chat":
             content: dict[str, Any] = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
         else:
             content = {"text": choice.text}
+            if choice.prompt_logprobs is not None:
+                content["prompt_logprobs"] = choice.prompt_logprobs
         reason = FINISH_NAMES[choice.finish_reason]
         return {"index": index, **content, "logprobs": choice.logprobs, "finish_reason": reason}
 

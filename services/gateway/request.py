@@ -48,6 +48,7 @@ class GenerateJob:
     new_detokenizer: Callable[[], Detokenizer]  # for output that follows the prompt
     arrival_s: float
     logprobs: bool = False  # to be shown to the client
+    prompt_logprobs: bool = False
     terms: Terms = NO_TERMS
     sample: int = 0  # which of several of one prompt
     beam: inference_pb2.BeamOptions | None = None
@@ -189,6 +190,7 @@ class RequestBuilder:
             ),
             token_bytes=self.tokenizer.token_bytes,
             logprobs=choices.logprobs is not None,
+            prompt_logprobs=choices.prompt_logprobs is not None,
             arrival_s=time.perf_counter() if arrival_s is None else arrival_s,
             terms=terms,
         )

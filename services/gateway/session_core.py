@@ -81,6 +81,8 @@ class LiveRequest:
     tokens: list[int] = field(default_factory=list)
     # Of each of the tokens, if the sampling asks for them.
     scores: list[Score] = field(default_factory=list)
+    # By position, of the prompt's tokens but the first; complete when the first token is here, if it asks for them.
+    prompt_scores: dict[int, Score] = field(default_factory=dict)
     ending: inference_pb2.Ending | None = None
     wake: Callable[[], None] | None = None
 
@@ -268,6 +270,10 @@ class SessionCore:
                 if request is not None and not request.cancelled:
                     request.tokens.append(token)
                     touched.append(request)
+        for part in response.prompt_scores:
+            request = self._live.get(part.handle)
+            if request is not None and not request.cancelled:
+                request.prompt_scores.update(_prompt_scores(part.logprobs))
         for score in response.scores:
             request = self._live.get(score.handle)
             if request is not None and not request.cancelled:
@@ -279,6 +285,8 @@ class SessionCore:
         while self._unsent and budget_bytes > 0:
             request = self._unsent.pop(next(iter(self._unsent)))
             request.attempt += 1
+            if request.tokens:
+                request.sampling.prompt_logprobs = False  # they are here
             request.sent = True
             output = np.asarray(request.tokens, "<i4").tobytes() if request.tokens else b""
             budget_bytes -= len(request.prompt_token_ids) + len(output) + 64
@@ -326,6 +334,15 @@ def _pairs(token_ids: bytes, logprobs: bytes) -> Sequence[tuple[int, float]]:
         return ()
     ids, values = np.frombuffer(token_ids, "<i4").tolist(), np.frombuffer(logprobs, "<f4").tolist()
     return list(zip(ids, values, strict=True))
+
+
+def _prompt_scores(part: common_pb2.PromptLogprobs) -> Iterator[tuple[int, Score]]:
+    """Positions and scores. What comes again after a preemption is the same."""
+    logprobs, ranks = np.frombuffer(part.logprobs, "<f4"), np.frombuffer(part.ranks, "<i4").tolist()
+    ids = np.frombuffer(part.top_token_ids, "<i4").reshape(len(ranks), -1).tolist()
+    values = np.frombuffer(part.top_logprobs, "<f4").reshape(len(ranks), -1).tolist()
+    for i, logprob in enumerate(logprobs.tolist()):
+        yield part.start + i, Score(logprob, list(zip(ids[i], values[i], strict=True)), ranks[i])
 
 
 def _unavailable(message: str) -> inference_pb2.Ending:
