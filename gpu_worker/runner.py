@@ -20,6 +20,7 @@ from gpu_worker.slots import SlotLimits, SlotTable, StepRows
 from paceline.v1.worker_pb2 import RowError, StepPlan, StepResult, TokenLogprobs
 
 NO_NUMBER = "the model gave no number (NaN or infinity in the logits)"
+INVALID_ARGUMENT = 3  # google.rpc.Code
 NO_TOKEN = "no token is left to sample: allowed_token_ids, bad_words, logit_bias and min_tokens together rule out all"
 
 
@@ -167,7 +168,10 @@ class ModelRunner:
 def _row_errors(slots: np.ndarray, failed: np.ndarray, ruled_out: Tensor | None) -> Iterator[RowError]:
     no_token = np.zeros_like(failed) if ruled_out is None else ruled_out.cpu().numpy()
     for row in np.flatnonzero(failed).tolist():
-        yield RowError(slot=slots[row], message=NO_TOKEN if no_token[row] else NO_NUMBER)
+        if no_token[row]:
+            yield RowError(slot=slots[row], message=NO_TOKEN, code=INVALID_ARGUMENT)
+        else:
+            yield RowError(slot=slots[row], message=NO_NUMBER)
 
 
 def _token_logprobs(scores: Scores | None, slots: np.ndarray, num_top: np.ndarray) -> Iterator[TokenLogprobs]:

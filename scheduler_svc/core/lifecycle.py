@@ -250,8 +250,8 @@ class Lifecycle:
 
     # ── over ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def fail(self, request: Request, message: str) -> None:
-        self.end(request, FinishReason.FINISH_REASON_ERROR, Rejection(CODE_INTERNAL, message))
+    def fail(self, request: Request, message: str, code: int = CODE_INTERNAL) -> None:
+        self.end(request, FinishReason.FINISH_REASON_ERROR, Rejection(code, message))
 
     def end(self, request: Request, reason: FinishReason.ValueType, error: Rejection | None = None) -> None:
         """The request is over, wherever it stands; its session is told. A beam ends with all of its search."""

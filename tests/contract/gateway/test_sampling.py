@@ -180,3 +180,49 @@ async def test_log_probabilities_survive_a_restart_of_the_scheduler(start: Start
     assert len(running.scheduler.submissions) == 2
     assert sum(len(piece.logprobs) for piece in pieces) == sum(len(piece.token_ids) for piece in pieces) == 60
     assert all(len(piece.logprobs) == len(piece.token_ids) for piece in pieces)
+
+
+PROMPT = [7, 8, 9, 7, 300]
+
+
+async def test_log_probabilities_of_prompts_have_the_shape_of_vllm(running: Running) -> None:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3, "n": 2, "prompt_logprobs": 2}
+    answer = (await running.http.post("/v1/completions", json=body)).json()
+    text = TextTokenizer.from_folder(CHECKPOINT).token_bytes
+    for choice in answer["choices"]:
+        first, *rest = choice["prompt_logprobs"]
+        assert first is None
+        assert len(rest) == 4
+        for i, entries in enumerate(rest, start=1):
+            own = entries[str(PROMPT[i])]
+            assert (own["logprob"], own["rank"]) == (-i / 8, i)
+            assert own["decoded_token"] == text(PROMPT[i]).decode()
+            assert {str(i), str(i + 1)} <= entries.keys()
+            assert entries[str(i + 1)]["rank"] == 2
+    assert errors("CreateCompletionResponse", answer) == []
+    asked = [s.sampling.prompt_logprobs for s in running.scheduler.submissions]
+    assert asked == [True, False], "one prompt is scored once"
+    chat = await running.http.post(
+        "/v1/chat/completions", json={"messages": CHAT, "max_tokens": 2, "prompt_logprobs": 0}
+    )
+    assert len(chat.json()["prompt_logprobs"]) == chat.json()["usage"]["prompt_tokens"]
+    single = {"prompt": [7], "max_tokens": 1, "prompt_logprobs": 1}
+    assert (await running.http.post("/v1/completions", json=single)).json()["choices"][0]["prompt_logprobs"] == [None]
+    plain = (await running.http.post("/v1/completions", json={"prompt": [7, 8], "max_tokens": 1})).json()
+    assert "prompt_logprobs" not in plain["choices"][0]
+
+
+async def test_log_probabilities_of_prompts_over_grpc_come_first_and_once(start: Start) -> None:
+    running = await start(step_s=0.005)
+    async with AsyncPacelineClient(str(running.addresses.grpc)) as client:
+        pieces = []
+        async for piece in client.stream(token_ids=PROMPT, max_tokens=40, prompt_logprobs=2, ignore_eos=True):
+            pieces.append(piece)
+            if len(pieces) == 3:
+                running.scheduler.break_streams()
+    first, *others = pieces
+    assert [token.logprob for token in first.prompt_logprobs] == [-1 / 8, -2 / 8, -3 / 8, -4 / 8]
+    assert first.prompt_logprobs[2].top == ((3, 0.0), (4, -0.25))
+    assert first.token_ids
+    assert not any(piece.prompt_logprobs for piece in others)
+    assert [s.sampling.prompt_logprobs for s in running.scheduler.submissions] == [True, False], "not again"

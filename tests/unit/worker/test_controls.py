@@ -26,7 +26,7 @@ from transformers import (
 
 from gpu_worker.build import BuiltWorker
 from gpu_worker.errors import ProtocolViolation
-from gpu_worker.runner import NO_NUMBER, NO_TOKEN
+from gpu_worker.runner import INVALID_ARGUMENT, NO_NUMBER, NO_TOKEN
 from gpu_worker.sampling.controls import MAX_BAD_WORD_TOKENS, Controls
 from gpu_worker.sampling.filters import mask_min_p, mask_typical_p
 from paceline.v1.common_pb2 import SamplingParams
@@ -268,7 +268,7 @@ def test_a_row_without_any_token_left_fails_alone_and_says_why(
         nothing = SamplingParams(temperature=temperature, top_p=1, max_tokens=4, **both)
         bad = driver.add([1, 2, 3], 4, nothing)
         result = driver.run_step()
-        assert [(error.slot, error.message) for error in result.errors] == [(bad.slot, NO_TOKEN)]
+        assert [(e.slot, e.message, e.code) for e in result.errors] == [(bad.slot, NO_TOKEN, INVALID_ARGUMENT)]
         assert np.frombuffer(result.token_ids, "<i4").tolist() == [checkpoint.greedy([1, 2, 3], 4)[0], -1]
         assert good.output
 
