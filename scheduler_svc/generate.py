@@ -25,6 +25,8 @@ from scheduler_svc.core.intake import Limits
 from scheduler_svc.core.rejection import Rejection, invalid
 
 HANDLE = 1
+# Options that a beam search has no use for, with the values that change nothing (intake refuses the others).
+_UNSEARCHED = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0}
 
 
 def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission:
@@ -43,6 +45,8 @@ def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission
             raise invalid(field.name, f"{value} is negative")
         if field.name in ("repetition_penalty", "typical_p") and not value:  # which would mean none below
             raise invalid(field.name, "must be above 0")
+        if request.HasField("beam") and field.name in _UNSEARCHED and value != _UNSEARCHED[field.name]:
+            raise invalid(field.name, "beam search does not sample; leave it out")
     for name in ("stop_token_ids", "logit_bias"):
         if any(token < 0 for token in getattr(options, name)):
             raise invalid(name, "a token id is negative")

@@ -19,10 +19,11 @@ from scheduler_svc.core.rejection import (
 )
 from scheduler_svc.core.request import NO_TOKENS, TOKEN_BYTES, Request
 from scheduler_svc.core.sampling_checks import (
+    check_logit_tokens,
     check_prompt_logprobs,
     check_sampling,
-    check_sampling_tokens,
     check_tokens,
+    outside,
 )
 from scheduler_svc.core.types import SchedulerConfig
 
@@ -57,12 +58,12 @@ class Limits:
 # submessage makes an object. The other fields are read once where they are looked at.
 
 
-def check_submission(submission: Submission, sampling: SamplingParams, prompt: bytes, output: bytes) -> None:
-    """What can be told without knowing the model. Raises Rejection."""
+def check_submission(submission: Submission, sampling: SamplingParams, prompt: bytes, output: bytes) -> bool:
+    """What can be told without knowing the model. Returns whether the sampling changes the logits. Raises Rejection."""
     _check_sizes(submission, prompt, output)
     if not prompt:
         raise invalid("prompt_token_ids", "at least one token is required")
-    check_sampling(sampling)
+    changes_logits = check_sampling(sampling)
     if sampling.prompt_logprobs:
         check_prompt_logprobs(sampling, len(prompt) // TOKEN_BYTES)
     if not math.isfinite(priority := submission.priority):
@@ -73,6 +74,7 @@ def check_submission(submission: Submission, sampling: SamplingParams, prompt: b
         raise invalid("deadline_s", f"{deadline_s} is negative; 0 means no deadline")
     if ranges := submission.cache_retention:
         _check_retention(ranges)
+    return changes_logits
 
 
 def _check_retention(ranges: Sequence[RetentionRange]) -> None:
@@ -108,13 +110,19 @@ def _too_long(name: str, text: str) -> Rejection:
     return invalid(name, f"has {len(text)} characters, {MAX_CHARS} are possible")
 
 
-def check_limits(prompt: bytes, output: bytes, sampling: SamplingParams, lora: str, limits: Limits) -> None:
-    """What the model and the pools allow. Raises Rejection."""
+def check_limits(
+    prompt: bytes, output: bytes, sampling: SamplingParams, lora: str, limits: Limits, changes_logits: bool = True
+) -> None:
+    """What the model and the pools allow; `changes_logits`: as check_submission found. Raises Rejection."""
     vocab, longest, pool = limits.vocab_size, limits.max_model_len, limits.pool_tokens
     check_tokens("prompt_token_ids", prompt, vocab)
     if output:
         check_tokens("output_token_ids", output, vocab)
-    check_sampling_tokens(sampling, vocab)
+    for token in sampling.stop_token_ids or ():  # most have none, which is quicker to ask than to go through
+        if token >= vocab:
+            raise outside("stop_token_ids", token, vocab)
+    if changes_logits:
+        check_logit_tokens(sampling, vocab)
     if lora and not limits.max_loras:
         raise invalid("lora", f"{lora!r}: no attached worker serves adapters")
     num_tokens, max_tokens = len(prompt) // TOKEN_BYTES, sampling.max_tokens

@@ -18,13 +18,17 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_BIAS = 100.0  # either side of zero
 MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 1024
-MAX_BAD_WORD_TOKENS = 64  # as the worker has it
+MAX_BAD_WORD_TOKENS = 64  # of one; as the worker has it
+# Parameters travel with every sequence that a plan seats: so much that a plan of 256 of them stays below 16 MiB.
+MAX_BAD_WORDS_TOKENS = 4096  # of all
+MAX_ALLOWED_TOKENS = 8192
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 2**18  # of one prompt: of its tokens, and of the likeliest ones at each place
 
 
-def check_sampling(sampling: SamplingParams) -> None:
-    """What can be told without knowing the model. Raises Rejection."""
+def check_sampling(sampling: SamplingParams) -> bool:
+    """What can be told without knowing the model. Returns whether it changes the logits: to look takes a while, so it
+    is done once. Raises Rejection."""
     max_tokens, min_tokens = sampling.max_tokens, sampling.min_tokens
     temperature, top_p = sampling.temperature, sampling.top_p
     if not max_tokens:
@@ -41,14 +45,18 @@ def check_sampling(sampling: SamplingParams) -> None:
         raise invalid("min_p", f"{min_p} is not in [0, 1]")
     if not 0 <= (typical_p := sampling.typical_p) <= 1:
         raise invalid("typical_p", f"{typical_p} is not in [0, 1]")
-    if changes_logits(sampling):
-        _check_penalties(sampling)
-        _check_bias(sampling)
-        _check_bad_words(sampling)
-        if len(sampling.allowed_token_ids) % TOKEN_BYTES:
-            raise invalid("allowed_token_ids", "is not packed int32")
     if sampling.logprobs or sampling.prompt_logprobs:
         _check_logprobs(sampling)
+    if not changes_logits(sampling):
+        return False
+    _check_penalties(sampling)
+    _check_bias(sampling)
+    _check_bad_words(sampling)
+    if (size := len(sampling.allowed_token_ids)) % TOKEN_BYTES:
+        raise invalid("allowed_token_ids", "is not packed int32")
+    if size > MAX_ALLOWED_TOKENS * TOKEN_BYTES:
+        raise invalid("allowed_token_ids", f"has {size // TOKEN_BYTES} tokens, {MAX_ALLOWED_TOKENS} are possible")
+    return True
 
 
 def _check_logprobs(sampling: SamplingParams) -> None:
@@ -99,6 +107,8 @@ def _check_bias(sampling: SamplingParams) -> None:
 def _check_bad_words(sampling: SamplingParams) -> None:
     if len(sampling.bad_words) > MAX_BAD_WORDS:
         raise invalid("bad_words", f"has {len(sampling.bad_words)} of them, {MAX_BAD_WORDS} are possible")
+    if (total := sum(map(len, sampling.bad_words)) // TOKEN_BYTES) > MAX_BAD_WORDS_TOKENS:
+        raise invalid("bad_words", f"have {total} tokens in all, {MAX_BAD_WORDS_TOKENS} are possible")
     for word in sampling.bad_words:
         if len(word) % TOKEN_BYTES:
             raise invalid("bad_words", "is not packed int32")
@@ -107,16 +117,11 @@ def _check_bad_words(sampling: SamplingParams) -> None:
             raise invalid("bad_words", f"one has {count} tokens, 1 to {MAX_BAD_WORD_TOKENS} are possible")
 
 
-def check_sampling_tokens(sampling: SamplingParams, vocab: int) -> None:
-    """What the model allows. Raises Rejection."""
-    for token in sampling.stop_token_ids or ():  # most have none, which is quicker to ask than to go through
-        if token >= vocab:
-            raise _outside("stop_token_ids", token, vocab)
-    if not changes_logits(sampling):
-        return
+def check_logit_tokens(sampling: SamplingParams, vocab: int) -> None:
+    """The tokens of what changes the logits. Raises Rejection."""
     for token in sampling.logit_bias:
         if token >= vocab:
-            raise _outside("logit_bias", token, vocab)
+            raise outside("logit_bias", token, vocab)
     for word in sampling.bad_words:
         check_tokens("bad_words", word, vocab)
     if sampling.allowed_token_ids:
@@ -127,8 +132,8 @@ def check_tokens(name: str, token_ids: bytes, vocab: int) -> None:
     """Packed int32, at least one. Raises Rejection if one is outside the vocabulary."""
     tokens = np.frombuffer(token_ids, np.uint32)  # so that negative ones are larger than any vocabulary
     if np.maximum.reduce(tokens) >= vocab:
-        raise _outside(name, int(tokens.view(np.int32)[tokens >= vocab][0]), vocab)
+        raise outside(name, int(tokens.view(np.int32)[tokens >= vocab][0]), vocab)
 
 
-def _outside(name: str, token: int, vocab: int) -> Rejection:
+def outside(name: str, token: int, vocab: int) -> Rejection:
     return invalid(name, f"token id {token} is outside the vocabulary of {vocab}")

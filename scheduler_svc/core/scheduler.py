@@ -151,12 +151,12 @@ class SchedulerCore:
 
     def _submit(self, session: Session, submission: Submission, now_s: float) -> None:
         prompt, output, sampling = submission.prompt_token_ids, submission.output_token_ids, submission.sampling
-        check_submission(submission, sampling, prompt, output)
+        changes_logits = check_submission(submission, sampling, prompt, output)
         is_search = submission.HasField("beam")
         if is_search:
             check_beam(submission)
         if self.limits:
-            check_limits(prompt, output, sampling, submission.lora, self.limits)
+            check_limits(prompt, output, sampling, submission.lora, self.limits, changes_logits)
         if submission.handle in session.live:
             raise Rejection(CODE_FAILED_PRECONDITION, f"handle: {submission.handle} is in use", "handle")
         request = new_request(session.id, self.life.next_seniority(), submission, sampling, prompt, output, now_s)

@@ -155,7 +155,7 @@ def _choices(options: inference_pb2.SamplingOptions) -> SamplingChoices:
         ignore_eos=options.ignore_eos,
         stop=list(options.stop),
         stop_token_ids=list(options.stop_token_ids),
-        logit_bias=dict(options.logit_bias),
+        logit_bias=dict(options.logit_bias) or None,
         bad_words=[*options.bad_words, *(list(word.ids) for word in options.bad_word_ids)],
         allowed_token_ids=list(options.allowed_token_ids) or None,
     )

@@ -25,7 +25,9 @@ MAX_BIAS = 100.0  # either side of zero
 MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
-MAX_BAD_WORD_TOKENS = 64
+MAX_BAD_WORD_TOKENS = 64  # of one
+MAX_BAD_WORDS_TOKENS = 4096  # of all, in both spellings
+MAX_ALLOWED_TOKENS = 8192
 MAX_TOP_LOGPROBS = 20
 # Below this a softmax overflows float32; it is greedy for all purposes.
 _GREEDY_TEMPERATURE = 1e-5
@@ -86,40 +88,51 @@ def sampling_params(
     choices: SamplingChoices, files: ModelFiles, vocabulary: Vocabulary, names: FieldNames
 ) -> common_pb2.SamplingParams:
     """Everything but the numbers of tokens. Raises ApiError 400."""
-    name = names.of("stop_token_ids")
-    if len(choices.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise invalid(name, f"at most {MAX_STOP_TOKEN_IDS} stop tokens are possible")
-    repetition = _number(
-        choices.repetition_penalty,
-        files.repetition_penalty,
-        names.of("repetition_penalty"),
-        MIN_REPETITION_PENALTY,
-        MAX_REPETITION_PENALTY,
-    )
-    return common_pb2.SamplingParams(
+    params = common_pb2.SamplingParams(
         temperature=_temperature(choices, files.temperature, names),
         top_p=_share(choices.top_p, files.top_p, names.of("top_p")),
         top_k=_top_k(choices, files.top_k, names),
-        min_p=_number(choices.min_p, files.min_p, names.of("min_p"), 0.0, 1.0),
-        typical_p=_share(choices.typical_p, files.typical_p, names.of("typical_p")),
         seed=_seed(choices, names),
         ignore_eos=choices.ignore_eos,
-        stop_token_ids=sorted(set(vocabulary.check_token_ids(choices.stop_token_ids, name))),
-        repetition_penalty=repetition if repetition != 1.0 else 0.0,  # left out: a request without any is the usual one
-        presence_penalty=_number(
-            choices.presence_penalty, 0.0, names.of("presence_penalty"), -MAX_PENALTY, MAX_PENALTY
-        ),
-        frequency_penalty=_number(
-            choices.frequency_penalty, 0.0, names.of("frequency_penalty"), -MAX_PENALTY, MAX_PENALTY
-        ),
-        logit_bias=_logit_bias(choices.logit_bias or {}, vocabulary, names.of("logit_bias")),
-        bad_words=_bad_words(choices.bad_words, vocabulary, names.of("bad_words")),
-        allowed_token_ids=_allowed(choices.allowed_token_ids, vocabulary, names.of("allowed_token_ids")),
-        logprobs=choices.logprobs is not None,
-        num_top_logprobs=_num_top(choices.logprobs, names.of("logprobs")),
-        prompt_logprobs=choices.prompt_logprobs is not None,
-        num_top_prompt_logprobs=_num_top(choices.prompt_logprobs, names.of("prompt_logprobs")),
     )
+    if choices.stop_token_ids:
+        params.stop_token_ids.extend(_stop_tokens(choices.stop_token_ids, vocabulary, names.of("stop_token_ids")))
+    # What follows is left out where it changes nothing: most requests have none of it, here and further on.
+    if (min_p := _number(choices.min_p, files.min_p, names.of("min_p"), 0.0, 1.0)) != 0.0:
+        params.min_p = min_p
+    if (typical_p := _share(choices.typical_p, files.typical_p, names.of("typical_p"))) != 1.0:
+        params.typical_p = typical_p
+    _add_penalties(params, choices, files, names)
+    if choices.logit_bias:
+        params.logit_bias.update(_logit_bias(choices.logit_bias, vocabulary, names.of("logit_bias")))
+    if choices.bad_words:
+        params.bad_words.extend(_bad_words(choices.bad_words, vocabulary, names.of("bad_words")))
+    if choices.allowed_token_ids is not None:
+        params.allowed_token_ids = _allowed(choices.allowed_token_ids, vocabulary, names.of("allowed_token_ids"))
+    if choices.logprobs is not None:
+        params.logprobs = True
+        params.num_top_logprobs = _num_top(choices.logprobs, names.of("logprobs"))
+    if choices.prompt_logprobs is not None:
+        params.prompt_logprobs = True
+        params.num_top_prompt_logprobs = _num_top(choices.prompt_logprobs, names.of("prompt_logprobs"))
+    return params
+
+
+def _add_penalties(
+    params: common_pb2.SamplingParams, choices: SamplingChoices, files: ModelFiles, names: FieldNames
+) -> None:
+    low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+    repetition = _number(
+        choices.repetition_penalty, files.repetition_penalty, names.of("repetition_penalty"), low, high
+    )
+    if repetition != 1.0:
+        params.repetition_penalty = repetition
+    if choices.presence_penalty:
+        check_range(names.of("presence_penalty"), choices.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        params.presence_penalty = choices.presence_penalty
+    if choices.frequency_penalty:
+        check_range(names.of("frequency_penalty"), choices.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        params.frequency_penalty = choices.frequency_penalty
 
 
 def refuse_for_beams(choices: SamplingChoices) -> None:
@@ -195,9 +208,7 @@ def _seed(choices: SamplingChoices, names: FieldNames) -> int:
     return choices.seed % 2**64
 
 
-def _num_top(count: int | None, name: str) -> int:
-    if count is None:
-        return 0
+def _num_top(count: int, name: str) -> int:
     check_range(name, count, 0, MAX_TOP_LOGPROBS)
     return count
 
@@ -211,12 +222,19 @@ def _logit_bias(biases: Mapping[int, float], vocabulary: Vocabulary, name: str) 
     return dict(biases)
 
 
-def _allowed(token_ids: Sequence[int] | None, vocabulary: Vocabulary, name: str) -> bytes:
-    if token_ids is None:
-        return b""
+def _stop_tokens(token_ids: Sequence[int], vocabulary: Vocabulary, name: str) -> list[int]:
+    if len(token_ids) > MAX_STOP_TOKEN_IDS:
+        raise invalid(name, f"at most {MAX_STOP_TOKEN_IDS} stop tokens are possible")
+    return sorted(set(vocabulary.check_token_ids(token_ids, name)))
+
+
+def _allowed(token_ids: Sequence[int], vocabulary: Vocabulary, name: str) -> bytes:
     if not token_ids:
         raise invalid(name, f"{name} must not be empty: nothing could be sampled")
-    return np.unique(np.array(vocabulary.check_token_ids(token_ids, name), "<i4")).tobytes()
+    distinct = np.unique(np.array(vocabulary.check_token_ids(token_ids, name), "<i4"))
+    if len(distinct) > MAX_ALLOWED_TOKENS:
+        raise invalid(name, f"{name} has {len(distinct)} tokens; at most {MAX_ALLOWED_TOKENS} are possible")
+    return distinct.tobytes()
 
 
 def _bad_words(words: Sequence[str | Sequence[int]], vocabulary: Vocabulary, name: str) -> list[bytes]:
@@ -231,6 +249,8 @@ def _bad_words(words: Sequence[str | Sequence[int]], vocabulary: Vocabulary, nam
             if not 0 < len(ids) <= MAX_BAD_WORD_TOKENS:
                 raise invalid(name, f"{name}: an entry has 1 to {MAX_BAD_WORD_TOKENS} tokens, not {len(ids)}")
             banned[np.array(vocabulary.check_token_ids(ids, name), "<i4").tobytes()] = None
+    if (total := sum(map(len, banned)) // 4) > MAX_BAD_WORDS_TOKENS:
+        raise invalid(name, f"{name} has {total} tokens in all; at most {MAX_BAD_WORDS_TOKENS} are possible")
     return list(banned)
 
 

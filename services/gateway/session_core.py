@@ -289,7 +289,7 @@ class SessionCore:
                 request.sampling.prompt_logprobs = False  # they are here
             request.sent = True
             output = np.asarray(request.tokens, "<i4").tobytes() if request.tokens else b""
-            budget_bytes -= len(request.prompt_token_ids) + len(output) + 64
+            budget_bytes -= len(request.prompt_token_ids) + len(output) + request.sampling.ByteSize() + 64
             yield inference_pb2.Submission(
                 handle=request.handle,
                 request_id=request.request_id,

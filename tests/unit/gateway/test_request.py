@@ -167,6 +167,17 @@ def test_bad_words_are_banned_with_and_without_a_space_before_them(builder: Requ
     assert make_job(builder, bad_words=["  "]).sampling.bad_words == [np.array(encode("  "), "<i4").tobytes()]
 
 
+def test_parameters_of_many_tokens_have_a_limit() -> None:
+    """So that what travels with a batch of requests stays below the limit of a message."""
+    large = RequestBuilder(IdTokenizer(10_000), ModelFiles(CHECKPOINT, 50, 10_000, frozenset()))
+    assert len(make_job(large, allowed_token_ids=range(8192)).sampling.allowed_token_ids) == 4 * 8192
+    assert len(make_job(large, bad_words=[[i] * 64 for i in range(64)]).sampling.bad_words) == 64
+    for name, value in (("allowed_token_ids", range(8193)), ("bad_words", [[i] * 64 for i in range(65)])):
+        with pytest.raises(ApiError, match="at most") as caught:
+            make_job(large, **{name: value})
+        assert caught.value.param == name
+
+
 def test_a_model_without_a_tokenizer_takes_bad_words_as_token_ids() -> None:
     bare = RequestBuilder(IdTokenizer(50), ModelFiles(CHECKPOINT, 50, 50, frozenset()))
     assert len(make_job(bare, bad_words=[[1, 2]]).sampling.bad_words) == 1

@@ -321,6 +321,12 @@ def test_what_is_retained_is_there_when_all_else_has_gone(system: LocalSystem, c
         ({"sampling": params(4, bad_words=[pack(1)] * 1025)}, "bad_words", "1024 are possible"),
         ({"sampling": params(4, bad_words=[pack(1, VOCAB)])}, "bad_words", "vocabulary"),
         ({"sampling": params(4, bad_words=[pack(-1, 1)])}, "bad_words", "vocabulary"),
+        (
+            {"sampling": params(4, bad_words=[pack(*range(64))] * 65)},
+            "bad_words",
+            "4160 tokens in all, 4096 are possible",
+        ),
+        ({"sampling": params(4, allowed_token_ids=pack(*range(8193)))}, "allowed_token_ids", "8192 are possible"),
         ({"sampling": params(4, allowed_token_ids=b"123")}, "allowed_token_ids", "packed int32"),
         ({"sampling": params(4, allowed_token_ids=pack(1, VOCAB))}, "allowed_token_ids", "vocabulary"),
         ({"sampling": params(4, logprobs=True, num_top_logprobs=21)}, "num_top_logprobs", "20 are possible"),
