@@ -18,7 +18,8 @@ def test_every_option_reaches_the_parameters() -> None:
     options = SamplingOptions(
         temperature=0.5, top_p=0.75, top_k=3, seed=9, max_tokens=7, min_tokens=2, ignore_eos=True, stop_token_ids=[4],
         min_p=0.25, typical_p=0.5, repetition_penalty=1.5, presence_penalty=-1, frequency_penalty=0.5,
-        logit_bias={5: 2.0}, bad_word_ids=[TokenIds(ids=[6, 7])], allowed_token_ids=[8, 9], logprobs=0, prompt_logprobs=3,
+        logit_bias={5: 2.0}, bad_word_ids=[TokenIds(ids=[6, 7])], allowed_token_ids=[8, 9], logprobs=0,
+        prompt_logprobs=3,
     )  # fmt: skip
     sampling = to_submission(GenerateRequest(token_ids=PROMPT, sampling=options), None).sampling
     unlike = {"logit_bias", "bad_word_ids", "bad_words", "allowed_token_ids", "logprobs", "prompt_logprobs", "stop"}
