@@ -40,6 +40,7 @@ class Sequence:
                   reused     own
                             ^ node            the tree's node that ends where the whole computed blocks end
 
+    What the step is to compute for which it was granted counts as computed (`unwritten` until the step has been sent).
     The sequence uses that node and all above it. Their blocks are those of the table, unless equal ones of another
     sequence got there first: then it uses both, and its own stay outside of the tree (`duplicates`).
     """
@@ -54,6 +55,7 @@ class Sequence:
         "table",
         "terms",
         "tokens",
+        "unwritten",
         "worker",
     )
 
@@ -73,6 +75,7 @@ class Sequence:
         self.table = table
         self.node = node
         self.num_computed_tokens = num_computed_tokens
+        self.unwritten = False
         self.duplicates = array("i")
         self.terms = known.terms
 

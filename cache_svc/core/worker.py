@@ -155,6 +155,7 @@ class Worker:
                 f"sequence {waiter.sequence_id} cannot fork sequence {parent.sequence_id}, which has not computed the "
                 f"first {num_shared} tokens of it on worker {self.worker_id}",
             )
+        _check_written(parent)
         self.check_room(1)
         if not self.prefix_caching:
             self.store(parent)  # in a tree of the family's own: nobody else finds it
@@ -162,6 +163,20 @@ class Worker:
         node = self.tree.cut(parent.node, num_whole)
         table = self.device.use_path(node, waiter.terms.priority) + self.device.take(1)
         return self._begin(waiter, table, node, num_shared), parent.table[num_whole] if rest else 0
+
+    def plan(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """The next step is to compute so many of its tokens: whoever is admitted from now on can share them."""
+        sequence.num_computed_tokens, sequence.unwritten = num_computed_tokens, True
+        if self.prefix_caching and num_computed_tokens // self.tree.block_size > sequence.node.end:
+            self.store(sequence)
+
+    def written(self, sequence: Sequence) -> None:
+        """The step has been sent that computes what was planned."""
+        sequence.unwritten = False
+        node = sequence.node
+        while node.parent is not None and (holding := node.holdings[self.index]).unwritten:
+            holding.unwritten = False
+            node = node.parent
 
     def store(self, sequence: Sequence) -> None:
         """Put every whole computed block that is not in the tree yet into it."""
@@ -174,14 +189,14 @@ class Worker:
             if child is None:
                 reached = min(end, depth + tree.max_node_blocks)
                 child = tree.grow(node, bytes(tokens[begin : reached * block_bytes]))
-                device.hold(child, table[depth:reached], terms.priority)
+                device.hold(child, table[depth:reached], terms.priority).unwritten = sequence.unwritten
             else:
                 reached = tree.follow(child, tokens, end)
                 if reached < child.end:
                     child = tree.split(child, reached)
                 holding = child.holdings.get(self.index)
                 if holding is None:
-                    device.hold(child, table[depth:reached], terms.priority)
+                    device.hold(child, table[depth:reached], terms.priority).unwritten = sequence.unwritten
                 else:
                     # Equal blocks are here already: ours stay private, theirs must not go while we hold what is below.
                     device.use(holding, terms.priority)
@@ -191,13 +206,28 @@ class Worker:
         if terms.retention:
             device.retain(node, terms.retention)
 
-    def release(self, sequence: Sequence) -> None:
-        """The sequence leaves the device, from the tail to the head, so that eviction meets children before parents."""
+    def release(self, sequence: Sequence, discard: bool = False) -> None:
+        """The sequence leaves the device, from the tail to the head, so that eviction meets children before parents.
+        With `discard`, nothing is kept of it (nor of what is behind it) that has no other user."""
         private = sequence.duplicates + sequence.table[sequence.node.end :]
         private.reverse()
         self.device.pool.give_back(private)
         self.device.leave_path(sequence.node)
         del self.sequences[sequence.sequence_id]
+        if discard:
+            self._discard(sequence.node)
+
+    def _discard(self, node: PrefixNode) -> None:
+        """Of the way to the node, what has no user, and what is cached behind that."""
+        top = None
+        while node.parent is not None:
+            holding = node.holdings.get(self.index)
+            if holding is not None and not holding.users:
+                top = node
+            node = node.parent
+        if top is not None:
+            self.host.forget_unused(top)  # first: what is there may be behind what the device has
+            self.device.forget_unused(top)
 
     def swap_out(self, sequence: Sequence) -> SwappedSequence:
         """Host blocks for what is computed of it, and none on the device any more: everything moves, also what others
@@ -205,6 +235,7 @@ class Worker:
 
         Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few host blocks.
         """
+        _check_written(sequence)
         num_blocks = -(-sequence.num_computed_tokens // self.tree.block_size)
         available = self.host.available_blocks
         if num_blocks > available:
@@ -252,6 +283,13 @@ class Worker:
                 f"worker {self.worker_id}: {num_blocks} more blocks asked for, {available} available "
                 f"(of {self.device.num_blocks})",
             )
+
+
+def _check_written(sequence: Sequence) -> None:
+    if sequence.unwritten:
+        raise OpError(
+            Code.FAILED_PRECONDITION, f"sequence {sequence.sequence_id} has planned tokens, not committed yet"
+        )
 
 
 def check_token_bytes(token_ids: bytes) -> None:

@@ -55,8 +55,9 @@ def rematch_op(sequences: Sequence[int], always: bool = False) -> pb.CacheOp:
     return pb.CacheOp(rematch=pb.RematchOp(sequences=sequences, always=always))
 
 
-def admit_op(sequence: int, worker: int, new_tokens: int = 0) -> pb.CacheOp:
-    return pb.CacheOp(admit=pb.AdmitOp(sequence=sequence, worker=worker, num_new_tokens=new_tokens))
+def admit_op(sequence: int, worker: int, new_tokens: int = 0, planned: int = 0) -> pb.CacheOp:
+    admit = pb.AdmitOp(sequence=sequence, worker=worker, num_new_tokens=new_tokens, num_planned_tokens=planned)
+    return pb.CacheOp(admit=admit)
 
 
 def fork_op(sequence: int, worker: int, parent: int) -> pb.CacheOp:
@@ -67,7 +68,7 @@ def extend_op(sequences: Sequence[int]) -> pb.CacheOp:
     return pb.CacheOp(extend=pb.ExtendOp(sequences=sequences))
 
 
-def commit_op(entries: Sequence[tuple[int, Sequence[int], int]]) -> pb.CacheOp:
+def commit_op(entries: Sequence[tuple[int, Sequence[int], int]], planned: bool = False) -> pb.CacheOp:
     """Entries: sequence, new tokens, computed tokens."""
     return pb.CacheOp(
         commit=pb.CommitOp(
@@ -75,6 +76,7 @@ def commit_op(entries: Sequence[tuple[int, Sequence[int], int]]) -> pb.CacheOp:
             num_new_tokens=[len(tokens) for _, tokens, _ in entries],
             token_ids=b"".join(pack(tokens) for _, tokens, _ in entries),
             num_computed_tokens=[computed for _, _, computed in entries],
+            planned=planned,
         )
     )
 
@@ -87,8 +89,8 @@ def swap_in_op(sequence: int) -> pb.CacheOp:
     return pb.CacheOp(swap_in=pb.SwapInOp(sequence=sequence))
 
 
-def free_op(sequences: Sequence[int]) -> pb.CacheOp:
-    return pb.CacheOp(free=pb.FreeOp(sequences=sequences))
+def free_op(sequences: Sequence[int], discard: bool = False) -> pb.CacheOp:
+    return pb.CacheOp(free=pb.FreeOp(sequences=sequences, discard=discard))
 
 
 def remove_worker_op(worker: int) -> pb.CacheOp:
