@@ -38,9 +38,11 @@ class Sequence:
 
         table   [ b0 b1 b2 | b3 | b4 b5 ]     one block id per `block_size` tokens, append-only
                   reused     own
-                            ^ node            the tree's node that ends where the whole computed blocks end
+                            ^ node            the tree's node that ends where the whole computed blocks end (or
+                                              before that, where it met what another one was just to write)
 
-    What the step is to compute for which it was granted counts as computed (`unwritten` until the step has been sent).
+    What the step is to compute for which it was granted counts as computed. Until that step has been sent, the sequence
+    and those with whom it shares are `unwritten`.
     The sequence uses that node and all above it. Their blocks are those of the table, unless equal ones of another
     sequence got there first: then it uses both, and its own stay outside of the tree (`duplicates`).
     """

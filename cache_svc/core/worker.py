@@ -135,6 +135,8 @@ class Worker:
         self, known: Waiter | SwappedSequence, table: array[int], node: PrefixNode, num_computed_tokens: int
     ) -> Sequence:
         sequence = self.sequences[known.sequence_id] = Sequence(known, self, table, node, num_computed_tokens)
+        if node.parent is not None:
+            sequence.unwritten = node.holdings[self.index].unwritten
         if known.terms.retention:
             self.device.retain(node, known.terms.retention)
         return sequence
@@ -171,7 +173,7 @@ class Worker:
             self.store(sequence)
 
     def written(self, sequence: Sequence) -> None:
-        """The step has been sent that computes what was planned."""
+        """The step has been sent that computes what was planned for it, or for those with whom it shares."""
         sequence.unwritten = False
         node = sequence.node
         while node.parent is not None and (holding := node.holdings[self.index]).unwritten:
@@ -179,7 +181,7 @@ class Worker:
             node = node.parent
 
     def store(self, sequence: Sequence) -> None:
-        """Put every whole computed block that is not in the tree yet into it."""
+        """Put every whole computed block that is not in the tree yet into it, up to what others are just to write."""
         tree, device, tokens, table = self.tree, self.device, sequence.tokens, sequence.table
         node, block_bytes, terms = sequence.node, tree.block_bytes, sequence.terms
         depth, end = node.end, sequence.num_computed_tokens // tree.block_size
@@ -195,6 +197,8 @@ class Worker:
                 if reached < child.end:
                     child = tree.split(child, reached)
                 holding = child.holdings.get(self.index)
+                if holding is not None and holding.unwritten:
+                    break  # whoever is to write it may be taken out of the step, and then it holds nothing
                 if holding is None:
                     device.hold(child, table[depth:reached], terms.priority).unwritten = sequence.unwritten
                 else:

@@ -1,4 +1,4 @@
-"""What a step's result means: tokens to sessions, whole blocks to the cache, sequences that are over."""
+"""What a step's result means: tokens to sessions, sequences that are over."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from paceline.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
 from paceline.v1.worker_pb2 import StepResult, TokenLogprobs
 from scheduler_svc.core.arrays import Longs, Slots, Tokens
-from scheduler_svc.core.cache_link import CacheLink, ProtocolError
+from scheduler_svc.core.cache_link import ProtocolError
 from scheduler_svc.core.request import TOKEN_BYTES, Request
 from scheduler_svc.core.worker import StepInFlight, Worker
 
@@ -19,10 +19,9 @@ Logprobs = dict[int, TokenLogprobs]  # by slot
 
 @dataclass(frozen=True, slots=True)
 class ResultReader:
-    cache: CacheLink
     publish: Callable[[int, Longs, Longs, Tokens], None]  # session of all or -1, sessions, handles, tokens
     finish: Callable[[Request, FinishReason.ValueType], None]
-    fail: Callable[[Request, str], None]
+    spoil: Callable[[Request, str], None]  # it fails, and what it computed is not to be trusted
     publish_score: Callable[[Request, float], None]
     report_beam: Callable[[Request, TokenLogprobs | None], None]
 
@@ -90,7 +89,7 @@ class ResultReader:
     def _prefills(
         self, worker: Worker, step: StepInFlight, tokens: Tokens, failed: dict[int, str], logprobs: Logprobs
     ) -> int:
-        """Prefill rows: their whole blocks are in place; those that were the last of their sequence have sampled."""
+        """Prefill rows; those that were the last of their sequence have sampled."""
         sampled = iter(tokens.tolist())
         new: list[tuple[int, int, int]] = []  # session, handle, token
         for chunk in step.chunks:
@@ -99,9 +98,8 @@ class ResultReader:
                 continue
             request = worker.running[chunk.slot]
             if chunk.slot in failed:
-                self.fail(request, failed[chunk.slot])
+                self.spoil(request, failed[chunk.slot])
                 continue
-            self.cache.add_commit(request.sequence, b"", chunk.num_computed)
             if token is None:
                 continue
             if request.group is not None:
@@ -129,4 +127,4 @@ class ResultReader:
     def _fail_rows(self, worker: Worker, rows: Slots, failed: dict[int, str]) -> None:
         for slot in rows.tolist():
             if slot in failed:
-                self.fail(worker.running[slot], failed[slot])
+                self.spoil(worker.running[slot], failed[slot])

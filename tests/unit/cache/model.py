@@ -168,6 +168,7 @@ class Model:
         table = [worker.stored[prefix] for prefix in hit] + worker.take(needed())
         computed, end = len(hit) * self.block_size + copied, len(hit) + len(behind)
         self.running[sequence] = ModelSequence(worker_id, self.waiting.pop(sequence), table, computed, hit, terms)
+        self.running[sequence].planned = any(prefix in worker.unwritten for prefix in hit)
         cached = computed + len(behind) * self.block_size
         if planned:
             self._plan(sequence, min(cached + planned, len(tokens)))
@@ -258,6 +259,8 @@ class Model:
         while worker.prefix_caching and (len(sequence.prefixes) + 1) * self.block_size <= computed:
             i = len(sequence.prefixes)
             prefix = (sequence.terms.salt, *sequence.tokens[: (i + 1) * self.block_size])
+            if prefix in worker.unwritten:
+                break
             if prefix not in worker.stored:
                 worker.store(prefix, sequence.table[i])
             worker.use_for(prefix, sequence_id, sequence.terms.priority, again=False)
