@@ -326,6 +326,7 @@ class CacheCore:
             self.counters.promoted_blocks += len(host_blocks)
             result.admit.device_blocks = pack_int32(sequence.table[first:end])
             result.admit.host_blocks = pack_int32(host_blocks)
+        result.admit.shares_planned = sequence.unwritten
         if num_planned:
             worker.plan(sequence, min(num_cached_tokens + num_planned, sequence.num_tokens))
         if worker.prefix_caching:

@@ -89,12 +89,15 @@ class Worker:
         `node` and `depth` are where the tree's walk for the tokens ends. With `copies`, what has to be copied counts as
         stored too: what the host has behind the device (the host blocks are the third result, for as many of the new
         blocks, from the first on), or with partial reuse what another block begins with (that block's content belongs
-        into the first new one, and is the second result, else 0).
+        into the first new one, and is the second result, else 0). Without, only what is written counts.
         Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few blocks.
         """
         tree, device = self.tree, self.device
         last, end = node, depth
         node, cached, live = device.held(node, depth) if self.prefix_caching else (Root(None), 0, 0)
+        if not copies:
+            node, cached = self._written_part(node, cached)
+            live = min(live, cached)
         reached = cached  # blocks from the root, with those of the host
         if copies and self.host_tier:
             last, reached = self.host.behind(last, end, node)
@@ -171,6 +174,13 @@ class Worker:
         sequence.num_computed_tokens, sequence.unwritten = num_computed_tokens, True
         if self.prefix_caching and num_computed_tokens // self.tree.block_size > sequence.node.end:
             self.store(sequence)
+
+    def _written_part(self, node: PrefixNode, depth: int) -> tuple[PrefixNode, int]:
+        """Of a place that the device holds, without what steps are still to write that have not been sent."""
+        while node.parent is not None and node.holdings[self.index].unwritten:
+            node = node.parent
+            depth = node.end
+        return node, depth
 
     def written(self, sequence: Sequence) -> None:
         """The step has been sent that computes what was planned for it, or for those with whom it shares."""

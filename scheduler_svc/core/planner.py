@@ -12,7 +12,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from paceline.v1.cache_pb2 import AdmitResult, CacheServiceLinkResponse
+from paceline.v1.cache_pb2 import CacheServiceLinkResponse
 from paceline.v1.worker_pb2 import StepPlan, WorkerServiceLinkResponse
 from scheduler_svc.core.arrays import packed
 from scheduler_svc.core.cache_link import admit_result
@@ -164,7 +164,7 @@ class Planner:
         sizes = {slot: size for slot, gen, size in decision.chunks if generation[slot] == gen}
         for admission, index in zip(decision.admissions, admits, strict=True):
             assert response is not None, "an admission needs an exchange"
-            if lost and self._shares_in_step(worker, admission.request, admit_result(response, index)):
+            if lost and (granted := admit_result(response, index)) is not None and granted.shares_planned:
                 continue  # the caller puts it back into the queue
             self._seat(worker, admission, response, index, plan, sizes)
         return message if self._run(worker, plan, sizes) else None
@@ -175,14 +175,6 @@ class Planner:
         generation = worker.slots.generation
         ended = any(admission.request.phase is Phase.ENDED for admission in draft.decision.admissions)
         return ended or any(generation[slot] != gen for slot, gen, _ in draft.decision.chunks)
-
-    @staticmethod
-    def _shares_in_step(worker: Worker, request: Request, granted: AdmitResult | None) -> bool:
-        """Whether it was granted more than the worker had of it, so that it may lean on what is not computed now."""
-        if granted is None or request.swapped_on or request.can_fork_on(worker.id):
-            return False
-        on_device = granted.num_cached_tokens - len(granted.host_blocks) // 4 * worker.block_size
-        return on_device > request.matched_tokens(worker.id) - request.host_tokens(worker.id)
 
     def _grow(
         self, worker: Worker, draft: Draft, response: CacheServiceLinkResponse, extend: int, plan: StepPlan

@@ -710,6 +710,7 @@ class AdmitResult(_message.Message):
     COPY_FROM_FIELD_NUMBER: _builtins.int
     DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    SHARES_PLANNED_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     block_table: _builtins.bytes
     """Packed int32: the whole block table."""
@@ -722,6 +723,10 @@ class AdmitResult(_message.Message):
     the content of host_blocks[i] has to be copied to device_blocks[i]. Both are packed int32.
     """
     host_blocks: _builtins.bytes
+    shares_planned: _builtins.bool
+    """Some of the cached tokens are only planned (AdmitOp.num_planned_tokens): if that step does not compute them after all,
+    this sequence must be freed.
+    """
     def __init__(
         self,
         *,
@@ -730,10 +735,11 @@ class AdmitResult(_message.Message):
         copy_from: _builtins.int = ...,
         device_blocks: _builtins.bytes = ...,
         host_blocks: _builtins.bytes = ...,
+        shares_planned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "copy_from", b"copy_from", "device_blocks", b"device_blocks", "host_blocks", b"host_blocks", "num_cached_tokens", b"num_cached_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "copy_from", b"copy_from", "device_blocks", b"device_blocks", "host_blocks", b"host_blocks", "num_cached_tokens", b"num_cached_tokens", "shares_planned", b"shares_planned"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -145,7 +145,7 @@ class Model:
             raise ModelRefusal(Code.INVALID_ARGUMENT)
         tokens = self.waiting[sequence]
         terms = self.terms[sequence]
-        hit = self._hit(worker, terms.salt, tokens)
+        hit = [p for p in self._hit(worker, terms.salt, tokens) if copies or p not in worker.unwritten]
         begins = (terms.salt, *tokens[: len(hit) * self.block_size])
         behind = self._behind(worker, terms.salt, tokens, len(hit)) if copies else []
         source, copied = worker.nearest(begins, tokens) if copies and not behind else (0, 0)
