@@ -148,7 +148,7 @@ class Worker:
         """A table for tokens of which the parent has computed all but the last: its whole blocks, which nobody writes
         any more, and a new one for the rest. Also the block whose content belongs into that new one (0: none).
 
-        Raises OpError, having changed nothing: FAILED_PRECONDITION if the parent is not such a one, RESOURCE_EXHAUSTED.
+        Raises OpError, having granted nothing: FAILED_PRECONDITION if the parent is not such a one, RESOURCE_EXHAUSTED.
         """
         token_ids = waiter.token_ids
         num_shared = len(token_ids) // TOKEN_BYTES - 1
@@ -161,10 +161,10 @@ class Worker:
                 f"first {num_shared} tokens of it on worker {self.worker_id}",
             )
         _check_written(parent)
-        self.check_room(1)
         if not self.prefix_caching or parent.alone:
             parent.alone = False
             self.store(parent)  # without prefix caching in a tree of the family's own: nobody else finds it
+        self.check_room(1)  # now that equal blocks, which nobody used, may be in use
         num_whole, rest = divmod(num_shared, self.tree.block_size)
         node = self.tree.cut(parent.node, num_whole)
         table = self.device.use_path(node, waiter.terms.priority) + self.device.take(1)

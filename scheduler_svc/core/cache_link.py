@@ -8,6 +8,7 @@ from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from paceline.v1.cache_pb2 import (
     AddWorkerOp,
+    AdmitOp,
     AdmitResult,
     CacheOp,
     CacheServiceLinkRequest,
@@ -15,6 +16,7 @@ from paceline.v1.cache_pb2 import (
     CommitOp,
     MatchOp,
 )
+from scheduler_svc.core.decision import Admission
 from scheduler_svc.core.request import TOKEN_BYTES, Request
 from scheduler_svc.core.worker import Draft, Worker
 
@@ -157,15 +159,7 @@ class CacheLink:
                 if request.swapped_on:
                     op.swap_in.sequence = request.sequence
                     continue
-                admit = op.admit
-                admit.sequence, admit.worker = request.sequence, worker.id
-                admit.num_new_tokens = admission.num_new_tokens
-                if request.parent is not None and request.can_fork_on(worker.id):
-                    admit.fork_of = request.parent.sequence
-                elif draft.decision.shares:
-                    admit.num_planned_tokens = admission.num_tokens
-                if request.scores_prompt:
-                    admit.no_reuse = True
+                self._fill_admit(op.admit, worker, admission, draft.decision.shares)
             sent.drafts.append((draft, extend, admits))
         known = [request.sequence for request in heads if request.matches is not None]
         if known:
@@ -176,6 +170,18 @@ class CacheLink:
             rematch.always = True
             self.rematches.clear()
         return message
+
+    @staticmethod
+    def _fill_admit(admit: AdmitOp, worker: Worker, admission: Admission, shares: bool) -> None:
+        request = admission.request
+        admit.sequence, admit.worker = request.sequence, worker.id
+        admit.num_new_tokens = admission.num_new_tokens
+        if request.parent is not None and request.can_fork_on(worker.id):
+            admit.fork_of = request.parent.sequence
+        elif shares:
+            admit.num_planned_tokens = admission.num_tokens
+        if request.scores_prompt:
+            admit.no_reuse = True
 
     @staticmethod
     def _fill_planned(commit: CommitOp, worker: Worker, chunks: list[tuple[int, int, int]]) -> None:
