@@ -35,8 +35,8 @@ class Garbage:
 
     def _some(self) -> list[pb.CacheOp]:
         rare = self.rng.choice(["add_worker", "rematch", "empty", "remove_worker"])
-        starts, others = ["start", "start", "branch"], ["match", "admit", "fork", "extend", "free", "swap_out", "swap_in"]
-        name = self.rng.choice([*starts, *["commit"] * 3, *others, rare])
+        usual = ["start", "start", "branch", *["commit"] * 3, "match", "admit", "fork", "extend", "free"]
+        name = self.rng.choice([*usual, "swap_out", "swap_in", rare])
         if name == "start":
             match = self._match(self._new())
             return [match, d.admit_op(match.match.sequence, self.worker(), self.rng.choice([0, 0, 1, 3, 100, UINT32]))]
