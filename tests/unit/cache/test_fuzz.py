@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_svc.core import admin
@@ -38,6 +38,9 @@ def check_response(core: CacheCore, ops: list[pb.CacheOp], response: pb.CacheSer
             assert 0 < len(result.error.message) < 500
         else:
             assert result.WhichOneof("result") == RESULTS.get(kind or "")
+            admit = result.swap_in.admit if kind == "swap_in" else result.admit
+            if kind in ("admit", "swap_in"):
+                assert core.tree is None or len(admit.block_table) // 4 * core.tree.block_size > admit.num_cached_tokens
     for pool in [*response.pools, *core.present_counters()]:
         worker = core.workers[pool.worker]
         assert pool.free_blocks + pool.cached_blocks + pool.used_blocks == worker.device.num_blocks
@@ -63,18 +66,22 @@ def serve_honestly(core: CacheCore, sequence: int) -> None:
     assert (found.worker, found.num_tokens) == (worker, 3 * block_size)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A seed, as hypothesis' own randomness is five times slower; what it makes smaller is the number of exchanges.
+@settings(max_examples=400, deadline=None)
 @given(
-    rng=st.randoms(use_true_random=False),
+    seed=st.integers(0, 2**32),
+    rounds=st.integers(1, 60),
     eviction=st.sampled_from(list(STRATEGIES)),
     block_size=st.sampled_from([1, 2, 3, 2**32 - 1]),
 )
-def test_whatever_is_asked(rng: Random, eviction: str, block_size: int) -> None:
+def test_whatever_is_asked(seed: int, rounds: int, eviction: str, block_size: int) -> None:
+    rng = Random(seed)
     core = CacheCore(debug=True, eviction=eviction, max_pinned_share=0.6)
     watch_refusals(core)
     garbage = Garbage(rng, core)
-    exchange(core, [d.add_worker_op(0, 12, block_size, True, 8, bool(rng.randrange(2)), bool(rng.randrange(2)))])
-    for i in range(rng.choice([5, 20, 60])):
+    kind = True, 8, bool(rng.randrange(2)), bool(rng.randrange(2))
+    exchange(core, [d.add_worker_op(worker, 12, block_size, *kind) for worker in (0, 1)])
+    for i in range(rounds):
         ops = garbage.ops()
         now_ms = rng.choice([0, 5, 10, 10 * i, UINT64])
         check_response(core, ops, exchange(core, ops, now_ms))
