@@ -81,7 +81,7 @@ class HostMemory(Memory):
         if 0 < count < size:
             node = self.tree.split(node, node.start + count)
         if count:
-            self.hold(node, blocks)
+            self.hold(node, blocks, gone.priority)
             holding = node.holdings[self.index]
             holding.num_children = sum(self.index in child.holdings for child in node.children.values())
             self.moves.update(zip(blocks, gone.blocks[:count], strict=True))

@@ -8,6 +8,7 @@ from cache_svc.core.errors import Code, OpError
 from cache_svc.core.host import HostMemory
 from cache_svc.core.memory import Memory
 from cache_svc.core.table import Sequence, SwappedSequence
+from cache_svc.core.tails import keep_tail
 from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, PrefixTree, Root
 from cache_svc.core.waiting import Waiter
 
@@ -194,6 +195,8 @@ class Worker:
     def release(self, sequence: Sequence) -> None:
         """The sequence leaves the device, from the tail to the head, so that eviction meets children before parents."""
         private = sequence.duplicates + sequence.table[sequence.node.end :]
+        if self.partial_reuse and keep_tail(self.device, sequence):
+            del private[len(sequence.duplicates)]
         private.reverse()
         self.device.pool.give_back(private)
         self.device.leave_path(sequence.node)

@@ -217,7 +217,10 @@ class Lifecycle:
         self._leave(worker, request.slot)
         num_tokens = request.num_tokens
         num_computed = num_tokens - 1  # the last token is never computed
-        fills = num_computed // worker.block_size > request.num_registered // worker.block_size
+        if self.config.partial_reuse:
+            fills = num_tokens > request.num_registered
+        else:
+            fills = num_computed // worker.block_size > request.num_registered // worker.block_size
         if swaps or (worker.prefix_caching and fills):
             new_tokens = request.token_ids[request.num_registered * TOKEN_BYTES :]
             self._cache.add_commit(request.sequence, new_tokens, num_computed)

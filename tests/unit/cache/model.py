@@ -36,6 +36,9 @@ class ModelSequence:
     prefixes: list[Prefix]  # those it uses, from the head on
     terms: Terms
 
+    def __post_init__(self) -> None:
+        self.begun = self.computed
+
 
 @dataclass
 class ModelSwapped:
@@ -275,6 +278,10 @@ class Model:
                 continue
             sequence = self.running.pop(s)
             worker = self.workers[sequence.worker]
+            if worker.partial_reuse and sequence.computed > sequence.begun and sequence.computed % self.block_size:
+                tail = (sequence.terms.salt, *sequence.tokens[: sequence.computed])
+                block = sequence.table[sequence.computed // self.block_size]
+                worker.keep_tail(tail, block, sequence.terms.priority, sequence.terms.retention)
             others = {
                 block for other in self.running.values() if other.worker == sequence.worker for block in other.table
             }

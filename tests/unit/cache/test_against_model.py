@@ -210,6 +210,22 @@ class CacheMachine(RuleBasedStateMachine):
         op = d.admit_op(sequence, worker, new_tokens)
         self.do(op, self.model.admit, sequence, worker, new_tokens, hold=hold)
 
+    @precondition(lambda self: self.model.workers)
+    @rule(tokens=tokens, made=tokens, terms=terms, data=st.data())
+    def run(
+        self, tokens: list[int], made: list[int], terms: tuple[float, d.Retention, str], data: st.DataObject
+    ) -> None:
+        """From beginning to end, what it makes fitting into its blocks."""
+        sequence = next(s for s in range(1, 100) if s not in self.everything())
+        worker = data.draw(st.sampled_from(sorted(self.model.workers)))
+        self.do(d.match_op(sequence, tokens, *terms), self.model.match, sequence, tokens, *terms, hold=True)
+        self.do(d.admit_op(sequence, worker), self.model.admit, sequence, worker)
+        if sequence in self.model.running:
+            room = len(self.model.running[sequence].table) * self.block_size - len(tokens)
+            entries = [(sequence, made[:room], len(tokens) + len(made[:room]))]
+            self.do(d.commit_op(entries), self.model.commit, entries, hold=True)
+            self.do(d.free_op([sequence]), self.model.free, [sequence])
+
     @precondition(lambda self: self.model.running)
     @rule(hold=held)
     def compute_all(self, hold: bool) -> None:

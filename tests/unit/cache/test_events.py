@@ -63,6 +63,8 @@ class EventsMachine(CacheMachine):
     def by_id(self, stored: dict[Prefix, int]) -> dict[int, int]:
         ids = {}
         for (salt, *prompt), block in stored.items():
+            if len(prompt) % self.block_size:
+                continue  # events are about whole blocks
             parent = namespace_id(salt=str(salt))
             for begin in range(0, len(prompt), self.block_size):
                 parent = chained(parent, d.pack(prompt[begin : begin + self.block_size]))

@@ -262,3 +262,16 @@ def test_one_that_waits_learns_that_the_host_has_let_go() -> None:
     response = cache.exchange(d.match_op(4, C), d.admit_op(4, 0))
     updates = {update.sequence: d.tiers(update.matches) for update in response.match_updates}
     assert updates[3] == {}
+
+
+def test_what_is_demoted_keeps_a_priority_below_0() -> None:
+    link = d.Driver(eviction="priority")
+    link.add_worker(0, 1, num_host_blocks=2, host_tier=True)
+    for sequence, priority in ((1, 0.0), (2, -2.0), (3, 0.0)):
+        link.one(d.match_op(sequence, [sequence] * 4, priority))
+        link.admit(sequence, 0)
+        link.commit(sequence, [], 4)
+        link.free(sequence)
+    link.start(4, [7] * 4)  # a third one is demoted, for which one has to go
+    found = [d.tiers(link.one(d.match_op(10 + i, [i] * 5)).match.matches) for i in (1, 2, 3)]
+    assert found == [{0: (0, 0, 4)}, {}, {0: (0, 0, 4)}]

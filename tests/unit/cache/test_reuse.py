@@ -58,7 +58,7 @@ def test_never_the_last_token() -> None:
 def test_of_many_blocks_the_one_that_begins_with_the_most_is_copied() -> None:
     cache = link(num_blocks=64)
     for i in range(30):
-        cache.run(i, [*A[:4], i // 10, i % 10, 0, 0, 9])
+        cache.run(i, [*A[:4], i // 10, i % 10, 0, 0])
     for i in range(30):
         cached, _, source = admitted(cache, 100 + i, [*A[:4], i // 10, i % 10, 1, 1, 9])
         assert (cached, source) == (6, 2 + i)
@@ -69,8 +69,8 @@ def test_of_many_blocks_the_one_that_begins_with_the_most_is_copied() -> None:
 
 def test_each_worker_is_asked_for_what_it_holds() -> None:
     cache = link(workers=2)
-    cache.run(1, [*A[:4], 1, 1, 1, 1, 9])
-    cache.run(2, [*A[:4], 1, 1, 2, 2, 9], worker=1)
+    cache.run(1, [*A[:4], 1, 1, 1, 1])
+    cache.run(2, [*A[:4], 1, 1, 2, 2], worker=1)
     tokens = [*A[:4], 1, 1, 2, 3, 9]
     assert cache.match(3, tokens) == {0: (6, 0), 1: (7, 0)}
     assert admitted(cache, 4, tokens, worker=0) == (6, [1, 3, 4], 2)
