@@ -59,7 +59,7 @@ async def test_nothing_is_lost_to_block_size(bare: Stack, tiny: Stack) -> None:
         for turn in range(2):
             hits_before = tiny.metric("paceline_cache_prefix_hit_tokens_total", "cache") or 0
             for before, after in zip(right, await load.stream_all(tiny.url, wanted), strict=True):
-                assert not (before.errors or after.errors)
+                assert not before.errors + after.errors
                 assert after.text == before.text
             hits = (tiny.metric("paceline_cache_prefix_hit_tokens_total", "cache") or 0) - hits_before
             assert not turn or hits == len(wanted) * (length - 1)
