@@ -79,6 +79,11 @@ class EvictionQueue:
         if first:
             rank.move_to_end(holding, last=False)
 
+    def is_last(self, holding: Holding, of: Holding) -> bool:
+        """Whether it stands where the other one, to be added now, would come next."""
+        rank = holding.queue
+        return rank is not None and rank.key == self._key(of) and next(reversed(rank)) is holding
+
     def use(self, holding: Holding) -> None:
         """It has a user again."""
         self.remove(holding)

@@ -281,6 +281,22 @@ class PrefixTree:
                 watch.move(front)
         return front
 
+    def absorb(self, node: PrefixNode, child: PrefixNode) -> None:
+        """Undo a split: the node's only child, which the same memories hold, becomes a part of it."""
+        node.key += child.key
+        node.end = child.end
+        node.children, node.first_keys, node.num_tails = child.children, child.first_keys, child.num_tails
+        for below in node.children.values():
+            below.parent = node
+        for index, holding in node.holdings.items():
+            other = child.holdings[index]
+            holding.blocks, holding.num_children = holding.blocks + other.blocks, other.num_children
+        ids = node.prefix_ids, child.prefix_ids
+        node.prefix_ids = ids[0] + ids[1] if ids[0] is not None and ids[1] is not None else None
+        for watch in list((child.watches or {}).values()):
+            watch.move(node)
+        child.holdings = {}
+
     def remove(self, node: PrefixNode) -> None:
         """A node that nobody holds any more leaves the tree."""
         parent = node.parent

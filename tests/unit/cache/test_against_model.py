@@ -245,12 +245,12 @@ class CacheMachine(RuleBasedStateMachine):
             entries.append((s, new, data.draw(st.integers(sequence.computed, max(sequence.computed, most)))))
         self.do(d.commit_op(entries), self.model.commit, entries, hold=hold)
 
-    @precondition(lambda self: self.model.running)
+    @precondition(lambda self: any(self.model.running))  # 0 is no id to fork
     @rule(data=st.data(), last=st.integers(1, 2), hold=held)
     def fork(self, data: st.DataObject, last: int, hold: bool) -> None:
         """Of something that has computed enough, as a rule."""
         sequence = next(s for s in range(1, 100) if s not in self.everything())
-        parent = data.draw(st.sampled_from(sorted(self.model.running)))
+        parent = data.draw(st.sampled_from(sorted(filter(None, self.model.running))))
         known = self.model.running[parent]
         shared = data.draw(st.integers(0, known.computed + (data.draw(st.integers(0, 9)) == 9)))
         tokens, terms = [*known.tokens[:shared], last], (0.0, (), known.terms.salt)

@@ -55,8 +55,8 @@ class EventsMachine(CacheMachine):
             if not worker.prefix_caching:
                 continue
             for tier, memory in ((pb.CACHE_TIER_DEVICE, worker), (pb.CACHE_TIER_HOST, worker.host)):
-                if memory.stored:
-                    state[worker_id, tier] = self.by_id(memory.stored)
+                if known := self.by_id(memory.stored):
+                    state[worker_id, tier] = known
         assert state == stored_in(self.link.core)
         return state
 

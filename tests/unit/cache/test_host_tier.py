@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from cache_svc.core.errors import Code
+from cache_svc.core.tree import subtree
 from tests.unit.cache import driver as d
 from tests.unit.cache.driver import Driver, Refused
 
@@ -275,3 +276,20 @@ def test_what_is_demoted_keeps_a_priority_below_0() -> None:
     link.start(4, [7] * 4)  # a third one is demoted, for which one has to go
     found = [d.tiers(link.one(d.match_op(10 + i, [i] * 5)).match.matches) for i in (1, 2, 3)]
     assert found == [{0: (0, 0, 4)}, {}, {0: (0, 0, 4)}]
+
+
+def test_what_is_evicted_block_by_block_is_a_run_again() -> None:
+    link = d.Driver()
+    link.add_worker(0, 8, num_host_blocks=16, host_tier=True)
+    prompt = list(range(32))
+    link.run(1, prompt)
+    link.start(2, [99])
+    for _ in range(7):
+        link.extend(2)
+    assert link.core.tree is not None
+    assert [node.end for node in subtree(*link.core.tree.roots.values())] == [8]
+    assert d.tiers(link.one(d.match_op(3, [*prompt, 1])).match.matches) == {0: (0, 0, 32)}
+    link.free(2, 3)
+    link.match(4, prompt[:29])
+    admit = link.one(d.admit_op(4, 0)).admit
+    assert (admit.num_cached_tokens, d.unpack(admit.host_blocks)) == (28, [8, 7, 6, 5, 4, 3, 2])
