@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -82,6 +83,7 @@ class CacheCore:
         """A new link: no workers, no sequences, and the next exchange is number 1."""
         self.events.clear()
         self.last_exchange = 0
+        self.epoch = 0  # of the first exchange
         self.tree: PrefixTree | None = None  # there while there is a worker: the first one says the block size
         self.workers: dict[int, Worker] = {}
         self.waiting: dict[int, Waiter] = {}  # matched, not admitted
@@ -95,10 +97,15 @@ class CacheCore:
     def exchange(self, request: pb.CacheServiceLinkRequest) -> pb.CacheServiceLinkResponse:
         """Execute the operations in order; a failed one has an error for its result and has changed nothing.
 
-        Raises LinkError if this is not the exchange after the last one, and InvariantError in debug mode.
+        Raises LinkError, having changed nothing, if this is not the exchange after the last one or is of another epoch
+        than the first one, and InvariantError in debug mode.
         """
         if request.exchange != self.last_exchange + 1:
             raise LinkError(f"exchange {request.exchange} came where {self.last_exchange + 1} was expected")
+        if not self.last_exchange:
+            self.epoch = request.epoch
+        elif request.epoch != self.epoch:
+            raise LinkError(f"exchange {request.exchange} is of epoch {request.epoch}, the link is of {self.epoch}")
         self.last_exchange = request.exchange
         self.counters.exchanges += 1
         for worker in self.workers.values():
@@ -250,6 +257,8 @@ class CacheCore:
             raise OpError(Code.INVALID_ARGUMENT, "token_ids: a sequence has at least one token")
         terms, names = NO_TERMS, op.namespace
         if op.priority or op.retention:
+            if not math.isfinite(op.priority):  # what compares with nothing has no place in the order of eviction
+                raise OpError(Code.INVALID_ARGUMENT, f"priority: {op.priority} is not a finite number")
             terms = Terms(op.priority, read_ranges(op.retention))
         namespace = Namespace(names.model, names.lora, names.cache_salt)
         waiter = self.waiting[op.sequence] = Waiter(op.sequence, token_ids, namespace, terms)

@@ -50,6 +50,7 @@ class Sequence:
     __slots__ = (
         "duplicates",
         "node",
+        "num_begun_tokens",
         "num_computed_tokens",
         "num_tokens",
         "root",
@@ -78,6 +79,8 @@ class Sequence:
         self.node = node
         self.num_computed_tokens = num_computed_tokens
         self.unwritten = False
+        # With which it was admitted, some of them perhaps yet to be copied; who has more has seen the copy made.
+        self.num_begun_tokens = num_computed_tokens
         self.duplicates = array("i")
         self.terms = known.terms
 

@@ -8,6 +8,7 @@ from cache_svc.core.errors import Code, OpError
 from cache_svc.core.host import HostMemory
 from cache_svc.core.memory import Memory
 from cache_svc.core.table import Sequence, SwappedSequence
+from cache_svc.core.tails import keep_tail
 from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, PrefixTree, Root
 from cache_svc.core.waiting import Waiter
 
@@ -224,6 +225,9 @@ class Worker:
         """The sequence leaves the device, from the tail to the head, so that eviction meets children before parents.
         With `discard`, nothing is kept of it (nor of what is behind it) that has no other user."""
         private = sequence.duplicates + sequence.table[sequence.node.end :]
+        kept = self.partial_reuse and not (discard or sequence.unwritten)
+        if kept and keep_tail(self.device, sequence):
+            del private[len(sequence.duplicates)]
         private.reverse()
         self.device.pool.give_back(private)
         self.device.leave_path(sequence.node)

@@ -217,7 +217,10 @@ class Lifecycle:
         self._leave(worker, request.slot)
         num_tokens = request.num_tokens
         num_computed = max(num_tokens - 1, request.num_committed)  # the last token may be just computed, or not yet
-        fills = num_computed // worker.block_size > request.num_registered // worker.block_size
+        if self.config.partial_reuse:
+            fills = num_tokens > request.num_registered
+        else:
+            fills = num_computed // worker.block_size > request.num_registered // worker.block_size
         if swaps or (worker.prefix_caching and fills and not request.is_spoiled):
             new_tokens = request.token_ids[request.num_registered * TOKEN_BYTES :]
             self._cache.add_commit(request.sequence, new_tokens, num_computed)

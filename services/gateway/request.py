@@ -26,6 +26,7 @@ MAX_TEMPERATURE = 100.0
 MAX_SAMPLES = 64  # of one prompt
 MAX_TENANT_CHARS = 128
 MAX_LENGTH_PENALTY = 10.0
+MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 # Below this a softmax overflows float32; it is greedy for all purposes.
 _GREEDY_TEMPERATURE = 1e-5
 # Longer texts are encoded off the event loop (the tokenizer lets go of the GIL).
@@ -281,8 +282,8 @@ def check_terms(
 ) -> Terms:
     """What a request says of its place among others; None takes the default. Raises ApiError 400."""
     for name, value in (("priority", priority), ("deadline_s", deadline_s)):
-        if value is not None and not math.isfinite(value):
-            raise invalid(name, f"{name} must be a finite number")
+        if value is not None and not abs(value) <= MAX_FLOAT32:  # which is how they travel
+            raise invalid(name, f"{name} must be a finite number of 32 bits, not {value:g}")
     if deadline_s is not None and deadline_s <= 0:
         raise invalid("deadline_s", f"deadline_s must be above 0, not {deadline_s:g}")
     if tenant is not None and len(tenant) > MAX_TENANT_CHARS:
