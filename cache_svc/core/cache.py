@@ -408,6 +408,7 @@ class CacheCore:
                 self._expect_step(entry[0].worker)
             for sequence, _none, computed in entries:
                 sequence.worker.plan(sequence, computed)
+                self._touched[sequence.worker.worker_id] = sequence.worker
             return
         start = 0
         for sequence, num_new, computed in entries:

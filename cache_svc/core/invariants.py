@@ -185,6 +185,7 @@ def _check_node(node: PrefixNode, root: PrefixNode, tree: PrefixTree, indexes: s
     parent = node.parent
     first = node.key[: tree.block_bytes]
     _require(parent is not None and parent.children.get(first) is node, "a node is not its parent's child")
+    _require(parent is not None and node.start == parent.end, "a node does not start where its parent ends")
     num_blocks = node.end - node.start
     num_tails = sum(isinstance(child, Tail) for child in node.children.values())
     _require(node.num_tails == num_tails, "wrong number of tails")

@@ -83,12 +83,25 @@ class Holding:
 class PrefixNode:
     """Places in the tree are counted in blocks from the root: this node's blocks are start ... end - 1."""
 
-    __slots__ = ("children", "end", "first_keys", "holdings", "key", "num_tails", "parent", "prefix_ids", "watches")
+    __slots__ = (
+        "children",
+        "end",
+        "first_keys",
+        "holdings",
+        "key",
+        "num_tails",
+        "parent",
+        "prefix_ids",
+        "start",
+        "watches",
+    )
 
     def __init__(self, parent: PrefixNode | None, key: bytes, end: int) -> None:
         self.parent = parent
         self.key = key
-        self.end = end
+        # Known here, as the parent may grow once this one has left the tree.
+        self.start: int = parent.end if parent is not None else 0
+        self.end: int = end
         self.children: dict[bytes, PrefixNode] = {}  # by the tokens of their first block (a tail: by all it has)
         self.num_tails = 0  # of the children
         # The keys of children that begin with a token, sorted; once somebody has asked.
@@ -96,10 +109,6 @@ class PrefixNode:
         self.holdings: dict[int, Holding] = {}  # by memory index
         self.watches: dict[int, Watch] | None = None  # waiting sequences whose match ends in this node, by where
         self.prefix_ids: array[int] | None = None  # of its blocks, once somebody has asked (events.py)
-
-    @property
-    def start(self) -> int:
-        return self.parent.end if self.parent is not None else 0
 
 
 class Tail(PrefixNode):
@@ -274,7 +283,7 @@ class PrefixTree:
         cut, block_bytes = num_blocks * self.block_bytes, self.block_bytes
         front = PrefixNode(parent, node.key[:cut], depth)
         parent.children[node.key[:block_bytes]] = front
-        node.key, node.parent = node.key[cut:], front
+        node.key, node.parent, node.start = node.key[cut:], front, depth
         front.children[node.key[:block_bytes]] = node
         for index, holding in node.holdings.items():
             front.holdings[index] = holding.split(front, num_blocks)
