@@ -217,8 +217,8 @@ class Worker:
                     device.use(holding, terms.priority)
                     sequence.duplicates += table[depth:reached]
             node, depth = child, reached
-        sequence.node = node
-        if terms.retention:
+        stored, sequence.node = node is not sequence.node, node
+        if stored and terms.retention:
             device.retain(node, terms.retention)
 
     def release(self, sequence: Sequence, discard: bool = False) -> None:
