@@ -18,6 +18,7 @@ from cache_svc.core.events import EventLog
 from cache_svc.core.matching import Match, matches_of
 from cache_svc.core.messages import add_matches
 from cache_svc.core.pins import Pins
+from cache_svc.core.restore import restore
 from cache_svc.core.retention import read_ranges
 from cache_svc.core.table import NO_TERMS, Sequence, SwappedSequence, Terms, pack_int32
 from cache_svc.core.tree import TOKEN_BYTES, Namespace, PrefixTree
@@ -47,6 +48,8 @@ class CacheCounters:
     swapped_in_blocks: int = 0
     refused_ops: int = 0
     pins_given_up: int = 0  # of a worker, all at once
+    restored_sequences: int = 0
+    refused_claims: int = 0  # to be restored
 
 
 class Operations:
@@ -68,6 +71,7 @@ class Operations:
             "rematch": self._rematch,
             "swap_out": self._swap_out,
             "swap_in": self._swap_in,
+            "restore": self._restore,
         }
         self.reset()
 
@@ -82,6 +86,7 @@ class Operations:
         self.swapped: dict[int, SwappedSequence] = {}
         self._touched: dict[int, Worker] = {}  # by worker id: counters may have changed in this exchange
         self._stepless: set[int] = set()  # workers of which an ExtendOp was refused in this exchange
+        self._claims: dict[int, list[pb.RestoredSequence]] = {}  # of incomplete RestoreOps, by worker id
         self._asked: dict[int, bool] = {}  # by RematchOps of this exchange; whether the answer is due in any case
 
     def touch(self, workers: Iterable[Worker]) -> None:
@@ -144,12 +149,36 @@ class Operations:
             del self.swapped[sequence_id]
             worker.tree.leave(swapped.root)
         del self.workers[op.worker]
+        self._claims.pop(op.worker, None)
         self._touched.pop(op.worker, None)
         if not self.workers:
             self.tree = None
             for waiter in self.waiting.values():
                 self._asked.setdefault(waiter.sequence_id, False)
                 waiter.depth, waiter.watch = 0, None
+
+    def _restore(self, op: pb.RestoreOp, result: pb.CacheOpResult) -> None:
+        worker = self._worker(op.worker)
+        if not worker.is_untouched:
+            self._claims.pop(op.worker, None)
+            raise OpError(Code.FAILED_PRECONDITION, f"worker {op.worker} has handed out blocks already")
+        result.restore.SetInParent()
+        claimed = [*self._claims.pop(op.worker, ()), *op.sequences]
+        if op.incomplete:
+            self._claims[op.worker] = claimed
+            return
+        sequences, swapped, refused = restore(worker, claimed, self._is_known)
+        self.admitted.update((sequence.sequence_id, sequence) for sequence in sequences)
+        self.swapped.update((sequence.sequence_id, sequence) for sequence in swapped)
+        self._touched[op.worker] = worker
+        self.counters.restored_sequences += len(sequences) + len(swapped)
+        self.counters.refused_claims += len(refused)
+        for place, error in sorted(refused.items()):
+            sequence_id = claimed[place].sequence
+            result.restore.refused.add(sequence=sequence_id, code=error.code, message=error.message)
+
+    def _is_known(self, sequence_id: int) -> bool:
+        return sequence_id in self.waiting or sequence_id in self.admitted or sequence_id in self.swapped
 
     def _worker(self, worker_id: int) -> Worker:
         worker = self.workers.get(worker_id)
@@ -161,7 +190,7 @@ class Operations:
 
     def _match(self, op: pb.MatchOp, result: pb.CacheOpResult) -> None:
         token_ids = op.token_ids
-        if op.sequence in self.waiting or op.sequence in self.admitted or op.sequence in self.swapped:
+        if self._is_known(op.sequence):
             raise OpError(Code.ALREADY_EXISTS, f"sequence {op.sequence} is known already")
         check_token_bytes(token_ids)
         if not token_ids:

@@ -11,6 +11,7 @@ from cache_svc.core.retention import Range
 from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, Root
 
 if TYPE_CHECKING:
+    from cache_svc.core.restore import Claim
     from cache_svc.core.waiting import Waiter
     from cache_svc.core.worker import Worker
 
@@ -21,6 +22,14 @@ def pack_int32(values: array[int]) -> bytes:
         values = values[:]
         values.byteswap()
     return values.tobytes()
+
+
+def unpack_int32(packed: bytes) -> array[int]:
+    """The reverse. ValueError if the bytes are not a whole number of int32."""
+    values = array("i", packed)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
 
 
 class Terms(NamedTuple):
@@ -63,7 +72,7 @@ class Sequence:
 
     def __init__(
         self,
-        known: Waiter | SwappedSequence,
+        known: Waiter | SwappedSequence | Claim,
         worker: Worker,
         table: array[int],
         node: PrefixNode,
