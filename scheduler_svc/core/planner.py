@@ -5,6 +5,7 @@ A step reads top to bottom in `draft_step` (before the cache exchange) and `fini
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -186,6 +187,11 @@ class Planner:
             slots, blocks = slots[alive], np.frombuffer(blocks, np.int32)[alive].tobytes()
         plan.grow_slots, plan.grow_blocks = slots.astype(np.int32).tobytes(), blocks
         worker.grow(slots)
+        requests = worker.slots.requests
+        for slot, block in zip(slots.tolist(), np.frombuffer(blocks, np.int32).tolist(), strict=True):
+            request = requests[slot]
+            assert request is not None, "only what runs grows"
+            request.block_table.append(block)
 
     def _choose_decodes(self, worker: Worker, chosen: list[int] | None, plan: StepPlan) -> None:
         """Hold what decodes and was not chosen, resume what was. A step without decodes needs neither."""
@@ -221,6 +227,7 @@ class Planner:
         num_cached_tokens, block_table = granted.num_cached_tokens, granted.block_table
         slot = worker.slots.occupy(request, self.session_index(request), len(block_table) // 4)
         request.phase, request.worker, request.slot = Phase.RUNNING, worker.id, slot
+        request.block_table = array("i", block_table)
         if request.cached_tokens is None:
             request.cached_tokens = num_cached_tokens
         worker.running[slot] = request
