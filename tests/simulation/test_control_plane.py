@@ -116,11 +116,35 @@ class Run:
     def fault(self) -> None:
         self.faults_left -= 1
         if self.rng.random() < 0.4:
-            self.system.restart_cache()
+            if self.system.has_cache:
+                self.lose_cache()
             return
         self.system.kill(self.rng.choice(self.system.workers))
         if not self.system.workers or self.rng.random() < 0.5:
             self.attach()
+
+    def lose_cache(self) -> None:
+        """What runs, runs on; and is there still when the cache is back, which may be at once or take a while."""
+        scheduler, before = self.system.scheduler, self.running()
+        requeued = scheduler.counters.requeued
+        self.system.lose_cache()
+        assert self.running() == before
+        assert scheduler.counters.requeued == requeued
+        if self.rng.random() < 0.5:
+            self.connect_cache()
+
+    def connect_cache(self) -> None:
+        before = self.running()
+        self.system.connect_cache()
+        assert self.running() == before
+
+    def running(self) -> list[tuple[int, int, int, bytes]]:
+        """Everything that has blocks on a worker: the worker, the slot, the sequence and the blocks."""
+        return [
+            (worker.id, request.slot, request.sequence, request.block_table.tobytes())
+            for worker in self.system.scheduler.workers.values()
+            for request in [*worker.running.values(), *worker.parked.values()]
+        ]
 
     def play(self) -> None:
         for _ in range(MAX_MOVES):
@@ -132,6 +156,8 @@ class Run:
                 self.fault()
             elif dice < 0.056:
                 self.change_policies()
+            elif not self.system.has_cache and (dice < 0.1 or not moves):
+                self.connect_cache()
             elif dice > 0.9 and (keys := self.to_cancel()):
                 key = self.rng.choice(keys)
                 self.cancelled.add(key)
