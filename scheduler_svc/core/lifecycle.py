@@ -189,6 +189,7 @@ class Lifecycle:
     def park(self, request: Request) -> None:
         """A beam has run its one token: it leaves its slot, and its blocks stay for those that will fork from it."""
         worker = self._workers[request.worker]
+        worker.slots.complete_tables()
         worker.vacate(request.slot)
         self._unbind(request)
         request.phase, request.worker, request.parent = Phase.PARKED, worker.id, None

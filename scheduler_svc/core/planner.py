@@ -185,13 +185,10 @@ class Planner:
             # A sequence that ended while the exchange was on its way has been freed with its new block.
             alive = worker.slots.generation[slots] == draft.decision.growth_generations
             slots, blocks = slots[alive], np.frombuffer(blocks, np.int32)[alive].tobytes()
-        plan.grow_slots, plan.grow_blocks = slots.astype(np.int32).tobytes(), blocks
+        packed_slots = slots.astype(np.int32).tobytes()
+        plan.grow_slots, plan.grow_blocks = packed_slots, blocks
         worker.grow(slots)
-        requests = worker.slots.requests
-        for slot, block in zip(slots.tolist(), np.frombuffer(blocks, np.int32).tolist(), strict=True):
-            request = requests[slot]
-            assert request is not None, "only what runs grows"
-            request.block_table.append(block)
+        worker.slots.note_growth(packed_slots, blocks)
 
     def _choose_decodes(self, worker: Worker, chosen: list[int] | None, plan: StepPlan) -> None:
         """Hold what decodes and was not chosen, resume what was. A step without decodes needs neither."""

@@ -95,6 +95,7 @@ class Recovery:
 
     def _claimants(self, worker: Worker) -> Iterator[Request]:
         """All that has blocks there, with complete records, and noted what the cache will know of each."""
+        worker.slots.complete_tables()
         for slot, request in worker.running.items():
             self.life.recall_tokens(worker, slot)
             request.num_committed = worker.num_computed_tokens(slot)

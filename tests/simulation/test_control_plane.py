@@ -140,6 +140,8 @@ class Run:
 
     def running(self) -> list[tuple[int, int, int, bytes]]:
         """Everything that has blocks on a worker: the worker, the slot, the sequence and the blocks."""
+        for worker in self.system.scheduler.workers.values():
+            worker.slots.complete_tables()
         return [
             (worker.id, request.slot, request.sequence, request.block_table.tobytes())
             for worker in self.system.scheduler.workers.values()

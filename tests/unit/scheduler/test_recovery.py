@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import random
+from array import array
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ import pytest
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions
-from scheduler_svc.core import cache_link, recovery
+from scheduler_svc.core import cache_link, recovery, slots
 from scheduler_svc.core.beam_groups import make_search
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.types import SchedulerConfig
@@ -21,6 +24,13 @@ from simulator.toy_worker import EOS, ToyWorker, expected_hypotheses, expected_o
 SAMPLING = SamplingParams(top_p=1.0, max_tokens=24, seed=1, ignore_eos=True)
 SHARED = list(range(100, 110))
 PROMPTS = {handle: [*SHARED, *range(100 * handle, 100 * handle + 2 * handle)] for handle in range(2, 6)}
+
+
+PLAIN = Request(0, "s", 1, "r", b"1234", bytearray(), SAMPLING, 0.0)
+
+
+def pack(values: Sequence[int]) -> bytes:
+    return np.array(values, np.int32).tobytes()
 
 
 def toy(**changes: int) -> ToyWorker:
@@ -205,7 +215,7 @@ def test_beams_keep_what_they_fork_from() -> None:
         system.restart_cache()
         system.run()
         found = system.clients["s"].endings[1].hypotheses
-        assert [h.token_ids for h in found] == [np.array(tokens, np.int32).tobytes() for tokens, _ in right]
+        assert [h.token_ids for h in found] == [pack(tokens) for tokens, _ in right]
         assert system.scheduler.counters.requeued == 0
         restored += system.scheduler.counters.restored
         system.assert_at_rest()
@@ -232,6 +242,40 @@ def test_a_beam_that_is_refused_is_computed_anew() -> None:
             exchange(system, refuse)
         system.run()
         found = system.clients["s"].endings[1].hypotheses
-        assert [h.token_ids for h in found] == [np.array(tokens, np.int32).tobytes() for tokens, _ in right]
+        assert [h.token_ids for h in found] == [pack(tokens) for tokens, _ in right]
         system.assert_at_rest()
     assert parked > 5
+
+
+@pytest.mark.parametrize("noted", [1, 3, 1000])
+def test_tables_are_those_that_were_granted(noted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late they are completed, and whoever had the slot before."""
+    monkeypatch.setattr(slots, "NOTED_GROWTHS", noted)
+    rng = random.Random(noted)
+    table = slots.SlotTable(4, block_size=4)
+    right: dict[int, list[int]] = {}  # by slot
+    seated: dict[int, Request] = {}
+    block, checks = 0, 0
+    for _ in range(2_000):
+        grown = [slot for slot in seated for _ in range(rng.randrange(3))]
+        if grown and rng.random() < 0.8:
+            rng.shuffle(grown)
+            blocks = range(block, block + len(grown))
+            block += len(grown)
+            table.note_growth(pack(grown), pack(blocks))
+            for slot, new in zip(grown, blocks, strict=True):
+                right[slot].append(new)
+        if table.num_free and rng.random() < 0.3:
+            request = copy.copy(PLAIN)
+            slot = table.occupy(request, 0, num_blocks=1)
+            request.block_table, right[slot], seated[slot] = array("i", [block]), [block], request
+            block += 1
+        if seated and rng.random() < 0.2:
+            slot = rng.choice([*seated])
+            table.release(slot, 0)
+            del seated[slot], right[slot]
+        if rng.random() < 0.05:
+            table.complete_tables()
+            assert {slot: request.block_table.tolist() for slot, request in seated.items()} == right
+            checks += 1
+    assert checks > 50
