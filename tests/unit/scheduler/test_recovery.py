@@ -37,8 +37,8 @@ def toy(**changes: int) -> ToyWorker:
     return ToyWorker(**{"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "max_batched_tokens": 64} | changes)
 
 
-def make(prefix_caching: bool = True) -> LocalSystem:
-    system = LocalSystem(SchedulerConfig(prefix_caching=prefix_caching), build(choose("paceline")))
+def make(prefix_caching: bool = True, preset: str = "paceline") -> LocalSystem:
+    system = LocalSystem(SchedulerConfig(prefix_caching=prefix_caching), build(choose(preset)))
     system.open("s")
     return system
 
@@ -98,7 +98,7 @@ def test_what_runs_is_not_computed_again(num_moves: int, prefix_caching: bool) -
 
 def test_no_step_is_planned_before_the_cache_has_answered() -> None:
     system = make()
-    end = begin(system)
+    end = begin(system, block_size=64)  # steps that need nothing of the cache
     steps = system.scheduler.counters.steps
     system.restart_cache()
     assert len(claims_in(system.to_cache[0])) == len(PROMPTS)
@@ -220,6 +220,27 @@ def test_beams_keep_what_they_fork_from() -> None:
         restored += system.scheduler.counters.restored
         system.assert_at_rest()
     assert restored > 20
+
+
+def test_beams_that_grew_keep_what_they_fork_from() -> None:
+    """Their prompt came in chunks, with blocks for each."""
+    sampling, beam = SamplingParams(top_p=1, max_tokens=4, ignore_eos=True), BeamOptions(width=3, num_return=3)
+    prompt = list(range(100, 140))
+    right = expected_hypotheses(prompt, make_search(beam, sampling, [EOS]))
+    parked = 0
+    for num_moves in range(20, 60):
+        system = make(preset="vllm-v1", prefix_caching=False)
+        system.attach(toy(max_batched_tokens=8))
+        system.submit("s", 1, prompt, sampling, beam=beam)
+        system.run_for(num_moves)
+        (worker,) = system.scheduler.workers.values()
+        parked += len(worker.parked)
+        system.restart_cache()
+        system.run()
+        found = system.clients["s"].endings[1].hypotheses
+        assert [h.token_ids for h in found] == [pack(tokens) for tokens, _ in right]
+        system.assert_at_rest()
+    assert parked > 3
 
 
 def test_a_beam_that_is_refused_is_computed_anew() -> None:
