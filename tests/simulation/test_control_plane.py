@@ -38,6 +38,7 @@ class Run:
         self.searches: dict[tuple[str, int], tuple[list[int], SamplingParams, BeamOptions]] = {}
         self.cancelled: set[tuple[str, int]] = set()
         self.faults_left = 5
+        self.requeued = 0  # with a lost worker
         self.requests_left = self.rng.randrange(1, 30)
         for _ in range(self.rng.randrange(1, 3)):
             self.attach()
@@ -119,7 +120,10 @@ class Run:
             if self.system.has_cache:
                 self.lose_cache()
             return
+        counters = self.system.scheduler.counters
+        before = counters.requeued
         self.system.kill(self.rng.choice(self.system.workers))
+        self.requeued += counters.requeued - before
         if not self.system.workers or self.rng.random() < 0.5:
             self.attach()
 
@@ -194,6 +198,8 @@ class Run:
             right = expected_hypotheses(prompt, make_search(beam, sampling, [EOS]))
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in right]
             assert [score for _, score in found] == pytest.approx([score for _, score in right])
+        counters = self.system.scheduler.counters
+        assert (counters.requeued, counters.refused_claims) == (self.requeued, 0), "a lost cache costs nothing"
         self.system.assert_at_rest()
 
 
@@ -260,13 +266,14 @@ def test_every_stream_is_the_undisturbed_one(first: int) -> None:
 
 
 def test_the_seeds_reach_what_they_are_meant_to() -> None:
-    """Preemption, swaps, prefix hits, evictions and lost workers all happened, or the test above shows little."""
-    preempted = requeued = hits = evicted = forked = swapped_out = swapped_in = demoted = promoted = 0
+    """Preemption, swaps, hits, evictions, lost workers, lost caches: all happened, or the test above shows little."""
+    preempted = requeued = hits = evicted = forked = swapped_out = swapped_in = demoted = promoted = restored = 0
     for seed in range(60):
         run = Run(seed)
         run.play()
         preempted += run.system.scheduler.counters.preempted
         requeued += run.system.scheduler.counters.requeued
+        restored += run.system.scheduler.counters.restored
         hits += run.system.cache.counters.prefix_hit_tokens
         evicted += run.system.cache.counters.evicted_blocks
         forked += run.system.cache.counters.forked_sequences
@@ -274,12 +281,13 @@ def test_the_seeds_reach_what_they_are_meant_to() -> None:
         swapped_in += run.system.cache.counters.swapped_in_blocks
         demoted += run.system.cache.counters.demoted_blocks
         promoted += run.system.cache.counters.promoted_blocks
-    assert min(preempted, requeued, hits, evicted, forked, swapped_out, swapped_in, demoted, promoted) > 10
+    assert min(preempted, requeued, hits, evicted, forked, swapped_out, swapped_in, demoted, promoted, restored) > 10
 
 
 def test_same_seed_same_decisions() -> None:
-    first, second = Run(11), Run(11)
+    first, second = Run(21), Run(21)
     first.play()
     second.play()
+    assert first.system.scheduler.counters.restored > 0
     assert first.system.scheduler.counters == second.system.scheduler.counters
     assert first.system.cache.counters == second.system.cache.counters
