@@ -59,6 +59,11 @@ class CacheCollector(Collector):
             ),
             ("refused_claims", "Sequences that contradicted others and were not restored.", counters.refused_claims),
             ("evicted_blocks", "Cached blocks that were taken for something else.", counters.evicted_blocks),
+            (
+                "sharing_sequences",
+                "Sequences that share what the step that they come in with computes for others.",
+                counters.sharing_sequences,
+            ),
             ("copied_blocks", "Blocks whose beginning was reused, by copying it.", counters.copied_blocks),
             ("demoted_blocks", "Evicted blocks that were copied to host memory.", counters.demoted_blocks),
             ("promoted_blocks", "Blocks reused from host memory, copied back.", counters.promoted_blocks),

@@ -43,6 +43,7 @@ class CacheCounters:
     demoted_blocks: int = 0
     promoted_blocks: int = 0
     forked_sequences: int = 0
+    sharing_sequences: int = 0  # that share what the same step is to compute for others
     copied_blocks: int = 0  # of which a sequence reused the beginning
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
@@ -257,6 +258,7 @@ class Operations:
             result.admit.device_blocks = pack_int32(sequence.table[first:end])
             result.admit.host_blocks = pack_int32(host_blocks)
         result.admit.shares_planned = sequence.unwritten
+        self.counters.sharing_sequences += sequence.unwritten
         if num_planned:
             worker.plan(sequence, min(num_cached_tokens + num_planned, sequence.num_tokens))
         if worker.prefix_caching:

@@ -4,8 +4,7 @@ Both sides play the same random scenarios, and every step has to agree in who is
 many of them cached, who gives way, who finishes, and who waits. A scenario's comparison ends before the first step of a
 kind in `DIFFERENCES`: from there on the two have different caches or queues. docs/presets.md says why they differ.
 
-Each scenario is played twice: against vLLM as it is, and with blocks that can be reused only once they are written. The
-first shows that nothing is made to fit, the second goes on where vLLM shares what the same step computes.
+Each scenario is played twice: as both are, and with blocks that can be reused only once they are written, by both.
 """
 
 from __future__ import annotations
@@ -116,10 +115,13 @@ def test_what_is_compared_is_worth_it(theirs: dict[Case, dict[str, Any]], capsys
             figures["cache hits"] += sum(row["cached_tokens"] > 0 for row in step["scheduled"])
             figures["rows"] += len(step["scheduled"])
     for case, outcome in theirs.items():
+        shared = outcome.get("shares_unwritten")
+        figures["shared in a step"] += shared is not None and shared < end_of_comparison(outcome)
         if case.store_after_step:
-            assert "shares_unwritten" not in outcome
+            assert shared is None
     with capsys.disabled():
         print(f"\n{len(theirs)} scenarios: " + ", ".join(f"{name} {n}" for name, n in figures.items()))
     assert figures["compared"] > 0.75 * figures["steps"]
     assert figures["preempted"] > 300
     assert figures["cache hits"] > 300
+    assert figures["shared in a step"] > 20

@@ -170,9 +170,10 @@ class Model:
         self.running[sequence] = ModelSequence(worker_id, self.waiting.pop(sequence), table, computed, hit, terms)
         self.running[sequence].planned = any(prefix in worker.unwritten for prefix in hit)
         cached = computed + len(behind) * self.block_size
+        promoted = list(zip(table[len(hit) : end], from_host, strict=True))
         if planned:
             self._plan(sequence, min(cached + planned, len(tokens)))
-        return "admit", cached, list(table), source, list(zip(table[len(hit) : end], from_host, strict=True))
+        return "admit", cached, list(table), source, promoted
 
     def fork(self, sequence: int, worker_id: int, parent_id: int) -> Result:
         if sequence not in self.waiting:
