@@ -68,6 +68,12 @@ class Worker:
         of_host = host.free_blocks, host.cached_blocks, host.used_blocks
         return free, cached, used, device.evicted_blocks_total, *of_host
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no block was ever handed out."""
+        pools_are = self.device.pool.first_untouched == self.host.pool.first_untouched == 1
+        return pools_are and not (self.sequences or self.swapped)
+
     def expire(self, now_ms: int) -> None:
         self.device.queue.expire(now_ms)
         if self.host_tier:

@@ -44,6 +44,8 @@ class Rounds:
         """Compose a step for every worker with credit; returns what there is to tell the cache."""
         if not self._cache.connected:
             return None
+        if self._cache.restoring:  # who may go on is not known before all is answered
+            return self._cache.open(now_s)
         drafts: list[tuple[Worker, Draft]] = []
         askers: list[Worker] = []
         for worker in self._workers.values():

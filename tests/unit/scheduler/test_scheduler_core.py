@@ -59,6 +59,17 @@ def test_requests_wait_for_a_worker_and_then_run(system: LocalSystem, client: Cl
     system.assert_at_rest()
 
 
+def test_who_came_before_the_model_was_known_shares_with_who_came_after(system: LocalSystem, client: Client) -> None:
+    prompt = list(range(10, 30))
+    system.submit("s", 1, prompt, params())
+    system.run()
+    system.attach(toy())
+    system.run()
+    system.submit("s", 2, prompt, params())
+    system.run()
+    assert client.endings[2].cached_tokens == 19
+
+
 def test_window_is_filled_before_the_first_result(system: LocalSystem, client: Client) -> None:
     end = system.attach(toy())
     system.submit("s", 1, [9], params())
