@@ -101,21 +101,31 @@ class LocalSystem:
             on_policy_error=on_policy_error,
         )
         self.cache = CacheCore(debug=True)
-        self.cache_epoch = 0
+        self.cache_epoch, self.has_cache = 0, False
         self.to_cache: deque[CacheServiceLinkRequest] = deque()
         self.from_cache: deque[CacheServiceLinkResponse] = deque()
         self.workers: list[WorkerEnd] = []
         self.clients: dict[str, Client] = {}
-        self.restart_cache()
+        self.connect_cache()
 
     # ── things that happen ───────────────────────────────────────────────────────────────────────────────────────────
 
     def restart_cache(self) -> None:
         """The cache dies and comes back empty."""
-        if self.cache_epoch:
-            self.scheduler.cache_lost()
+        self.lose_cache()
+        self.connect_cache()
+
+    def lose_cache(self) -> None:
+        """Until it is connected."""
+        self.has_cache = False
         self.to_cache.clear()
         self.from_cache.clear()
+        self.scheduler.cache_lost()
+        self.poll()
+
+    def connect_cache(self) -> None:
+        """To a cache that knows nothing."""
+        self.has_cache = True
         self.cache = CacheCore(debug=True)
         self.cache_epoch += 1
         self.scheduler.cache_connected(self.cache_epoch)
@@ -180,6 +190,7 @@ class LocalSystem:
                 name, refused = op.WhichOneof("op"), result.HasField("error")
                 short = name in ("admit", "extend") or result.error.code in (Code.RESOURCE_EXHAUSTED, Code.ABORTED)
                 assert short or not refused, f"the cache refused {name}: {result.error.message}"
+                assert not result.restore.refused, f"the cache refused to restore {result.restore.refused}"
             self.from_cache.append(response)
             return
         if kind == "step":

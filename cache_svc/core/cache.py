@@ -2,55 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
 
-from cache_svc.core.commits import checked_commits
 from cache_svc.core.errors import Code, LinkError, OpError
 from cache_svc.core.events import EventLog
 from cache_svc.core.invariants import check_state
-from cache_svc.core.matching import Match, matches_of
 from cache_svc.core.messages import add_matches, pool_counters
-from cache_svc.core.pins import DEFAULT_SHARE, Pins
-from cache_svc.core.retention import read_ranges
-from cache_svc.core.table import NO_TERMS, Sequence, SwappedSequence, Terms, pack_int32
-from cache_svc.core.tree import TOKEN_BYTES, Namespace, PrefixTree
-from cache_svc.core.waiting import MAX_SETTLED, Waiter
-from cache_svc.core.worker import Worker, check_token_bytes
+from cache_svc.core.operations import Operations
+from cache_svc.core.pins import DEFAULT_SHARE
+from cache_svc.core.table import pack_int32
+from cache_svc.core.waiting import MAX_SETTLED
+from cache_svc.core.worker import Worker
 from paceline.v1 import cache_pb2 as pb
 
-MAX_NUM_BLOCKS = 2**31 - 1  # block ids travel as int32
-MAX_NAMED_IN_ERROR = 8
 
-
-@dataclass(slots=True)
-class CacheCounters:
-    """Totals since the core was made; a reset does not set them back."""
-
-    exchanges: int = 0
-    evicted_blocks: int = 0
-    # Of admitted sequences on workers with prefix caching: their tokens, and how many of them were reused.
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    # Copied from the device to the host when they were evicted; and back when they were needed again.
-    demoted_blocks: int = 0
-    promoted_blocks: int = 0
-    forked_sequences: int = 0
-    sharing_sequences: int = 0  # that share what the same step is to compute for others
-    copied_blocks: int = 0  # of which a sequence reused the beginning
-    swapped_out_blocks: int = 0
-    swapped_in_blocks: int = 0
-    refused_ops: int = 0
-    pins_given_up: int = 0  # of a worker, all at once
-
-
-class CacheCore:
-    """All blocks of all workers. `debug` checks every invariant after every exchange (slow); `eviction` names one of
-    eviction.STRATEGIES."""
+class CacheCore(Operations):
+    """Exchanges of operations over one link. `debug` checks every invariant after every exchange (slow); `eviction`
+    names one of eviction.STRATEGIES."""
 
     def __init__(
         self,
@@ -59,46 +27,27 @@ class CacheCore:
         events: EventLog | None = None,
         max_pinned_share: float = DEFAULT_SHARE,
     ) -> None:
+        super().__init__(eviction, events, max_pinned_share)
         self.debug = debug
-        self.events = events or EventLog()
-        self.max_pinned_share = max_pinned_share
-        self.eviction = eviction
-        self.counters = CacheCounters()
-        self._handlers: dict[str | None, Callable[[Any, pb.CacheOpResult], None]] = {
-            "add_worker": self._add_worker,
-            "remove_worker": self._remove_worker,
-            "match": self._match,
-            "admit": self._admit,
-            "extend": self._extend,
-            "commit": self._commit,
-            "free": self._free,
-            "rematch": self._rematch,
-            "swap_out": self._swap_out,
-            "swap_in": self._swap_in,
-        }
-        self.reset()
 
     def reset(self) -> None:
         """A new link: no workers, no sequences, and the next exchange is number 1."""
-        self.events.clear()
+        super().reset()
         self.last_exchange = 0
-        self.tree: PrefixTree | None = None  # there while there is a worker: the first one says the block size
-        self.workers: dict[int, Worker] = {}
-        self.waiting: dict[int, Waiter] = {}  # matched, not admitted
-        self.admitted: dict[int, Sequence] = {}
-        self.pins = Pins(self.max_pinned_share)
-        self.swapped: dict[int, SwappedSequence] = {}
-        self._touched: dict[int, Worker] = {}  # by worker id: counters may have changed in this exchange
-        self._stepless: set[int] = set()  # workers of which an ExtendOp was refused in this exchange
-        self._asked: dict[int, bool] = {}  # by RematchOps of this exchange; whether the answer is due in any case
+        self.epoch = 0  # of the first exchange
 
     def exchange(self, request: pb.CacheServiceLinkRequest) -> pb.CacheServiceLinkResponse:
         """Execute the operations in order; a failed one has an error for its result and has changed nothing.
 
-        Raises LinkError if this is not the exchange after the last one, and InvariantError in debug mode.
+        Raises LinkError, having changed nothing, if this is not the exchange after the last one or is of another epoch
+        than the first one, and InvariantError in debug mode.
         """
         if request.exchange != self.last_exchange + 1:
             raise LinkError(f"exchange {request.exchange} came where {self.last_exchange + 1} was expected")
+        if not self.last_exchange:
+            self.epoch = request.epoch
+        elif request.epoch != self.epoch:
+            raise LinkError(f"exchange {request.exchange} is of epoch {request.epoch}, the link is of {self.epoch}")
         self.last_exchange = request.exchange
         self.counters.exchanges += 1
         for worker in self.workers.values():
@@ -135,10 +84,6 @@ class CacheCore:
         """Raises InvariantError if the state contradicts itself. Costs time proportional to all there is."""
         check_state(self.tree, self.workers, self.waiting, self.admitted, self.swapped, self.pins)
 
-    def touch(self, workers: Iterable[Worker]) -> None:
-        """Their counters may have changed: the scheduler is to hear of it."""
-        self._touched.update((worker.worker_id, worker) for worker in workers)
-
     def pool_counters(self) -> list[pb.PoolCounters]:
         """The counters of every worker as of the last exchange. May be called from another thread at any time."""
         return [
@@ -170,103 +115,6 @@ class CacheCore:
         )
         moves.clear()
 
-    def _count_evictions(self, worker: Worker) -> None:
-        counted_before = worker.reported[3] if worker.reported else 0
-        self.counters.evicted_blocks += worker.device.evicted_blocks_total - counted_before
-
-    # ------------------------------------------------------------------------------------------------- workers
-
-    def _add_worker(self, op: pb.AddWorkerOp, _: pb.CacheOpResult) -> None:
-        if op.worker in self.workers:
-            raise OpError(Code.ALREADY_EXISTS, f"worker {op.worker} was added before")
-        if not 1 <= op.num_blocks <= MAX_NUM_BLOCKS:
-            raise OpError(Code.INVALID_ARGUMENT, f"num_blocks: {op.num_blocks} is not within 1..{MAX_NUM_BLOCKS}")
-        if op.num_host_blocks > MAX_NUM_BLOCKS:
-            raise OpError(Code.INVALID_ARGUMENT, f"num_host_blocks: {op.num_host_blocks} is over {MAX_NUM_BLOCKS}")
-        if op.block_size < 1:
-            raise OpError(Code.INVALID_ARGUMENT, "block_size: must be at least 1 token")
-        if self.tree is None:
-            self.tree = PrefixTree(op.block_size)
-            for waiter in self.waiting.values():
-                waiter.enter(self.tree)
-        elif self.tree.block_size != op.block_size:
-            raise OpError(
-                Code.FAILED_PRECONDITION,
-                f"block_size: {op.block_size} differs from {self.tree.block_size}, which the other workers have",
-            )
-        numbers = {worker.number for worker in self.workers.values()}
-        number = next(number for number in itertools.count() if number not in numbers)
-        worker = self.workers[op.worker] = Worker(
-            op.worker,
-            number,
-            self.tree,
-            op.num_blocks,
-            op.prefix_caching,
-            op.partial_reuse,
-            op.num_host_blocks,
-            op.host_tier,
-            self.eviction,
-        )
-        if worker.prefix_caching:
-            worker.device.events = self.events.recorder(worker.device.index, op.worker)
-        if worker.host_tier:
-            worker.host.events = self.events.recorder(worker.host.index, op.worker, pb.CACHE_TIER_HOST)
-        self._touched[op.worker] = worker
-
-    def _remove_worker(self, op: pb.RemoveWorkerOp, _: pb.CacheOpResult) -> None:
-        worker = self._worker(op.worker)
-        self._count_evictions(worker)
-        worker.leave_tree()
-        self.events.clear_worker(op.worker)
-        self.pins.forget_worker(worker)
-        for sequence_id, sequence in worker.sequences.items():
-            del self.admitted[sequence_id]
-            worker.tree.leave(sequence.root)
-        for sequence_id, swapped in worker.swapped.items():
-            del self.swapped[sequence_id]
-            worker.tree.leave(swapped.root)
-        del self.workers[op.worker]
-        self._touched.pop(op.worker, None)
-        if not self.workers:
-            self.tree = None
-            for waiter in self.waiting.values():
-                self._asked.setdefault(waiter.sequence_id, False)
-                waiter.depth, waiter.watch = 0, None
-
-    def _worker(self, worker_id: int) -> Worker:
-        worker = self.workers.get(worker_id)
-        if worker is None:
-            raise OpError(Code.NOT_FOUND, f"worker {worker_id} is not known")
-        return worker
-
-    # ----------------------------------------------------------------------------------------------- sequences
-
-    def _match(self, op: pb.MatchOp, result: pb.CacheOpResult) -> None:
-        token_ids = op.token_ids
-        if op.sequence in self.waiting or op.sequence in self.admitted or op.sequence in self.swapped:
-            raise OpError(Code.ALREADY_EXISTS, f"sequence {op.sequence} is known already")
-        check_token_bytes(token_ids)
-        if not token_ids:
-            raise OpError(Code.INVALID_ARGUMENT, "token_ids: a sequence has at least one token")
-        terms, names = NO_TERMS, op.namespace
-        if op.priority or op.retention:
-            terms = Terms(op.priority, read_ranges(op.retention))
-        namespace = Namespace(names.model, names.lora, names.cache_salt)
-        waiter = self.waiting[op.sequence] = Waiter(op.sequence, token_ids, namespace, terms)
-        result.match.SetInParent()
-        if self.tree is not None:
-            waiter.enter(self.tree)
-            waiter.settle(self.tree)
-            add_matches(result.match.matches, self._matches(waiter))
-
-    def _rematch(self, op: pb.RematchOp, _: pb.CacheOpResult) -> None:
-        sequence_ids = op.sequences[:]
-        unknown = [sequence_id for sequence_id in sequence_ids if sequence_id not in self.waiting]
-        if unknown:
-            raise OpError(Code.NOT_FOUND, f"not waiting: {_named(unknown)}; nothing is reported")
-        for sequence_id in sequence_ids:
-            self._asked[sequence_id] = op.always or self._asked.get(sequence_id, False)
-
     def _report_matches(self, response: pb.CacheServiceLinkResponse) -> None:
         """As it is now, of those that were asked for or whose place has changed: what differs from the last report."""
         tree, asked = self.tree, self._asked
@@ -284,178 +132,3 @@ class CacheCore:
             if self._matches(waiter) != before or always:
                 add_matches(response.match_updates.add(sequence=sequence_id).matches, waiter.reported)
         asked.clear()
-
-    def _matches(self, waiter: Waiter) -> list[Match]:
-        """For the report that is about to be made; `reported` keeps them."""
-        waiter.reported = matches_of(waiter, self.tree, self.workers.values()) if self.tree is not None else []
-        return waiter.reported
-
-    def _admit(self, op: pb.AdmitOp, result: pb.CacheOpResult) -> None:
-        waiter = self.waiting.get(op.sequence)
-        if waiter is None:
-            if op.sequence in self.admitted or op.sequence in self.swapped:
-                raise OpError(Code.FAILED_PRECONDITION, f"sequence {op.sequence} is admitted already")
-            raise OpError(Code.NOT_FOUND, f"sequence {op.sequence} is not known")
-        worker, num_planned = self._worker(op.worker), op.num_planned_tokens
-        self._expect_step(worker)
-        if num_planned > op.num_new_tokens > 0:
-            raise OpError(
-                Code.INVALID_ARGUMENT,
-                f"num_planned_tokens: {num_planned}, with blocks for {op.num_new_tokens} new tokens",
-            )
-        host_blocks = array("i")
-        if op.fork_of:
-            (parent,) = self._all_admitted([op.fork_of])
-            sequence, result.admit.copy_from = worker.fork(waiter, parent)
-            self.counters.forked_sequences += 1
-        else:
-            if waiter.watch is None:
-                waiter.settle(worker.tree)
-            node, depth = (waiter.root, 0) if op.no_reuse else waiter.place()
-            new_tokens, copies = op.num_new_tokens, not op.no_reuse
-            sequence, copy_from, host_blocks = worker.admit(waiter, node, depth, new_tokens, copies)
-            sequence.alone = op.no_reuse
-            result.admit.copy_from = copy_from
-            self.counters.copied_blocks += bool(copy_from)
-        waiter.leave(worker.tree)
-        del self.waiting[op.sequence]
-        self.admitted[op.sequence] = sequence
-        self._touched[op.worker] = worker
-        num_cached_tokens = sequence.num_computed_tokens
-        if host_blocks:
-            first, end = sequence.node.end, sequence.node.end + len(host_blocks)
-            num_cached_tokens = end * worker.tree.block_size
-            self.counters.promoted_blocks += len(host_blocks)
-            result.admit.device_blocks = pack_int32(sequence.table[first:end])
-            result.admit.host_blocks = pack_int32(host_blocks)
-        result.admit.shares_planned = sequence.unwritten
-        self.counters.sharing_sequences += sequence.unwritten
-        if num_planned:
-            worker.plan(sequence, min(num_cached_tokens + num_planned, sequence.num_tokens))
-        if worker.prefix_caching and not op.no_reuse:
-            self.counters.prefix_query_tokens += sequence.num_tokens
-            self.counters.prefix_hit_tokens += num_cached_tokens
-        result.admit.num_cached_tokens = num_cached_tokens
-        result.admit.block_table = pack_int32(sequence.table)
-
-    def _swap_out(self, op: pb.SwapOutOp, result: pb.CacheOpResult) -> None:
-        (sequence,) = self._all_admitted([op.sequence])
-        worker = sequence.worker
-        swapped = self.swapped[op.sequence] = worker.swap_out(sequence)
-        del self.admitted[op.sequence]
-        self._touched[worker.worker_id] = worker
-        self.counters.swapped_out_blocks += len(swapped.host_blocks)
-        result.swap_out.device_blocks = pack_int32(sequence.table[: len(swapped.host_blocks)])
-        result.swap_out.host_blocks = pack_int32(swapped.host_blocks)
-
-    def _swap_in(self, op: pb.SwapInOp, result: pb.CacheOpResult) -> None:
-        swapped = self.swapped.get(op.sequence)
-        if swapped is None:
-            if op.sequence in self.waiting or op.sequence in self.admitted:
-                raise OpError(Code.FAILED_PRECONDITION, f"sequence {op.sequence} is not swapped out")
-            raise OpError(Code.NOT_FOUND, f"sequence {op.sequence} is not known")
-        worker = swapped.worker
-        self._expect_step(worker)
-        sequence, num_cached = worker.swap_in(swapped)
-        self.admitted[op.sequence] = sequence
-        del self.swapped[op.sequence]
-        self._touched[worker.worker_id] = worker
-        end = len(swapped.host_blocks)
-        self.counters.swapped_in_blocks += end - num_cached
-        admit = result.swap_in.admit
-        admit.num_cached_tokens = min(swapped.num_computed_tokens, swapped.num_tokens - 1)
-        admit.block_table = pack_int32(sequence.table)
-        result.swap_in.device_blocks = pack_int32(sequence.table[num_cached:end])
-        result.swap_in.host_blocks = pack_int32(swapped.host_blocks[num_cached:])
-
-    def _extend(self, op: pb.ExtendOp, result: pb.CacheOpResult) -> None:
-        sequences = self._all_admitted(op.sequences[:])
-        workers = [sequence.worker for sequence in sequences]
-        alike = workers.count(workers[0]) if workers else 0
-        needed = Counter(workers) if alike < len(workers) else dict.fromkeys(workers[:1], alike)
-        for worker, num_blocks in needed.items():
-            try:
-                worker.check_room(num_blocks)
-            except OpError:
-                self._stepless.update(worker.worker_id for worker in needed)
-                raise
-        taken = {}
-        for worker, num_blocks in needed.items():
-            taken[worker] = worker.device.take(num_blocks)
-            self._touched[worker.worker_id] = worker
-        if len(taken) == 1:
-            (block_ids,) = taken.values()
-        else:
-            grants = {worker: iter(blocks) for worker, blocks in taken.items()}
-            block_ids = array("i", (next(grants[worker]) for worker in workers))
-        for sequence, block in zip(sequences, block_ids, strict=True):
-            sequence.table.append(block)
-        result.extend.block_ids = pack_int32(block_ids)
-
-    def _commit(self, op: pb.CommitOp, _: pb.CacheOpResult) -> None:
-        token_ids = op.token_ids
-        entries = checked_commits(op, len(token_ids), self._all_admitted)
-        if op.planned:
-            for entry in entries:
-                self._expect_step(entry[0].worker)
-            for sequence, _none, computed in entries:
-                sequence.worker.plan(sequence, computed)
-            return
-        start = 0
-        for sequence, num_new, computed in entries:
-            end = start + num_new * TOKEN_BYTES
-            sequence.tokens += token_ids[start:end]
-            start = end
-            sequence.num_tokens += num_new
-            sequence.num_computed_tokens = computed
-            worker = sequence.worker
-            if sequence.unwritten:
-                worker.written(sequence)
-            if worker.prefix_caching and computed // worker.tree.block_size > sequence.node.end:
-                worker.store(sequence)
-            self._touched[worker.worker_id] = worker
-
-    def _free(self, op: pb.FreeOp, _: pb.CacheOpResult) -> None:
-        sequence_ids = op.sequences[:]
-        known = (self.admitted, self.waiting, self.swapped)
-        unknown = [s for s in sequence_ids if not any(s in those for those in known)]
-        if unknown:
-            raise OpError(Code.NOT_FOUND, f"not known: {_named(unknown)}; nothing was freed")
-        if len(set(sequence_ids)) != len(sequence_ids):
-            twice = [s for s, count in Counter(sequence_ids).items() if count > 1]
-            raise OpError(Code.INVALID_ARGUMENT, f"named more than once: {_named(twice)}; nothing was freed")
-        for sequence_id in sequence_ids:
-            waiter = self.waiting.pop(sequence_id, None)
-            if waiter is not None:
-                if self.tree is not None:
-                    waiter.leave(self.tree)
-                    self.tree.leave(waiter.root)
-            elif (swapped := self.swapped.pop(sequence_id, None)) is not None:
-                swapped.worker.forget_swapped(swapped)
-                swapped.worker.tree.leave(swapped.root)
-                self._touched[swapped.worker.worker_id] = swapped.worker
-            else:
-                sequence = self.admitted.pop(sequence_id)
-                sequence.worker.release(sequence, op.discard)
-                sequence.worker.tree.leave(sequence.root)
-                self._touched[sequence.worker.worker_id] = sequence.worker
-
-    def _expect_step(self, worker: Worker) -> None:
-        """Raises OpError(ABORTED) if the worker gets no step out of this exchange."""
-        if worker.worker_id in self._stepless:
-            raise OpError(Code.ABORTED, f"worker {worker.worker_id}: an ExtendOp of this exchange was refused")
-
-    def _all_admitted(self, sequence_ids: list[int]) -> list[Sequence]:
-        try:
-            return [self.admitted[sequence_id] for sequence_id in sequence_ids]
-        except KeyError as missing:
-            sequence_id = missing.args[0]
-        if sequence_id in self.waiting or sequence_id in self.swapped:
-            raise OpError(Code.FAILED_PRECONDITION, f"sequence {sequence_id} is not admitted, or swapped out")
-        raise OpError(Code.NOT_FOUND, f"sequence {sequence_id} is not known")
-
-
-def _named(sequence_ids: list[int]) -> str:
-    named = ", ".join(map(str, sequence_ids[:MAX_NAMED_IN_ERROR]))
-    more = len(sequence_ids) - MAX_NAMED_IN_ERROR
-    return f"sequences {named}" + (f" and {more} more" if more > 0 else "")

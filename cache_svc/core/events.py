@@ -9,7 +9,8 @@ go on from where it was begins with a snapshot. What there is at the moment is n
 tokens, of ids and of blocks are never changed, only replaced), and turned into messages as fast as the watcher reads.
 
 Prefix ids are blake2b chains, the same in all processes: an id stands for the namespace and all tokens up to the end of
-its block. They are kept with the tree's nodes, so that each block is hashed once.
+its block. They are kept with the tree's nodes, so that each block is hashed once. Events are about whole blocks:
+nobody is told of tails (tails.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 
-from cache_svc.core.tree import Holding, Namespace, PrefixNode, PrefixTree, Root
+from cache_svc.core.tree import Holding, Namespace, PrefixNode, PrefixTree, Root, Tail
 from paceline.v1 import cache_pb2 as pb
 
 ID_BYTES = 8
@@ -41,7 +42,7 @@ class Recorder:
 
     def stored(self, holding: Holding) -> None:
         """It is held from now on, and so is what comes before it."""
-        if not self._log.is_on:
+        if not self._log.is_on or isinstance(holding.node, Tail):
             return
         node = holding.node
         parent, block_bytes = node.parent, len(node.key) // len(holding.blocks)
@@ -54,7 +55,7 @@ class Recorder:
 
     def removed(self, holding: Holding) -> None:
         """It is about to be forgotten; its node is still in its place."""
-        if not self._log.is_on:
+        if not self._log.is_on or isinstance(holding.node, Tail):
             return
         ids = prefix_ids(holding.node, len(holding.node.key) // len(holding.blocks))
         removed = pb.BlockRemoved(worker=self.worker_id, block_ids=holding.blocks, prefix_ids=ids, tier=self.tier)
@@ -157,6 +158,8 @@ class EventLog:
         stack = [(top, node) for top, root in tops for node in root.children.values()]
         while stack:
             parent, node = stack.pop()
+            if isinstance(node, Tail):
+                continue
             held = [(index, holding.blocks) for index, holding in node.holdings.items()]
             run = _Run(parent, node.key, node.prefix_ids, held)
             runs.append(run)

@@ -79,6 +79,11 @@ class EvictionQueue:
         if first:
             rank.move_to_end(holding, last=False)
 
+    def is_last(self, holding: Holding, of: Holding) -> bool:
+        """Whether it stands where the other one, to be added now, would come next."""
+        rank = holding.queue
+        return rank is not None and rank.key == self._key(of) and next(reversed(rank)) is holding
+
     def use(self, holding: Holding) -> None:
         """It has a user again."""
         self.remove(holding)
@@ -150,7 +155,10 @@ class EvictionQueue:
             if parent is not None and (above := parent.holdings.get(memory_index)) is not None:
                 children[above] = children.get(above, above.num_children) - 1
                 if not (children[above] or above.users or above in standing):
-                    queues.setdefault(self._key(above), deque()).appendleft(above)
+                    retention, rank = self._key(above)
+                    if above.duration_ms and above.expires_ms <= self._now_ms:  # while it stood nowhere
+                        retention = DEFAULT_RETENTION
+                    queues.setdefault((retention, rank), deque()).appendleft(above)
                     standing.add(above)
         return order
 

@@ -64,10 +64,27 @@ class HostMemory(Memory):
             holding.expires_ms = gone.expires_ms
             holding.users -= 1
             self.cached_blocks += len(holding.blocks)
+            self._join(holding, batch)
             self.queue.add(holding, renew=False)
             parent = holding.node.parent
             if holding in known and parent is not None and self.above in parent.holdings:
                 self._refresh(parent)
+
+    def _join(self, holding: Holding, batch: set[PrefixNode]) -> None:
+        """What the device evicts block by block, from the end of a run, becomes a run again, if nothing tells the parts
+        from each other and they are to be evicted one after the other anyhow."""
+        node = holding.node
+        if len(node.children) != 1 or len(node.holdings) != 1:
+            return
+        (child,) = node.children.values()
+        below = child.holdings.get(self.index)
+        if below is None or len(child.holdings) != 1 or child in batch:
+            return
+        known = [(one.num_reuses, one.priority, one.retention, one.duration_ms) for one in (holding, below)]
+        is_short = child.end - node.start <= self.tree.max_node_blocks
+        if is_short and known[0] == known[1] and not holding.duration_ms and self.queue.is_last(below, of=holding):
+            self.queue.forget(below)
+            self.tree.absorb(node, child)
 
     def _copy(self, gone: Holding, batch: set[PrefixNode]) -> Holding | None:
         """Hold the node of something that the device has lost, or as much of its beginning as there is room for."""
@@ -81,7 +98,7 @@ class HostMemory(Memory):
         if 0 < count < size:
             node = self.tree.split(node, node.start + count)
         if count:
-            self.hold(node, blocks)
+            self.hold(node, blocks, gone.priority)
             holding = node.holdings[self.index]
             holding.num_children = sum(self.index in child.holdings for child in node.children.values())
             self.moves.update(zip(blocks, gone.blocks[:count], strict=True))

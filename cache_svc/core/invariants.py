@@ -9,7 +9,7 @@ from cache_svc.core.errors import InvariantError
 from cache_svc.core.memory import Memory
 from cache_svc.core.pins import Pins
 from cache_svc.core.table import Sequence, SwappedSequence
-from cache_svc.core.tree import Holding, PrefixNode, PrefixTree, subtree
+from cache_svc.core.tree import Holding, PrefixNode, PrefixTree, Tail, subtree
 from cache_svc.core.waiting import Waiter
 from cache_svc.core.worker import Worker
 
@@ -185,10 +185,16 @@ def _check_node(node: PrefixNode, root: PrefixNode, tree: PrefixTree, indexes: s
     parent = node.parent
     first = node.key[: tree.block_bytes]
     _require(parent is not None and parent.children.get(first) is node, "a node is not its parent's child")
+    _require(parent is not None and node.start == parent.end, "a node does not start where its parent ends")
     num_blocks = node.end - node.start
-    _require(
-        len(node.key) == num_blocks * tree.block_bytes > 0, "a node's tokens do not reach from its start to its end"
-    )
+    num_tails = sum(isinstance(child, Tail) for child in node.children.values())
+    _require(node.num_tails == num_tails, "wrong number of tails")
+    if isinstance(node, Tail):
+        _check_tail(node, tree)
+    else:
+        _require(
+            len(node.key) == num_blocks * tree.block_bytes > 0, "a node's tokens do not reach from its start to its end"
+        )
     _require(num_blocks <= tree.max_node_blocks, "a node is too long")
     _require(bool(node.holdings), "a node without holders is left in the tree")
     _require(node.holdings.keys() <= indexes, "a node is held by a worker that is gone")
@@ -206,3 +212,14 @@ def _check_node(node: PrefixNode, root: PrefixNode, tree: PrefixTree, indexes: s
             by_device = index - index % 2 in parent.holdings
             by_host = index % 2 == 1 and index in parent.holdings
             _require(by_device or by_host, "a node is held, and its parent is not")
+
+
+def _check_tail(tail: Tail, tree: PrefixTree) -> None:
+    _require(0 < len(tail.key) < tree.block_bytes and tail.end - tail.start == 1, "a tail is not a part of a block")
+    _require(not (tail.children or tail.watches), "something comes after a tail")
+    assert tail.parent is not None
+    for index, holding in tail.holdings.items():
+        _require(index % 2 == 0 and not holding.users, "a tail is on a host, or in use")
+        for key, other in tail.parent.children.items():
+            covers = other is not tail and key.startswith(tail.key) and index in other.holdings
+            _require(not covers, "a tail is kept, though another block has all of it")

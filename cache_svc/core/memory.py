@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from cache_svc.core.eviction import EvictionQueue
 from cache_svc.core.pool import BlockPool
 from cache_svc.core.retention import Range
-from cache_svc.core.tree import Holding, PrefixNode, PrefixTree, subtree
+from cache_svc.core.tree import TOKEN_BYTES, Holding, PrefixNode, PrefixTree, Tail, subtree
 
 if TYPE_CHECKING:
     from cache_svc.core.events import Recorder
@@ -98,7 +98,8 @@ class Memory:
             if self.sources:
                 self._withhold(blocks)
         if self.lower is not None:
-            self.lower.take_in(evicted)
+            # Not tails: what the host has is found by whole blocks.
+            self.lower.take_in([holding for holding in evicted if not isinstance(holding.node, Tail)])
         for holding in evicted:
             if not holding.node.holdings:
                 self.tree.remove(holding.node)
@@ -138,9 +139,27 @@ class Memory:
         parent = node.parent
         if parent is not None and (above := parent.holdings.get(self.index)) is not None:
             above.num_children += 1
+        if parent is not None and parent.num_tails and not isinstance(node, Tail):
+            self.drop_covered(node.key, parent)
         if self.events is not None:
             self.events.stored(holding)
         return holding
+
+    def drop_covered(self, key: bytes, parent: PrefixNode) -> None:
+        """A child of the parent that is held from now on begins with these tokens: a tail that has no others goes."""
+        index, children = self.index, parent.children
+        ends = range(TOKEN_BYTES, min(len(key), self.tree.block_bytes), TOKEN_BYTES)
+        if len(children) < len(ends):
+            tails = [tail for tail in children.values() if isinstance(tail, Tail) and key.startswith(tail.key)]
+        else:
+            tails = [tail for end in ends if isinstance(tail := children.get(key[:end]), Tail)]
+        for tail in tails:
+            if (holding := tail.holdings.get(index)) is not None:
+                self.cached_blocks -= 1
+                dropped = holding.blocks
+                self._forget(holding)
+                self._withhold(dropped)
+                self.pool.give_back(dropped)
 
     def use(self, holding: Holding, priority: float = 0.0) -> None:
         """One user more."""

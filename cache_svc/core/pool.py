@@ -43,6 +43,12 @@ class BlockPool:
         """These are free; the last one is the next to go out."""
         self._given_back += blocks
 
+    def claim(self, blocks: set[int]) -> None:
+        """Take just these, out of a pool that nobody has touched."""
+        assert self.first_untouched == 1, "blocks were handed out before"
+        self.first_untouched = max(blocks, default=0) + 1
+        self._given_back.extend(block for block in range(self.first_untouched - 1, 0, -1) if block not in blocks)
+
     def given_back(self) -> list[int]:
         """The free blocks that were in use before, for checks and tests; the next one to go out is last."""
         return list(self._given_back)

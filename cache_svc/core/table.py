@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from cache_svc.core.retention import Range
+from cache_svc.core.errors import Code, OpError
+from cache_svc.core.retention import Range, read_ranges
 from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, Root
+from paceline.v1.common_pb2 import RetentionRange
 
 if TYPE_CHECKING:
+    from cache_svc.core.restore import Claim
     from cache_svc.core.waiting import Waiter
     from cache_svc.core.worker import Worker
 
@@ -23,6 +28,14 @@ def pack_int32(values: array[int]) -> bytes:
     return values.tobytes()
 
 
+def unpack_int32(packed: bytes) -> array[int]:
+    """The reverse. ValueError if the bytes are not a whole number of int32."""
+    values = array("i", packed)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
 class Terms(NamedTuple):
     """What a request asked for, of how its blocks are kept."""
 
@@ -31,6 +44,13 @@ class Terms(NamedTuple):
 
 
 NO_TERMS = Terms()
+
+
+def read_terms(priority: float, retention: Iterable[RetentionRange]) -> Terms:
+    """Raises OpError(INVALID_ARGUMENT)."""
+    if not math.isfinite(priority):  # what compares with nothing has no place in the order of eviction
+        raise OpError(Code.INVALID_ARGUMENT, f"priority: {priority} is not a finite number")
+    return Terms(priority, read_ranges(retention))
 
 
 class Sequence:
@@ -52,6 +72,7 @@ class Sequence:
         "alone",
         "duplicates",
         "node",
+        "num_begun_tokens",
         "num_computed_tokens",
         "num_tokens",
         "root",
@@ -65,7 +86,7 @@ class Sequence:
 
     def __init__(
         self,
-        known: Waiter | SwappedSequence,
+        known: Waiter | SwappedSequence | Claim,
         worker: Worker,
         table: array[int],
         node: PrefixNode,
@@ -81,6 +102,8 @@ class Sequence:
         self.num_computed_tokens = num_computed_tokens
         self.alone = False
         self.unwritten = False
+        # With which it was admitted, some of them perhaps yet to be copied; who has more has seen the copy made.
+        self.num_begun_tokens = num_computed_tokens
         self.duplicates = array("i")
         self.terms = known.terms
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from cache_svc.core.retention import DEFAULT_RETENTION
@@ -82,22 +83,39 @@ class Holding:
 class PrefixNode:
     """Places in the tree are counted in blocks from the root: this node's blocks are start ... end - 1."""
 
-    __slots__ = ("children", "end", "first_keys", "holdings", "key", "parent", "prefix_ids", "watches")
+    __slots__ = (
+        "children",
+        "end",
+        "first_keys",
+        "holdings",
+        "key",
+        "num_tails",
+        "parent",
+        "prefix_ids",
+        "start",
+        "watches",
+    )
 
     def __init__(self, parent: PrefixNode | None, key: bytes, end: int) -> None:
         self.parent = parent
         self.key = key
-        self.end = end
-        self.children: dict[bytes, PrefixNode] = {}  # by the tokens of their first block
+        # Known here, as the parent may grow once this one has left the tree.
+        self.start: int = parent.end if parent is not None else 0
+        self.end: int = end
+        self.children: dict[bytes, PrefixNode] = {}  # by the tokens of their first block (a tail: by all it has)
+        self.num_tails = 0  # of the children
         # The keys of children that begin with a token, sorted; once somebody has asked.
         self.first_keys: dict[bytes, list[bytes]] | None = None
         self.holdings: dict[int, Holding] = {}  # by memory index
         self.watches: dict[int, Watch] | None = None  # waiting sequences whose match ends in this node, by where
         self.prefix_ids: array[int] | None = None  # of its blocks, once somebody has asked (events.py)
 
-    @property
-    def start(self) -> int:
-        return self.parent.end if self.parent is not None else 0
+
+class Tail(PrefixNode):
+    """The block that a sequence had begun when it ended: fewer tokens than a block has. No walk gets here, as no whole
+    block has its key, so it is a leaf. It is found as the beginning of any other block is (`nearest`), to be copied."""
+
+    __slots__ = ()
 
 
 class Namespace(NamedTuple):
@@ -209,12 +227,7 @@ class PrefixTree:
             common = common_tokens(node.key[at * block_bytes : (at + 1) * block_bytes], rest)
             holding = node.holdings[index]
             return (holding.blocks[at], common) if common and not holding.unwritten else (0, 0)
-        first_keys = node.first_keys
-        if first_keys is None:
-            first_keys = node.first_keys = {}
-            for key in node.children:
-                insort(first_keys.setdefault(key[:TOKEN_BYTES], []), key)
-        keys = first_keys.get(rest[:TOKEN_BYTES])
+        keys = _first_keys(node).get(rest[:TOKEN_BYTES])
         if keys is None:  # as mostly
             return 0, 0
         place, best = bisect_left(keys, rest), (0, 0)
@@ -228,6 +241,25 @@ class PrefixTree:
                     best = held.blocks[0], common
                     break
         return best
+
+    def covering(self, node: PrefixNode, tail: bytes, index: int) -> Holding | None:
+        """What a memory holds of the node's children that begin with all these tokens: the first in order of tokens."""
+        keys = _first_keys(node).get(tail[:TOKEN_BYTES], [])
+        place = bisect_left(keys, tail)
+        for key in islice(keys, place, None):
+            if not key.startswith(tail):
+                break
+            if (holding := node.children[key].holdings.get(index)) is not None:
+                return holding
+        return None
+
+    def grow_tail(self, parent: PrefixNode, key: bytes) -> Tail:
+        """As `grow`, of less than a block."""
+        tail = parent.children[key] = Tail(parent, key, parent.end + 1)
+        parent.num_tails += 1
+        if parent.first_keys is not None:
+            insort(parent.first_keys.setdefault(key[:TOKEN_BYTES], []), key)
+        return tail
 
     def grow(self, parent: PrefixNode, key: bytes) -> PrefixNode:
         """A child of `parent` that was not there. It is held by nobody yet."""
@@ -251,7 +283,7 @@ class PrefixTree:
         cut, block_bytes = num_blocks * self.block_bytes, self.block_bytes
         front = PrefixNode(parent, node.key[:cut], depth)
         parent.children[node.key[:block_bytes]] = front
-        node.key, node.parent = node.key[cut:], front
+        node.key, node.parent, node.start = node.key[cut:], front, depth
         front.children[node.key[:block_bytes]] = node
         for index, holding in node.holdings.items():
             front.holdings[index] = holding.split(front, num_blocks)
@@ -262,6 +294,22 @@ class PrefixTree:
                 watch.move(front)
         return front
 
+    def absorb(self, node: PrefixNode, child: PrefixNode) -> None:
+        """Undo a split: the node's only child, which the same memories hold, becomes a part of it."""
+        node.key += child.key
+        node.end = child.end
+        node.children, node.first_keys, node.num_tails = child.children, child.first_keys, child.num_tails
+        for below in node.children.values():
+            below.parent = node
+        for index, holding in node.holdings.items():
+            other = child.holdings[index]
+            holding.blocks, holding.num_children = holding.blocks + other.blocks, other.num_children
+        ids = node.prefix_ids, child.prefix_ids
+        node.prefix_ids = ids[0] + ids[1] if ids[0] is not None and ids[1] is not None else None
+        for watch in list((child.watches or {}).values()):
+            watch.move(node)
+        child.holdings = {}
+
     def remove(self, node: PrefixNode) -> None:
         """A node that nobody holds any more leaves the tree."""
         parent = node.parent
@@ -269,6 +317,7 @@ class PrefixTree:
         assert not node.children, "a node without holders has no children"
         first = node.key[: self.block_bytes]
         del parent.children[first]
+        parent.num_tails -= isinstance(node, Tail)
         if parent.first_keys is not None:
             keys = parent.first_keys[first[:TOKEN_BYTES]]
             del keys[bisect_left(keys, first)]
@@ -285,6 +334,14 @@ class PrefixTree:
         while node.start >= depth and node.parent is not None:
             node = node.parent
         return node if node.end == depth else self.split(node, depth)
+
+
+def _first_keys(node: PrefixNode) -> dict[bytes, list[bytes]]:
+    if node.first_keys is None:
+        node.first_keys = {}
+        for key in node.children:
+            insort(node.first_keys.setdefault(key[:TOKEN_BYTES], []), key)
+    return node.first_keys
 
 
 def common_tokens(one: bytes, other: bytes) -> int:

@@ -124,7 +124,7 @@ class Waiter:
         node, depth = self.node, self.depth
         is_gone = node.parent is not None and not node.holdings
         while node.parent is not None and (not node.holdings or depth <= node.start):
-            node = node.parent
+            node, depth = node.parent, min(depth, node.start)
         node, depth = tree.walk(self.token_ids, node, min(depth, node.end))
         changed = is_gone or depth != self.depth
         self.node, self.depth = node, depth

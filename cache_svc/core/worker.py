@@ -8,6 +8,7 @@ from cache_svc.core.errors import Code, OpError
 from cache_svc.core.host import HostMemory
 from cache_svc.core.memory import Memory
 from cache_svc.core.table import Sequence, SwappedSequence
+from cache_svc.core.tails import keep_tail
 from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, PrefixTree, Root
 from cache_svc.core.waiting import Waiter
 
@@ -66,6 +67,12 @@ class Worker:
         used = device.num_blocks - free - cached
         of_host = host.free_blocks, host.cached_blocks, host.used_blocks
         return free, cached, used, device.evicted_blocks_total, *of_host
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no block was ever handed out."""
+        pools_are = self.device.pool.first_untouched == self.host.pool.first_untouched == 1
+        return pools_are and not (self.sequences or self.swapped)
 
     def expire(self, now_ms: int) -> None:
         self.device.queue.expire(now_ms)
@@ -217,14 +224,17 @@ class Worker:
                     device.use(holding, terms.priority)
                     sequence.duplicates += table[depth:reached]
             node, depth = child, reached
-        sequence.node = node
-        if terms.retention:
+        stored, sequence.node = node is not sequence.node, node
+        if stored and terms.retention:
             device.retain(node, terms.retention)
 
     def release(self, sequence: Sequence, discard: bool = False) -> None:
         """The sequence leaves the device, from the tail to the head, so that eviction meets children before parents.
         With `discard`, nothing is kept of it (nor of what is behind it) that has no other user."""
         private = sequence.duplicates + sequence.table[sequence.node.end :]
+        kept = self.partial_reuse and not (discard or sequence.unwritten)
+        if kept and keep_tail(self.device, sequence):
+            del private[len(sequence.duplicates)]
         private.reverse()
         self.device.pool.give_back(private)
         self.device.leave_path(sequence.node)

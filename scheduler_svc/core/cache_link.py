@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from dataclasses import dataclass, field
 
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
@@ -15,10 +17,15 @@ from paceline.v1.cache_pb2 import (
     CacheServiceLinkResponse,
     CommitOp,
     MatchOp,
+    RestoredSequence,
 )
 from scheduler_svc.core.decision import Admission
 from scheduler_svc.core.request import TOKEN_BYTES, Request
 from scheduler_svc.core.worker import Draft, Worker
+
+# Of tokens and tables in one exchange, before the next one is begun; half of what a message may have, so that one more
+# sequence does no harm (services/runtime/rpc.py). 1,024 sequences of 8,192 tokens are 34 MB.
+MAX_EXCHANGE_BYTES = 8 * 2**20
 
 
 class ProtocolError(Exception):
@@ -31,6 +38,7 @@ class Sent:
 
     matches: list[tuple[int, int]] = field(default_factory=list)  # (operation, sequence)
     swap_outs: list[tuple[int, int, Request]] = field(default_factory=list)  # (operation, sequence, request)
+    restores: list[tuple[int, int]] = field(default_factory=list)  # (operation, worker)
     askers: list[Worker] = field(default_factory=list)  # whose next step waits for the answer
     drafts: list[tuple[Draft, int, list[int]]] = field(default_factory=list)  # (draft, extend or -1, admits)
 
@@ -42,6 +50,9 @@ class CacheLink:
     Their order is fixed: commits, swaps to host memory, frees, workers going and coming, matches, and last what drafts
     ask for: growth, what the step computes of running sequences, admissions. So a block that a sequence of this
     exchange gives up can be granted in the same exchange, and a commit never follows its sequence's free.
+
+    A new link to a cache that knows nothing begins with exchanges of their own, while `restoring`: they say what runs,
+    as of the moment at which the link began (recovery.py). Whatever happens meanwhile gathers.
     """
 
     epoch: int
@@ -50,6 +61,9 @@ class CacheLink:
     sent: Sent | None = None
     removed: list[int] = field(default_factory=list)
     added: list[AddWorkerOp] = field(default_factory=list)
+    opening: deque[CacheServiceLinkRequest] = field(default_factory=deque)  # the first exchanges, as far as not sent
+    # What was claimed in these, until all are answered: by worker, by sequence.
+    restoring: dict[int, dict[int, Request]] = field(default_factory=dict)
     matches: dict[int, Request] = field(default_factory=dict)  # by sequence
     swap_outs: dict[int, Request] = field(default_factory=dict)  # by sequence
     model: str = ""  # fingerprint of the one that is served
@@ -77,6 +91,8 @@ class CacheLink:
         self.matches.clear()
         self.swap_outs.clear()
         self.rematches.clear()
+        self.opening.clear()
+        self.restoring.clear()
         for gathered in (self.removed, self.added, self.frees, self.discards, *self._commits):
             gathered.clear()
 
@@ -85,6 +101,16 @@ class CacheLink:
         self.rematches.pop(sequence, None)
         if self.matches.pop(sequence, None) is None:
             (self.discards if discard else self.frees).append(sequence)
+
+    def never_knew(self, sequence: int) -> None:
+        """The cache has refused to know the sequence: nothing that has gathered of it is sent."""
+        for frees in (self.frees, self.discards):
+            if sequence in frees:
+                frees.remove(sequence)
+        while sequence in self._commits[0]:
+            at = self._commits[0].index(sequence)
+            for gathered in self._commits:
+                del gathered[at]
 
     def forget_worker(self, worker: int) -> None:
         """The worker is gone; if the cache has not heard of it yet, it never will."""
@@ -130,6 +156,17 @@ class CacheLink:
         self.removed.clear()
         self.added.clear()
 
+    def open(self, now_s: float) -> CacheServiceLinkRequest | None:
+        """The next of the exchanges with which the link begins; None while one is on its way."""
+        if self.sent is not None:
+            return None
+        message = self.opening.popleft()
+        self.exchange += 1
+        message.epoch, message.exchange, message.now_ms = self.epoch, self.exchange, int(now_s * 1000)
+        restores = [(index, op.restore.worker) for index, op in enumerate(message.ops) if op.HasField("restore")]
+        self.sent = Sent(restores=restores)
+        return message
+
     def compose(
         self, drafts: list[tuple[Worker, Draft]], askers: list[Worker], heads: list[Request], now_s: float
     ) -> CacheServiceLinkRequest | None:
@@ -142,10 +179,7 @@ class CacheLink:
         ops = message.ops  # filled in place: a message that is given to another one is copied, prompt and all
         self.sent = sent = Sent(askers=askers)
         self._add_gathered(ops, sent)
-        for sequence, request in self.matches.items():
-            sent.matches.append((len(ops), sequence))
-            self._fill_match(ops.add().match, sequence, request)
-        self.matches.clear()
+        self._add_matches(ops, sent)
         for worker, draft in drafts:
             extend, admits = -1, []
             if len(draft.decision.growth):
@@ -171,6 +205,17 @@ class CacheLink:
             self.rematches.clear()
         return message
 
+    def _add_matches(self, ops: RepeatedCompositeFieldContainer[CacheOp], sent: Sent) -> None:
+        """As many as a message can take; the others go with the next one."""
+        num_bytes = 0
+        for sequence, request in self.matches.items():
+            if num_bytes > MAX_EXCHANGE_BYTES:
+                break
+            sent.matches.append((len(ops), sequence))
+            self.fill(ops.add().match, sequence, request)
+            num_bytes += TOKEN_BYTES * request.num_tokens
+        self.matches = dict(itertools.islice(self.matches.items(), len(sent.matches), None))
+
     @staticmethod
     def _fill_admit(admit: AdmitOp, worker: Worker, admission: Admission, shares: bool) -> None:
         request = admission.request
@@ -192,7 +237,8 @@ class CacheLink:
             commit.num_new_tokens.append(0)
             commit.num_computed_tokens.append(worker.prefills[slot].num_planned + size)
 
-    def _fill_match(self, match: MatchOp, sequence: int, request: Request) -> None:
+    def fill(self, match: MatchOp | RestoredSequence, sequence: int, request: Request) -> None:
+        """What the cache is to know of a sequence, in either case."""
         match.sequence, match.token_ids = sequence, request.token_ids
         namespace = match.namespace
         namespace.model = self.model

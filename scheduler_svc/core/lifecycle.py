@@ -99,16 +99,24 @@ class Lifecycle:
         self.queue.rematched(changed)
 
     def forget_matches(self) -> None:
-        """The cache is gone, and all that it knew."""
+        """The cache is gone, and all that it knew of what waits; but what is in host memory is still there."""
         self._matched.clear()
         for request in self.queue:
-            request.sequence, request.matches, request.swapped_on = 0, None, 0
+            if not request.swapped_on:
+                request.sequence, request.matches = 0, None
 
-    def recompute(self, requests: Iterable[Request]) -> None:
+    def ask_all_matches(self) -> None:
+        """The cache knows nothing of what waits, or by the wrong names."""
+        for request in self.queue:
+            if not request.swapped_on:
+                self._forget_sequence(request)
+                self.ask_match(request)
+
+    def recompute(self, requests: Iterable[Request], why: str = "lost its place in host memory") -> None:
         """These wait, and do without what they have in host memory."""
         for request in list(requests):
             self._forget_sequence(request)
-            self._note(request, "requeued", "lost its place in host memory")
+            self._note(request, "requeued", why)
             if self._cache.connected:
                 self.ask_match(request)
 
@@ -131,17 +139,27 @@ class Lifecycle:
 
     def refused(self, request: Request) -> None:
         """The cache had less room than was thought: the request waits on, known to the cache as before."""
-        self._unbind(request)
         request.parent = None
-        request.phase, request.worker = Phase.WAITING, 0
-        self.queue.add(request)
         if not request.swapped_on:
             request.matches = None  # what was known of it was too good: it is offered again when the cache has answered
             self._cache.rematches[request.sequence] = None
-        elif self._workers[request.swapped_on].draining:
-            self.recompute([request])  # it can come back no more
-        else:
-            self.swaps.refused(request)
+        self.put_back(request)
+
+    def put_back(self, request: Request) -> None:
+        """It was about to be seated, and waits on; with what it has in host memory, if it can still come back."""
+        self._unbind(request)
+        request.phase, request.worker = Phase.WAITING, 0
+        self.queue.add(request)
+        if request.swapped_on:
+            if self._workers[request.swapped_on].draining:
+                self.recompute([request])
+            else:
+                self.swaps.refused(request)
+
+    def unanswered(self, request: Request) -> None:
+        """The cache was lost while it was asked for the request's blocks."""
+        self.put_back(request)
+        self._note(request, "waiting", "the cache was lost before it answered")
 
     def requeue(self, request: Request) -> None:
         """Take back a request whose blocks the cache has granted, or may have granted, in vain."""
@@ -172,6 +190,7 @@ class Lifecycle:
     def park(self, request: Request) -> None:
         """A beam has run its one token: it leaves its slot, and its blocks stay for those that will fork from it."""
         worker = self._workers[request.worker]
+        worker.slots.complete_tables()
         worker.vacate(request.slot)
         self._unbind(request)
         request.phase, request.worker, request.parent = Phase.PARKED, worker.id, None
@@ -185,21 +204,43 @@ class Lifecycle:
 
     def evacuate(self, worker: Worker) -> list[Request]:
         """Take every live request off the worker, with all its known tokens. Their sequences are dropped."""
-        for parked in worker.parked.values():
-            self._matched.pop(parked.sequence, None)
-            parked.phase, parked.sequence, parked.prompt_is_computed = Phase.ENDED, 0, False
-        worker.parked.clear()
+        for parked in list(worker.parked.values()):
+            self._drop_parked(worker, parked)
         requests = worker.drop_draft()
         for slot in list(worker.running):
-            self._recall_tokens(worker, slot)
+            self.recall_tokens(worker, slot)
             requests.append(self._leave(worker, slot))
         for request in requests:
-            self._unbind(request)
-            self._matched.pop(request.sequence, None)
-            request.phase, request.sequence, request.swapped_on = Phase.WAITING, 0, 0
-            self.counters.requeued += 1
-            self._note(request, "requeued", "its worker or the cache was lost")
+            self._lose_blocks(request, "its worker was lost")
         return sorted(requests, key=lambda request: request.seniority)
+
+    def claim_refused(self, request: Request, why: str) -> None:
+        """A new cache does not let the request have the blocks that it has: it is computed anew."""
+        worker, why = self._workers.get(request.worker), f"the cache was lost, and its blocks with it: {why}"
+        match request.phase:
+            case Phase.RUNNING if worker is not None:
+                self.recall_tokens(worker, request.slot)
+                self._leave(worker, request.slot)
+                self._lose_blocks(request, why)
+                self.enqueue(request)
+            case Phase.PARKED if worker is not None:
+                self._drop_parked(worker, request)
+            case Phase.WAITING:
+                self.recompute([request], why)
+
+    def _drop_parked(self, worker: Worker, parked: Request) -> None:
+        del worker.parked[parked.seniority]
+        self._matched.pop(parked.sequence, None)
+        parked.phase, parked.sequence, parked.prompt_is_computed = Phase.ENDED, 0, False
+        del parked.block_table[:]
+
+    def _lose_blocks(self, request: Request, why: str) -> None:
+        """It has none any more, nor a sequence."""
+        self._unbind(request)
+        self._matched.pop(request.sequence, None)
+        request.phase, request.sequence, request.swapped_on, request.host_blocks = Phase.WAITING, 0, 0, b""
+        self.counters.requeued += 1
+        self._note(request, "requeued", why)
 
     def lost_worker(self, request: Request) -> None:
         """What becomes of a request whose worker is gone: it waits again, unless it has lost too many."""
@@ -214,11 +255,14 @@ class Lifecycle:
         ask for them earlier, and a steady step need not tell what every sequence adds (as SGLang does). If it is to be
         swapped, the cache has to know all of it."""
         worker = self._workers[request.worker]
-        self._recall_tokens(worker, request.slot)
+        self.recall_tokens(worker, request.slot)
         self._leave(worker, request.slot)
         num_tokens = request.num_tokens
         num_computed = max(num_tokens - 1, request.num_committed)  # the last token may be just computed, or not yet
-        fills = num_computed // worker.block_size > request.num_registered // worker.block_size
+        if self.config.partial_reuse:
+            fills = num_tokens > request.num_registered
+        else:
+            fills = num_computed // worker.block_size > request.num_registered // worker.block_size
         if swaps or (worker.prefix_caching and fills and not request.is_spoiled):
             new_tokens = request.token_ids[request.num_registered * TOKEN_BYTES :]
             self._cache.add_commit(request.sequence, new_tokens, num_computed)
@@ -228,9 +272,10 @@ class Lifecycle:
         request = worker.vacate(slot)
         request.prompt_is_computed = False
         request.parent = None
+        del request.block_table[:]
         return request
 
-    def _recall_tokens(self, worker: Worker, slot: int) -> None:
+    def recall_tokens(self, worker: Worker, slot: int) -> None:
         """Complete the request's own record with what still stands in the slot's tail."""
         if tail := worker.slots.take_tail(slot):
             worker.running[slot].output += tail
@@ -299,6 +344,7 @@ class Lifecycle:
             case Phase.PARKED:
                 del self._workers[request.worker].parked[request.seniority]
                 request.worker, request.prompt_is_computed = 0, False
+                del request.block_table[:]
             case Phase.ENDED:
                 return
         self._forget_sequence(request)

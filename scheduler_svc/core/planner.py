@@ -5,6 +5,7 @@ A step reads top to bottom in `draft_step` (before the cache exchange) and `fini
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -184,8 +185,10 @@ class Planner:
             # A sequence that ended while the exchange was on its way has been freed with its new block.
             alive = worker.slots.generation[slots] == draft.decision.growth_generations
             slots, blocks = slots[alive], np.frombuffer(blocks, np.int32)[alive].tobytes()
-        plan.grow_slots, plan.grow_blocks = slots.astype(np.int32).tobytes(), blocks
+        packed_slots = slots.astype(np.int32).tobytes()
+        plan.grow_slots, plan.grow_blocks = packed_slots, blocks
         worker.grow(slots)
+        worker.slots.note_growth(packed_slots, blocks)
 
     def _choose_decodes(self, worker: Worker, chosen: list[int] | None, plan: StepPlan) -> None:
         """Hold what decodes and was not chosen, resume what was. A step without decodes needs neither."""
@@ -221,6 +224,7 @@ class Planner:
         num_cached_tokens, block_table = granted.num_cached_tokens, granted.block_table
         slot = worker.slots.occupy(request, self.session_index(request), len(block_table) // 4)
         request.phase, request.worker, request.slot = Phase.RUNNING, worker.id, slot
+        request.block_table = array("i", block_table)
         if request.cached_tokens is None:
             request.cached_tokens = num_cached_tokens
         worker.running[slot] = request

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -79,6 +80,9 @@ class Request:
     prompt_is_computed: bool = False  # and known to be, of the attempt that runs
     samples: list[Request] | None = None  # of the same prompt, itself among them; also those that have ended
     swapped_on: int = 0  # the worker that has its KV in host memory, while WAITING or BINDING
+    host_blocks: bytes = field(default=b"", init=False, repr=False)  # there, once the cache has answered; packed int32
+    # While RUNNING (but for what its slot table has noted) or PARKED: to be told again when the cache forgets it.
+    block_table: array[int] = field(default_factory=lambda: array("i"), init=False, repr=False)
     group: BeamGroup | None = None  # whose root or member it is
     view: RequestView | None = field(default=None, init=False, repr=False)  # what policies get of it (view.py)
     hypotheses: list[Hypothesis] = field(default_factory=list)  # what its beam search has found

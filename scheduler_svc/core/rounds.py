@@ -44,6 +44,8 @@ class Rounds:
         """Compose a step for every worker with credit; returns what there is to tell the cache."""
         if not self._cache.connected:
             return None
+        if self._cache.restoring:  # who may go on is not known before all is answered
+            return self._cache.open(now_s)
         drafts: list[tuple[Worker, Draft]] = []
         askers: list[Worker] = []
         for worker in self._workers.values():
@@ -61,7 +63,9 @@ class Rounds:
                     break
         if not self._cache.idle:
             return None
-        heads = self._composer.heads(self._workers, now_s) if askers or drafts else []
+        # An exchange that admits is followed by commits, and these by another one before anybody else is let in.
+        next_admits = askers or any(not draft.decision.admissions for _, draft in drafts)
+        heads = self._composer.heads(self._workers, now_s) if next_admits else []
         return self._cache.compose(drafts, askers, heads, now_s)
 
     def _accept(self, worker: Worker, step: Step, drafts: list[tuple[Worker, Draft]]) -> bool:

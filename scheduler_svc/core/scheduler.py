@@ -39,6 +39,7 @@ from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.recovery import Recovery
 from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, Rejection, invalid
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.results import ResultReader
@@ -76,6 +77,7 @@ class SchedulerCore:
         self._composer = Composer(policies, fallback, self.counters, on_policy_error)
         self.queue = self._composer.queue
         self.life = Lifecycle(config, self.queue, self._cache, self.workers, self.sessions, self.counters)
+        self._recovery = Recovery(self._cache, self.workers, self.life)
         self._groups = BeamGroups(self.life, self.workers)
         exceeded = self.life.budgets.exceeded
         swaps = self.life.swaps
@@ -235,11 +237,13 @@ class SchedulerCore:
             pool = max(worker.num_blocks * worker.block_size for worker in self.workers.values())
             fresh = self.limits is None or self.limits.model.fingerprint != first.model.fingerprint
             self.limits = Limits(first.model, pool, max(w.registration.max_loras for w in self.workers.values()))
+            self._cache.model = first.model.fingerprint
             if fresh:
                 for request in list(self.queue):  # accepted before anybody knew the model
                     if (rejection := recheck(request, self.limits)) is not None:
                         self.life.end(request, FINISH_REASON_ERROR, rejection)
-            self._cache.model = first.model.fingerprint
+                if self._cache.connected:
+                    self.life.ask_all_matches()  # in the model's namespace
             self._groups.model_known(self.limits)
         self._announce()
 
@@ -270,19 +274,13 @@ class SchedulerCore:
         """A new link: the cache knows nothing, so everything is added again."""
         self._cache.forget()
         self._cache.epoch, self._cache.connected = epoch, True
-        self._cache.added.extend(self._add_worker_op(worker) for worker in self.workers.values())
-        for request in self.queue:
-            self.life.ask_match(request)
+        self._recovery.begin([self._add_worker_op(worker) for worker in self.workers.values()])
+        self.life.ask_all_matches()
         self._workers_changed()
 
     def cache_lost(self) -> None:
-        """Block tables are gone: what runs goes back to the queue and is recomputed."""
-        self._cache.forget()
-        self.life.forget_matches()
-        for worker in self.workers.values():
-            worker.forget_cache()
-            for request in self.life.evacuate(worker):
-                self.life.enqueue(request)
+        """Block tables are gone, but not what is in the blocks: what runs goes on when there is a cache again."""
+        self._recovery.cache_lost()
         self._workers_changed()
 
     def cache_response(self, response: CacheServiceLinkResponse) -> None:
@@ -297,6 +295,8 @@ class SchedulerCore:
             answered = ((sequence, result.match.matches) for sequence, result in results if result.HasField("match"))
             self.life.set_matches(answered)
         self.life.set_matches((update.sequence, update.matches) for update in response.match_updates)
+        if sent.restores:
+            self._recovery.answered(sent, response)
         for worker in sent.askers:
             worker.knows_cache = True
         if sent.swap_outs:

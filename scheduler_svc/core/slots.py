@@ -15,6 +15,9 @@ from scheduler_svc.core.request import Request
 TAIL_STEPS = 256
 TAKE_EVERY_STEPS = 192
 FAR = np.iinfo(np.int64).max
+# Growths that are noted before they are put into the requests' tables, all at once: while they are only noted, a step
+# in which sequences grow costs no more for that.
+NOTED_GROWTHS = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +47,8 @@ class SlotTable:
         decode steps   0 ............. taken | taken .. seen-1  | seen ..
                        in request.output     |  in tail[t, slot]| in flight, or not planned yet
 
+    Block tables are complete on demand, which is hardly ever (`complete_tables`).
+
     Tokens leave the tail for the request's own record every TAKE_EVERY_STEPS, and when the sequence leaves.
     """
 
@@ -70,6 +75,9 @@ class SlotTable:
         self._tail = np.zeros((TAIL_STEPS, num_slots), np.int32)
         self._seen = 0  # decode steps whose results are here
         self._taken = [0] * num_slots
+        self._growths: list[tuple[bytes, bytes]] = []  # the last ones: slots, and their new blocks; packed int32
+        self._num_growths = 0  # ever
+        self._grows_from = np.full(num_slots, FAR)  # which of these are the slot's sequence's own
         self._stints: list[list[tuple[int, int]]] = [[] for _ in range(num_slots)]  # that are over: [first, end) step
 
     @property
@@ -84,6 +92,7 @@ class SlotTable:
         self.capacity[slot] = num_blocks * self.block_size
         self.max_total[slot] = request.max_total_tokens
         self.sequence[slot] = request.sequence
+        self._grows_from[slot] = self._num_growths
         self.handle[slot] = request.handle
         self.session[slot] = session_index
         self.stops_at_eos[slot] = not request.sampling.ignore_eos
@@ -98,6 +107,7 @@ class SlotTable:
         if (request := self.requests[slot]) is not None:
             request.seat = None
         self.requests[slot] = None
+        self._grows_from[slot] = FAR
         self._stints[slot].clear()
         self.extra_stops.pop(slot, None)
         self._free.append(slot)
@@ -143,6 +153,34 @@ class SlotTable:
             return found
         kept: Slots = found[(self.stint[found] == stints) & self.decoding[found]]
         return kept
+
+    # ── blocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def note_growth(self, slots: bytes, blocks: bytes) -> None:
+        """A block more for each slot, which may stand several times. Packed int32."""
+        self._growths.append((slots, blocks))
+        self._num_growths += 1
+        if len(self._growths) == NOTED_GROWTHS:
+            self.complete_tables()
+
+    def complete_tables(self) -> None:
+        """The requests' block tables lack nothing now."""
+        growths, self._growths = self._growths, []
+        if not growths:
+            return
+        slots = np.frombuffer(b"".join(slots for slots, _ in growths), np.int32)
+        blocks = np.frombuffer(b"".join(blocks for _, blocks in growths), np.int32)
+        numbers = np.arange(self._num_growths - len(growths), self._num_growths)
+        own = np.repeat(numbers, [len(slots) // 4 for slots, _ in growths]) >= self._grows_from[slots]
+        slots, blocks = slots[own], blocks[own]
+        order = np.argsort(slots, kind="stable")
+        blocks = blocks[order]
+        grown, counts = np.unique(slots, return_counts=True)
+        ends = np.cumsum(counts)
+        for slot, start, end in zip(grown.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
+            request = self.requests[slot]
+            assert request is not None, "only what runs grows"
+            request.block_table.frombytes(blocks[start:end].tobytes())
 
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -66,6 +66,7 @@ class Swaps:
             result = response.results[index]
             if result.HasField("swap_out"):
                 self.counters.swapped_out += 1
+                request.host_blocks = result.swap_out.host_blocks
                 worker.add_swap_out(sequence, result.swap_out.device_blocks, result.swap_out.host_blocks)
             else:
                 worker.knows_cache = False  # the blocks come back with the next exchange
@@ -83,7 +84,7 @@ class Swaps:
 
     def resumed(self, request: Request) -> None:
         """It is seated, and the plan that makes the copies is on its way: whatever reads its blocks comes later."""
-        request.swapped_on = 0
+        request.swapped_on, request.host_blocks = 0, b""
         request.prompt_is_computed = True
         self.counters.swapped_in += 1
         self.cache.add_commit(request.sequence, b"", request.num_tokens - 1)
@@ -95,4 +96,4 @@ class Swaps:
         if worker is not None:
             worker.swapped.pop(request.sequence, None)
             worker.swap_outs.pop(request.sequence, None)
-        request.swapped_on = 0
+        request.swapped_on, request.host_blocks = 0, b""

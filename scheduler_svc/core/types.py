@@ -51,3 +51,5 @@ class Counters:
     barren_steps: int = 0  # composed after a preemption, with nothing in them
     policy_errors: int = 0
     requeued: int = 0
+    restored: int = 0  # that a new cache took over as they were, after the one before was lost
+    refused_claims: int = 0  # that it did not

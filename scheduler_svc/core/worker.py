@@ -145,6 +145,14 @@ class Worker:
             return prefill.num_tokens
         return self.held.get(slot) or int(self.slots.base[slot]) + self.decode_step
 
+    def num_computed_tokens(self, slot: int) -> int:
+        """Of the tokens in the record of the slot's request, those that are computed once the steps in flight have run.
+        The last one need not be: it may wait for its turn."""
+        if (prefill := self.prefills.get(slot)) is not None:
+            return prefill.num_planned
+        num_known = self.running[slot].num_tokens
+        return num_known if slot in self.finishing else min(num_known, self.num_tokens(slot) - 1)
+
     def remaining_new_tokens(self) -> npt.NDArray[np.int64]:
         """For each running sequence: tokens it may still generate, those in flight not counted. [running]"""
         slots = np.fromiter(self.running, np.int64, len(self.running))
@@ -221,11 +229,10 @@ class Worker:
         self.frees.append(slot)
 
     def forget_cache(self) -> None:
-        """The cache is gone, and the blocks that it granted mean nothing."""
+        """The cache is gone, and what it kept for nobody. Blocks that it granted still hold what they held; and copies
+        to host blocks of sequences are made as long as they have not been sent."""
         self.available_blocks = self.free_host_blocks = 0
         self.knows_cache = False
-        self.swapped.clear()
-        self.swap_outs.clear()
         self.demotions.clear()
 
     def add_demotions(self, device_blocks: bytes, host_blocks: bytes) -> None:

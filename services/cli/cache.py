@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from rich.markup import escape
@@ -17,6 +18,9 @@ from rich.table import Table
 from paceline.v1 import cache_pb2 as pb
 from paceline.v1.cache_pb2_grpc import CacheAdminServiceStub, CacheServiceStub
 from services.cli.arguments import Parser, console, usage_error
+
+if TYPE_CHECKING:
+    from services.gateway.tokenizer import TextTokenizer
 
 PROG = "paceline cache"
 TIMEOUT_S = 10.0
@@ -37,7 +41,16 @@ def parser() -> Parser:
     what.add_argument("--tokens", metavar="IDS", help="token ids, with commas")
     what.add_argument("--tokens-file", type=Path, metavar="FILE", help="token ids, with commas or white space")
     what.add_argument("--text-file", type=Path, metavar="FILE", help="text; --model says whose tokenizer reads it")
-    pin.add_argument("--model", metavar="MODEL", help="checkpoint folder, or name on a model hub, for --text-file")
+    what.add_argument(
+        "--messages-file",
+        type=Path,
+        metavar="FILE",
+        help="JSON: messages with which chats begin, such as a system prompt; --model as above",
+    )
+    pin.add_argument(
+        "--model", metavar="MODEL", help="checkpoint folder, or name on a model hub, for --text-file or --messages-file"
+    )
+    pin.add_argument("--chat-template", metavar="TEXT", help="as the gateway's, for --messages-file")
     pin.add_argument(
         "--worker", type=int, action="append", default=[], metavar="ID", help="only there; may be repeated"
     )
@@ -183,7 +196,11 @@ def _token_ids(arguments: argparse.Namespace) -> list[int]:
     if arguments.text_file is not None:
         if arguments.model is None:
             raise ValueError("--text-file: --model is needed, for its tokenizer")
-        return _tokenize(arguments.text_file.read_text("utf-8"), arguments.model)
+        return _tokenizer(arguments).encode(arguments.text_file.read_text("utf-8"))
+    if arguments.messages_file is not None:
+        if arguments.model is None:
+            raise ValueError("--messages-file: --model is needed, for its tokenizer and chat template")
+        return _chat_prefix(_tokenizer(arguments), arguments.messages_file.read_text("utf-8"))
     given = arguments.tokens if arguments.tokens is not None else arguments.tokens_file.read_text("utf-8")
     token_ids = []
     for word in given.replace(",", " ").split():
@@ -193,16 +210,33 @@ def _token_ids(arguments: argparse.Namespace) -> list[int]:
     return token_ids
 
 
-def _tokenize(text: str, model: str) -> list[int]:
-    """As the gateway does with the prompt of a completion. Raises ValueError or OSError."""
+def _tokenizer(arguments: argparse.Namespace) -> TextTokenizer:
+    """The gateway's. Raises ValueError or OSError."""
     from services.gateway.model_files import resolve_folder
     from services.gateway.tokenizer import TextTokenizer
     from services.runtime.hub import NoSuchModel
 
     try:
-        return TextTokenizer.from_folder(resolve_folder(model)).encode(text)
+        return TextTokenizer.from_folder(resolve_folder(arguments.model), arguments.chat_template)
     except NoSuchModel as error:
         raise ValueError(f"--model: {error}") from error
+
+
+def _chat_prefix(tokenizer: TextTokenizer, written: str) -> list[int]:
+    """The tokens with which every chat begins that begins with these messages, and in which a user has the word then.
+
+    What a template makes of the messages alone need be no such beginning; so two chats are compared. Raises ValueError.
+    """
+    from services.gateway.errors import ApiError
+    from services.gateway.openai_schema import Message
+
+    try:
+        messages = [Message.model_validate(one).for_template() for one in json.loads(written)]
+        chats = [tokenizer.encode_chat([*messages, {"role": "user", "content": word}]) for word in ("a", "7")]
+    except (TypeError, ValueError, ApiError) as error:
+        raise ValueError(f"--messages-file: {error}") from error
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*chats, strict=False))
+    return [token for token, _ in pairs]
 
 
 def _token_bytes(token_ids: list[int]) -> bytes:

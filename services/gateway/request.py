@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_SAMPLES = 64  # of one prompt
 MAX_TENANT_CHARS = 128
 MAX_LENGTH_PENALTY = 10.0
+MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 # Longer texts are encoded off the event loop (the tokenizer lets go of the GIL).
 _INLINE_CHARS = 4096
 
@@ -255,8 +255,8 @@ def check_terms(
 ) -> Terms:
     """What a request says of its place among others; None takes the default. Raises ApiError 400."""
     for name, value in (("priority", priority), ("deadline_s", deadline_s)):
-        if value is not None and not math.isfinite(value):
-            raise invalid(name, f"{name} must be a finite number")
+        if value is not None and not abs(value) <= MAX_FLOAT32:  # which is how they travel
+            raise invalid(name, f"{name} must be a finite number of 32 bits, not {value:g}")
     if deadline_s is not None and deadline_s <= 0:
         raise invalid("deadline_s", f"deadline_s must be above 0, not {deadline_s:g}")
     if tenant is not None and len(tenant) > MAX_TENANT_CHARS:

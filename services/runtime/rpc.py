@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import Counter, Histogram
@@ -153,7 +154,8 @@ class GrpcServer:
 
 
 class CallInterceptor(_Interceptor):
-    """Counts and times calls, binds `x-request-id` to the log, turns an unexpected exception into INTERNAL."""
+    """Counts and times calls, binds `x-request-id` to the log, turns bytes that are no message into INVALID_ARGUMENT
+    and an unexpected exception into INTERNAL."""
 
     async def intercept_service(
         self,
@@ -205,6 +207,9 @@ def _watched(behaviour: Any, method: str) -> Any:
         except asyncio.CancelledError:
             cancelled = True
             raise
+        except DecodeError as error:  # of a stream's message; grpc answers for the one of a unary call
+            log.warning("not a message", method=method, error=str(error))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a message cannot be decoded: {error}")
         except Exception as error:
             # A handler blocked in a write to a client that has gone gets a cython error instead of a cancellation.
             if type(error).__name__ == "ExecuteBatchError" or context.cancelled():

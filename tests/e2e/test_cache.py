@@ -49,6 +49,22 @@ def prompts(count: int, seed: int) -> list[list[int]]:
     return made
 
 
+async def test_nothing_is_lost_to_block_size(bare: Stack, tiny: Stack) -> None:
+    """Prompts that share less than a block, or end within one: what a block was begun with is copied."""
+    rng = random.Random(3)
+    texts = [[rng.randrange(8, VOCAB) for _ in range(30)] for _ in range(4)]
+    for length in (5, 19):  # with what is generated, 6 and 22 tokens are computed
+        wanted = [load.Wanted([*text[:length]], 2 if length == 5 else 4) for text in texts]
+        right = await load.stream_all(bare.url, wanted)
+        for turn in range(2):
+            hits_before = tiny.metric("paceline_cache_prefix_hit_tokens_total", "cache") or 0
+            for before, after in zip(right, await load.stream_all(tiny.url, wanted), strict=True):
+                assert not before.errors + after.errors
+                assert after.text == before.text
+            hits = (tiny.metric("paceline_cache_prefix_hit_tokens_total", "cache") or 0) - hits_before
+            assert not turn or hits == len(wanted) * (length - 1)
+
+
 async def test_tokens_are_those_that_come_without_a_cache(bare: Stack, tiny: Stack) -> None:
     wanted = [load.Wanted(prompt, 24) for prompt in prompts(40, 5)]
     right = await load.stream_all(bare.url, wanted)

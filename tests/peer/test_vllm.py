@@ -124,4 +124,4 @@ def test_what_is_compared_is_worth_it(theirs: dict[Case, dict[str, Any]], capsys
     assert figures["compared"] > 0.75 * figures["steps"]
     assert figures["preempted"] > 300
     assert figures["cache hits"] > 300
-    assert figures["shared in a step"] > 20
+    assert figures["shared in a step"] > 10

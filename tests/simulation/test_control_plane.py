@@ -38,6 +38,7 @@ class Run:
         self.searches: dict[tuple[str, int], tuple[list[int], SamplingParams, BeamOptions]] = {}
         self.cancelled: set[tuple[str, int]] = set()
         self.faults_left = 5
+        self.requeued = 0  # with a lost worker
         self.requests_left = self.rng.randrange(1, 30)
         for _ in range(self.rng.randrange(1, 3)):
             self.attach()
@@ -117,11 +118,40 @@ class Run:
     def fault(self) -> None:
         self.faults_left -= 1
         if self.rng.random() < 0.4:
-            self.system.restart_cache()
+            if self.system.has_cache:
+                self.lose_cache()
             return
+        counters = self.system.scheduler.counters
+        before = counters.requeued
         self.system.kill(self.rng.choice(self.system.workers))
+        self.requeued += counters.requeued - before
         if not self.system.workers or self.rng.random() < 0.5:
             self.attach()
+
+    def lose_cache(self) -> None:
+        """What runs, runs on; and is there still when the cache is back, which may be at once or take a while."""
+        scheduler, before = self.system.scheduler, self.running()
+        requeued = scheduler.counters.requeued
+        self.system.lose_cache()
+        assert self.running() == before
+        assert scheduler.counters.requeued == requeued
+        if self.rng.random() < 0.5:
+            self.connect_cache()
+
+    def connect_cache(self) -> None:
+        before = self.running()
+        self.system.connect_cache()
+        assert self.running() == before
+
+    def running(self) -> list[tuple[int, int, int, bytes]]:
+        """Everything that has blocks on a worker: the worker, the slot, the sequence and the blocks."""
+        for worker in self.system.scheduler.workers.values():
+            worker.slots.complete_tables()
+        return [
+            (worker.id, request.slot, request.sequence, request.block_table.tobytes())
+            for worker in self.system.scheduler.workers.values()
+            for request in [*worker.running.values(), *worker.parked.values()]
+        ]
 
     def play(self) -> None:
         for _ in range(MAX_MOVES):
@@ -133,6 +163,8 @@ class Run:
                 self.fault()
             elif dice < 0.056:
                 self.change_policies()
+            elif not self.system.has_cache and (dice < 0.1 or not moves):
+                self.connect_cache()
             elif dice > 0.9 and (keys := self.to_cancel()):
                 key = self.rng.choice(keys)
                 self.cancelled.add(key)
@@ -170,6 +202,8 @@ class Run:
             right = expected_hypotheses(prompt, make_search(beam, sampling, [EOS]))
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in right]
             assert [score for _, score in found] == pytest.approx([score for _, score in right])
+        counters = self.system.scheduler.counters
+        assert (counters.requeued, counters.refused_claims) == (self.requeued, 0), "a lost cache costs nothing"
         self.system.assert_at_rest()
 
 
@@ -236,13 +270,14 @@ def test_every_stream_is_the_undisturbed_one(first: int) -> None:
 
 
 def test_the_seeds_reach_what_they_are_meant_to() -> None:
-    """Preemption, swaps, prefix hits, evictions and lost workers all happened, or the test above shows little."""
-    preempted = requeued = hits = evicted = forked = swapped_out = swapped_in = demoted = promoted = 0
+    """Preemption, swaps, hits, evictions, lost workers, lost caches: all happened, or the test above shows little."""
+    preempted = requeued = hits = evicted = forked = swapped_out = swapped_in = demoted = promoted = restored = 0
     for seed in range(60):
         run = Run(seed)
         run.play()
         preempted += run.system.scheduler.counters.preempted
         requeued += run.system.scheduler.counters.requeued
+        restored += run.system.scheduler.counters.restored
         hits += run.system.cache.counters.prefix_hit_tokens
         evicted += run.system.cache.counters.evicted_blocks
         forked += run.system.cache.counters.forked_sequences
@@ -250,12 +285,13 @@ def test_the_seeds_reach_what_they_are_meant_to() -> None:
         swapped_in += run.system.cache.counters.swapped_in_blocks
         demoted += run.system.cache.counters.demoted_blocks
         promoted += run.system.cache.counters.promoted_blocks
-    assert min(preempted, requeued, hits, evicted, forked, swapped_out, swapped_in, demoted, promoted) > 10
+    assert min(preempted, requeued, hits, evicted, forked, swapped_out, swapped_in, demoted, promoted, restored) > 10
 
 
 def test_same_seed_same_decisions() -> None:
-    first, second = Run(11), Run(11)
+    first, second = Run(21), Run(21)
     first.play()
     second.play()
+    assert first.system.scheduler.counters.restored > 0
     assert first.system.scheduler.counters == second.system.scheduler.counters
     assert first.system.cache.counters == second.system.cache.counters

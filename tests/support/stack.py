@@ -73,8 +73,8 @@ class Stack:
     def wait_ready(self) -> None:
         self._wait(lambda: self._get(f"{self.url}/ready")[0] == 200, "/ready")
 
-    def wait_metric(self, name: str, value: float, timeout_s: float = START_TIMEOUT_S) -> None:
-        self._wait(lambda: self.metric(name) == value, f"{name} = {value}", timeout_s)
+    def wait_metric(self, name: str, value: float, timeout_s: float = START_TIMEOUT_S, of: str = "scheduler") -> None:
+        self._wait(lambda: self.metric(name, of) == value, f"{name} = {value}", timeout_s)
 
     def metric(self, name: str, of: str = "scheduler") -> float | None:
         """A series without labels of one service; None if there is none."""

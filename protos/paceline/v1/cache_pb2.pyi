@@ -90,6 +90,7 @@ class CacheOp(_message.Message):
     REMATCH_FIELD_NUMBER: _builtins.int
     SWAP_OUT_FIELD_NUMBER: _builtins.int
     SWAP_IN_FIELD_NUMBER: _builtins.int
+    RESTORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def add_worker(self) -> Global___AddWorkerOp: ...
     @_builtins.property
@@ -110,6 +111,8 @@ class CacheOp(_message.Message):
     def swap_out(self) -> Global___SwapOutOp: ...
     @_builtins.property
     def swap_in(self) -> Global___SwapInOp: ...
+    @_builtins.property
+    def restore(self) -> Global___RestoreOp: ...
     def __init__(
         self,
         *,
@@ -123,12 +126,13 @@ class CacheOp(_message.Message):
         rematch: Global___RematchOp | None = ...,
         swap_out: Global___SwapOutOp | None = ...,
         swap_in: Global___SwapInOp | None = ...,
+        restore: Global___RestoreOp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker", "restore", b"restore", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker", "restore", b"restore", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["add_worker", "remove_worker", "match", "admit", "extend", "commit", "free", "rematch", "swap_out", "swap_in"]  # noqa: Y015
+    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["add_worker", "remove_worker", "match", "admit", "extend", "commit", "free", "rematch", "swap_out", "swap_in", "restore"]  # noqa: Y015
     _WhichOneofArgType_op: _TypeAlias = _typing.Literal["op", b"op"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_op) -> _WhichOneofReturnType_op | None: ...
 
@@ -197,6 +201,93 @@ class RemoveWorkerOp(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RemoveWorkerOp: _TypeAlias = RemoveWorkerOp  # noqa: Y015
+
+@_typing.final
+class RestoreOp(_message.Message):
+    """What the worker has in its blocks, as the scheduler knows it, after the cache has forgotten: its sequences are admitted
+    or swapped out again, with the blocks that they had, and whole computed blocks are stored. To come right after the
+    worker's AddWorkerOp: FAILED_PRECONDITION, with nothing restored, if the worker has handed out blocks already.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    INCOMPLETE_FIELD_NUMBER: _builtins.int
+    worker: _builtins.int
+    incomplete: _builtins.bool
+    """More of them follow, in a later RestoreOp for this worker, which is then the one that is executed and answered."""
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___RestoredSequence]: ...
+    def __init__(
+        self,
+        *,
+        worker: _builtins.int = ...,
+        sequences: _abc.Iterable[Global___RestoredSequence] | None = ...,
+        incomplete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incomplete", b"incomplete", "sequences", b"sequences", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreOp: _TypeAlias = RestoreOp  # noqa: Y015
+
+@_typing.final
+class RestoredSequence(_message.Message):
+    """A claim is refused, and leaves the others alone, if it contradicts itself or one that stands before it. Two sequences
+    may have a block in common if it stands at the same place in both tables, both have computed all of it, and they agree
+    in the namespace and in all tokens up to its end.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_TABLE_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    token_ids: _builtins.bytes
+    """All that are known."""
+    num_computed_tokens: _builtins.int
+    """Of these, tokens whose KV is in its blocks, or will be when all steps have run that were sent."""
+    block_table: _builtins.bytes
+    """Packed int32: the whole block table, whatever it has room for. None if it is swapped out."""
+    priority: _builtins.float
+    host_blocks: _builtins.bytes
+    """Set if it is swapped out. Packed int32: one for each block with computed tokens."""
+    @_builtins.property
+    def namespace(self) -> Global___CacheNamespace:
+        """As in its MatchOp."""
+
+    @_builtins.property
+    def retention(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RetentionRange]: ...
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        token_ids: _builtins.bytes = ...,
+        num_computed_tokens: _builtins.int = ...,
+        block_table: _builtins.bytes = ...,
+        namespace: Global___CacheNamespace | None = ...,
+        retention: _abc.Iterable[_common_pb2.RetentionRange] | None = ...,
+        priority: _builtins.float = ...,
+        host_blocks: _builtins.bytes | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_host_blocks", b"_host_blocks", "host_blocks", b"host_blocks", "namespace", b"namespace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_blocks", b"_host_blocks", "block_table", b"block_table", "host_blocks", b"host_blocks", "namespace", b"namespace", "num_computed_tokens", b"num_computed_tokens", "priority", b"priority", "retention", b"retention", "sequence", b"sequence", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__host_blocks: _TypeAlias = _typing.Literal["host_blocks"]  # noqa: Y015
+    _WhichOneofArgType__host_blocks: _TypeAlias = _typing.Literal["_host_blocks", b"_host_blocks"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__host_blocks) -> _WhichOneofReturnType__host_blocks | None: ...
+
+Global___RestoredSequence: _TypeAlias = RestoredSequence  # noqa: Y015
 
 @_typing.final
 class MatchOp(_message.Message):
@@ -599,6 +690,7 @@ class CacheOpResult(_message.Message):
     EXTEND_FIELD_NUMBER: _builtins.int
     SWAP_OUT_FIELD_NUMBER: _builtins.int
     SWAP_IN_FIELD_NUMBER: _builtins.int
+    RESTORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def error(self) -> Global___CacheOpError: ...
     @_builtins.property
@@ -611,6 +703,8 @@ class CacheOpResult(_message.Message):
     def swap_out(self) -> Global___SwapOutResult: ...
     @_builtins.property
     def swap_in(self) -> Global___SwapInResult: ...
+    @_builtins.property
+    def restore(self) -> Global___RestoreResult: ...
     def __init__(
         self,
         *,
@@ -620,16 +714,65 @@ class CacheOpResult(_message.Message):
         extend: Global___ExtendResult | None = ...,
         swap_out: Global___SwapOutResult | None = ...,
         swap_in: Global___SwapInResult | None = ...,
+        restore: Global___RestoreResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "error", b"error", "extend", b"extend", "match", b"match", "result", b"result", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "error", b"error", "extend", b"extend", "match", b"match", "restore", b"restore", "result", b"result", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "error", b"error", "extend", b"extend", "match", b"match", "result", b"result", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "error", b"error", "extend", b"extend", "match", b"match", "restore", b"restore", "result", b"result", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["error", "match", "admit", "extend", "swap_out", "swap_in"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["error", "match", "admit", "extend", "swap_out", "swap_in", "restore"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
 Global___CacheOpResult: _TypeAlias = CacheOpResult  # noqa: Y015
+
+@_typing.final
+class RestoreResult(_message.Message):
+    """The claims that were refused; all others are restored. Empty of an incomplete one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REFUSED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedSequence]: ...
+    def __init__(
+        self,
+        *,
+        refused: _abc.Iterable[Global___RefusedSequence] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreResult: _TypeAlias = RestoreResult  # noqa: Y015
+
+@_typing.final
+class RefusedSequence(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    code: _builtins.int
+    """google.rpc.Code."""
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        code: _builtins.int = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefusedSequence: _TypeAlias = RefusedSequence  # noqa: Y015
 
 @_typing.final
 class CacheOpError(_message.Message):

@@ -53,7 +53,7 @@ class CacheServiceServicer:
 
     def Link(self, request_iterator, context):
         """One scheduler's operations, in order; one response per request, in order. A new Link ends the older one and starts
-        from nothing: workers and sequences must be added again.
+        from nothing: workers must be added again, and what runs on them restored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

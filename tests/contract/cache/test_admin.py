@@ -13,8 +13,10 @@ import pytest
 from paceline.v1 import cache_pb2 as pb
 from paceline.v1 import cache_pb2_grpc
 from services.cli import cache as cli
+from services.gateway.tokenizer import TextTokenizer
 from tests.contract.cache.test_events import kinds, run_ops, watch
 from tests.contract.cache.test_server import TIMEOUT_S, A, Running, ask, running
+from tests.contract.gateway.test_openai import CHECKPOINT
 from tests.unit.cache import driver as d
 
 IDS = ",".join(map(str, A))
@@ -126,6 +128,33 @@ async def test_the_command_line(
     assert out.endswith("unpinned: system\nforgotten: 0 blocks of worker 3\nforgotten: 2 blocks of worker 3\n")
 
 
+async def test_the_beginning_of_chats_is_pinned_by_its_messages(
+    cache: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A chat that has been run, and another one, have the system prompt in common, and more than it."""
+    system = {"role": "system", "content": "You are a helpful assistant. " * 5}
+    tokenizer = TextTokenizer.from_folder(CHECKPOINT)
+    ran, other, alone = (
+        tokenizer.encode_chat([system, *more], add_generation_prompt=bool(more))
+        for more in ([{"role": "user", "content": "hello"}], [{"role": "user", "content": "bye"}], [])
+    )
+    common = next(i for i, (one, two) in enumerate(zip(ran, other, strict=False)) if one != two)
+    link = cache.link()
+    await ask(link, 1, d.add_worker_op(0, 400, 1), *run_ops(1, ran))
+    file = tmp_path / "messages.json"
+    argv = ["pin", "system", "--model", str(CHECKPOINT), "--messages-file", str(file)]
+    file.write_text(json.dumps([{**system, "role": "developer"}]))
+    assert await paceline_cache(cache, *argv) == 0
+    (pin,) = (await stub(cache).ListPins(pb.ListPinsRequest())).pins
+    assert [place.num_tokens for place in pin.workers] == [common]
+    assert common > len(alone) - 3
+    for written in ("{", "[7]", '[{"role": "system"}]', "7"):
+        file.write_text(written)
+        assert await paceline_cache(cache, *argv) == 2
+        assert "--messages-file: " in capsys.readouterr().err
+    link.cancel()
+
+
 @pytest.mark.parametrize(
     ("argv", "status", "words"),
     [
@@ -134,6 +163,7 @@ async def test_the_command_line(
         (["pin", "x", "--tokens", IDS, "--ttl-s", "-1"], 2, "--ttl-s: -1 is not within 0..4294967295"),
         (["pin", "x", "--tokens", IDS, "--worker", "-1"], 2, "--worker: [-1] are not all ids of workers"),
         (["pin", "x", "--text-file", "/nowhere"], 2, "--text-file: --model is needed, for its tokenizer"),
+        (["pin", "x", "--messages-file", "/nowhere"], 2, "--messages-file: --model is needed"),
         (["pin", "x", "--tokens-file", "/nowhere"], 2, "/nowhere"),
         (["events", "--after", "-1"], 2, "--after: -1 is not the number of an event"),
         (["unpin", "x"], 1, "name: nothing is pinned as 'x'"),

@@ -53,6 +53,8 @@ async def test_values_out_of_range_and_of_wrong_types(running: Running) -> None:
         ("completions", {"prompt": "x", "deadline_s": 0}, 400, "deadline_s"),
         ("completions", {"prompt": "x", "deadline_s": -1.5}, 400, "deadline_s"),
         ("completions", {"prompt": "x", "priority": "high"}, 400, "priority"),
+        ("completions", {"prompt": "x", "priority": 1e39}, 400, "priority"),  # infinite, as a float of 32 bits
+        ("completions", {"prompt": "x", "deadline_s": 1e39}, 400, "deadline_s"),
         ("completions", {"prompt": "x", "tenant": 7}, 400, "tenant"),
         ("completions", {"prompt": "x", "tenant": "x" * 129}, 400, "tenant"),
         ("completions", {"prompt": "x", "cache_salt": 7}, 400, "cache_salt"),

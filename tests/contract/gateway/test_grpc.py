@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import grpc
@@ -97,6 +98,17 @@ async def test_other_errors(start: Start) -> None:
     async with AsyncPacelineClient(running.addresses.grpc or "", model="other") as client:
         with pytest.raises(NotFound, match="other"):
             await client.generate("x")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["priority", "deadline_s"])
+async def test_what_is_no_finite_number_is_refused_by_name(running: Running, name: str, value: float) -> None:
+    async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match=f"{name} must be a finite number") as caught:
+            _ = [r async for r in stub.Generate(inference_pb2.GenerateRequest(text="x", **{name: value}))]
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert running.scheduler.submissions == []
 
 
 async def test_a_call_without_a_prompt_and_a_session_are_refused(running: Running) -> None:

@@ -211,3 +211,25 @@ class Driver:
         matched = self.match(2**63, [*tokens, -1])
         self.free(2**63)
         return matched
+
+
+def restored(
+    sequence: int,
+    tokens: Sequence[int],
+    computed: int,
+    table: Sequence[int] = (),
+    host: Sequence[int] | None = None,
+    salt: str = "",
+) -> pb.RestoredSequence:
+    """A claim; with `host`, of one that is swapped out."""
+    claim = pb.RestoredSequence(
+        sequence=sequence, token_ids=pack(tokens), num_computed_tokens=computed, block_table=pack(table)
+    )
+    claim.namespace.cache_salt = salt
+    if host is not None:
+        claim.host_blocks = pack(host)
+    return claim
+
+
+def restore_op(worker: int, claims: Iterable[pb.RestoredSequence], incomplete: bool = False) -> pb.CacheOp:
+    return pb.CacheOp(restore=pb.RestoreOp(worker=worker, sequences=claims, incomplete=incomplete))

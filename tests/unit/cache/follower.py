@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.events import EventLog, Watcher
-from cache_svc.core.tree import PrefixTree
+from cache_svc.core.tree import PrefixTree, Tail
 from paceline.v1 import cache_pb2 as pb
 
 State = dict[tuple[int, int], dict[int, int]]  # worker and tier: prefix id -> block
@@ -40,11 +40,13 @@ def stored_in(core: CacheCore) -> State:
         for index, holding in node.holdings.items():
             state.setdefault(memories[index], {}).update(zip(ids, holding.blocks, strict=True))
         for child in node.children.values():
-            go_down(child, parent)
+            if not isinstance(child, Tail):
+                go_down(child, parent)
 
     for namespace, root in tree.roots.items() if tree else ():
         for child in root.children.values():
-            go_down(child, namespace_id(*namespace))
+            if not isinstance(child, Tail):
+                go_down(child, namespace_id(*namespace))
     return state
 
 

@@ -37,6 +37,9 @@ class ModelSequence:
     terms: Terms
     planned: bool = False  # and not committed yet
 
+    def __post_init__(self) -> None:
+        self.begun = self.computed
+
 
 @dataclass
 class ModelSwapped:
@@ -322,6 +325,11 @@ class Model:
     def _leave(self, s: int, discard: bool) -> None:
         sequence = self.running.pop(s)
         worker = self.workers[sequence.worker]
+        ends_within = sequence.computed > sequence.begun and sequence.computed % self.block_size
+        if worker.partial_reuse and ends_within and not (discard or sequence.planned):
+            tail = (sequence.terms.salt, *sequence.tokens[: sequence.computed])
+            block = sequence.table[sequence.computed // self.block_size]
+            worker.keep_tail(tail, block, sequence.terms.priority, sequence.terms.retention)
         others = {block for other in self.running.values() if other.worker == sequence.worker for block in other.table}
         for block in reversed(sequence.table):
             if block not in worker.stored.values() and block not in others:

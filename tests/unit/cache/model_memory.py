@@ -53,9 +53,16 @@ class ModelMemory:
         self.sources = set()
         self.moves = {}
 
+    def above(self, prefix: Prefix) -> Prefix:
+        """Without its last block, which may be a part of one."""
+        return prefix[: 1 + (len(prefix) - 2) // self.block_size * self.block_size]
+
+    def is_tail(self, prefix: Prefix) -> bool:
+        return (len(prefix) - 1) % self.block_size > 0
+
     def behind(self, prefix: Prefix) -> list[Prefix]:
         """What is stored one block further on."""
-        return [p for p in self.stored if len(p) == len(prefix) + self.block_size and p[: len(prefix)] == prefix]
+        return [p for p in self.stored if self.above(p) == prefix]
 
     def eviction_order(self, wanted: Prefix = ()) -> list[Prefix]:
         """Again and again the one that goes first of those with nothing behind them; nor what is before `wanted`."""
@@ -65,7 +72,7 @@ class ModelMemory:
         while ends := [p for p in unused if not behind[p]]:
             order.append(min(ends, key=lambda p: (self.kept[p].retention, self.kept[p].rank(self.eviction))))
             unused.remove(order[-1])
-            if (parent := order[-1][: -self.block_size]) in behind:
+            if (parent := self.above(order[-1])) in behind:
                 behind[parent] -= 1
         return order
 
@@ -109,6 +116,8 @@ class ModelMemory:
 
     def store(self, prefix: Prefix, block: int) -> None:
         self.num_stored += 1
+        for tail in [p for p in self.behind(self.above(prefix)) if self.is_tail(p) and prefix[: len(p)] == p]:
+            self.forget([tail])
         self.stored[prefix], self.kept[prefix] = block, Kept(self.num_stored)
 
     def use(self, prefix: Prefix, priority: float, again: bool) -> None:
@@ -171,7 +180,8 @@ class ModelWorker(ModelMemory):
         ahead = sorted(p for p in behind if p[len(begins) :] >= rest)
         for prefix in ahead + sorted((p for p in behind if p[len(begins) :] < rest), reverse=True):
             last = prefix[len(begins) :]
-            common = next((i for i, (a, b) in enumerate(zip(last, rest, strict=False)) if a != b), len(rest))
+            shorter = min(len(last), len(rest))
+            common = next((i for i in range(shorter) if last[i] != rest[i]), shorter)
             if common > best[1]:
                 best = self.stored[prefix], common
         return best if self.partial_reuse else (0, 0)
@@ -179,7 +189,7 @@ class ModelWorker(ModelMemory):
     def forget(self, prefixes: list[Prefix]) -> None:
         super().forget(prefixes)
         for prefix in prefixes:
-            del self.users[prefix]
+            self.users.pop(prefix, None)  # a tail never had one
         self.unwritten.difference_update(prefixes)
 
     def pass_on(self, evicted: list[tuple[Prefix, int, Kept]]) -> None:
@@ -189,6 +199,7 @@ class ModelWorker(ModelMemory):
             del self.users[prefix]
         if not self.host_tier:
             return
+        evicted = [(prefix, block, kept) for prefix, block, kept in evicted if not self.is_tail(prefix)]
         known = [prefix for prefix, _, _ in evicted if prefix in host.stored]
         host.unused = [prefix for prefix in host.unused if prefix not in known]
         for prefix, block, _ in reversed(evicted):
@@ -218,6 +229,21 @@ class ModelWorker(ModelMemory):
     def use_for(self, prefix: Prefix, sequence: int, priority: float, again: bool) -> None:
         self.use(prefix, priority, again)
         self.users.setdefault(prefix, set()).add(sequence)
+
+    def keep_tail(self, tail: Prefix, block: int, priority: float, retention: Retention) -> None:
+        """The beginning of a block that nobody uses any more; not if there is one that begins with all of it."""
+        covering = sorted(p for p in self.behind(self.above(tail)) if p[: len(tail)] == tail)
+        if not covering:
+            self.store(tail, block)
+            self.users[tail] = set()
+            covering = [tail]
+        if self.is_tail(covering[0]):
+            self.use(covering[0], priority, again=False)
+            first = len(self.above(tail)) - 1
+            for start, end, kept, duration_ms in retention:
+                if start <= first < (end or 10**9):
+                    self.kept[covering[0]].retention, self.kept[covering[0]].duration_ms = kept, duration_ms
+            self.leave(covering[0])
 
     def retain(self, prefixes: list[Prefix], retention: Retention) -> None:
         for i, prefix in enumerate(prefixes):

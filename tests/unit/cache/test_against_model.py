@@ -233,6 +233,22 @@ class CacheMachine(RuleBasedStateMachine):
             entries.append((s, [], data.draw(st.integers(sequence.computed, max(sequence.computed, most)))))
         self.do(d.commit_op(entries, planned=True), self.model.commit, entries, True, hold=hold)
 
+    @precondition(lambda self: self.model.workers)
+    @rule(tokens=tokens, made=tokens, terms=terms, data=st.data())
+    def run(
+        self, tokens: list[int], made: list[int], terms: tuple[float, d.Retention, str], data: st.DataObject
+    ) -> None:
+        """From beginning to end, what it makes fitting into its blocks."""
+        sequence = next(s for s in range(1, 100) if s not in self.everything())
+        worker = data.draw(st.sampled_from(sorted(self.model.workers)))
+        self.do(d.match_op(sequence, tokens, *terms), self.model.match, sequence, tokens, *terms, hold=True)
+        self.do(d.admit_op(sequence, worker), self.model.admit, sequence, worker)
+        if sequence in self.model.running:
+            room = len(self.model.running[sequence].table) * self.block_size - len(tokens)
+            entries = [(sequence, made[:room], len(tokens) + len(made[:room]))]
+            self.do(d.commit_op(entries), self.model.commit, entries, hold=True)
+            self.do(d.free_op([sequence]), self.model.free, [sequence])
+
     @precondition(lambda self: self.model.running)
     @rule(hold=held)
     def compute_all(self, hold: bool) -> None:
@@ -252,12 +268,12 @@ class CacheMachine(RuleBasedStateMachine):
             entries.append((s, new, data.draw(st.integers(sequence.computed, max(sequence.computed, most)))))
         self.do(d.commit_op(entries), self.model.commit, entries, hold=hold)
 
-    @precondition(lambda self: self.model.running)
+    @precondition(lambda self: any(self.model.running))  # 0 is no id to fork
     @rule(data=st.data(), last=st.integers(1, 2), hold=held)
     def fork(self, data: st.DataObject, last: int, hold: bool) -> None:
         """Of something that has computed enough, as a rule."""
         sequence = next(s for s in range(1, 100) if s not in self.everything())
-        parent = data.draw(st.sampled_from(sorted(self.model.running)))
+        parent = data.draw(st.sampled_from(sorted(filter(None, self.model.running))))
         known = self.model.running[parent]
         shared = data.draw(st.integers(0, known.computed + (data.draw(st.integers(0, 9)) == 9)))
         tokens, terms = [*known.tokens[:shared], last], (0.0, (), known.terms.salt)

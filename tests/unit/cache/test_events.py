@@ -55,14 +55,16 @@ class EventsMachine(CacheMachine):
             if not worker.prefix_caching:
                 continue
             for tier, memory in ((pb.CACHE_TIER_DEVICE, worker), (pb.CACHE_TIER_HOST, worker.host)):
-                if memory.stored:
-                    state[worker_id, tier] = self.by_id(memory.stored)
+                if known := self.by_id(memory.stored):
+                    state[worker_id, tier] = known
         assert state == stored_in(self.link.core)
         return state
 
     def by_id(self, stored: dict[Prefix, int]) -> dict[int, int]:
         ids = {}
         for (salt, *prompt), block in stored.items():
+            if len(prompt) % self.block_size:
+                continue  # events are about whole blocks
             parent = namespace_id(salt=str(salt))
             for begin in range(0, len(prompt), self.block_size):
                 parent = chained(parent, d.pack(prompt[begin : begin + self.block_size]))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from cache_svc.core.errors import Code
+from cache_svc.core.tree import subtree
 from tests.unit.cache import driver as d
 from tests.unit.cache.driver import Driver, Refused
 
@@ -262,3 +263,33 @@ def test_one_that_waits_learns_that_the_host_has_let_go() -> None:
     response = cache.exchange(d.match_op(4, C), d.admit_op(4, 0))
     updates = {update.sequence: d.tiers(update.matches) for update in response.match_updates}
     assert updates[3] == {}
+
+
+def test_what_is_demoted_keeps_a_priority_below_0() -> None:
+    link = d.Driver(eviction="priority")
+    link.add_worker(0, 1, num_host_blocks=2, host_tier=True)
+    for sequence, priority in ((1, 0.0), (2, -2.0), (3, 0.0)):
+        link.one(d.match_op(sequence, [sequence] * 4, priority))
+        link.admit(sequence, 0)
+        link.commit(sequence, [], 4)
+        link.free(sequence)
+    link.start(4, [7] * 4)  # a third one is demoted, for which one has to go
+    found = [d.tiers(link.one(d.match_op(10 + i, [i] * 5)).match.matches) for i in (1, 2, 3)]
+    assert found == [{0: (0, 0, 4)}, {}, {0: (0, 0, 4)}]
+
+
+def test_what_is_evicted_block_by_block_is_a_run_again() -> None:
+    link = d.Driver()
+    link.add_worker(0, 8, num_host_blocks=16, host_tier=True)
+    prompt = list(range(32))
+    link.run(1, prompt)
+    link.start(2, [99])
+    for _ in range(7):
+        link.extend(2)
+    assert link.core.tree is not None
+    assert [node.end for node in subtree(*link.core.tree.roots.values())] == [8]
+    assert d.tiers(link.one(d.match_op(3, [*prompt, 1])).match.matches) == {0: (0, 0, 32)}
+    link.free(2, 3)
+    link.match(4, prompt[:29])
+    admit = link.one(d.admit_op(4, 0)).admit
+    assert (admit.num_cached_tokens, d.unpack(admit.host_blocks)) == (28, [8, 7, 6, 5, 4, 3, 2])

@@ -24,6 +24,8 @@ BAD_OPS = {
     "match one that runs": (d.match_op(1, A), Code.ALREADY_EXISTS),
     "match no tokens": (d.match_op(3, []), Code.INVALID_ARGUMENT),
     "match half a token": (pb.CacheOp(match=pb.MatchOp(sequence=3, token_ids=b"12345")), Code.INVALID_ARGUMENT),
+    "match of no priority": (d.match_op(3, A, float("nan")), Code.INVALID_ARGUMENT),
+    "match of the highest priority there is": (d.match_op(3, A, float("inf")), Code.INVALID_ARGUMENT),
     "admit an unknown one": (d.admit_op(3, 0), Code.NOT_FOUND),
     "admit twice": (d.admit_op(1, 0), Code.FAILED_PRECONDITION),
     "admit to an unknown worker": (d.admit_op(2, 9), Code.NOT_FOUND),

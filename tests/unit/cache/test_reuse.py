@@ -110,7 +110,7 @@ def test_a_fork_shares_the_blocks_of_a_parent_that_reused_nothing() -> None:
 def test_of_many_blocks_the_one_that_begins_with_the_most_is_copied() -> None:
     cache = link(num_blocks=64)
     for i in range(30):
-        cache.run(i, [*A[:4], i // 10, i % 10, 0, 0, 9])
+        cache.run(i, [*A[:4], i // 10, i % 10, 0, 0])
     for i in range(30):
         cached, _, source = admitted(cache, 100 + i, [*A[:4], i // 10, i % 10, 1, 1, 9])
         assert (cached, source) == (6, 2 + i)
@@ -121,8 +121,8 @@ def test_of_many_blocks_the_one_that_begins_with_the_most_is_copied() -> None:
 
 def test_each_worker_is_asked_for_what_it_holds() -> None:
     cache = link(workers=2)
-    cache.run(1, [*A[:4], 1, 1, 1, 1, 9])
-    cache.run(2, [*A[:4], 1, 1, 2, 2, 9], worker=1)
+    cache.run(1, [*A[:4], 1, 1, 1, 1])
+    cache.run(2, [*A[:4], 1, 1, 2, 2], worker=1)
     tokens = [*A[:4], 1, 1, 2, 3, 9]
     assert cache.match(3, tokens) == {0: (6, 0), 1: (7, 0)}
     assert admitted(cache, 4, tokens, worker=0) == (6, [1, 3, 4], 2)
@@ -265,3 +265,19 @@ def test_ranges_that_cannot_be_are_refused(ranges: d.Retention, message: str) ->
         cache.one(d.match_op(1, A, retention=ranges))
     assert refused.value.code is Code.INVALID_ARGUMENT
     assert not cache.core.waiting
+
+
+def test_a_retention_that_ends_while_its_block_stands_nowhere() -> None:
+    """Another worker splits the run, and the front part waits for the rest: the foretold order is the real one."""
+    cache = link(num_blocks=4, partial_reuse=False, workers=2)
+    cache.one(d.match_op(1, A[:8], retention=[(0, 0, 80, 10)]))
+    cache.admit(1, 0)
+    cache.commit(1, [], 8)
+    cache.free(1)
+    cache.run(2, [*A[:4], 1, 1, 1, 1], worker=1)
+    cache.now_ms = 20
+    cache.run(3, B[:4])
+    device = cache.core.workers[0].device
+    foretold = [block for holding in device.queue.upcoming(device.index) for block in holding.blocks]
+    cache.start(4, [7] * 4)  # takes the free one
+    assert foretold == [cache.extend(4)[0] for _ in range(3)] == [2, 1, 3]

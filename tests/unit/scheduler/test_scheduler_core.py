@@ -60,6 +60,17 @@ def test_requests_wait_for_a_worker_and_then_run(system: LocalSystem, client: Cl
     system.assert_at_rest()
 
 
+def test_who_came_before_the_model_was_known_shares_with_who_came_after(system: LocalSystem, client: Client) -> None:
+    prompt = list(range(10, 30))
+    system.submit("s", 1, prompt, params())
+    system.run()
+    system.attach(toy())
+    system.run()
+    system.submit("s", 2, prompt, params())
+    system.run()
+    assert client.endings[2].cached_tokens == 19
+
+
 def test_window_is_filled_before_the_first_result(system: LocalSystem, client: Client) -> None:
     end = system.attach(toy())
     system.submit("s", 1, [9], params())
@@ -345,6 +356,9 @@ def test_what_is_retained_is_there_when_all_else_has_gone(system: LocalSystem, c
         ),
         ({"sampling": params(1 << 20)}, "max_tokens", "exceed the model's length"),
         ({"sampling": params(1000)}, "max_tokens", "can never fit a pool of 256 tokens"),
+        ({"priority": float("nan")}, "priority", "nan is not a finite number"),
+        ({"priority": float("inf")}, "priority", "inf is not a finite number"),
+        ({"deadline_s": float("nan")}, "deadline_s", "nan is not a finite number"),
         ({"cache_salt": "x" * 257}, "cache_salt", "has 257 characters, 256 are possible"),
         ({"cache_retention": [RetentionRange(priority=1)] * 65}, "cache_retention", "has 65 ranges, 64 are possible"),
         ({"cache_retention": [RetentionRange(priority=101)]}, "cache_retention", "101 is not within 0..100"),

@@ -166,12 +166,47 @@ def test_a_lost_worker_takes_the_kv_with_it() -> None:
     finish(system)
 
 
-def test_a_lost_cache_does_too() -> None:
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_lost_cache_does_not(window: int, prefix_caching: bool) -> None:
+    """It is asked for the same host blocks again, whether or not the copies to them have been made."""
+    kept = recomputed = pending = 0
+    for moves_before in range(40):
+        system = make(window=window, prefix_caching=prefix_caching)
+        system.attach(toy())
+        for handle, prompt in PROMPTS.items():
+            system.submit("s", handle, prompt, SAMPLING)
+        while not system.scheduler.counters.preempted:
+            system.move(*system.moves()[0])
+        system.run_for(moves_before)
+        before = {request.seniority: request.host_blocks for request in swapped(system)}
+        before |= {r.seniority: r.host_blocks for r in only(system).bound if r.swapped_on}
+        pending += len(only(system).swap_outs)
+        system.restart_cache()
+        after = {request.seniority: request.host_blocks for request in swapped(system)}
+        assert after == {seniority: blocks for seniority, blocks in before.items() if blocks}
+        kept, recomputed = kept + len(after), recomputed + len(before) - len(after)
+        assert system.scheduler.counters.requeued == 0
+        finish(system)
+    assert min(kept, recomputed, pending) > 0
+
+
+def test_what_a_new_cache_refuses_is_computed_anew() -> None:
     system = make()
     begin(system)
+    (request,) = swapped(system)
     system.restart_cache()
-    assert not swapped(system)
+    exchange = system.to_cache.popleft()
+    for op in exchange.ops:
+        for claim in op.restore.sequences:
+            if claim.sequence == request.sequence:
+                claim.host_blocks = claim.host_blocks[:4] * 2
+    system.from_cache.append(system.cache.exchange(exchange))
+    system.move("answer", None)
+    assert not request.swapped_on
+    assert not only(system).swap_outs
     finish(system)
+    assert system.scheduler.counters.refused_claims == 1
 
 
 def test_a_worker_that_drains_gives_its_swapped_requests_away() -> None:

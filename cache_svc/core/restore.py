@@ -1,0 +1,324 @@
+"""What a scheduler claims of a worker after the cache has forgotten everything: its sequences, put back as they were.
+
+Tables alone do not say which of several equal blocks was the stored one, and they need not: any will do that leaves
+every sequence its own table. Two rules make the choice. A block that several sequences have in their tables must be
+the stored one of its place, for only what is stored has more than one user. Where no block is shared, the first
+claimant's is stored, and the others keep theirs to themselves (Sequence.duplicates).
+
+    A  [ a b | c ]    a and b are shared: stored. Of the equal blocks c and g, c is stored:
+    B  [ a b | d ]    C comes later, and keeps e, f and g, of equal content, as duplicates of a, b and c.
+    C  [ e f | g ]
+
+Hence nothing is stored before everything has been looked at: first claims are checked against those before them, then
+each gets its way through the tree, of nodes that nobody holds yet; then every place on these ways gets its block; and
+only then it is held, used, and counted. Without prefix caching there is nothing to be found again, so only what is
+shared is stored (by forks), in a tree of the family's own, as Worker.fork does.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Container, Iterable
+from itertools import chain
+
+from cache_svc.core.errors import Code, OpError
+from cache_svc.core.table import Sequence, SwappedSequence, read_terms, unpack_int32
+from cache_svc.core.tree import TOKEN_BYTES, Namespace, PrefixNode, PrefixTree, Root
+from cache_svc.core.worker import Worker, check_token_bytes
+from paceline.v1 import cache_pb2 as pb
+
+Refusals = dict[int, OpError]  # by place among the claims
+
+
+class Claim:
+    """One sequence as its scheduler knows it. The `num_whole` first blocks of its table are computed and never written
+    again; of these, the first `num_stored` are to be stored below `top`."""
+
+    __slots__ = (
+        "host_blocks",
+        "namespace",
+        "node",
+        "num_computed_tokens",
+        "num_stored",
+        "num_whole",
+        "place",
+        "root",
+        "sequence_id",
+        "table",
+        "terms",
+        "token_ids",
+        "top",
+    )
+
+    root: Root  # of its namespace, once it is accepted
+    node: PrefixNode
+
+    def __init__(self, place: int, claimed: pb.RestoredSequence, worker: Worker) -> None:
+        """Raises OpError if it contradicts itself or the worker's size."""
+        check_token_bytes(claimed.token_ids)
+        names = claimed.namespace
+        self.place = place
+        self.sequence_id = claimed.sequence
+        self.token_ids = claimed.token_ids
+        self.num_computed_tokens = claimed.num_computed_tokens
+        self.namespace = Namespace(names.model, names.lora, names.cache_salt)
+        self.terms = read_terms(claimed.priority, claimed.retention)
+        self.table = _blocks("block_table", claimed.block_table, worker.device.num_blocks)
+        self.host_blocks: array[int] | None = None
+        if claimed.HasField("host_blocks"):
+            self.host_blocks = _blocks("host_blocks", claimed.host_blocks, worker.host.num_blocks)
+        self._check(worker.tree.block_size)
+        self.num_whole = self.num_computed_tokens // worker.tree.block_size
+        self.num_stored = self.num_whole if worker.prefix_caching else 0
+        self.top: PrefixNode = Root(None)
+
+    def _check(self, block_size: int) -> None:
+        num_tokens, computed = len(self.token_ids) // TOKEN_BYTES, self.num_computed_tokens
+        if not num_tokens:
+            raise OpError(Code.INVALID_ARGUMENT, "token_ids: a sequence has at least one token")
+        if computed > num_tokens:
+            raise OpError(Code.INVALID_ARGUMENT, f"num_computed_tokens: {computed}, of {num_tokens} tokens")
+        num_blocks = -(-computed // block_size)
+        if self.host_blocks is None:
+            if len(self.table) < num_blocks:
+                raise OpError(
+                    Code.INVALID_ARGUMENT,
+                    f"block_table: {len(self.table)} blocks of {block_size} tokens, where {computed} are computed",
+                )
+        elif self.table:
+            raise OpError(Code.INVALID_ARGUMENT, "block_table: not empty, though the sequence is swapped out")
+        elif len(self.host_blocks) != num_blocks:
+            raise OpError(
+                Code.INVALID_ARGUMENT,
+                f"host_blocks: {len(self.host_blocks)}, where {computed} computed tokens have {num_blocks}",
+            )
+
+
+def _blocks(field: str, packed: bytes, num_blocks: int) -> array[int]:
+    """Raises OpError unless these are different blocks that there are."""
+    if len(packed) % 4:
+        raise OpError(Code.INVALID_ARGUMENT, f"{field}: {len(packed)} bytes is not a whole number of int32")
+    blocks = unpack_int32(packed)
+    if blocks and not 1 <= min(blocks) <= max(blocks) <= num_blocks:
+        bad = next(block for block in blocks if not 1 <= block <= num_blocks)
+        raise OpError(Code.INVALID_ARGUMENT, f"{field}: block {bad} is not within 1..{num_blocks}")
+    if len(set(blocks)) != len(blocks):
+        twice = next(block for i, block in enumerate(blocks) if block in blocks[:i])
+        raise OpError(Code.INVALID_ARGUMENT, f"{field}: block {twice} stands twice in it")
+    return blocks
+
+
+def restore(
+    worker: Worker, claimed: list[pb.RestoredSequence], is_known: Callable[[int], bool]
+) -> tuple[list[Sequence], list[SwappedSequence], Refusals]:
+    """Put sequences back onto a worker that has handed out no block yet: those that run, those that are swapped out,
+    and what was refused. `is_known` says which ids are taken."""
+    refused: Refusals = {}
+    while True:
+        claims = _accepted(worker, claimed, is_known, refused)
+        running = [claim for claim in claims if claim.host_blocks is None]
+        for claim in running:
+            claim.node = _grow_way(worker.tree, claim)
+        chosen, conflicts = _choose(running)
+        if not conflicts:
+            break
+        # They are gone when all is looked at again; and as fewer share now, nothing new stands against the rest.
+        refused.update(conflicts)
+        _prune(worker.tree, claims)
+    sequences = [_hold(worker, claim, chosen) for claim in running]
+    for sequence in sequences:
+        if sequence.terms.retention:
+            worker.device.retain(sequence.node, sequence.terms.retention)
+    worker.device.pool.claim(set(chain.from_iterable(claim.table for claim in running)))
+    swapped = [_swap(worker, claim, claim.host_blocks) for claim in claims if claim.host_blocks is not None]
+    worker.host.pool.claim(set(chain.from_iterable(one.host_blocks for one in swapped)))
+    return sequences, swapped, refused
+
+
+# ------------------------------------------------------------------------------------------------------------- checks
+
+
+def _accepted(
+    worker: Worker, claimed: list[pb.RestoredSequence], is_known: Callable[[int], bool], refused: Refusals
+) -> list[Claim]:
+    """The claims that agree with those before them; what does not is added to those that are refused."""
+    books = _Books(worker)
+    for place, one in enumerate(claimed):
+        if place in refused:
+            continue
+        try:
+            if is_known(one.sequence) or one.sequence in books.sequence_ids:
+                raise OpError(Code.ALREADY_EXISTS, f"sequence {one.sequence} is known already")
+            books.enter(Claim(place, one, worker))
+        except OpError as error:
+            refused[place] = error
+    return books.claims
+
+
+class _Books:
+    """Who has claimed which blocks so far."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.claims: list[Claim] = []
+        self.sequence_ids: set[int] = set()
+        self._owners: dict[int, Claim] = {}  # the first ones, by device block
+        self._on_host: set[int] = set()
+        self._families: dict[PrefixNode, list[Claim]] = {}  # without prefix caching: by the tops of their trees
+
+    def enter(self, claim: Claim) -> None:
+        """Raises OpError, having changed nothing, if it conflicts with one that is in."""
+        tree = self._worker.tree
+        if claim.host_blocks is not None:
+            if taken := self._on_host.intersection(claim.host_blocks):
+                raise OpError(Code.FAILED_PRECONDITION, f"host_blocks: block {min(taken)} is claimed by another one")
+            self._on_host.update(claim.host_blocks)
+            claim.root = tree.enter(claim.namespace)
+        else:
+            shared = {} if self._owners.keys().isdisjoint(claim.table) else self._shared(claim)
+            claim.root = tree.enter(claim.namespace)
+            if self._worker.prefix_caching:
+                claim.top = claim.root
+            else:
+                self._join_families(claim, shared)
+            for block in claim.table if shared else ():
+                self._owners.setdefault(block, claim)
+            if not shared:
+                self._owners.update(dict.fromkeys(claim.table, claim))
+        self.claims.append(claim)
+        self.sequence_ids.add(claim.sequence_id)
+
+    def _shared(self, claim: Claim) -> dict[Claim, int]:
+        """With whom it has blocks in common, and where the last of them ends. Raises OpError if it cannot have."""
+        shared: dict[Claim, int] = {}
+        for at, block in enumerate(claim.table):
+            owner = self._owners.get(block)
+            if owner is None:
+                continue
+            if at >= len(owner.table) or owner.table[at] != block:
+                raise _taken(block, owner, "at another place in its table")
+            if at >= owner.num_whole:
+                raise _taken(block, owner, "which has not computed all of it, so it is private")
+            if at >= claim.num_whole:
+                raise _taken(block, owner, "and is not all computed by this one")
+            shared[owner] = at + 1
+        block_bytes = self._worker.tree.block_bytes
+        for owner, end in shared.items():
+            if owner.namespace != claim.namespace:
+                raise _taken(owner.table[end - 1], owner, "which has another namespace")
+            if owner.token_ids[: end * block_bytes] != claim.token_ids[: end * block_bytes]:
+                raise _taken(owner.table[end - 1], owner, "for other tokens")
+        return shared
+
+    def _join_families(self, claim: Claim, shared: dict[Claim, int]) -> None:
+        self._families[claim.top] = [claim]
+        for owner, end in shared.items():
+            owner.num_stored, claim.num_stored = max(owner.num_stored, end), max(claim.num_stored, end)
+            if owner.top is not claim.top:
+                family = self._families.pop(owner.top)
+                self._families[claim.top] += family
+                for member in family:
+                    member.top = claim.top
+
+
+def _taken(block: int, owner: Claim, how: str) -> OpError:
+    message = f"block_table: block {block} is claimed by sequence {owner.sequence_id}, {how}"
+    return OpError(Code.FAILED_PRECONDITION, message)
+
+
+# ----------------------------------------------------------------------------------------------- the way to the blocks
+
+
+def _grow_way(tree: PrefixTree, claim: Claim) -> PrefixNode:
+    """The node that ends where what is to be stored of it ends; nodes that are missing are made, without holders."""
+    node, depth, tokens, end = claim.top, 0, claim.token_ids, claim.num_stored
+    while depth < end:
+        begin = depth * tree.block_bytes
+        child = node.children.get(tokens[begin : begin + tree.block_bytes])
+        if child is None:
+            reached = min(end, depth + tree.max_node_blocks)
+            child = tree.grow(node, tokens[begin : reached * tree.block_bytes])
+        else:
+            reached = tree.follow(child, tokens, end)
+            if reached < child.end:
+                child = tree.split(child, reached)
+        node, depth = child, reached
+    return node
+
+
+def _way(node: PrefixNode) -> list[PrefixNode]:
+    """From the root, which is left out, to the node."""
+    nodes = []
+    while node.parent is not None:
+        nodes.append(node)
+        node = node.parent
+    return nodes[::-1]
+
+
+def _choose(claims: list[Claim]) -> tuple[dict[PrefixNode, array[int]], Refusals]:
+    """The block of every place on these ways. Refused are those that share one where another one is shared, too (all
+    but one of them, who keeps it to himself)."""
+    shared = _claimed_twice(claim.table for claim in claims)
+    chosen: dict[PrefixNode, array[int]] = {}
+    alone: dict[int, Claim] = {}  # who keeps a block that should be stored, and cannot be
+    conflicts: Refusals = {}
+    for claim in claims:
+        for node in _way(claim.node):
+            own = claim.table[node.start : node.end]
+            blocks = chosen.setdefault(node, own)
+            if blocks == own:
+                continue
+            for at, (stored, block) in enumerate(zip(blocks, own, strict=True)):
+                if stored == block or block not in shared:
+                    continue
+                if stored not in shared:
+                    blocks[at] = block
+                elif alone.setdefault(block, claim) is not claim:
+                    message = f"block_table: block {block} has the same tokens as block {stored}, and both are shared"
+                    conflicts[claim.place] = OpError(Code.FAILED_PRECONDITION, message)
+    return chosen, conflicts
+
+
+def _claimed_twice(tables: Iterable[array[int]]) -> Container[int]:
+    once: set[int] = set()
+    twice: set[int] = set()
+    for table in tables:
+        twice |= once.intersection(table)
+        once.update(table)
+    return twice
+
+
+def _prune(tree: PrefixTree, claims: list[Claim]) -> None:
+    """These are to be looked at again: nothing stays of the ways that were made for them."""
+    nodes = {node for claim in claims if claim.host_blocks is None for node in _way(claim.node)}
+    for node in sorted(nodes, key=lambda node: node.end, reverse=True):
+        if not (node.holdings or node.children):
+            tree.remove(node)
+    for claim in claims:
+        tree.leave(claim.root)
+
+
+# -------------------------------------------------------------------------------------------------------- what is done
+
+
+def _hold(worker: Worker, claim: Claim, chosen: dict[PrefixNode, array[int]]) -> Sequence:
+    sequence = Sequence(claim, worker, claim.table, claim.node, claim.num_computed_tokens)
+    for node in _way(claim.node):
+        blocks = chosen[node]
+        holding = node.holdings.get(worker.index)
+        if holding is None:
+            worker.device.hold(node, blocks, claim.terms.priority)
+        else:
+            worker.device.use(holding, claim.terms.priority)
+        own = claim.table[node.start : node.end]
+        if own != blocks:
+            sequence.duplicates.extend(block for block, stored in zip(own, blocks, strict=True) if block != stored)
+    worker.sequences[claim.sequence_id] = sequence
+    return sequence
+
+
+def _swap(worker: Worker, claim: Claim, host_blocks: array[int]) -> SwappedSequence:
+    swapped = worker.swapped[claim.sequence_id] = SwappedSequence(
+        claim.sequence_id, worker, claim.token_ids, claim.num_computed_tokens, host_blocks, claim.root, claim.terms
+    )
+    return swapped

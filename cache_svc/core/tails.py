@@ -1,0 +1,58 @@
+"""The last block of a sequence that ends, kept though it is not full: reuse loses nothing to block size.
+
+A tail (tree.Tail) is evictable content like any other, found by `PrefixTree.nearest` and copied, never by a walk.
+It hangs where the whole blocks of its sequence end; it falls out of use before they do, so it is evicted before them.
+No memory holds a tail of which another block there has all tokens: such a one is not kept, or is dropped when the other
+is stored (Memory.hold). A tail that is evicted is not demoted: what the host has is found and copied back by whole
+blocks, and a second copy would cost more than the few tokens are worth.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from cache_svc.core.memory import Memory
+from cache_svc.core.tree import TOKEN_BYTES, Holding, PrefixNode, Tail
+
+if TYPE_CHECKING:
+    from cache_svc.core.table import Sequence
+
+FEW = 8  # so many children are looked at one by one
+
+
+def keep_tail(device: Memory, sequence: Sequence) -> bool:
+    """Whether the block behind the sequence's whole ones, in which computed tokens end, is the cache's from now on. The
+    sequence is about to leave, and still uses its path."""
+    tree, node = device.tree, sequence.node
+    begin, end = node.end * tree.block_size, sequence.num_computed_tokens
+    if not begin < end < begin + tree.block_size or end <= sequence.num_begun_tokens:
+        return False
+    key = bytes(sequence.tokens[begin * TOKEN_BYTES : end * TOKEN_BYTES])
+    if _has_relatives(node, key):
+        if (covering := tree.covering(node, key, device.index)) is not None:
+            if isinstance(covering.node, Tail):
+                device.use(covering, sequence.terms.priority)
+                _leave(device, covering, sequence)
+            return False
+        device.drop_covered(key, node)
+    tail: PrefixNode = node.children.get(key) or tree.grow_tail(node, key)  # it is there if another memory holds it
+    device.hold(tail, sequence.table[node.end : node.end + 1], sequence.terms.priority)
+    _leave(device, tail.holdings[device.index], sequence)
+    return True
+
+
+def _has_relatives(node: PrefixNode, key: bytes) -> bool:
+    """Whether there may be a child that begins with these tokens, or with which they begin."""
+    children = node.children
+    return len(children) > FEW or any(key.startswith(other) or other.startswith(key) for other in children)
+
+
+def _leave(device: Memory, holding: Holding, sequence: Sequence) -> None:
+    """The sequence uses it no more, and nobody else did."""
+    for one in sequence.terms.retention:
+        if one.start <= holding.node.start * device.tree.block_size < (one.end or sys.maxsize):
+            holding.retention, holding.duration_ms = one.priority, one.duration_ms
+    holding.users = 0
+    device.cached_blocks += 1
+    device.queue.add(holding)

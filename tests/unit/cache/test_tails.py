@@ -1,0 +1,164 @@
+"""The unfinished last block of a sequence that ended is found again: nothing is lost to block size."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache_svc.core import admin
+from cache_svc.core.eviction import STRATEGIES
+from cache_svc.core.tree import Namespace
+from tests.unit.cache import driver as d
+from tests.unit.cache.driver import Driver
+from tests.unit.cache.test_reuse import admitted, link
+
+A = list(range(100, 116))  # 4 blocks of 4 tokens
+
+
+def counts(cache: Driver, worker: int = 0) -> tuple[int, int, int]:
+    """Free, cached, used."""
+    return cache.pools[worker][:3]
+
+
+def test_a_prompt_that_comes_again_is_reused_to_its_last_token_but_one() -> None:
+    cache = Driver()
+    cache.add_worker(0, 16, 16, partial_reuse=True)
+    prompt = list(range(18))
+    cache.run(1, prompt)
+    assert admitted(cache, 2, prompt) == (17, [1, 3], 2)
+
+
+def test_shorter_than_a_block() -> None:
+    cache = link()
+    cache.run(1, [1, 2, 3])
+    assert counts(cache) == (15, 1, 0)
+    assert admitted(cache, 2, [1, 2, 9]) == (2, [2], 1)
+    assert admitted(cache, 3, [1, 2, 3, 4, 5]) == (3, [3, 4], 1)
+
+
+def test_whole_blocks_are_not_found_in_it() -> None:
+    cache = link()
+    cache.run(1, A[:6])
+    cache.run(2, A[:8])
+    assert cache.match(3, [*A, 1]) == {0: (8, 0)}
+    assert counts(cache) == (14, 2, 0)  # the whole block has all of the tail, which is gone
+
+
+def test_without_partial_reuse_nothing_is_kept() -> None:
+    cache = link(partial_reuse=False)
+    cache.run(1, A[:6])
+    assert counts(cache) == (15, 1, 0)
+
+
+def test_what_was_only_to_be_copied_is_not_kept() -> None:
+    """The copy is made by a step that may never be sent."""
+    cache = link()
+    cache.run(1, A)
+    assert admitted(cache, 2, A[:7]) == (6, [1, 5], 2)
+    cache.free(2)
+    assert counts(cache) == (12, 4, 0)
+    cache.start(3, [*A[:6], 7, 7])
+    cache.commit(3, [], 7)
+    cache.free(3)
+    assert counts(cache) == (11, 5, 0)
+    assert cache.match(4, [*A[:6], 7, 7]) == {0: (7, 0)}
+
+
+def test_of_tails_with_the_same_tokens_one_is_kept() -> None:
+    cache = link()
+    for i in range(3):
+        cache.run(i, A[:6])
+    assert counts(cache) == (14, 2, 0)
+    cache.run(3, A[:5])  # all of it is in the other
+    assert counts(cache) == (14, 2, 0)
+    cache.run(4, A[:7])  # has all of the other
+    assert counts(cache) == (14, 2, 0)
+    assert cache.match(5, A[:8]) == {0: (7, 0)}
+    cache.run(6, [*A[:5], 9])
+    assert counts(cache) == (13, 3, 0)
+
+
+def test_a_tail_that_ends_anew_is_as_new() -> None:
+    cache = link(num_blocks=4)
+    cache.run(1, [1, 1])
+    cache.run(2, [2, 2])
+    cache.run(3, [3, 3])
+    cache.run(1, [1, 1])
+    cache.start(4, A[:7])
+    assert [cache.match(10 + i, [i, i, 9]) for i in (1, 2, 3)] == [{0: (2, 0)}, {}, {0: (2, 0)}]
+
+
+def test_a_tail_goes_before_what_it_hangs_on() -> None:
+    for eviction in STRATEGIES:
+        cache = link(num_blocks=4, eviction=eviction)
+        cache.run(1, [*A[:4], 1])
+        cache.run(2, [*A[:4], 2])
+        cache.start(3, [7] * 12)
+        assert cache.match(4, A[:6]) == {0: (4, 0)}, eviction
+
+
+def test_a_tail_that_is_to_be_copied_and_dropped_is_given_to_nobody_in_this_exchange() -> None:
+    cache = link(num_blocks=5)
+    cache.run(1, A[:6])
+    cache.start(2, A[:8])  # copies from it
+    begin = [d.match_op(3, A[:7]), d.admit_op(3, 0)]  # and so does this one
+    end = [d.commit_op([(2, [], 8)]), d.match_op(4, [7] * 8), d.admit_op(4, 0)]
+    response = cache.exchange(*begin, *end)
+    copied = response.results[1].admit.copy_from
+    assert copied == 2
+    assert response.results[4].HasField("error")  # one is free, and the dropped one
+    assert counts(cache) == (2, 0, 3)
+    assert 2 in cache.start(5, [8] * 8)[1]
+
+
+@pytest.mark.parametrize("salt", ["", "pepper"])
+def test_it_is_of_its_namespace(salt: str) -> None:
+    cache = link()
+    cache.one(d.match_op(1, A[:6], salt="pepper"))
+    cache.admit(1, 0)
+    cache.commit(1, [], 6)
+    cache.free(1)
+    (found,) = cache.one(d.match_op(2, A[:7], salt=salt)).match.matches or [None]
+    assert (found.num_tokens if found else 0) == (6 if salt else 0)
+
+
+def test_each_worker_has_its_own() -> None:
+    cache = link(workers=2)
+    cache.run(1, A[:6])
+    assert cache.match(2, A[:7]) == {0: (6, 0)}
+    cache.run(3, A[:6], worker=1)
+    assert cache.match(4, A[:7]) == {0: (6, 0), 1: (6, 0)}
+    cache.remove_worker(0)
+    assert cache.match(5, A[:7]) == {1: (6, 0)}
+
+
+def test_a_reset_and_a_pin_of_what_comes_before() -> None:
+    cache = link()
+    cache.run(1, A[:6])
+    admin.pin(cache.core, "x", d.pack(A[:6]))
+    assert admin.forget_unused(cache.core) == {0: 1}
+    assert cache.match(2, A[:7]) == {0: (4, 4)}
+    admin.unpin(cache.core, "x")
+    cache.free(2)
+    assert admin.forget_unused(cache.core) == {0: 1}
+    assert cache.core.tree is not None
+    assert Namespace() not in cache.core.tree.roots
+
+
+def test_it_is_retained_as_its_first_token_is() -> None:
+    cache = link(num_blocks=3)
+    cache.one(d.match_op(1, [1, 1], retention=[(0, 0, 90, 0)]))
+    cache.admit(1, 0)
+    cache.commit(1, [], 2)
+    cache.free(1)
+    cache.run(2, [2, 2])
+    cache.start(3, [7] * 8)
+    assert [cache.match(10 + i, [i, i, 9]) for i in (1, 2)] == [{0: (2, 0)}, {}]
+
+
+def test_it_is_not_demoted() -> None:
+    cache = Driver()
+    cache.add_worker(0, 2, partial_reuse=True, num_host_blocks=8, host_tier=True)
+    cache.run(1, A[:6])
+    cache.start(2, [7] * 8)
+    assert cache.demotions == [(1, 1)]
+    assert cache.pools[0][3] == 2  # both were evicted

@@ -1,0 +1,302 @@
+"""A cache that is lost and comes back: what runs goes on, and what is refused its blocks is computed anew."""
+
+from __future__ import annotations
+
+import copy
+import random
+from array import array
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from paceline.v1.cache_pb2 import CacheServiceLinkRequest
+from paceline.v1.common_pb2 import SamplingParams
+from paceline.v1.inference_pb2 import BeamOptions
+from scheduler_svc.core import cache_link, recovery, slots
+from scheduler_svc.core.beam_groups import make_search
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.types import SchedulerConfig
+from scheduler_svc.policies.registry import build, choose
+from simulator.system import Client, LocalSystem, WorkerEnd
+from simulator.toy_worker import EOS, ToyWorker, expected_hypotheses, expected_output
+
+SAMPLING = SamplingParams(top_p=1.0, max_tokens=24, seed=1, ignore_eos=True)
+SHARED = list(range(100, 110))
+PROMPTS = {handle: [*SHARED, *range(100 * handle, 100 * handle + 2 * handle)] for handle in range(2, 6)}
+
+
+PLAIN = Request(0, "s", 1, "r", b"1234", bytearray(), SAMPLING, 0.0)
+
+
+def pack(values: Sequence[int]) -> bytes:
+    return np.array(values, np.int32).tobytes()
+
+
+def toy(**changes: int) -> ToyWorker:
+    return ToyWorker(**{"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "max_batched_tokens": 64} | changes)
+
+
+def make(prefix_caching: bool = True, preset: str = "paceline") -> LocalSystem:
+    system = LocalSystem(SchedulerConfig(prefix_caching=prefix_caching), build(choose(preset)))
+    system.open("s")
+    return system
+
+
+def begin(system: LocalSystem, num_moves: int = 30, **changes: int) -> WorkerEnd:
+    end = system.attach(toy(**changes))
+    for handle, prompt in PROMPTS.items():
+        system.submit("s", handle, prompt, SAMPLING)
+    system.run_for(num_moves)
+    return end
+
+
+def running(system: LocalSystem) -> list[Request]:
+    return [request for worker in system.scheduler.workers.values() for request in worker.running.values()]
+
+
+def finish(system: LocalSystem, but: int = 0) -> Client:
+    system.run()
+    client = system.clients["s"]
+    for handle, prompt in PROMPTS.items():
+        if handle != but:
+            assert client.tokens[handle] == expected_output(prompt, SAMPLING)
+    system.assert_at_rest()
+    return client
+
+
+def exchange(system: LocalSystem, tamper: Callable[[CacheServiceLinkRequest], None]) -> None:
+    """The cache executes something else than it is asked for."""
+    request = system.to_cache.popleft()
+    tamper(request)
+    system.from_cache.append(system.cache.exchange(request))
+
+
+def claims_in(request: CacheServiceLinkRequest) -> list[int]:
+    return [claim.sequence for op in request.ops for claim in op.restore.sequences]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("num_moves", range(0, 60, 3))
+def test_what_runs_is_not_computed_again(num_moves: int, prefix_caching: bool) -> None:
+    system = make(prefix_caching)
+    end = begin(system, num_moves)
+    before = [request.seniority for request in running(system)]
+    steps = system.scheduler.counters.steps
+    system.restart_cache()
+    seated = 0
+    while moves := system.moves():
+        kind, moving = moves[0]
+        if kind == "step" and end.plans[0].step > steps:
+            seated += len(end.plans[0].new_sequences)
+        system.move(kind, moving)
+    assert seated == len(PROMPTS) - len(before)
+    counters = system.scheduler.counters
+    assert (counters.restored, counters.requeued, counters.refused_claims) == (len(before), 0, 0)
+    finish(system)
+
+
+def test_no_step_is_planned_before_the_cache_has_answered() -> None:
+    system = make()
+    end = begin(system, block_size=64)  # steps that need nothing of the cache
+    steps = system.scheduler.counters.steps
+    system.restart_cache()
+    assert len(claims_in(system.to_cache[0])) == len(PROMPTS)
+    while end.plans or end.results:
+        system.move("step" if end.plans else "result", end)
+    assert system.scheduler.counters.steps == steps
+    system.move("exchange", None)
+    system.poll()
+    assert system.scheduler.counters.steps == steps
+    system.move("answer", None)
+    assert system.to_cache or end.plans
+    finish(system)
+
+
+def test_what_ends_while_there_is_no_cache_just_ends() -> None:
+    system = make()
+    begin(system)
+    system.lose_cache()
+    system.run()
+    assert running(system)
+    system.cancel("s", 3)
+    assert 3 in system.clients["s"].endings
+    system.connect_cache()
+    assert len(claims_in(system.to_cache[0])) == len(PROMPTS) - 1
+    finish(system, but=3)
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "cancel", "worker lost", "cache lost"])
+@pytest.mark.parametrize("how", ["a claim", "the operation"])
+def test_what_is_refused_is_computed_anew(how: str, meanwhile: str) -> None:
+    system = make()
+    end = begin(system)
+    victim = running(system)[1]
+    sequence = victim.sequence
+    system.restart_cache()
+    cancelled = 0
+    if meanwhile == "cancel":
+        cancelled = victim.handle
+        system.cancel("s", cancelled)
+    elif meanwhile == "worker lost":
+        system.kill(end)
+        system.attach(toy())
+    elif meanwhile == "cache lost":
+        system.restart_cache()
+
+    def spoil(request: CacheServiceLinkRequest) -> None:
+        (restore,) = (op.restore for op in request.ops if op.HasField("restore"))
+        if how == "the operation":
+            restore.worker = 77
+        else:
+            claim = next(claim for claim in restore.sequences if claim.sequence == sequence)
+            claim.block_table = claim.block_table[:4]
+
+    exchange(system, spoil)
+    finish(system, but=cancelled)
+    counters = system.scheduler.counters
+    refused = 1 if how == "a claim" else len(PROMPTS)
+    assert (counters.refused_claims, counters.restored) == (refused, len(PROMPTS) - refused)
+    if meanwhile != "worker lost":
+        assert counters.requeued == refused - (meanwhile == "cancel")
+    if meanwhile == "nothing":
+        spans = system.scheduler.journal.explain(victim.request_id)
+        assert spans is not None
+        why = "block_table: 1 blocks of 4 tokens" if how == "a claim" else "worker 77 is not known"
+        assert any(why in span.detail for span in spans if span.reason == "requeued")
+
+
+def test_a_large_restore_takes_several_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens between them."""
+    monkeypatch.setattr(recovery, "MAX_EXCHANGE_BYTES", 100)
+    for events_after in range(4):
+        system = make()
+        begin(system)
+        system.attach(toy())
+        system.restart_cache()
+        num_exchanges = 0
+        while system.to_cache and claims_in(system.to_cache[0]):
+            num_exchanges += 1
+            system.move("exchange", None)
+            if num_exchanges == events_after + 1:
+                system.cancel("s", 3)
+                system.submit("s", 9, [9], SAMPLING)
+                system.attach(toy())
+                system.kill(system.workers[1])
+            system.move("answer", None)
+        assert num_exchanges == len(PROMPTS)
+        client = finish(system, but=3)
+        assert client.tokens[9] == expected_output([9], SAMPLING)
+        assert system.scheduler.counters.restored == len(PROMPTS)
+
+
+def test_a_long_queue_takes_several_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_link, "MAX_EXCHANGE_BYTES", 100)
+    system = make()
+    system.run()
+    for handle, prompt in PROMPTS.items():
+        system.submit("s", handle, prompt, SAMPLING)
+    system.run()
+    system.restart_cache()
+    assert 1 <= sum(op.HasField("match") for op in system.to_cache[0].ops) < len(PROMPTS)
+    system.attach(toy())
+    finish(system)
+
+
+def test_beams_keep_what_they_fork_from() -> None:
+    sampling, beam = SamplingParams(top_p=1, max_tokens=8, ignore_eos=True), BeamOptions(width=3, num_return=3)
+    right = expected_hypotheses(SHARED, make_search(beam, sampling, [EOS]))
+    restored = 0
+    for num_moves in range(6, 60, 3):
+        system = make(prefix_caching=bool(num_moves % 2))
+        system.attach(toy())
+        system.submit("s", 1, SHARED, sampling, beam=beam)
+        system.run_for(num_moves)
+        system.restart_cache()
+        system.run()
+        found = system.clients["s"].endings[1].hypotheses
+        assert [h.token_ids for h in found] == [pack(tokens) for tokens, _ in right]
+        assert system.scheduler.counters.requeued == 0
+        restored += system.scheduler.counters.restored
+        system.assert_at_rest()
+    assert restored > 20
+
+
+def test_beams_that_grew_keep_what_they_fork_from() -> None:
+    """Their prompt came in chunks, with blocks for each."""
+    sampling, beam = SamplingParams(top_p=1, max_tokens=4, ignore_eos=True), BeamOptions(width=3, num_return=3)
+    prompt = list(range(100, 140))
+    right = expected_hypotheses(prompt, make_search(beam, sampling, [EOS]))
+    parked = 0
+    for num_moves in range(20, 60):
+        system = make(preset="vllm-v1", prefix_caching=False)
+        system.attach(toy(max_batched_tokens=8))
+        system.submit("s", 1, prompt, sampling, beam=beam)
+        system.run_for(num_moves)
+        (worker,) = system.scheduler.workers.values()
+        parked += len(worker.parked)
+        system.restart_cache()
+        system.run()
+        found = system.clients["s"].endings[1].hypotheses
+        assert [h.token_ids for h in found] == [pack(tokens) for tokens, _ in right]
+        system.assert_at_rest()
+    assert parked > 3
+
+
+def test_a_beam_that_is_refused_is_computed_anew() -> None:
+    sampling, beam = SamplingParams(top_p=1, max_tokens=8, ignore_eos=True), BeamOptions(width=3, num_return=3)
+    right = expected_hypotheses(SHARED, make_search(beam, sampling, [EOS]))
+    parked = 0
+    for num_moves in range(6, 60, 3):
+        system = make()
+        system.attach(toy())
+        system.submit("s", 1, SHARED, sampling, beam=beam)
+        system.run_for(num_moves)
+        (worker,) = system.scheduler.workers.values()
+        parked += len(worker.parked)
+        system.restart_cache()
+        if any(claims_in(request) for request in system.to_cache):
+
+            def refuse(request: CacheServiceLinkRequest) -> None:
+                next(op.restore for op in request.ops if op.HasField("restore")).worker = 77
+
+            exchange(system, refuse)
+        system.run()
+        found = system.clients["s"].endings[1].hypotheses
+        assert [h.token_ids for h in found] == [pack(tokens) for tokens, _ in right]
+        system.assert_at_rest()
+    assert parked > 5
+
+
+@pytest.mark.parametrize("noted", [1, 3, 1000])
+def test_tables_are_those_that_were_granted(noted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late they are completed, and whoever had the slot before."""
+    monkeypatch.setattr(slots, "NOTED_GROWTHS", noted)
+    rng = random.Random(noted)
+    table = slots.SlotTable(4, block_size=4)
+    right: dict[int, list[int]] = {}  # by slot
+    seated: dict[int, Request] = {}
+    block, checks = 0, 0
+    for _ in range(2_000):
+        grown = [slot for slot in seated for _ in range(rng.randrange(3))]
+        if grown and rng.random() < 0.8:
+            rng.shuffle(grown)
+            blocks = range(block, block + len(grown))
+            block += len(grown)
+            table.note_growth(pack(grown), pack(blocks))
+            for slot, new in zip(grown, blocks, strict=True):
+                right[slot].append(new)
+        if table.num_free and rng.random() < 0.3:
+            request = copy.copy(PLAIN)
+            slot = table.occupy(request, 0, num_blocks=1)
+            request.block_table, right[slot], seated[slot] = array("i", [block]), [block], request
+            block += 1
+        if seated and rng.random() < 0.2:
+            slot = rng.choice([*seated])
+            table.release(slot, 0)
+            del seated[slot], right[slot]
+        if rng.random() < 0.05:
+            table.complete_tables()
+            assert {slot: request.block_table.tolist() for slot, request in seated.items()} == right
+            checks += 1
+    assert checks > 50
