@@ -9,10 +9,12 @@ import torch
 
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.errors import ModelError
+from gpu_worker.inputs import HostInputs
 from gpu_worker.kv.pool import allocate_pool
 from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.models.loader import LoadedModel, Progress, load_model
+from gpu_worker.models.ops import TorchOps
 from gpu_worker.runner import ModelRunner
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.slots import SlotLimits
@@ -63,8 +65,9 @@ def build_worker(settings: WorkerSettings, progress: Progress | None = None) -> 
         eos_token_ids=config.eos_token_ids,
         num_host_blocks=num_host_blocks,
     )
-    decoder = Decoder(config, model.weights, attention, max_model_len)
-    return BuiltWorker(ModelRunner(decoder, attention, pool, limits, device), _model_info(model, max_model_len))
+    decoder = Decoder(config, model.weights, attention, TorchOps(config, max_model_len, device))
+    runner = ModelRunner(decoder, attention, pool, limits, HostInputs(), device)
+    return BuiltWorker(runner, _model_info(model, max_model_len))
 
 
 def pick_device(name: str) -> torch.device:
