@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -9,12 +12,12 @@ from torch import Tensor
 
 
 class Fence:
-    """A point in what the device does that the host can wait for: the end of a step, or of the device's own reading of
-    memory that the host wants to write to (pinned buffers)."""
+    """A point in what a stream does, for the host or another stream to wait for."""
 
     def __init__(self, device: torch.device, blocking: bool = False) -> None:
-        """blocking: a wait is expected, so sleep in it instead of spinning."""
-        self._event = torch.cuda.Event(blocking=blocking) if device.type == "cuda" else None
+        """blocking: the host will have to wait, so it shall sleep instead of spinning."""
+        cuda = device.type == "cuda"
+        self._event: Any = torch.cuda.Event(blocking=blocking) if cuda else None  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
         """All that was queued on the current stream so far is before the fence."""
@@ -22,14 +25,30 @@ class Fence:
             self._event.record()
 
     def wait(self) -> None:
-        """Until the device is past the last record(); at once if there was none."""
+        """The host waits until the device is past the last record(); if there was none, for nothing."""
         if self._event is not None:
             self._event.synchronize()
 
+    def hold(self) -> None:
+        """What is queued on the current stream from now on comes after the last record()."""
+        if self._event is not None:
+            self._event.wait()
+
+
+class SideStream:
+    """A stream beside the one that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def use(self) -> AbstractContextManager[Any]:
+        """It is the current stream meanwhile."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
 
 def upload(array: npt.NDArray[np.integer], device: torch.device) -> Tensor:
-    """int64 on the device. A copy from ordinary memory would wait for all that is queued; torch's pinned memory is its
-    own until the copy is done."""
+    """int64 on the device. (A copy from ordinary memory would wait for all that is queued. Torch does not give pinned
+    memory away again before the copy from it is done.)"""
     host = torch.from_numpy(array.astype(np.int64, copy=False))
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
