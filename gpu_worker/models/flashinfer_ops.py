@@ -25,7 +25,7 @@ class FlashInferOps:
         return positions
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        normed: Tensor = self._flashinfer.norm.rmsnorm(x, weight, self._eps)
+        normed: Tensor = self._flashinfer.rmsnorm(x, weight, self._eps)
         return normed
 
     def rotary(
@@ -35,12 +35,12 @@ class FlashInferOps:
         queries, keys = heads[:, : self._keys_at], heads[:, self._keys_at : self._values_at]
         if query_norm is not None and key_norm is not None:
             for part, weight in ((queries, query_norm), (keys, key_norm)):
-                self._flashinfer.norm.rmsnorm(part, weight, self._eps, out=part)
-        self._flashinfer.rope.apply_rope_with_cos_sin_cache_inplace(
+                self._flashinfer.rmsnorm(part, weight, self._eps, out=part)
+        self._flashinfer.apply_rope_with_cos_sin_cache_inplace(
             angles, queries.flatten(1), keys.flatten(1), self._head_dim, self._cos_sin, is_neox=False
         )
         return queries, keys
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        product: Tensor = self._flashinfer.activation.silu_and_mul(gate_up)
+        product: Tensor = self._flashinfer.silu_and_mul(gate_up)
         return product
