@@ -18,7 +18,7 @@ from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.sampling.sampler import Sampled, SamplingRows, Scores, sample
 from gpu_worker.slots import SlotLimits, SlotTable, StepRows
-from gpu_worker.step_arrays import StepArrays, dummy_decodes, step_arrays
+from gpu_worker.step_arrays import StepArrays, dummy_decodes, largest_step, step_arrays
 from paceline.v1.worker_pb2 import RowError, StepPlan, StepResult, TokenLogprobs
 
 NO_NUMBER = "the model gave no number (NaN or infinity in the logits)"
@@ -123,6 +123,11 @@ class ModelRunner:
 
         graphs.capture(prepare, logits, capture, progress)
         self._graphs = graphs
+
+    @torch.inference_mode()
+    def try_largest_step(self) -> None:
+        """To see what memory it takes. It writes to the dummy block."""
+        self._compute(self._prepare(largest_step(self.limits), captured=False))
 
     def step(self, plan: StepPlan) -> StepResult:
         return self.launch(plan).result()

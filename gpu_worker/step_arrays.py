@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_worker.kv.pool import DUMMY_BLOCK
-from gpu_worker.slots import SlotTable, StepRows
+from gpu_worker.slots import SlotLimits, SlotTable, StepRows
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -105,6 +105,27 @@ def dummy_decodes(size: int) -> StepArrays:
         sampling_rows=None,
         sampled_slots=nothing,
     ).padded(size)
+
+
+def largest_step(limits: SlotLimits) -> StepArrays:
+    """A step that does nothing of use with the most rows and the most samples that there may be."""
+    rows = min(limits.max_batched_tokens, limits.max_num_seqs * limits.max_model_len)
+    whole, rest = divmod(rows, limits.max_model_len)
+    counts = np.array([limits.max_model_len] * whole + [rest] * bool(rest), np.int32)
+    widths = -(-counts // limits.block_size)
+    samples = min(limits.max_num_seqs, rows)
+    return StepArrays(
+        decode_slots=np.zeros(0, np.int32),
+        prefill_tokens=np.zeros(rows, np.int64),
+        positions=np.arange(rows) % limits.max_model_len,
+        slot_mapping=np.zeros(rows, np.int64),
+        qo_indptr=indptr(counts),
+        kv_indptr=indptr(widths),
+        kv_indices=np.full(widths.sum(), DUMMY_BLOCK, np.int32),
+        last_block_len=counts - (widths - 1) * limits.block_size,
+        sampling_rows=np.arange(samples, dtype=np.int32),
+        sampled_slots=np.arange(samples, dtype=np.int32),
+    )
 
 
 def indptr(counts: npt.NDArray[np.integer]) -> Int32s:

@@ -91,6 +91,14 @@ def test_bf16_is_what_the_kernels_are_told(flashinfer: Any, reference: Callable[
     assert all(0 <= token < VOCAB for s in sequences for token in s.output)
 
 
+def test_the_step_that_memory_is_measured_with_runs(flashinfer: Any, reference: Callable[[str], Reference]) -> None:
+    """It touches nothing but the dummy block."""
+    runner = twin(flashinfer, reference("mistral").folder, num_blocks=1)
+    runner.try_largest_step()
+    assert runner._pool.storage[:, :, 1].isnan().all()
+    assert runner._pool.storage[:, :, 0].isfinite().all()
+
+
 def _config(qk_norm: bool) -> DecoderConfig:
     return DecoderConfig(
         architecture="Qwen3ForCausalLM",

@@ -1,0 +1,95 @@
+"""What building a worker for a GPU decides, as far as it is arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import structlog
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_worker import build as build_module
+from gpu_worker.build import BuiltWorker
+from gpu_worker.errors import ModelError
+from gpu_worker.memory import kv_blocks_that_fit
+from gpu_worker.settings import WorkerSettings
+from gpu_worker.slots import SlotLimits
+from gpu_worker.step_arrays import largest_step
+from tests.unit.worker.families import Reference
+
+GIB = 2**30
+
+
+@given(
+    free_gib=st.integers(30, 140),
+    needed_gib=st.integers(0, 10),
+    utilization=st.floats(0.5, 1.0),
+    block_bytes=st.integers(1 << 12, 1 << 22),
+)
+def test_blocks_fill_what_is_left(free_gib: int, needed_gib: int, utilization: float, block_bytes: int) -> None:
+    total, free, needed = 140 * GIB, free_gib * GIB, needed_gib * GIB
+    left = total * utilization - (total - free) - needed
+    if left < 2 * block_bytes + 1:
+        with pytest.raises(ModelError, match="gpu_memory_utilization"):
+            kv_blocks_that_fit(total, free, needed, utilization, block_bytes)
+        return
+    blocks = kv_blocks_that_fit(total, free, needed, utilization, block_bytes)
+    assert (blocks + 1) * block_bytes <= left + 1  # the dummy block takes its place too
+    assert (blocks + 2) * block_bytes > left - 1
+
+
+def test_the_message_says_where_the_memory_went() -> None:
+    with pytest.raises(ModelError, match=r"0\.9 of 80\.0 GiB, 70\.0 GiB taken by weights and others, 3\.0 GiB needed"):
+        kv_blocks_that_fit(80 * GIB, 10 * GIB, 3 * GIB, 0.9, 1 << 20)
+
+
+@given(
+    seqs=st.integers(1, 40),
+    batched=st.integers(1, 300),
+    length=st.integers(2, 100),
+    block_size=st.sampled_from([1, 7, 16]),
+)
+def test_the_largest_step_is_one_that_could_be(seqs: int, batched: int, length: int, block_size: int) -> None:
+    limits = SlotLimits(seqs, batched, length, block_size, 10, 50, ())
+    arrays = largest_step(limits)
+    lengths = np.diff(arrays.qo_indptr)
+    assert arrays.num_rows == lengths.sum() == min(batched, seqs * length)
+    assert len(lengths) <= seqs
+    assert lengths.max() <= length
+    assert ((np.diff(arrays.kv_indptr) - 1) * block_size + arrays.last_block_len == lengths).all()
+    assert len(arrays.kv_indices) == arrays.kv_indptr[-1] <= seqs * -(-length // block_size)
+    assert len(arrays.sampled_slots) <= seqs
+
+
+def test_flashinfer_without_a_gpu_is_refused(
+    reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
+) -> None:
+    with pytest.raises(ModelError, match=r"attention_backend flashinfer cannot serve .*: it needs an NVIDIA GPU"):
+        build(reference("qwen2").folder, attention_backend="flashinfer")
+
+
+def _model(head_dim: int, dtype: torch.dtype) -> SimpleNamespace:
+    return SimpleNamespace(name="m", dtype=dtype, config=SimpleNamespace(head_dim=head_dim))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "reason"), [(16, torch.bfloat16, "head_dim 16"), (64, torch.float32, "float32")]
+)
+def test_a_model_that_flashinfer_cannot_serve_runs_on_torch_and_one_line_says_so(
+    head_dim: int, dtype: torch.dtype, reason: str
+) -> None:
+    with structlog.testing.capture_logs() as lines:
+        chosen = build_module._flashinfer(WorkerSettings(), _model(head_dim, dtype), torch.device("cuda"))
+    assert chosen is None
+    assert [(line["model"], reason in line["reason"]) for line in lines] == [("m", True)]
+
+
+def test_torch_that_was_asked_for_needs_no_line() -> None:
+    settings = WorkerSettings(attention_backend="torch")
+    with structlog.testing.capture_logs() as lines:
+        assert build_module._flashinfer(settings, _model(16, torch.float32), torch.device("cuda")) is None
+    assert lines == []
