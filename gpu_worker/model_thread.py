@@ -27,6 +27,7 @@ class LinkRun:
     on_result: Callable[[StepResult, StepStats], None]
     on_failure: Callable[[Exception], None]
     closed: bool = False
+    failed: bool = False  # a step has; those behind it are skipped, results of those before it are still on their way
 
     def close(self) -> None:
         """Plans still queued are skipped; the step that runs now ends unheard."""
@@ -74,7 +75,7 @@ class ModelThread:
     def _work(self) -> None:
         while (item := self._inbox.get()) is not None:
             run, plan = item
-            if run.closed:
+            if run.closed or run.failed:
                 continue
             if plan is None:
                 self._runner.reset()
@@ -99,6 +100,8 @@ class ModelThread:
             self._finish(*item)
 
     def _finish(self, run: LinkRun, launched: LaunchedStep) -> None:
+        if run.failed:
+            return  # the step before has
         try:
             result = launched.result()
         except Exception as error:
@@ -107,11 +110,10 @@ class ModelThread:
             self._post(_deliver, run, result, launched.stats)
 
     def _fail(self, run: LinkRun, step: int, error: Exception) -> None:
-        if run.closed:
-            return  # an earlier step has failed, and this one because of it
-        failure = _classify(error, step, self._runner.request_ids())
-        run.close()
-        self._post(run.on_failure, failure)
+        if run.failed:
+            return  # an earlier step has, and this one because of it
+        run.failed = True
+        self._post(_deliver_failure, run, _classify(error, step, self._runner.request_ids()))
 
     def _post(self, callback: Callable[..., None], *args: object) -> None:
         assert self._loop is not None, "start() comes first"
@@ -125,6 +127,12 @@ class ModelThread:
 def _deliver(run: LinkRun, result: StepResult, stats: StepStats) -> None:
     if not run.closed:
         run.on_result(result, stats)
+
+
+def _deliver_failure(run: LinkRun, failure: Exception) -> None:
+    if not run.closed:
+        run.close()
+        run.on_failure(failure)
 
 
 def _classify(error: Exception, step: int, requests: list[str]) -> Exception:
