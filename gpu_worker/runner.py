@@ -99,6 +99,14 @@ class ModelRunner:
         return self._slots.limits
 
     @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        return self._graphs
+
+    @property
     def is_asynchronous(self) -> bool:
         """Whether launch() returns before the step is done."""
         return self._device.type == "cuda"

@@ -56,7 +56,7 @@ def reference_kernels() -> Iterator[Any]:
         for module in (flashinfer.prefill, flashinfer.decode):
             patch.setattr(module, "get_batch_prefill_module", _fa2_module)
         for module, getter, functions in (
-            ("norm", "get_norm_module", {"rmsnorm": _rmsnorm}),
+            ("norm", "get_norm_module", {"rmsnorm": _rmsnorm, "fused_add_rmsnorm": _fused_add_rmsnorm}),
             ("rope", "get_rope_module", {"apply_rope_pos_ids_cos_sin_cache": _rope}),
             ("page", "get_page_module", {"append_paged_kv_cache": _append}),
         ):
@@ -228,6 +228,11 @@ def _rmsnorm(out: Tensor, x: Tensor, weight: Tensor, eps: float, enable_pdl: boo
     assert weight.dtype == x.dtype
     wide = x.float()
     out.copy_(wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float())
+
+
+def _fused_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, enable_pdl: bool) -> None:
+    residual.copy_(residual.float() + x.float())
+    _rmsnorm(x, residual, weight, eps, enable_pdl)
 
 
 def _rope(
