@@ -7,26 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_worker.attention import torch_backend
-from gpu_worker.attention.base import AttentionBackend, AttentionMetadata
+from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.attention.flashinfer import FlashInferAttention
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.kv.pool import KvPool, allocate_pool
+from tests.support.attention import Extents, dense, fill, metadata_of
 from tests.support.flashinfer_kernels import reference_kernels
 
 HEAD_DIM = 16
 
 # pool, windows, query heads
 MakeBackend = Callable[[KvPool, tuple[int, ...], int], AttentionBackend]
-
-# (tokens already in the blocks, new tokens)
-Extents = list[tuple[int, int]]
 
 
 @pytest.fixture(scope="module", params=["torch", "flashinfer"])
@@ -38,44 +35,6 @@ def backend(request: pytest.FixtureRequest) -> Iterator[MakeBackend]:
             yield lambda pool, windows, num_heads: FlashInferAttention(
                 flashinfer, pool, windows, num_heads, max_rows=512, max_step_blocks=4096, workspace_bytes=1024
             )
-
-
-def metadata_of(
-    num_decodes: int, extents: Extents, tables: list[list[int]], block_size: int, captured: bool = False
-) -> AttentionMetadata:
-    slots = [
-        table[position // block_size] * block_size + position % block_size
-        for (prefix, count), table in zip(extents, tables, strict=True)
-        for position in range(prefix, prefix + count)
-    ]
-    lengths = np.array([prefix + count for prefix, count in extents])
-    used = -(-lengths // block_size)
-    kv_indices = np.concatenate([table[:n] for table, n in zip(tables, used, strict=True)]).astype(np.int32)
-    return AttentionMetadata(
-        num_decodes=num_decodes,
-        qo_indptr=np.cumsum([0] + [count for _, count in extents]).astype(np.int32),
-        kv_indptr=np.cumsum([0, *used]).astype(np.int32),
-        kv_indices=kv_indices,
-        last_block_len=(lengths - (used - 1) * block_size).astype(np.int32),
-        slot_mapping=torch.tensor(slots),
-        captured=captured,
-        device_kv_indices=torch.from_numpy(kv_indices),
-    )
-
-
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-    """q [rows, heads, d]; k, v [tokens, kv_heads, d]: the last rows of a causal sequence, in float64."""
-    rows, heads, d = q.shape
-    groups = heads // k.shape[1]
-    k, v = (x.double().repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) / d**0.5
-    row = torch.arange(len(k) - rows, len(k))[:, None]
-    key = torch.arange(len(k))
-    hidden = key > row
-    if window:
-        hidden |= key <= row - window
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
 
 def check(
@@ -98,7 +57,7 @@ def check(
     full = [torch.randn(2, length, kv_heads, HEAD_DIM, generator=generator) for length in lengths]
     layer = 1
     for (prefix, _), table, kv in zip(extents, tables, full, strict=True):
-        _fill(pool, layer, table, kv[:, :prefix])
+        fill(pool.storage, layer, table, kv[:, :prefix])
     rows = sum(count for _, count in extents)
     # Views into something wider, as the model passes them.
     q = torch.randn(rows, kv_heads * groups + 1, HEAD_DIM, generator=generator)[:, 1:]
@@ -117,12 +76,6 @@ def check(
         assert torch.equal(written, kv[0])
     assert pool.storage[:, 0].eq(0).all(), "another layer was written"
     assert pool.storage[:, :, 0].eq(0).all(), "the dummy block was written"
-
-
-def _fill(pool: KvPool, layer: int, table: list[int], kv: torch.Tensor) -> None:
-    for position in range(kv.shape[1]):
-        block, offset = table[position // pool.block_size], position % pool.block_size
-        pool.storage[:, layer, block, offset] = kv[:, position]
 
 
 decode = st.tuples(st.integers(0, 90), st.just(1))

@@ -16,6 +16,7 @@ from gpu_worker.kv.pool import allocate_pool
 from gpu_worker.models.config import DecoderConfig, RopeConfig
 from gpu_worker.models.flashinfer_ops import FlashInferOps
 from gpu_worker.models.ops import TorchOps
+from tests.support.attention import metadata_of
 from tests.support.flashinfer_kernels import reference_kernels
 from tests.support.gpu_twin import CPU, twin
 from tests.unit.worker.driver import Driver
@@ -145,8 +146,6 @@ def test_a_captured_step_reads_fixed_addresses(flashinfer: Any) -> None:
     attention = FlashInferAttention(flashinfer, pool, (0,), 4, 16, 64, workspace_bytes=1024)
     seen = []
     for extents in ([(0, 1), (0, 1)], [(9, 1), (3, 1)]):
-        from tests.contract.worker.test_attention_backend import metadata_of
-
         attention.plan(metadata_of(2, extents, [[1, 2, 3], [4, 5]], 4, captured=True))
         wrapper = attention._by_layer[0].decode
         assert wrapper.is_cuda_graph_enabled
