@@ -69,7 +69,7 @@ def test_bytes_and_operations_are_those_of_the_anchors() -> None:
     assert prefill_flops(llama, [1024] * 8) < whole * 1e12
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(
         st.builds(

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import structlog
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_worker import build as build_module
+from gpu_worker import memory
 from gpu_worker.build import BuiltWorker
 from gpu_worker.errors import ModelError
 from gpu_worker.memory import kv_blocks_that_fit
@@ -24,6 +25,7 @@ from tests.unit.worker.families import Reference
 GIB = 2**30
 
 
+@settings(deadline=None)
 @given(
     free_gib=st.integers(30, 140),
     needed_gib=st.integers(0, 10),
@@ -47,6 +49,7 @@ def test_the_message_says_where_the_memory_went() -> None:
         kv_blocks_that_fit(80 * GIB, 10 * GIB, 3 * GIB, 0.9, 1 << 20)
 
 
+@settings(deadline=None)
 @given(
     seqs=st.integers(1, 40),
     batched=st.integers(1, 300),
@@ -93,3 +96,36 @@ def test_torch_that_was_asked_for_needs_no_line() -> None:
     with structlog.testing.capture_logs() as lines:
         assert build_module._flashinfer(settings, _model(16, torch.float32), torch.device("cuda")) is None
     assert lines == []
+
+
+class TrialRunner:
+    """Takes memory as a runner on a GPU does; `free` is what is left, in MiB."""
+
+    def __init__(self, free: list[int]) -> None:
+        self._free = free
+        self.limits = SlotLimits(10, 64, 64, 16, 1, 1000, ())
+        self.captured: list[int] = []
+        free[0] -= 400  # workspaces
+
+    def try_largest_step(self) -> None:
+        self._free[0] -= 300
+
+    def capture_graphs(self, sizes: list[int], capture: object, progress: Callable[[int, int], None]) -> None:
+        for done, size in enumerate(sorted(sizes, reverse=True)):
+            progress(done, len(sizes))
+            self._free[0] -= 50 if done == 0 else 7
+            self.captured.append(size)
+        progress(len(sizes), len(sizes))
+
+
+@pytest.mark.parametrize(("sizes", "graphs_mib"), [([], 0), ([8], 50), ([4, 8], 57), ([1, 2, 4, 8], 50 + 3 * 7)])
+def test_what_steps_take_is_what_a_trial_took(
+    sizes: list[int], graphs_mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest graph, and for each of the others what the second one takes."""
+    free = [5000]
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: free[0] << 20)
+    monkeypatch.setattr(memory, "CudaCapture", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    needed = memory.bytes_for_steps(lambda: TrialRunner(free), sizes, torch.device("cpu"))
+    assert needed == ((400 + 300 + graphs_mib) << 20) + memory.SAMPLER_BYTES_PER_LOGIT * 10 * 1000

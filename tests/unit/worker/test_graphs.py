@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_worker.graphs import DecodeGraphs, graph_sizes
@@ -19,6 +19,7 @@ def test_sizes() -> None:
     assert graph_sizes(300) == [1, 2, 4, *range(8, 257, 8), 272, 288, 300]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2000), st.data())
 def test_a_step_is_filled_up_to_the_next_size(largest: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, largest))

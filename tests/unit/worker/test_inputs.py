@@ -87,6 +87,7 @@ def test_the_host_arrays_of_a_step_outlive_the_next_send() -> None:
         assert np.array_equal(kept, array)
 
 
+@settings(deadline=None)
 @given(st.lists(decode, min_size=1, max_size=MAX_SEQS), st.integers(0, MAX_SEQS), st.integers(0, 2**31))
 def test_padding(decodes: list[tuple[int, int]], more: int, seed: int) -> None:
     arrays = arrays_of(decodes, [], seed)
@@ -105,6 +106,7 @@ def test_padding(decodes: list[tuple[int, int]], more: int, seed: int) -> None:
     assert np.array_equal(padded.sampled_slots, arrays.sampled_slots)
 
 
+@settings(deadline=None)
 @given(st.integers(1, MAX_SEQS), st.lists(decode, min_size=1, max_size=MAX_SEQS))
 def test_a_graph_finds_its_inputs_where_they_were_at_its_capture(size: int, decodes: list[tuple[int, int]]) -> None:
     inputs = PinnedInputs(LIMITS, TABLE_BLOCKS, CPU)
