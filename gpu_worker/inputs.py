@@ -23,7 +23,7 @@ class StepInput:
     decode_slots: Tensor  # int64 [decodes]
     prefill_tokens: Tensor | None  # int64 [rows - decodes]; None: there are none
     positions: Tensor  # int64 [rows]
-    sampling_rows: Tensor | None  # int64, None: all rows
+    sampling_rows: Tensor | None  # int64: whose logits are wanted; None: all rows
     sampled_slots: Tensor  # int64 [rows that sample]
     attention: AttentionMetadata
 
@@ -78,7 +78,7 @@ class PinnedInputs:
     def __init__(self, limits: SlotLimits, max_table_blocks: int, device: torch.device) -> None:
         """max_table_blocks: in the block table of one sequence."""
         seqs, rows = limits.max_num_seqs, limits.max_batched_tokens
-        sent = 3 * rows + 3 * seqs + -(-seqs * max_table_blocks // 2)
+        sent = 4 * rows + 3 * seqs + -(-seqs * max_table_blocks // 2)
         kept = 3 * (seqs + 2)
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(sent + kept, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]

@@ -16,12 +16,16 @@ from gpu_worker.graphs import Capture, CaptureProgress, DecodeGraphs
 from gpu_worker.inputs import StepInput, StepInputs
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.decoder import Decoder
+from gpu_worker.sampling.controls import Controls
+from gpu_worker.sampling.prompt_scores import PromptRows, score_chunks
 from gpu_worker.sampling.sampler import Sampled, SamplingRows, Scores, sample
 from gpu_worker.slots import SlotLimits, SlotTable, StepRows
 from gpu_worker.step_arrays import StepArrays, dummy_decodes, largest_step, step_arrays
 from paceline.v1.worker_pb2 import RowError, StepPlan, StepResult, TokenLogprobs
 
 NO_NUMBER = "the model gave no number (NaN or infinity in the logits)"
+INVALID_ARGUMENT = 3  # google.rpc.Code
+NO_TOKEN = "no token is left to sample: allowed_token_ids, bad_words, logit_bias and min_tokens together rule out all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class Drawn:
 
     tokens: Tensor  # int64 [rows that sample]
     failed: Tensor  # bool [rows that sample]
+    ruled_out: Tensor | None  # bool [rows that sample]: of the failed, those whose own parameters leave no token
     scores: Scores | None
     slots: np.ndarray  # [rows that sample]
     parameters: SamplingRows
@@ -54,6 +59,7 @@ class LaunchedStep:
     stats: StepStats
     started_us: int
     drawn: Drawn | None  # None: no row samples
+    prompts: StepResult  # log probabilities of prompts, and the errors of those that have none
     done: Fence
     clock: _Clock
 
@@ -61,6 +67,9 @@ class LaunchedStep:
         """Waits for the device. To be asked in the order of the steps, by one thread."""
         self.done.wait()
         result = StepResult() if self.drawn is None else _result(self.drawn)
+        known = {error.slot for error in result.errors}
+        result.prompt_logprobs.extend(self.prompts.prompt_logprobs)
+        result.errors.extend(error for error in self.prompts.errors if error.slot not in known)
         result.step = self.step
         # A step launched early begins when the one before ends.
         result.started_us = max(self.started_us, self.clock.finished_us)
@@ -87,6 +96,7 @@ class ModelRunner:
         self._attention = attention
         self._pool = pool
         self._slots = SlotTable(limits)
+        self._controls = Controls(limits.vocab_size, device)
         self._inputs = inputs
         self._device = device
         self._graphs: DecodeGraphs | None = None
@@ -114,6 +124,7 @@ class ModelRunner:
     def reset(self) -> None:
         """The link is gone: forget every sequence. The pool stays, its contents mean nothing any more."""
         self._slots.reset()
+        self._controls.reset()
 
     def request_ids(self) -> list[str]:
         """Of the sequences that hold a slot."""
@@ -142,11 +153,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Nothing here waits for the device, so that step n + 1 is queued while step n runs.
+        """Nothing here waits for the device, so that step n + 1 is queued while step n runs. (Top-p and log probabilities
+        of prompts do, in sampling/.)
 
         ProtocolViolation if the plan breaks the contract; after that, or any other exception, reset()."""
         started_us = _now_us()
         rows = self._slots.apply(plan)
+        self._controls.apply(plan)
         if len(rows.swaps_out[0]):
             self._pool.swap_out(*rows.swaps_out)
         if len(rows.swaps_in[0]):
@@ -155,7 +168,7 @@ class ModelRunner:
             self._pool.copy(*rows.copies)
         if len(rows.granted_blocks):
             self._pool.clear(rows.granted_blocks)
-        drawn = self._forward(rows) if rows.num_rows else None
+        drawn, prompts = self._forward(rows) if rows.num_rows else (None, StepResult())
         self._slots.commit(rows)
         stats = StepStats(
             decode_tokens=rows.num_decodes,
@@ -165,10 +178,11 @@ class ModelRunner:
         )
         done = Fence(self._device, blocking=True)
         done.record()
-        return LaunchedStep(plan.step, stats, started_us, drawn, done, self._clock)
+        return LaunchedStep(plan.step, stats, started_us, drawn, prompts, done, self._clock)
 
-    def _forward(self, rows: StepRows) -> Drawn | None:
-        arrays = step_arrays(rows, self._slots)
+    def _forward(self, rows: StepRows) -> tuple[Drawn | None, StepResult]:
+        prompts = self._slots.prompt_rows(rows)
+        arrays = step_arrays(rows, self._slots, None if prompts is None else prompts.rows)
         graph = self._graphs.size_for(arrays) if self._graphs else None
         if self._graphs and graph is not None:
             step = self._prepare(arrays.padded(graph), captured=True)
@@ -176,12 +190,20 @@ class ModelRunner:
         else:
             step = self._prepare(arrays, captured=False)
             logits = self._compute(step)
-        if not rows.samples.any():
-            return None
+        num_samples = len(arrays.sampled_slots)
+        drawn = self._sample(rows, step, logits[:num_samples]) if num_samples else None
+        return drawn, StepResult() if prompts is None else _scored(prompts, logits[num_samples:])
+
+    def _sample(self, rows: StepRows, step: StepInput, logits: Tensor) -> Drawn:
+        """logits: [rows that sample, vocab]."""
         parameters = self._slots.sampling_rows(rows)
-        sampled = sample(logits, parameters)
+        slots = rows.slots[rows.samples]
+        controls = self._controls.of(slots)
+        sampled = sample(logits, parameters, controls)
+        if controls is not None:
+            controls.record(sampled.tokens)
         self._last_tokens.index_copy_(0, step.sampled_slots, sampled.tokens)
-        return _drawn(sampled, arrays.sampled_slots, parameters)
+        return _drawn(sampled, slots, parameters)
 
     def _prepare(self, arrays: StepArrays, captured: bool) -> StepInput:
         step = self._inputs.send(arrays, captured)
@@ -190,7 +212,7 @@ class ModelRunner:
         return step
 
     def _compute(self, step: StepInput, out: Tensor | None = None) -> Tensor:
-        """Logits of the rows that sample."""
+        """Logits of the rows whose logits are wanted."""
         tokens = self._last_tokens.index_select(0, step.decode_slots)
         if step.prefill_tokens is not None:
             tokens = torch.cat((tokens, step.prefill_tokens))
@@ -201,7 +223,8 @@ def _drawn(sampled: Sampled, slots: np.ndarray, parameters: SamplingRows) -> Dra
     scores = sampled.scores
     if scores is not None:
         scores = Scores(fetch(scores.sampled), fetch(scores.top_tokens), fetch(scores.top))
-    return Drawn(fetch(sampled.tokens), fetch(sampled.failed), scores, slots, parameters)
+    ruled_out = None if sampled.ruled_out is None else fetch(sampled.ruled_out)
+    return Drawn(fetch(sampled.tokens), fetch(sampled.failed), ruled_out, scores, slots, parameters)
 
 
 def _result(drawn: Drawn) -> StepResult:
@@ -210,9 +233,27 @@ def _result(drawn: Drawn) -> StepResult:
     tokens[failed] = -1
     return StepResult(
         token_ids=tokens.tobytes(),
-        errors=[RowError(slot=slot, message=NO_NUMBER) for slot in drawn.slots[failed].tolist()],
+        errors=_row_errors(drawn.slots, failed, drawn.ruled_out) if failed.any() else (),
         logprobs=_token_logprobs(drawn.scores, drawn.slots[drawn.parameters.scored], drawn.parameters.num_top),
     )
+
+
+def _row_errors(slots: np.ndarray, failed: np.ndarray, ruled_out: Tensor | None) -> Iterator[RowError]:
+    no_token = np.zeros_like(failed) if ruled_out is None else ruled_out.numpy()
+    for row in np.flatnonzero(failed).tolist():
+        if no_token[row]:
+            yield RowError(slot=slots[row], message=NO_TOKEN, code=INVALID_ARGUMENT)
+        else:
+            yield RowError(slot=slots[row], message=NO_NUMBER)
+
+
+def _scored(prompts: PromptRows, logits: Tensor) -> StepResult:
+    result = StepResult()
+    for scores, are_numbers in score_chunks(logits, prompts.chunks):
+        result.prompt_logprobs.append(scores)
+        if not are_numbers:
+            result.errors.add(slot=scores.slot, message=NO_NUMBER)
+    return result
 
 
 def _token_logprobs(scores: Scores | None, slots: np.ndarray, num_top: np.ndarray) -> Iterator[TokenLogprobs]:

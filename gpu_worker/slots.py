@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_worker.errors import ProtocolViolation
+from gpu_worker.sampling.prompt_scores import PromptRows, ScoredChunk
 from gpu_worker.sampling.sampler import SamplingRows
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 
@@ -69,11 +70,14 @@ class SlotTable:
     temperature: npt.NDArray[np.float32] = field(init=False)
     top_p: npt.NDArray[np.float32] = field(init=False)
     top_k: Int64s = field(init=False)
+    min_p: npt.NDArray[np.float32] = field(init=False)
+    typical_p: npt.NDArray[np.float32] = field(init=False)
     seed: npt.NDArray[np.uint64] = field(init=False)
     min_tokens: Int64s = field(init=False)
     num_top: Int64s = field(init=False)  # most likely tokens to report with each sampled one; -1: report nothing
     banned: dict[int, Int64s] = field(init=False)  # by slot: what min_tokens keeps from being sampled
     tokens: dict[int, Int32s] = field(init=False)  # by slot, of those that prefill: all known tokens
+    scored_prompts: dict[int, int] = field(init=False)  # by slot, of those that prefill: likeliest tokens to report
     request_ids: dict[int, str] = field(init=False)
     _last_step: int = field(init=False)
     _granted: list[Int32s] = field(init=False)
@@ -90,9 +94,10 @@ class SlotTable:
         self.num_prompt, self.num_blocks = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
         self.block_table = np.zeros((slots, min(longest_blocks, self.limits.num_blocks)), np.int32)
         self.temperature, self.top_p = np.zeros(slots, np.float32), np.ones(slots, np.float32)
+        self.min_p, self.typical_p = np.zeros(slots, np.float32), np.ones(slots, np.float32)
         self.top_k, self.min_tokens = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
         self.seed, self.num_top = np.zeros(slots, np.uint64), np.full(slots, -1, np.int64)
-        self.banned, self.tokens, self.request_ids = {}, {}, {}
+        self.banned, self.tokens, self.scored_prompts, self.request_ids = {}, {}, {}, {}
         self._last_step = 0
         self._granted = []
 
@@ -158,6 +163,7 @@ class SlotTable:
         for slot in slots.tolist():
             self.request_ids.pop(slot, None)
             self.tokens.pop(slot, None)
+            self.scored_prompts.pop(slot, None)
             self.banned.pop(slot, None)
 
     def _hold(self, slots: Int32s, held: bool) -> None:
@@ -188,8 +194,11 @@ class SlotTable:
         sampling = sequence.sampling
         self.temperature[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
         self.top_k[slot], self.seed[slot] = max(sampling.top_k, 0), sampling.seed
+        self.min_p[slot], self.typical_p[slot] = sampling.min_p, sampling.typical_p or 1.0
         self.min_tokens[slot] = sampling.min_tokens
         self.num_top[slot] = sampling.num_top_logprobs if sampling.logprobs else -1
+        if sampling.prompt_logprobs:
+            self.scored_prompts[slot] = sampling.num_top_prompt_logprobs
         if sampling.min_tokens:
             ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(limits.eos_token_ids))
             self.banned[slot] = np.array(sorted(token for token in ends if token < limits.vocab_size), np.int64)
@@ -284,6 +293,22 @@ class SlotTable:
         for slot in slots[rows.num_decodes :][rows.samples[rows.num_decodes :]].tolist():
             self.decoding[slot] = True
             del self.tokens[slot]
+            self.scored_prompts.pop(slot, None)
+
+    def prompt_rows(self, rows: StepRows) -> PromptRows | None:
+        """Rows whose next token is one of a prompt that is to be scored; None if there are none."""
+        if not self.scored_prompts:
+            return None
+        firsts = np.cumsum(rows.counts) - rows.counts
+        where, chunks = [], []
+        for i in range(rows.num_decodes, len(rows.slots)):
+            slot, start = int(rows.slots[i]), int(rows.starts[i])
+            count = min(int(rows.counts[i]), int(self.num_prompt[slot]) - 1 - start)
+            if slot in self.scored_prompts and count > 0:
+                where.append(firsts[i] + np.arange(count))
+                tokens = self.tokens[slot][start + 1 : start + 1 + count]
+                chunks.append(ScoredChunk(slot, start + 1, tokens, self.scored_prompts[slot]))
+        return PromptRows(np.concatenate(where), chunks) if chunks else None
 
     def sampling_rows(self, rows: StepRows) -> SamplingRows:
         """Parameters of the rows that sample, in row order. To be asked before commit()."""
@@ -295,6 +320,8 @@ class SlotTable:
             temperature=self.temperature[slots],
             top_p=self.top_p[slots],
             top_k=self.top_k[slots],
+            min_p=self.min_p[slots],
+            typical_p=self.typical_p[slots],
             seed=self.seed[slots],
             position=positions,
             banned_rows=banned_rows,

@@ -28,7 +28,7 @@ class StepArrays:
     kv_indptr: Int32s  # [sequences + 1]
     kv_indices: Int32s  # [kv_indptr[-1]]
     last_block_len: Int32s  # [sequences]
-    sampling_rows: Int32s | None  # rows that sample; None: all
+    sampling_rows: Int32s | None  # rows whose logits are wanted, those that sample first; None: all rows
     sampled_slots: Int32s  # [rows that sample]
 
     @property
@@ -64,8 +64,8 @@ class StepArrays:
         )
 
 
-def step_arrays(rows: StepRows, table: SlotTable) -> StepArrays:
-    """All of it vectorised: no Python per decoding row."""
+def step_arrays(rows: StepRows, table: SlotTable, scored_rows: npt.NDArray[np.integer] | None = None) -> StepArrays:
+    """`scored_rows`: whose logits are wanted too. All of it vectorised: no Python per decoding row."""
     block_size = table.limits.block_size
     qo_indptr = indptr(rows.counts)
     owners = np.repeat(np.arange(len(rows.slots)), rows.counts)
@@ -75,6 +75,9 @@ def step_arrays(rows: StepRows, table: SlotTable) -> StepArrays:
     widths = -(-kv_lens // block_size)
     longest = np.arange(widths.max())
     has_chunks = len(rows.slots) > rows.num_decodes
+    wanted = qo_indptr[1:][rows.samples] - 1
+    if scored_rows is not None:
+        wanted = np.concatenate((wanted, scored_rows)).astype(np.int32)
     all_sample = rows.num_rows == len(rows.slots) and bool(rows.samples.all())
     return StepArrays(
         decode_slots=rows.slots[: rows.num_decodes],
@@ -85,7 +88,7 @@ def step_arrays(rows: StepRows, table: SlotTable) -> StepArrays:
         kv_indptr=indptr(widths),
         kv_indices=table.block_table[rows.slots, : len(longest)][longest < widths[:, None]],
         last_block_len=kv_lens - (widths - 1) * block_size,
-        sampling_rows=None if all_sample else qo_indptr[1:][rows.samples] - 1,
+        sampling_rows=None if all_sample else wanted,
         sampled_slots=rows.slots[rows.samples],
     )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import grpc
 import grpc.aio
 import numpy as np
 
-from paceline.v1.common_pb2 import FinishReason, SamplingParams
+from paceline.v1.common_pb2 import FinishReason, PromptLogprobs, SamplingParams
 from paceline.v1.inference_pb2 import (
     Ending,
     GenerateRequest,
@@ -17,11 +17,16 @@ from paceline.v1.inference_pb2 import (
     SessionRequest,
     SessionResponse,
     Submission,
+    TokenLogprob,
+    TokenScore,
     Usage,
 )
-from scheduler_svc.core.intake import Limits, Rejection, invalid
+from scheduler_svc.core.intake import Limits
+from scheduler_svc.core.rejection import Rejection, invalid
 
 HANDLE = 1
+# Options that a beam search has no use for, with the values that change nothing (intake refuses the others).
+_UNSEARCHED = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0}
 
 
 def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission:
@@ -31,14 +36,20 @@ def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission
     if limits and request.model not in ("", limits.model.name):
         raise invalid("model", f"{request.model[:120]!r} is not served here, {limits.model.name!r} is")
     options = request.sampling
-    if options.stop:
-        raise invalid("stop", "the scheduler knows no text; use stop_token_ids, or the gateway for stop strings")
+    for name, instead in (("stop", "stop_token_ids"), ("bad_words", "bad_word_ids")):
+        if getattr(options, name):
+            raise invalid(name, f"the scheduler knows no text; use {instead}, or the gateway")
     ids = np.array(request.token_ids.ids, np.int32)
-    for name in ("max_tokens", "min_tokens"):
-        if options.HasField(name) and getattr(options, name) < 0:
-            raise invalid(name, f"{getattr(options, name)} is negative")
-    if any(token < 0 for token in options.stop_token_ids):
-        raise invalid("stop_token_ids", "a token id is negative")
+    for field, value in options.ListFields():
+        if field.name in ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs") and value < 0:
+            raise invalid(field.name, f"{value} is negative")
+        if field.name in ("repetition_penalty", "typical_p") and not value:  # which would mean none below
+            raise invalid(field.name, "must be above 0")
+        if request.HasField("beam") and field.name in _UNSEARCHED and value != _UNSEARCHED[field.name]:
+            raise invalid(field.name, "beam search does not sample; leave it out")
+    for name in ("stop_token_ids", "logit_bias"):
+        if any(token < 0 for token in getattr(options, name)):
+            raise invalid(name, "a token id is negative")
     room = max(1, limits.max_total_tokens - len(ids)) if limits else 16
     return Submission(
         handle=HANDLE,
@@ -53,6 +64,18 @@ def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission
             min_tokens=options.min_tokens,
             ignore_eos=options.ignore_eos,
             stop_token_ids=options.stop_token_ids,
+            logprobs=options.HasField("logprobs"),
+            num_top_logprobs=options.logprobs,
+            repetition_penalty=options.repetition_penalty if options.repetition_penalty != 1 else 0.0,
+            presence_penalty=options.presence_penalty,
+            frequency_penalty=options.frequency_penalty,
+            min_p=options.min_p,
+            typical_p=options.typical_p,
+            logit_bias=options.logit_bias,
+            bad_words=[np.array(word.ids, np.int32).tobytes() for word in options.bad_word_ids],
+            allowed_token_ids=np.array(options.allowed_token_ids, np.int32).tobytes(),
+            prompt_logprobs=options.HasField("prompt_logprobs"),
+            num_top_prompt_logprobs=options.prompt_logprobs,
         ),
         priority=request.priority,
         tenant=request.tenant,
@@ -77,12 +100,20 @@ async def generate(
         await abort(context, rejection.code, rejection.message, rejection.retry_after_s)
     send(SessionRequest(submissions=[submission]))
     num_tokens = num_read = 0
+    prompt: dict[int, TokenLogprob] = {}  # by position, until they are delivered with the first token
     async for response in responses:
         num_read += 1
         send(SessionRequest(responses_read=num_read))
         tokens = np.frombuffer(response.token_ids, np.int32).tolist()
         num_tokens += len(tokens)
-        message = GenerateResponse(request_id=submission.request_id, token_ids=tokens)
+        message = GenerateResponse(
+            request_id=submission.request_id, token_ids=tokens, logprobs=map(_token_logprob, response.scores)
+        )
+        for part in response.prompt_scores:
+            prompt.update(_prompt_logprobs(part.logprobs))
+        if tokens:
+            message.prompt_logprobs.extend(prompt[position] for position in sorted(prompt))
+            prompt.clear()
         if response.endings:
             ending = response.endings[0]
             if ending.reason == FinishReason.FINISH_REASON_ERROR:
@@ -99,6 +130,23 @@ async def generate(
             return
         if tokens:
             yield message
+
+
+def _token_logprob(score: TokenScore) -> TokenLogprob:
+    return TokenLogprob(
+        logprob=score.logprob,
+        top_token_ids=np.frombuffer(score.top_token_ids, np.int32).tolist(),
+        top_logprobs=np.frombuffer(score.top_logprobs, np.float32).tolist(),
+    )
+
+
+def _prompt_logprobs(part: PromptLogprobs) -> Iterator[tuple[int, TokenLogprob]]:
+    """By position. What comes again after a preemption is the same."""
+    logprobs, ranks = np.frombuffer(part.logprobs, np.float32), np.frombuffer(part.ranks, np.int32).tolist()
+    ids = np.frombuffer(part.top_token_ids, np.int32).reshape(len(ranks), -1).tolist()
+    values = np.frombuffer(part.top_logprobs, np.float32).reshape(len(ranks), -1).tolist()
+    for i, logprob in enumerate(logprobs.tolist()):
+        yield part.start + i, TokenLogprob(logprob=logprob, top_token_ids=ids[i], top_logprobs=values[i], rank=ranks[i])
 
 
 def _usage(submission: Submission, num_tokens: int, ending: Ending) -> Usage:

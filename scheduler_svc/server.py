@@ -17,8 +17,8 @@ from paceline.v1.inference_pb2 import GenerateRequest, GenerateResponse, Session
 from paceline.v1.worker_pb2 import WorkerServiceLinkRequest, WorkerServiceLinkResponse
 from scheduler_svc.admin import Admin
 from scheduler_svc.core.cache_link import ProtocolError
-from scheduler_svc.core.intake import Rejection
 from scheduler_svc.core.policy import PolicyError
+from scheduler_svc.core.rejection import Rejection
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.generate import generate

@@ -62,6 +62,7 @@ class Client:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     endings: dict[int, Ending] = field(default_factory=dict)
     scores: dict[int, list[float]] = field(default_factory=dict)
+    prompt_scores: dict[int, dict[int, float]] = field(default_factory=dict)  # by handle and position
     num_read: int = 0
     handles: list[int] = field(default_factory=list)  # of the last message that had any
 
@@ -75,6 +76,10 @@ class Client:
             self.tokens.setdefault(handle, []).append(token)
         for score in message.scores:
             self.scores.setdefault(score.handle, []).append(score.logprob)
+        for part in message.prompt_scores:
+            assert part.handle not in self.tokens, f"log probabilities of the prompt of {part.handle} after a token"
+            logprobs = np.frombuffer(part.logprobs.logprobs, np.float32).tolist()
+            self.prompt_scores.setdefault(part.handle, {}).update(enumerate(logprobs, start=part.logprobs.start))
         for ending in message.endings:
             assert ending.handle not in self.endings, f"{ending.handle} ended twice"
             self.endings[ending.handle] = ending

@@ -12,8 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.v1.common_pb2 import ModelInfo, SamplingParams
-from paceline.v1.worker_pb2 import NewSequence, StepPlan, StepResult, TokenLogprobs, WorkerRegistration
+from paceline.v1.common_pb2 import ModelInfo, PromptLogprobs, SamplingParams
+from paceline.v1.worker_pb2 import (
+    NewSequence,
+    SlotPromptLogprobs,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    WorkerRegistration,
+)
 from scheduler_svc.core.beams import BeamSearch
 
 Blocks = dict[int, list[int | None]]
@@ -70,6 +77,7 @@ class ToySequence:
     num_computed: int
     table: list[int]
     sampling: SamplingParams
+    num_prompt: int
     hashes: list[int]  # of every prefix: hashes[i] covers tokens[: i + 1]
     has_sampled: bool = False
     held: bool = False
@@ -144,12 +152,18 @@ class ToyWorker:
         for slot, _ in chunks:
             self._expect(not self._at(slot, "prefilled").has_sampled, f"slot {slot} has sampled, and prefills")
         self._expect(len(dict(chunks)) == len(chunks), "a slot prefills twice in a step")
+        prompts = [shown for slot, tokens in chunks if (shown := self._prompt_logprobs(slot, tokens)) is not None]
         sampled = [self._compute(self.slots[slot], 1) for slot in decodes]
         sampled += [self._compute(self.slots[slot], num_tokens) for slot, num_tokens in chunks]
         tokens = [token for token in sampled if token is not None]
         scored = [slot for slot in [*decodes, *dict(chunks)] if self.slots[slot].sampling.logprobs]
         scores = [self._logprobs(slot) for slot in scored if self.slots[slot].has_sampled]
-        return StepResult(step=plan.step, token_ids=np.array(tokens, np.int32).tobytes(), logprobs=scores)
+        return StepResult(
+            step=plan.step,
+            token_ids=np.array(tokens, np.int32).tobytes(),
+            logprobs=scores,
+            prompt_logprobs=prompts,
+        )
 
     def _copy(self, source: Blocks, packed_from: bytes, target: Blocks, packed_to: bytes) -> None:
         self._expect(len(set(_ints(packed_to))) * 4 == len(packed_to), "a block is written twice by copies of a kind")
@@ -167,6 +181,21 @@ class ToyWorker:
             top_logprobs=np.array([logprob for _, logprob in likely], np.float32).tobytes(),
         )
 
+    def _prompt_logprobs(self, slot: int, num_tokens: int) -> SlotPromptLogprobs | None:
+        """Of the tokens that come after those of the chunk that is about to be computed."""
+        sequence = self._at(slot, "prefilled")
+        first = sequence.num_computed + 1
+        end = min(first + num_tokens, sequence.num_prompt)
+        if not sequence.sampling.prompt_logprobs or first >= end:
+            return None
+        logprobs = [toy_logprob(sequence.tokens[: i + 1]) for i in range(first, end)]
+        shown = PromptLogprobs(
+            start=first,
+            logprobs=np.array(logprobs, np.float32).tobytes(),
+            ranks=np.ones(len(logprobs), np.int32).tobytes(),
+        )
+        return SlotPromptLogprobs(slot=slot, logprobs=shown)
+
     def _at(self, slot: int, what: str) -> ToySequence:
         self._expect(slot in self.slots, f"slot {slot} {what}, but empty")
         return self.slots[slot]
@@ -174,7 +203,9 @@ class ToyWorker:
     def _seat(self, new: NewSequence) -> None:
         self._expect(new.slot not in self.slots, f"slot {new.slot} is taken")
         self._expect(new.slot < self.registration.max_num_seqs, f"slot {new.slot} does not exist")
-        sequence = ToySequence([], new.num_cached_tokens, _ints(new.block_table), new.sampling, [])
+        sequence = ToySequence(
+            [], new.num_cached_tokens, _ints(new.block_table), new.sampling, new.num_prompt_tokens, []
+        )
         for token in _ints(new.token_ids):
             sequence.append(token)
         self._expect(len(set(sequence.table)) == len(sequence.table), "a block stands twice in a table")

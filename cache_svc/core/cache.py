@@ -302,9 +302,9 @@ class CacheCore:
         else:
             if waiter.watch is None:
                 waiter.settle(worker.tree)
-            node, depth = waiter.place()
-            new_tokens = op.num_new_tokens
-            sequence, copy_from, host_blocks = worker.admit(waiter, node, depth, new_tokens, copies=True)
+            node, depth = (waiter.root, 0) if op.no_reuse else waiter.place()
+            new_tokens, copies = op.num_new_tokens, not op.no_reuse
+            sequence, copy_from, host_blocks = worker.admit(waiter, node, depth, new_tokens, copies)
             result.admit.copy_from = copy_from
             self.counters.copied_blocks += bool(copy_from)
         waiter.leave(worker.tree)
@@ -318,7 +318,7 @@ class CacheCore:
             self.counters.promoted_blocks += len(host_blocks)
             result.admit.device_blocks = pack_int32(sequence.table[first:end])
             result.admit.host_blocks = pack_int32(host_blocks)
-        if worker.prefix_caching:
+        if worker.prefix_caching and not op.no_reuse:
             self.counters.prefix_query_tokens += sequence.num_tokens
             self.counters.prefix_hit_tokens += num_cached_tokens
         result.admit.num_cached_tokens = num_cached_tokens

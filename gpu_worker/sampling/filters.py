@@ -1,4 +1,4 @@
-"""Temperature, top-k and top-p on rows of logits, in transformers' order and with its rules at ties."""
+"""Temperature and the filters (min-p, top-k, top-p, typical) on rows of logits, with transformers' rules at ties."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ TOP_P_CANDIDATES = 64
 def apply_temperature(logits: Tensor, temperatures: Tensor) -> Tensor:
     """logits float32 [rows, vocab]; temperatures float32 [rows], above 0."""
     return logits / temperatures.unsqueeze(-1)
+
+
+def mask_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+    """Keep what is at least min_p times as likely as the row's most likely token. min_p: float32 [rows], 0..1."""
+    likely = logits.softmax(-1)
+    threshold = min_p.unsqueeze(-1) * likely.amax(-1, keepdim=True)
+    return logits.masked_fill(likely < threshold, -torch.inf)
 
 
 def mask_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
@@ -40,6 +47,20 @@ def _top_p_threshold(values: Tensor, total: Tensor, top_p: Tensor) -> tuple[Tens
     # A token belongs if the mass before it is less than top_p; the first one always does.
     last = (cumulative[:, :-1] < top_p.unsqueeze(-1)).sum(-1, keepdim=True)
     return values.gather(1, last), cumulative[:, -1] >= top_p
+
+
+def mask_typical_p(logits: Tensor, typical_p: Tensor) -> Tensor:
+    """Locally typical sampling (Meister et al. 2022): keep the tokens whose surprise is nearest to the row's entropy,
+    up to the one that reaches typical_p, and all that are as near. typical_p: float32 [rows], above 0 and below 1."""
+    surprise = -logits.log_softmax(-1)
+    likely = (-surprise).exp()
+    # What a filter before has taken out has no surprise to speak of: 0 times infinity.
+    entropy = (surprise * likely).nansum(-1, keepdim=True)
+    distance = (surprise - entropy).abs()
+    ordered, order = distance.sort(dim=-1)
+    cumulative = logits.gather(-1, order).softmax(-1).cumsum(-1)
+    last = (cumulative < typical_p.unsqueeze(-1)).sum(-1, keepdim=True).clamp_(max=logits.shape[-1] - 1)
+    return logits.masked_fill(distance > ordered.gather(-1, last), -torch.inf)
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> Tensor:

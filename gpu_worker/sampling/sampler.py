@@ -1,16 +1,39 @@
-"""From logits to tokens. Costs nothing that no row of the batch asks for: an all-greedy batch is one max."""
+"""From logits to tokens. Costs nothing that no row of the batch asks for: an all-greedy batch is one max.
+
+The order is that of vLLM V1 (its Sampler's documentation), the definitions are those of transformers' processors:
+
+ 1. log probabilities to report are the model's own, before all that follows;
+ 2. allowed_token_ids;
+ 3. bad_words, then min_tokens (bans commute: nothing that follows makes a banned token possible again);
+ 4. logit_bias;
+ 5. repetition_penalty, frequency_penalty, presence_penalty;
+ 6. greedy rows take the largest; the others go on with
+ 7. temperature, min_p, top_k, top_p;
+ 8. typical_p, which vLLM does not have and transformers applies last;
+ 9. the token, by inverse CDF with a random number of seed and position alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpu_worker.sampling.filters import apply_temperature, draw, mask_top_k, mask_top_p
+from gpu_worker.sampling.controls import BatchControls
+from gpu_worker.sampling.filters import (
+    apply_temperature,
+    draw,
+    mask_min_p,
+    mask_top_k,
+    mask_top_p,
+    mask_typical_p,
+)
+from gpu_worker.sampling.processors import ban
 from gpu_worker.sampling.uniform import uniforms
 
 
@@ -21,6 +44,8 @@ class SamplingRows:
     temperature: npt.NDArray[np.float32]  # 0 is greedy
     top_p: npt.NDArray[np.float32]  # 1 keeps all
     top_k: npt.NDArray[np.int64]  # 0 keeps all
+    min_p: npt.NDArray[np.float32]  # 0 keeps all
+    typical_p: npt.NDArray[np.float32]  # 1 keeps all
     seed: npt.NDArray[np.uint64]
     position: npt.NDArray[np.int64]  # index in its sequence of the token to be sampled
     # Entries of the logits that must not be sampled (min_tokens): row and token.
@@ -33,7 +58,10 @@ class SamplingRows:
 @dataclass(frozen=True, slots=True)
 class Sampled:
     tokens: Tensor  # int64 [rows] on the device; 0 where the row failed
-    failed: Tensor  # bool [rows] on the device: no number came out of the model
+    failed: Tensor  # bool [rows] on the device: there is no token
+    # Of these, bool [rows] on the device: what the request asks for rules out every token. Else no number came out of
+    # the model. None: no row asks for anything that could.
+    ruled_out: Tensor | None
     scores: Scores | None  # of rows.scored, if there are any
 
 
@@ -46,23 +74,37 @@ class Scores:
     top: Tensor  # float32, as top_tokens
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
-    """logits [rows, vocab], any float type. A row's token depends on its own logits and parameters alone."""
+def sample(logits: Tensor, rows: SamplingRows, controls: BatchControls | None = None) -> Sampled:
+    """logits [rows, vocab], any float type. A row's token depends on its own logits, parameters and past alone."""
     logits = logits.float()
     logprobs = _logprobs(logits, rows)
-    if len(rows.banned_rows):
-        banned = torch.from_numpy(rows.banned_rows), torch.from_numpy(rows.banned_tokens)
-        logits.index_put_(tuple(index.to(logits.device) for index in banned), logits.new_tensor(-torch.inf))
+    broken = None
+    if controls is not None or len(rows.banned_rows):
+        # Looked at before a ban may hide it.
+        broken = ~logits.amax(dim=-1).isfinite()
+        _control(logits, rows, controls)
     best, tokens = logits.max(dim=-1)  # a NaN anywhere in a row is its maximum
     failed = ~best.isfinite()
+    ruled_out = None
+    if broken is not None:
+        ruled_out = failed & ~broken
+        failed |= broken
     if rows.temperature.any():
         random = np.flatnonzero(rows.temperature)
         where = torch.from_numpy(random).to(logits.device)
         # A failed row must not spoil the sums; its token is replaced below.
         chosen = logits if len(random) == len(logits) else logits.index_select(0, where)
-        tokens.index_copy_(0, where, _sample_random(chosen.nan_to_num(), rows, random))
+        tokens.index_copy_(0, where, _sample_random(chosen.nan_to_num(neginf=-torch.inf), rows, random))
     tokens.masked_fill_(failed, 0)
-    return Sampled(tokens, failed, _scores(logprobs, tokens, rows))
+    return Sampled(tokens, failed, ruled_out, _scores(logprobs, tokens, rows))
+
+
+def _control(logits: Tensor, rows: SamplingRows, controls: BatchControls | None) -> None:
+    if len(rows.banned_rows):
+        banned = torch.from_numpy(rows.banned_rows), torch.from_numpy(rows.banned_tokens)
+        ban(logits, *(index.to(logits.device) for index in banned))
+    if controls is not None:
+        controls.apply(logits)
 
 
 def _logprobs(logits: Tensor, rows: SamplingRows) -> Tensor | None:
@@ -76,31 +118,39 @@ def _scores(logprobs: Tensor | None, tokens: Tensor, rows: SamplingRows) -> Scor
     if logprobs is None:
         return None
     chosen = tokens.index_select(0, torch.from_numpy(rows.scored).to(tokens.device))
-    count = min(int(rows.num_top.max()), logprobs.shape[-1])
+    ids, values = likeliest(logprobs, int(rows.num_top.max()))
+    return Scores(logprobs.gather(1, chosen.unsqueeze(-1)).squeeze(-1), ids, values)
+
+
+def likeliest(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ids and log probabilities [rows, count] of the most likely tokens, best first; of equals the lower id."""
     # A stable sort of the few best: topk alone leaves open which of two equals comes first.
-    values, ids = logprobs.topk(count, dim=-1)
+    values, ids = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
     ids, order = ids.sort(dim=-1)
     values, best = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
-    return Scores(logprobs.gather(1, chosen.unsqueeze(-1)).squeeze(-1), ids.gather(1, best), values)
+    return ids.gather(1, best), values
 
 
 def _sample_random(logits: Tensor, rows: SamplingRows, which: npt.NDArray[np.int64]) -> Tensor:
     device, vocab = logits.device, logits.shape[-1]
     logits = apply_temperature(logits, torch.from_numpy(rows.temperature[which]).to(device))
-    top_k, top_p = rows.top_k[which], rows.top_p[which]
-    limited = np.flatnonzero((top_k > 0) & (top_k < vocab))
-    if len(limited):
-        k = torch.from_numpy(top_k[limited]).to(device)
-        logits = _on_rows(logits, limited, lambda part: mask_top_k(part, k))
-    limited = np.flatnonzero(top_p < 1)
-    if len(limited):
-        p = torch.from_numpy(top_p[limited]).to(device)
-        logits = _on_rows(logits, limited, lambda part: mask_top_p(part, p))
+    top_k, top_p, min_p, typical_p = rows.top_k[which], rows.top_p[which], rows.min_p[which], rows.typical_p[which]
+    logits = _filter(logits, mask_min_p, min_p, min_p > 0)
+    logits = _filter(logits, mask_top_k, top_k, (top_k > 0) & (top_k < vocab))
+    logits = _filter(logits, mask_top_p, top_p, top_p < 1)
+    logits = _filter(logits, mask_typical_p, typical_p, typical_p < 1)
     return draw(logits, torch.from_numpy(uniforms(rows.seed[which], rows.position[which])).to(device))
 
 
-def _on_rows(logits: Tensor, rows: npt.NDArray[np.int64], mask: Callable[[Tensor], Tensor]) -> Tensor:
+def _filter(
+    logits: Tensor, mask: Callable[[Tensor, Tensor], Tensor], limits: npt.NDArray[Any], asked: npt.NDArray[np.bool_]
+) -> Tensor:
+    """The mask on the rows that ask for it, with their limits."""
+    if not asked.any():
+        return logits
+    rows = np.flatnonzero(asked)
+    values = torch.from_numpy(limits[rows]).to(logits.device)
     if len(rows) == len(logits):
-        return mask(logits)
+        return mask(logits, values)
     where = torch.from_numpy(rows).to(logits.device)
-    return logits.index_copy(0, where, mask(logits.index_select(0, where)))
+    return logits.index_copy(0, where, mask(logits.index_select(0, where), values))

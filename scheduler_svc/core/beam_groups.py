@@ -20,8 +20,9 @@ from paceline.v1.inference_pb2 import BeamOptions, EarlyStopping, Hypothesis, Su
 from paceline.v1.worker_pb2 import TokenLogprobs
 from scheduler_svc.core import beams
 from scheduler_svc.core.beams import BeamSearch, Candidates
-from scheduler_svc.core.intake import Limits, invalid, recheck
+from scheduler_svc.core.intake import Limits, recheck
 from scheduler_svc.core.lifecycle import Lifecycle
+from scheduler_svc.core.rejection import invalid
 from scheduler_svc.core.request import Phase, Request
 from scheduler_svc.core.worker import Worker
 
@@ -30,6 +31,17 @@ EARLY_STOPPING: dict[int, beams.EarlyStopping] = {
     EarlyStopping.EARLY_STOPPING_FIRST: True,
     EarlyStopping.EARLY_STOPPING_NEVER: "never",
 }
+# Sampling parameters that a search does not know.
+UNSEARCHED = (
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "logprobs",
+    "prompt_logprobs",
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +78,11 @@ def make_search(options: BeamOptions, sampling: SamplingParams, eos_token_ids: I
 
 def check_beam(submission: Submission) -> None:
     """Raises Rejection."""
-    make_search(submission.beam, submission.sampling)
+    sampling = submission.sampling
+    make_search(submission.beam, sampling)
+    for name in UNSEARCHED:
+        if getattr(sampling, name):
+            raise invalid(name, "a beam search goes by the model's own probabilities; leave it out")
     if submission.output_token_ids:
         raise invalid("output_token_ids", "a beam search delivers nothing before its ending")
 

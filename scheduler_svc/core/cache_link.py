@@ -151,7 +151,9 @@ class CacheLink:
                 admit = op.admit
                 admit.sequence, admit.worker = request.sequence, worker.id
                 admit.num_new_tokens = admission.num_new_tokens
-                if request.parent is not None and request.can_fork_on(worker.id):
+                if request.scores_prompt:
+                    admit.no_reuse = True
+                elif request.parent is not None and request.can_fork_on(worker.id):
                     admit.fork_of = request.parent.sequence
             sent.drafts.append((draft, extend, admits))
         known = [request.sequence for request in heads if request.matches is not None]

@@ -6,37 +6,31 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from paceline.v1.common_pb2 import FinishReason, ModelInfo, RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import Ending, Submission
 from paceline.v1.worker_pb2 import WorkerRegistration
 from scheduler_svc.core.budgets import Budgets
 from scheduler_svc.core.queue import WaitingQueue
+from scheduler_svc.core.rejection import (
+    CODE_FAILED_PRECONDITION,
+    CODE_RESOURCE_EXHAUSTED,
+    Rejection,
+    invalid,
+)
 from scheduler_svc.core.request import NO_TOKENS, TOKEN_BYTES, Request
+from scheduler_svc.core.sampling_checks import (
+    check_logit_tokens,
+    check_prompt_logprobs,
+    check_sampling,
+    check_tokens,
+    outside,
+)
 from scheduler_svc.core.types import SchedulerConfig
-
-# google.rpc.Code, spelled out because the core knows no grpc.
-CODE_INVALID_ARGUMENT = 3
-CODE_DEADLINE_EXCEEDED = 4
-CODE_RESOURCE_EXHAUSTED = 8
-CODE_FAILED_PRECONDITION = 9
-CODE_INTERNAL = 13
 
 # Of request_id, tenant and lora: they are kept, logged and named in answers.
 MAX_CHARS = 256
 MAX_RETENTION_RANGES = 64
 MAX_RETENTION = 100
-
-
-@dataclass(eq=False)
-class Rejection(Exception):
-    """A request that is refused, with the reason for its sender."""
-
-    code: int
-    message: str
-    field: str = ""
-    retry_after_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,39 +54,27 @@ class Limits:
         return min(self.max_model_len, self.pool_tokens)
 
 
-def invalid(field: str, message: str) -> Rejection:
-    return Rejection(CODE_INVALID_ARGUMENT, f"{field}: {message}", field)
-
-
 # Prompt, output and sampling are handed on beside their submission: each reading of bytes copies them, and each of a
 # submessage makes an object. The other fields are read once where they are looked at.
 
 
-def check_submission(submission: Submission, sampling: SamplingParams, prompt: bytes, output: bytes) -> None:
-    """What can be told without knowing the model. Raises Rejection."""
+def check_submission(submission: Submission, sampling: SamplingParams, prompt: bytes, output: bytes) -> bool:
+    """What can be told without knowing the model. Returns whether the sampling changes the logits. Raises Rejection."""
     _check_sizes(submission, prompt, output)
-    max_tokens, min_tokens = sampling.max_tokens, sampling.min_tokens
-    temperature, top_p = sampling.temperature, sampling.top_p
     if not prompt:
         raise invalid("prompt_token_ids", "at least one token is required")
-    if not max_tokens:
-        raise invalid("max_tokens", "must be at least 1")
-    if min_tokens > max_tokens:
-        raise invalid("min_tokens", f"{min_tokens} is more than max_tokens, {max_tokens}")
-    if not 0 <= temperature < math.inf:
-        raise invalid("temperature", f"{temperature} is not a finite number of at least 0")
-    if not 0 < top_p <= 1:
-        raise invalid("top_p", f"{top_p} is not in (0, 1]")
+    changes_logits = check_sampling(sampling)
+    if sampling.prompt_logprobs:
+        check_prompt_logprobs(sampling, len(prompt) // TOKEN_BYTES)
     if not math.isfinite(priority := submission.priority):
         raise invalid("priority", f"{priority} is not a finite number")
     if not math.isfinite(deadline_s := submission.deadline_s):
         raise invalid("deadline_s", f"{deadline_s} is not a finite number")
     if deadline_s < 0:
         raise invalid("deadline_s", f"{deadline_s} is negative; 0 means no deadline")
-    if (top_k := sampling.top_k) < 0:
-        raise invalid("top_k", f"{top_k} is negative; 0 keeps every token")
     if ranges := submission.cache_retention:
         _check_retention(ranges)
+    return changes_logits
 
 
 def _check_retention(ranges: Sequence[RetentionRange]) -> None:
@@ -128,15 +110,19 @@ def _too_long(name: str, text: str) -> Rejection:
     return invalid(name, f"has {len(text)} characters, {MAX_CHARS} are possible")
 
 
-def check_limits(prompt: bytes, output: bytes, sampling: SamplingParams, lora: str, limits: Limits) -> None:
-    """What the model and the pools allow. Raises Rejection."""
+def check_limits(
+    prompt: bytes, output: bytes, sampling: SamplingParams, lora: str, limits: Limits, changes_logits: bool = True
+) -> None:
+    """What the model and the pools allow; `changes_logits`: as check_submission found. Raises Rejection."""
     vocab, longest, pool = limits.vocab_size, limits.max_model_len, limits.pool_tokens
-    _check_tokens("prompt_token_ids", prompt, vocab)
+    check_tokens("prompt_token_ids", prompt, vocab)
     if output:
-        _check_tokens("output_token_ids", output, vocab)
+        check_tokens("output_token_ids", output, vocab)
     for token in sampling.stop_token_ids or ():  # most have none, which is quicker to ask than to go through
         if token >= vocab:
-            raise invalid("stop_token_ids", f"token id {token} is outside the vocabulary of {vocab}")
+            raise outside("stop_token_ids", token, vocab)
+    if changes_logits:
+        check_logit_tokens(sampling, vocab)
     if lora and not limits.max_loras:
         raise invalid("lora", f"{lora!r}: no attached worker serves adapters")
     num_tokens, max_tokens = len(prompt) // TOKEN_BYTES, sampling.max_tokens
@@ -153,13 +139,6 @@ def check_limits(prompt: bytes, output: bytes, sampling: SamplingParams, lora: s
     else:
         return
     raise invalid("max_tokens", f"prompt of {num_tokens} tokens and max_tokens of {max_tokens} {verdict}")
-
-
-def _check_tokens(name: str, token_ids: bytes, vocab: int) -> None:
-    tokens = np.frombuffer(token_ids, np.uint32)  # so that negative ones are larger than any vocabulary
-    if np.maximum.reduce(tokens) >= vocab:
-        bad = tokens.view(np.int32)[tokens >= vocab][0]
-        raise invalid(name, f"token id {bad} is outside the vocabulary of {vocab}")
 
 
 def new_request(

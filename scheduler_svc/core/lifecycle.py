@@ -16,9 +16,10 @@ from paceline.v1.cache_pb2 import WorkerMatch
 from paceline.v1.common_pb2 import FinishReason
 from scheduler_svc.core.budgets import Budgets
 from scheduler_svc.core.cache_link import CacheLink
-from scheduler_svc.core.intake import CODE_DEADLINE_EXCEEDED, CODE_INTERNAL, Rejection, explain_rejection
+from scheduler_svc.core.intake import explain_rejection
 from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.queue import WaitingQueue
+from scheduler_svc.core.rejection import CODE_DEADLINE_EXCEEDED, CODE_INTERNAL, Rejection
 from scheduler_svc.core.request import TOKEN_BYTES, Match, Phase, Request
 from scheduler_svc.core.sessions import Session
 from scheduler_svc.core.swapping import Swaps
@@ -91,7 +92,7 @@ class Lifecycle:
             request = self._matched.get(sequence)
             if request is not None and request.phase is Phase.WAITING:
                 request.matches = by_worker = {}
-                for match in matches:
+                for match in matches if not request.scores_prompt else ():
                     on_host = match.num_host_tokens
                     by_worker[match.worker] = Match(match.num_tokens + on_host, match.num_live_tokens, on_host)
                 changed.append(request)
@@ -249,8 +250,8 @@ class Lifecycle:
 
     # ── over ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def fail(self, request: Request, message: str) -> None:
-        self.end(request, FinishReason.FINISH_REASON_ERROR, Rejection(CODE_INTERNAL, message))
+    def fail(self, request: Request, message: str, code: int = CODE_INTERNAL) -> None:
+        self.end(request, FinishReason.FINISH_REASON_ERROR, Rejection(code, message))
 
     def end(self, request: Request, reason: FinishReason.ValueType, error: Rejection | None = None) -> None:
         """The request is over, wherever it stands; its session is told. A beam ends with all of its search."""

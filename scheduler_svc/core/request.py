@@ -89,6 +89,12 @@ class Request:
         self.max_total_tokens = self.num_prompt_tokens + self.sampling.max_tokens
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether log probabilities of its prompt are still to be reported: then all of it has to be computed, whatever
+        is cached. (When they have been, the sampling does not ask for them any more.)"""
+        return self.sampling.prompt_logprobs
+
+    @property
     def is_member(self) -> bool:
         """Of a client's request, and none itself."""
         return self.group is not None and self.group.root is not self

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
-from paceline.v1.worker_pb2 import StepResult, TokenLogprobs
+from paceline.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason, PromptLogprobs
+from paceline.v1.worker_pb2 import RowError, StepResult, TokenLogprobs
 from scheduler_svc.core.arrays import Longs, Slots, Tokens
 from scheduler_svc.core.cache_link import CacheLink, ProtocolError
+from scheduler_svc.core.rejection import CODE_INTERNAL
 from scheduler_svc.core.request import TOKEN_BYTES, Request
 from scheduler_svc.core.worker import StepInFlight, Worker
 
 Logprobs = dict[int, TokenLogprobs]  # by slot
+Failures = dict[int, RowError]  # by slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +24,9 @@ class ResultReader:
     cache: CacheLink
     publish: Callable[[int, Longs, Longs, Tokens], None]  # session of all or -1, sessions, handles, tokens
     finish: Callable[[Request, FinishReason.ValueType], None]
-    fail: Callable[[Request, str], None]
-    publish_score: Callable[[Request, float], None]
+    fail: Callable[[Request, str, int], None]  # message, google.rpc.Code
+    publish_score: Callable[[Request, TokenLogprobs], None]  # of its newest token
+    publish_prompt_scores: Callable[[Request, PromptLogprobs], None]
     report_beam: Callable[[Request, TokenLogprobs | None], None]
 
     def apply(self, worker: Worker, result: StepResult) -> int:
@@ -33,10 +36,11 @@ class ResultReader:
         """
         step = self._matching_step(worker, result)
         tokens = np.frombuffer(result.token_ids, np.int32)
-        failed = {error.slot: error.message for error in result.errors} if result.errors else {}
+        failed = {error.slot: error for error in result.errors} if result.errors else {}
         logprobs = {item.slot: item for item in result.logprobs} if result.logprobs else {}
         accepted = self._decodes(worker, step, tokens[: len(step.rows)], failed, logprobs)
         if step.chunks:
+            self._prompt_scores(worker, step, result)
             accepted += self._prefills(worker, step, tokens[len(step.rows) :], failed, logprobs)
         return accepted
 
@@ -50,9 +54,7 @@ class ResultReader:
             raise ProtocolError(f"step {step.step}: {len(result.token_ids)} bytes for {step.num_sampled} tokens")
         return step
 
-    def _decodes(
-        self, worker: Worker, step: StepInFlight, tokens: Tokens, failed: dict[int, str], logprobs: Logprobs
-    ) -> int:
+    def _decodes(self, worker: Worker, step: StepInFlight, tokens: Tokens, failed: Failures, logprobs: Logprobs) -> int:
         slots, rows = worker.slots, step.rows
         if not len(rows):
             return 0
@@ -67,7 +69,7 @@ class ResultReader:
             self.publish(rows.session, sessions, handles, tokens)
             for slot in seated.tolist() if logprobs else ():
                 if slot in logprobs:
-                    self.publish_score(worker.running[slot], logprobs[slot].logprob)
+                    self.publish_score(worker.running[slot], logprobs[slot])
             self._check_ends(worker, seated, tokens)
         return len(seated)
 
@@ -87,8 +89,14 @@ class ResultReader:
             if slots.has_all_tokens(slot):
                 self.finish(worker.running[slot], FINISH_REASON_LENGTH)
 
+    def _prompt_scores(self, worker: Worker, step: StepInFlight, result: StepResult) -> None:
+        scores = {item.slot: item.logprobs for item in result.prompt_logprobs} if result.prompt_logprobs else {}
+        for chunk in step.chunks if scores else ():
+            if chunk.slot in scores and worker.slots.generation[chunk.slot] == chunk.generation:
+                self.publish_prompt_scores(worker.running[chunk.slot], scores[chunk.slot])
+
     def _prefills(
-        self, worker: Worker, step: StepInFlight, tokens: Tokens, failed: dict[int, str], logprobs: Logprobs
+        self, worker: Worker, step: StepInFlight, tokens: Tokens, failed: Failures, logprobs: Logprobs
     ) -> int:
         """Prefill rows: their whole blocks are in place; those that were the last of their sequence have sampled."""
         sampled = iter(tokens.tolist())
@@ -99,7 +107,7 @@ class ResultReader:
                 continue
             request = worker.running[chunk.slot]
             if chunk.slot in failed:
-                self.fail(request, failed[chunk.slot])
+                self._fail(request, failed[chunk.slot])
                 continue
             self.cache.add_commit(request.sequence, b"", chunk.num_computed)
             if token is None:
@@ -118,15 +126,20 @@ class ResultReader:
     def _first_token(self, worker: Worker, slot: int, request: Request, token: int, logprobs: Logprobs) -> None:
         request.output += token.to_bytes(TOKEN_BYTES, "little", signed=True)
         request.prompt_is_computed = True
+        if request.scores_prompt:
+            request.sampling.prompt_logprobs = False  # they have been published
         if slot in logprobs:
-            self.publish_score(request, logprobs[slot].logprob)
+            self.publish_score(request, logprobs[slot])
         ends_at_eos = token in worker.eos_token_ids and worker.slots.stops_at_eos[slot]
         if ends_at_eos or token in request.extra_stop_ids:
             self.finish(request, FINISH_REASON_STOP)
         elif request.num_tokens >= request.max_total_tokens:
             self.finish(request, FINISH_REASON_LENGTH)
 
-    def _fail_rows(self, worker: Worker, rows: Slots, failed: dict[int, str]) -> None:
+    def _fail_rows(self, worker: Worker, rows: Slots, failed: Failures) -> None:
         for slot in rows.tolist():
             if slot in failed:
-                self.fail(worker.running[slot], failed[slot])
+                self._fail(worker.running[slot], failed[slot])
+
+    def _fail(self, request: Request, error: RowError) -> None:
+        self.fail(request, error.message, error.code or CODE_INTERNAL)

@@ -11,10 +11,11 @@ from collections.abc import Callable
 import numpy as np
 
 from paceline.v1.cache_pb2 import AddWorkerOp, CacheServiceLinkResponse
-from paceline.v1.common_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR
+from paceline.v1.common_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR, PromptLogprobs
 from paceline.v1.inference_pb2 import SchedulerStatus, SessionOpened, SessionRequest, Submission
 from paceline.v1.worker_pb2 import (
     StepResult,
+    TokenLogprobs,
     WorkerRegistered,
     WorkerRegistration,
     WorkerReleased,
@@ -25,15 +26,12 @@ from scheduler_svc.core.beam_groups import BeamGroups, check_beam
 from scheduler_svc.core.cache_link import CacheLink
 from scheduler_svc.core.composer import Composer
 from scheduler_svc.core.intake import (
-    CODE_FAILED_PRECONDITION,
     Limits,
-    Rejection,
     check_limits,
     check_queue,
     check_registration,
     check_submission,
     explain_rejection,
-    invalid,
     new_request,
     recheck,
 )
@@ -41,6 +39,7 @@ from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, Rejection, invalid
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.results import ResultReader
 from scheduler_svc.core.rounds import Rounds
@@ -87,7 +86,13 @@ class SchedulerCore:
             self.workers, self._cache, self._composer, planner, self.life, self._groups, self._send_worker
         )
         self._results = ResultReader(
-            self._cache, self._publish, self.life.end, self.life.fail, self._publish_score, self._groups.report
+            self._cache,
+            self._publish,
+            self.life.end,
+            self.life.fail,
+            self._publish_score,
+            self._publish_prompt_scores,
+            self._groups.report,
         )
 
     @property
@@ -146,18 +151,18 @@ class SchedulerCore:
 
     def _submit(self, session: Session, submission: Submission, now_s: float) -> None:
         prompt, output, sampling = submission.prompt_token_ids, submission.output_token_ids, submission.sampling
-        check_submission(submission, sampling, prompt, output)
+        changes_logits = check_submission(submission, sampling, prompt, output)
         is_search = submission.HasField("beam")
         if is_search:
             check_beam(submission)
         if self.limits:
-            check_limits(prompt, output, sampling, submission.lora, self.limits)
+            check_limits(prompt, output, sampling, submission.lora, self.limits, changes_logits)
         if submission.handle in session.live:
             raise Rejection(CODE_FAILED_PRECONDITION, f"handle: {submission.handle} is in use", "handle")
         request = new_request(session.id, self.life.next_seniority(), submission, sampling, prompt, output, now_s)
         if not submission.accepted_before:  # nothing accepted is lost
             check_queue(self.queue, request, self.config, self.life.budgets)
-        if submission.fork_of and not output:
+        if submission.fork_of and not (output or sampling.prompt_logprobs):
             parent = session.live.get(submission.fork_of)
             if parent is not None and parent.prompt == request.prompt:
                 request.parent = parent
@@ -327,7 +332,7 @@ class SchedulerCore:
         if (exchange := self._rounds.plan(now_s)) is not None:
             self._outbox.to_cache.append(exchange)
         for session in self.sessions.values():
-            if (message := session.next_message()) is not None:
+            while (message := session.next_message()) is not None:
                 self._outbox.to_sessions.append((session.id, message))
         self._release_drained()
         outbox, self._outbox = self._outbox, Outbox()
@@ -344,8 +349,11 @@ class SchedulerCore:
             mine = sessions == index
             self._session_at[index].add_tokens(handles[mine], tokens[mine])
 
-    def _publish_score(self, request: Request, logprob: float) -> None:
-        self.sessions[request.session_id].add_score(request.handle, logprob)
+    def _publish_score(self, request: Request, score: TokenLogprobs) -> None:
+        self.sessions[request.session_id].add_score(request.handle, score)
+
+    def _publish_prompt_scores(self, request: Request, scores: PromptLogprobs) -> None:
+        self.sessions[request.session_id].add_prompt_scores(request.handle, scores)
 
     def _session_index(self, request: Request) -> int:
         return self.sessions[request.session_id].index

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.v1.inference_pb2 import Ending, SchedulerStatus, SessionOpened, SessionResponse, TokenScore
+from paceline.v1.common_pb2 import PromptLogprobs
+from paceline.v1.inference_pb2 import (
+    Ending,
+    PromptScores,
+    SchedulerStatus,
+    SessionOpened,
+    SessionResponse,
+    TokenScore,
+)
+from paceline.v1.worker_pb2 import TokenLogprobs
 from scheduler_svc.core.request import Request
+
+# Of prompts' log probabilities in a message at the most, unless a single part is larger; far below the message limit.
+MAX_SCORE_BYTES = 4 * 2**20
 
 
 @dataclass(slots=True, eq=False)
@@ -32,14 +45,20 @@ class Session:
     _sent_handles: npt.NDArray[np.int64] | None = None  # all those of the last message, if they came as one array
     _next: SessionResponse | None = None  # with the endings, which gather in place: to put them in later is to copy
     _scores: list[TokenScore] = field(default_factory=list)
+    _prompt_scores: deque[PromptScores] = field(default_factory=deque)
 
     def add_tokens(self, handles: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32]) -> None:
         self._handles.append(handles)
         self._tokens.append(tokens)
 
-    def add_score(self, handle: int, logprob: float) -> None:
-        """The log probability of the token of this request that was added last."""
-        self._scores.append(TokenScore(handle=handle, logprob=logprob))
+    def add_score(self, handle: int, score: TokenLogprobs) -> None:
+        """Of the token of this request that was added last."""
+        top, logprobs = score.top_token_ids, score.top_logprobs
+        self._scores.append(TokenScore(handle=handle, logprob=score.logprob, top_token_ids=top, top_logprobs=logprobs))
+
+    def add_prompt_scores(self, handle: int, logprobs: PromptLogprobs) -> None:
+        """Of a part of this request's prompt."""
+        self._prompt_scores.append(PromptScores(handle=handle, logprobs=logprobs))
 
     def add_ending(self) -> Ending:
         """To be filled in."""
@@ -51,13 +70,12 @@ class Session:
         """What has gathered, if there is anything and the reader has credit."""
         if self.sent - self.read >= self.window:
             return None
+        if self._prompt_scores:
+            return self._next_prompt_scores()
         if not (self._handles or self._next or self.status or self.opened):
             return None
         message, self._next = self._next or SessionResponse(), None
-        if self.opened:
-            message.opened.CopyFrom(self.opened)
-        if self.status:
-            message.status.CopyFrom(self.status)
+        self._add_status(message)
         if len(self._handles) == 1 and self._handles[0] is self._sent_handles:
             message.same_handles = True
         elif self._handles:
@@ -68,8 +86,24 @@ class Session:
         if self._scores:
             message.scores.extend(self._scores)
             self._scores.clear()
-        self.opened = self.status = None
         self._handles.clear()
         self._tokens.clear()
+        self.sent += 1
+        return message
+
+    def _add_status(self, message: SessionResponse) -> None:
+        if self.opened:
+            message.opened.CopyFrom(self.opened)
+        if self.status:
+            message.status.CopyFrom(self.status)
+        self.opened = self.status = None
+
+    def _next_prompt_scores(self) -> SessionResponse:
+        """In messages of their own, before the tokens that follow; as many as may go into one."""
+        message, size = SessionResponse(), 0
+        self._add_status(message)
+        while self._prompt_scores and (not size or size + self._prompt_scores[0].ByteSize() <= MAX_SCORE_BYTES):
+            size += self._prompt_scores[0].ByteSize()
+            message.prompt_scores.append(self._prompt_scores.popleft())
         self.sent += 1
         return message

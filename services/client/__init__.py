@@ -11,6 +11,7 @@ from services.client.types import (
     Piece,
     Result,
     Retention,
+    TokenLogprob,
     Unavailable,
     Usage,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "Piece",
     "Result",
     "Retention",
+    "TokenLogprob",
     "Unavailable",
     "Usage",
 ]

@@ -47,12 +47,25 @@ class Sampling(TypedDict, total=False):
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
+    typical_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    bad_words: Sequence[str | Sequence[int]]  # banned as they stand and after a space; or token ids
+    allowed_token_ids: Sequence[int]
+    logprobs: int  # report each token's log probability, and so many of the most likely tokens at its place
+    prompt_logprobs: int
     seed: int
     max_tokens: int
     min_tokens: int
     ignore_eos: bool
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
+
+
+_SAMPLING = Sampling.__annotations__.keys()
 
 
 class Options(Sampling, total=False):
@@ -88,25 +101,42 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Of one token, before temperature and filters. `top`: the most likely tokens at its place, best first. `rank`: of
+    a prompt token, 1 for the most likely one."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """New text and tokens of a stream. The last piece has `finish_reason` and `usage`."""
+    """New text and tokens of a stream. The last piece has `finish_reason` and `usage`, the first has `prompt_logprobs`.
+
+    `logprobs`: of each token, if the request asks for them; `prompt_logprobs`: of each prompt token but the first.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     hypotheses: tuple[Hypothesis, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A whole answer. Of a beam search: the best hypothesis, and all of them."""
+    """A whole answer. Of a beam search: the best hypothesis, and all of them. `logprobs` as in Piece."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     usage: Usage
     hypotheses: tuple[Hypothesis, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class PacelineError(Exception):
@@ -160,8 +190,10 @@ def make_request(
     """The protocol's request. Raises TypeError unless one kind of prompt is given, and for unknown options."""
     if sum(value is not None for value in (prompt, messages, token_ids)) != 1:
         raise TypeError("give exactly one of prompt, messages and token_ids")
-    request, sampling = inference_pb2.GenerateRequest(model=model), {}
+    request = inference_pb2.GenerateRequest(model=model)
     values: dict[str, Any] = dict(options)
+    sampling = {name: values.pop(name) for name in _SAMPLING & values.keys()}
+    request.sampling.CopyFrom(_sampling_options(sampling))
     for name, value in values.items():
         if name == "beam":
             request.beam.CopyFrom(_beam(value))
@@ -172,11 +204,8 @@ def make_request(
                 )
         elif name in _TERMS:
             setattr(request, name, value)
-        elif name in inference_pb2.SamplingOptions.DESCRIPTOR.fields_by_name:
-            sampling[name] = value
         else:
             raise TypeError(f"there is no option {name!r}")
-    request.sampling.CopyFrom(inference_pb2.SamplingOptions(**sampling))
     if prompt is not None:
         request.text = prompt
     elif messages is not None:
@@ -186,6 +215,17 @@ def make_request(
     else:
         request.token_ids.ids.extend(token_ids or ())
     return request
+
+
+def _sampling_options(values: dict[str, Any]) -> inference_pb2.SamplingOptions:
+    if "allowed_token_ids" in values and not values["allowed_token_ids"]:
+        raise TypeError("allowed_token_ids is empty: nothing could be sampled")
+    words = values.pop("bad_words", ())
+    return inference_pb2.SamplingOptions(
+        **values,
+        bad_words=[word for word in words if isinstance(word, str)],
+        bad_word_ids=[inference_pb2.TokenIds(ids=word) for word in words if not isinstance(word, str)],
+    )
 
 
 def _beam(beam: Beam) -> inference_pb2.BeamOptions:
@@ -212,7 +252,13 @@ def piece_from(response: inference_pb2.GenerateResponse) -> Piece:
             Hypothesis(found.text, list(found.token_ids), found.score, _REASONS[found.finish_reason])
             for found in response.hypotheses
         ),
+        tuple(map(_token_logprob, response.logprobs)),
+        tuple(map(_token_logprob, response.prompt_logprobs)),
     )
+
+
+def _token_logprob(token: inference_pb2.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(token.logprob, tuple(zip(token.top_token_ids, token.top_logprobs, strict=True)), token.rank)
 
 
 def result_from(pieces: Sequence[Piece]) -> Result:
@@ -223,4 +269,12 @@ def result_from(pieces: Sequence[Piece]) -> Result:
             grpc.StatusCode.UNAVAILABLE, "the stream ended without a reason", field=None, retry_after_s=None
         )
     tokens = [token for piece in pieces for token in piece.token_ids]
-    return Result("".join(piece.text for piece in pieces), tokens, last.finish_reason, last.usage, last.hypotheses)
+    return Result(
+        "".join(piece.text for piece in pieces),
+        tokens,
+        last.finish_reason,
+        last.usage,
+        last.hypotheses,
+        tuple(token for piece in pieces for token in piece.logprobs),
+        tuple(token for piece in pieces for token in piece.prompt_logprobs),
+    )

@@ -14,7 +14,8 @@ from starlette.types import Message, Receive, Scope, Send
 from paceline.v1 import common_pb2
 from services.gateway.errors import ApiError
 from services.gateway.generation import ClientGone, Generation
-from services.gateway.openai_format import Envelope, StreamFormat, error_event, usage
+from services.gateway.logprobs import LogprobFormat, ScoredToken, prompt_logprobs
+from services.gateway.openai_format import Choice, Envelope, StreamFormat, error_event, usage
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
@@ -61,6 +62,11 @@ class _Answer(Response):
             for generation in self._generations:
                 generation.close()
 
+    def _logprob_format(self, generation: Generation) -> LogprobFormat | None:
+        if not generation.job.logprobs:
+            return None
+        return LogprobFormat(self._envelope.kind == "chat", generation.job.token_bytes)
+
     def _run(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         raise NotImplementedError
 
@@ -86,15 +92,25 @@ class WholeAnswer(_Answer):
         self._keep = keep
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        texts = await asyncio.gather(*[self._collect(generation) for generation in self._generations])
+        collected = await asyncio.gather(*[self._collect(generation) for generation in self._generations])
         choices = []
         for i in self._best():
             generation = self._generations[i]
             if generation.job.beam is not None:
-                choices += [(found.text, found.finish_reason) for found in generation.hypotheses]
+                choices += [Choice(found.text, found.finish_reason) for found in generation.hypotheses]
             else:
-                choices.append((texts[i], generation.finish_reason))
+                text, logprobs = collected[i]
+                choices.append(Choice(text, generation.finish_reason, logprobs, self._prompt_logprobs(i)))
         await JsonResponse(self._envelope.whole(choices, usage(self._generations)))(scope, receive, send)
+
+    def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None] | None:
+        """Of the prompt of this sample; the first of its samples has asked for them."""
+        while self._generations[index].job.sample:
+            index -= 1
+        generation = self._generations[index]
+        if not generation.job.prompt_logprobs:
+            return None
+        return prompt_logprobs(generation.prompt_scored, generation.job.token_bytes)
 
     def _best(self) -> list[int]:
         """Which samples to answer with, those of one prompt with the highest log probability per token first (as OpenAI
@@ -111,11 +127,14 @@ class WholeAnswer(_Answer):
             start = end
         return best
 
-    async def _collect(self, generation: Generation) -> str:
-        parts = []
+    async def _collect(self, generation: Generation) -> tuple[str, dict[str, Any] | None]:
+        """The text, and the log probabilities if the client wants them."""
+        parts, tokens = [], []
         while generation.finish_reason == _RUNNING:
             parts.append(await generation.next())
-        return "".join(parts)
+            tokens += generation.scored
+        shape = self._logprob_format(generation)
+        return "".join(parts), shape.shape(tokens) if shape else None
 
 
 async def _not_yet(message: Message) -> None:
@@ -158,17 +177,29 @@ class StreamAnswer(_Answer):
         """Stream one choice; returns its last chunk unsent."""
         generation, formatted = self._generations[index], self._format
         beginning: bytes | None = formatted.first(index)
+        scores = self._logprob_format(generation)
+        waiting: list[ScoredToken] = []  # whose text has not been shown
+
+        def logprobs() -> dict[str, Any] | None:
+            if scores is None:
+                return None
+            shaped = scores.shape(waiting)
+            waiting.clear()
+            return shaped
+
         text = await generation.next()
         while generation.finish_reason == _RUNNING:
+            waiting += generation.scored
             if text and beginning is not None:
-                await self._emit(beginning + formatted.text(index, text))
+                await self._emit(beginning + formatted.text(index, text, logprobs()))
                 beginning = None
             elif text:
                 # Past the middleware, which has seen the start of the answer and need not see every token.
-                chunk = formatted.text(index, text)
+                chunk = formatted.text(index, text, logprobs())
                 await self._raw_send({"type": "http.response.body", "body": chunk, "more_body": True})
             text = await generation.next()
-        return (beginning or b"") + formatted.last(index, text)
+        waiting += generation.scored
+        return (beginning or b"") + formatted.last(index, text, logprobs())
 
     async def _emit(self, body: bytes, *, more_body: bool = True) -> None:
         if not self._started:

@@ -11,6 +11,7 @@ import numpy as np
 from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.detokenizer import TextStream
 from services.gateway.errors import ApiError, from_scheduler
+from services.gateway.logprobs import ScoredToken, scored
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request import GenerateJob
 from services.gateway.session import SchedulerSession
@@ -44,6 +45,7 @@ class Generation:
 
     __slots__ = (
         "_abandoned",
+        "_begun",
         "_future",
         "_last_s",
         "_live",
@@ -79,7 +81,7 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._future: asyncio.Future[None] | None = None
         self._abandoned = False
-        self._taken = 0
+        self._taken = self._begun = 0  # tokens up to, and before, the last piece
         self._start_s = self._last_s = job.arrival_s
         prompt = np.asarray(job.prompt_ids, "<i4").tobytes()
         terms = job.terms if first is None else replace(job.terms, fork_of=first._live.handle)
@@ -98,8 +100,22 @@ class Generation:
     @property
     def mean_logprob(self) -> float:
         """Of the tokens that count, if the sampling asks for log probabilities."""
-        logprobs = self._live.logprobs[: self.num_tokens]
-        return sum(logprobs) / max(len(logprobs), 1)
+        scores = self._live.scores[: self.num_tokens]
+        return sum(score.logprob for score in scores) / max(len(scores), 1)
+
+    @property
+    def scored(self) -> list[ScoredToken]:
+        """The tokens of the last piece with their log probabilities, if the client wants to see them."""
+        if not self.job.logprobs:
+            return []
+        return scored(self.token_ids, self._live.scores[self._begun : self._begun + len(self.token_ids)])
+
+    @property
+    def prompt_scored(self) -> list[ScoredToken]:
+        """The prompt's tokens but the first, with their log probabilities, if they were asked for and a token is
+        here."""
+        positions = range(1, len(self.job.prompt_ids)) if self._live.prompt_scores else ()
+        return scored([self.job.prompt_ids[i] for i in positions], [self._live.prompt_scores[i] for i in positions])
 
     async def next(self) -> str:
         """Wait for tokens or the end, return the text that can be shown now (it may be empty).
@@ -112,6 +128,7 @@ class Generation:
             await self._future
         if self._abandoned:
             raise ClientGone
+        self._begun = self._taken
         tokens = self.token_ids = live.tokens[self._taken :]
         self._taken += len(tokens)
         stream = self.text_stream

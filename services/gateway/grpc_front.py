@@ -13,7 +13,9 @@ from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.errors import ApiError, invalid
 from services.gateway.generation import Generation
 from services.gateway.http import sanitised_request_id
-from services.gateway.request import MAX_SAMPLES, FieldNames, GenerateJob, SamplingChoices, check_beam, check_terms
+from services.gateway.logprobs import ScoredToken
+from services.gateway.request import MAX_SAMPLES, GenerateJob, check_beam, check_terms, make_search
+from services.gateway.sampling import FieldNames, SamplingChoices
 from services.gateway.state import Gateway
 
 SERVICE_NAME = "paceline.v1.InferenceService"
@@ -23,6 +25,8 @@ EARLY_STOPPING: dict[int, bool | str] = {
     inference_pb2.EARLY_STOPPING_FIRST: True,
     inference_pb2.EARLY_STOPPING_NEVER: "never",
 }
+# Options that are handed on as they are, if they are given.
+_PLAIN = frozenset(field.name for field in inference_pb2.SamplingOptions.DESCRIPTOR.fields if field.has_presence)
 _Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
 _SessionContext = grpc.aio.ServicerContext[inference_pb2.SessionRequest, inference_pb2.SessionResponse]
@@ -49,8 +53,13 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
         on_done: Any = lambda _: generation.close()  # noqa: E731 - grpc-stubs types the argument as a class
         context.add_done_callback(on_done)
         try:
+            first = True
             while generation.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED:
-                yield _response(generation, await generation.next())
+                response = _response(generation, await generation.next())
+                if first:
+                    response.prompt_logprobs.extend(map(_token_logprob, generation.prompt_scored))
+                    first = False
+                yield response
         except ApiError as error:
             await _abort(context, error)
 
@@ -92,13 +101,16 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
             ),
         )
         if request.HasField("beam"):
-            job.beam = _beam(request.beam, choices)
+            make_search(job, _beam(request.beam, choices))
         return job
 
 
 def _response(generation: Generation, text: str) -> inference_pb2.GenerateResponse:
     response = inference_pb2.GenerateResponse(
-        request_id=generation.job.request_id, token_ids=generation.token_ids, text=text
+        request_id=generation.job.request_id,
+        token_ids=generation.token_ids,
+        text=text,
+        logprobs=map(_token_logprob, generation.scored),
     )
     if generation.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED:
         response.finish_reason = generation.finish_reason
@@ -112,6 +124,15 @@ def _response(generation: Generation, text: str) -> inference_pb2.GenerateRespon
             token_ids=found.token_ids, text=found.text, score=found.score, finish_reason=found.finish_reason
         )
     return response
+
+
+def _token_logprob(token: ScoredToken) -> inference_pb2.TokenLogprob:
+    return inference_pb2.TokenLogprob(
+        logprob=token.logprob,
+        top_token_ids=[other for other, _ in token.top],
+        top_logprobs=[logprob for _, logprob in token.top],
+        rank=token.rank,
+    )
 
 
 def _messages(chat: inference_pb2.ChatMessages) -> list[dict[str, str]]:
@@ -128,16 +149,15 @@ def _messages(chat: inference_pb2.ChatMessages) -> list[dict[str, str]]:
 
 
 def _choices(options: inference_pb2.SamplingOptions) -> SamplingChoices:
+    given = {field.name: value for field, value in options.ListFields() if field.name in _PLAIN}
     return SamplingChoices(
-        temperature=options.temperature if options.HasField("temperature") else None,
-        top_p=options.top_p if options.HasField("top_p") else None,
-        top_k=options.top_k if options.HasField("top_k") else None,
-        seed=options.seed if options.HasField("seed") else None,
-        max_tokens=options.max_tokens if options.HasField("max_tokens") else None,
-        min_tokens=options.min_tokens if options.HasField("min_tokens") else None,
+        **given,
         ignore_eos=options.ignore_eos,
         stop=list(options.stop),
         stop_token_ids=list(options.stop_token_ids),
+        logit_bias=dict(options.logit_bias) or None,
+        bad_words=[*options.bad_words, *(list(word.ids) for word in options.bad_word_ids)],
+        allowed_token_ids=list(options.allowed_token_ids) or None,
     )
 
 

@@ -24,7 +24,8 @@ from services.gateway.body import read_json
 from services.gateway.errors import ApiError, invalid
 from services.gateway.generation import Generation
 from services.gateway.openai_format import Envelope, Kind
-from services.gateway.request import FieldNames, GenerateJob
+from services.gateway.request import GenerateJob
+from services.gateway.sampling import FieldNames
 from services.gateway.state import Gateway
 from services.runtime.logs import bind_request_id, get_logger
 

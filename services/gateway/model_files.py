@@ -18,7 +18,7 @@ _HUB_IGNORE = ["*.safetensors.index.json", "*.bin.index.json"]
 class ModelFiles:
     """A checkpoint as its JSON files describe it.
 
-    `max_model_len`: prompt and output tokens together. Temperature, top_p and top_k: what a request that does not say
+    `max_model_len`: prompt and output tokens together. The rest, from temperature on: what a request that does not say
     gets.
     """
 
@@ -29,6 +29,9 @@ class ModelFiles:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
 
 
 def resolve_folder(model: str) -> Path:
@@ -59,6 +62,9 @@ def read_model_files(folder: Path) -> ModelFiles:
             temperature=_number(generation, "temperature", 1.0),
             top_p=_number(generation, "top_p", 1.0),
             top_k=int(_number(generation, "top_k", 0)),
+            min_p=_number(generation, "min_p", 0.0),
+            typical_p=_number(generation, "typical_p", 1.0),
+            repetition_penalty=_number(generation, "repetition_penalty", 1.0),
         )
     except KeyError as error:
         raise ValueError(f"{path}: no {error.args[0]}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
@@ -35,6 +35,15 @@ def usage(generations: Sequence[Generation]) -> dict[str, Any]:
     return value
 
 
+class Choice(NamedTuple):
+    """One of an answer's texts, and why it ended."""
+
+    text: str
+    finish_reason: FinishReason.ValueType
+    logprobs: dict[str, Any] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
 class Envelope:
     """What all chunks of one answer share: id, time and model."""
 
@@ -48,18 +57,24 @@ class Envelope:
         """The fields every body begins with."""
         return {"id": self.id, "object": object_name, "created": self.created, "model": self.model}
 
-    def whole(self, choices: Sequence[tuple[str, FinishReason.ValueType]], usage: dict[str, Any]) -> bytes:
-        """The body of an answer that is not streamed. A choice: its text, and why it ended."""
+    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> bytes:
+        """The body of an answer that is not streamed."""
         head = self.head("chat.completion" if self.kind == "chat" else "text_completion")
-        shaped = [self._choice(index, text, reason) for index, (text, reason) in enumerate(choices)]
-        return orjson.dumps({**head, "choices": shaped, "usage": usage})
+        shaped = [self._choice(index, choice) for index, choice in enumerate(choices)]
+        body = {**head, "choices": shaped, "usage": usage}
+        if self.kind == "chat" and choices[0].prompt_logprobs is not None:  # where vLLM puts them
+            body["prompt_logprobs"] = choices[0].prompt_logprobs
+        return orjson.dumps(body)
 
-    def _choice(self, index: int, text: str, reason: FinishReason.ValueType) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         if self.kind == "chat":
-            content: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            content: dict[str, Any] = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
         else:
-            content = {"text": text}
-        return {"index": index, **content, "logprobs": None, "finish_reason": FINISH_NAMES[reason]}
+            content = {"text": choice.text}
+            if choice.prompt_logprobs is not None:
+                content["prompt_logprobs"] = choice.prompt_logprobs
+        reason = FINISH_NAMES[choice.finish_reason]
+        return {"index": index, **content, "logprobs": choice.logprobs, "finish_reason": reason}
 
 
 class StreamFormat:
@@ -76,8 +91,8 @@ class StreamFormat:
         self._head = b"data: " + head[:-1] + b',"choices":['
         body = b'"delta":{"content":' if self._chat else b'"text":'
         self._text_heads = [b'%s{"index":%d,%s' % (self._head, i, body) for i in range(len(generations))]
-        close = b"}" if self._chat else b""
-        self._text_middle = close + b',"logprobs":null,"finish_reason":'
+        self._close = b"}" if self._chat else b""
+        self._text_middle = self._middle(None)
         tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
         self._plain_tail = self._text_middle + b"null}]" + tail
         self._tail = tail
@@ -89,22 +104,21 @@ class StreamFormat:
         delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]' % index
         return self._head + delta + self._tail_of(index)
 
-    def text(self, index: int, text: str) -> bytes:
+    def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
         """New text of a choice."""
-        if self._continuous_usage:
-            return b"".join(
-                (self._text_heads[index], orjson.dumps(text), self._text_middle, b"null}]", self._tail_of(index))
-            )
+        if self._continuous_usage or logprobs is not None:
+            middle = self._middle(logprobs)
+            return b"".join((self._text_heads[index], orjson.dumps(text), middle, b"null}]", self._tail_of(index)))
         return b"".join((self._text_heads[index], orjson.dumps(text), self._plain_tail))
 
-    def last(self, index: int, text: str) -> bytes:
+    def last(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
         """The rest of a choice's text, and why it ended."""
         reason = FINISH_NAMES[self._generations[index].finish_reason]
         return b"".join(
             (
                 self._text_heads[index],
                 orjson.dumps(text),
-                self._text_middle,
+                self._middle(logprobs),
                 b'"%s"}]' % reason.encode(),
                 self._tail_of(index),
             )
@@ -115,6 +129,9 @@ class StreamFormat:
         if not self._include_usage:
             return DONE
         return self._head + b'],"usage":' + orjson.dumps(usage(self._generations)) + b"}\n\n" + DONE
+
+    def _middle(self, logprobs: dict[str, Any] | None) -> bytes:
+        return self._close + b',"logprobs":' + orjson.dumps(logprobs) + b',"finish_reason":'
 
     def _tail_of(self, index: int) -> bytes:
         if not self._continuous_usage:

@@ -4,6 +4,7 @@ silence."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -15,11 +16,12 @@ from services.gateway.request import (
     MAX_TENANT_CHARS,
     GenerateJob,
     RequestBuilder,
-    SamplingChoices,
     check_beam,
     check_samples,
     check_terms,
+    make_search,
 )
+from services.gateway.sampling import SamplingChoices
 from services.gateway.session_core import Terms
 
 MAX_PROMPTS = 128
@@ -28,18 +30,8 @@ Uint32 = Annotated[int, Field(ge=0, lt=2**32)]
 # Fields that change the result and that we cannot honour: the values with which they change nothing (null always is
 # one).
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
     "echo": (False,),
     "suffix": ("",),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "min_p": (0, 0.0),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -114,6 +106,32 @@ def _content(value: Any) -> Any:
     return "\n".join(texts)
 
 
+def _logit_bias(value: Any) -> Any:
+    """JSON has no integers as keys."""
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token ids and numbers")
+    wrong = next((key for key in value if not re.fullmatch(r"-?[0-9]{1,10}", key)), None)
+    if wrong is not None:
+        raise ValueError(f"has a key that is no token id: {wrong[:40]!r}")
+    biases = {int(token): bias for token, bias in value.items()}
+    if len(biases) < len(value):
+        raise ValueError("names a token twice")
+    return biases
+
+
+def _bad_words(value: Any) -> Any:
+    if isinstance(value, list) and all(
+        isinstance(word, str) or (isinstance(word, list) and {type(token) for token in word} <= {int}) for word in value
+    ):
+        return value
+    raise ValueError("must be a list of strings and lists of token ids")
+
+
+def _no_logprobs(value: Any) -> Any:
+    """Chats say it so, and some clients say it so to completions, too."""
+    return None if value is False else value
+
+
 def _early_stopping(value: Any) -> Any:
     if value is True or value is False or value == "never":
         return value
@@ -155,6 +173,16 @@ class SamplingFields(_Request):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] | None = None
+    # Strings (banned as they stand and after a space), or token ids.
+    bad_words: Annotated[list[str | list[int]], BeforeValidator(_bad_words)] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     stop: Annotated[list[str], BeforeValidator(_stop)] = []
     min_tokens: int | None = None
@@ -195,7 +223,7 @@ class SamplingFields(_Request):
         if self.stream:
             raise invalid("stream", "a beam search has nothing to show before its end")
         penalty = 1.0 if self.length_penalty is None else self.length_penalty
-        job.beam = check_beam(self.sampling(), best_of, n, penalty, self.early_stopping or False)
+        make_search(job, check_beam(self.sampling(), best_of, n, penalty, self.early_stopping or False))
         return [job]
 
     def sampling(self) -> SamplingChoices:
@@ -211,7 +239,21 @@ class SamplingFields(_Request):
             stop=self.stop,
             stop_token_ids=self.stop_token_ids or (),
             skip_special_tokens=self.skip_special_tokens is not False,
+            min_p=self.min_p,
+            typical_p=self.typical_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            bad_words=self.bad_words or (),
+            allowed_token_ids=self.allowed_token_ids,
+            logprobs=self.num_logprobs(),
+            prompt_logprobs=self.prompt_logprobs,
         )
+
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are reported with each one; None: nothing is."""
+        raise NotImplementedError
 
 
 class CompletionRequest(SamplingFields):
@@ -219,6 +261,10 @@ class CompletionRequest(SamplingFields):
 
     prompt: Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(_prompt)]
     add_special_tokens: bool | None = None
+    logprobs: Annotated[int | None, BeforeValidator(_no_logprobs)] = None
+
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class Message(_Request):
@@ -239,6 +285,11 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_variables)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
 
     def sampling(self) -> SamplingChoices:
         choices = super().sampling()
@@ -279,6 +330,8 @@ def parse(cls: type[R], body: Any) -> R:
         raise _as_api_error(error) from None
     if isinstance(request, SamplingFields) and request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "stream_options is only possible with stream: true")
+    if isinstance(request, SamplingFields):
+        _check_logprobs(request, body)
     if isinstance(request, SamplingFields) and not request.use_beam_search:
         given = {"length_penalty": request.length_penalty not in (None, 1.0), "early_stopping": request.early_stopping}
         for name in (name for name, is_given in given.items() if is_given):
@@ -286,6 +339,17 @@ def parse(cls: type[R], body: Any) -> R:
     if isinstance(request, ChatRequest) and not request.messages:
         raise invalid("messages", "messages must not be empty")
     return request
+
+
+def _check_logprobs(request: SamplingFields, body: Mapping[str, Any]) -> None:
+    if request.prompt_logprobs is not None and request.stream:
+        raise invalid("prompt_logprobs", "prompt_logprobs is not possible with stream: true")
+    if not body.get("top_logprobs"):
+        return
+    if isinstance(request, CompletionRequest):
+        raise invalid("top_logprobs", "top_logprobs is for chats; here logprobs says how many")
+    if not body.get("logprobs"):
+        raise invalid("top_logprobs", "top_logprobs is only possible with logprobs: true")
 
 
 def _refuse_unsupported(body: Mapping[str, Any]) -> None:

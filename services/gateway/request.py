@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,36 +15,23 @@ from services.gateway.detokenizer import Detokenizer
 from services.gateway.errors import ApiError, invalid
 from services.gateway.id_tokenizer import IdTokenizer
 from services.gateway.model_files import ModelFiles
+from services.gateway.sampling import (
+    FieldNames,
+    SamplingChoices,
+    check_range,
+    refuse_for_beams,
+    sampling_params,
+)
 from services.gateway.session_core import NO_TERMS, Terms
 from services.gateway.tokenizer import TextTokenizer
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 256
-MAX_TEMPERATURE = 100.0
 MAX_SAMPLES = 64  # of one prompt
 MAX_TENANT_CHARS = 128
 MAX_LENGTH_PENALTY = 10.0
-# Below this a softmax overflows float32; it is greedy for all purposes.
-_GREEDY_TEMPERATURE = 1e-5
 # Longer texts are encoded off the event loop (the tokenizer lets go of the GIL).
 _INLINE_CHARS = 4096
-
-
-@dataclass(slots=True)
-class SamplingChoices:
-    """Sampling as a client states it; None takes the default. Field names are the public ones."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool = False
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    skip_special_tokens: bool = True
 
 
 @dataclass(slots=True)
@@ -58,24 +44,14 @@ class GenerateJob:
     sampling: common_pb2.SamplingParams
     stop: tuple[str, ...]
     final_tokens: frozenset[int]
+    token_bytes: Callable[[int], bytes]  # of one token
     new_detokenizer: Callable[[], Detokenizer]  # for output that follows the prompt
     arrival_s: float
+    logprobs: bool = False  # to be shown to the client
+    prompt_logprobs: bool = False
     terms: Terms = NO_TERMS
     sample: int = 0  # which of several of one prompt
     beam: inference_pb2.BeamOptions | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FieldNames:
-    """How a front calls the fields, for messages that name them."""
-
-    prompt: str = "prompt"
-    max_tokens: str = "max_tokens"
-    prefix: str = ""
-
-    def of(self, name: str) -> str:
-        """The public name of a sampling field."""
-        return self.prefix + (self.max_tokens if name == "max_tokens" else name)
 
 
 class RequestBuilder:
@@ -150,6 +126,10 @@ class RequestBuilder:
             raise invalid(field_name, f"token id {bad} is not in the vocabulary of {vocab_size} tokens")
         return list(token_ids)
 
+    def encode_word(self, text: str) -> list[int]:
+        """Token ids of a piece of text, nothing added. Raises ApiError 400."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
     def _check_chars(self, num_chars: int, names: FieldNames) -> None:
         # No token is longer than the longest, so this many characters cannot fit: not worth encoding them to say so.
         least = num_chars // self.tokenizer.longest_token_chars
@@ -184,7 +164,7 @@ class RequestBuilder:
             max_tokens = room if default_max_tokens is None else min(default_max_tokens, room)
             if choices.min_tokens is not None:
                 max_tokens = min(max(max_tokens, choices.min_tokens), room)
-        _check_range(names.of("max_tokens"), max_tokens, 1, 2**31 - 1)
+        check_range(names.of("max_tokens"), max_tokens, 1, 2**31 - 1)
         if max_tokens > room:
             raise invalid(
                 names.of("max_tokens"),
@@ -195,26 +175,22 @@ class RequestBuilder:
         min_tokens = choices.min_tokens or 0
         if not 0 <= min_tokens <= max_tokens:
             raise invalid(names.of("min_tokens"), f"min_tokens must be between 0 and max_tokens ({max_tokens})")
-        stop_token_ids = self._stop_token_ids(choices, names)
+        sampling = sampling_params(choices, self._files, self, names)
+        sampling.max_tokens, sampling.min_tokens = max_tokens, min_tokens
         return GenerateJob(
             request_id=request_id,
             endpoint=endpoint,
             prompt_ids=prompt_ids,
-            sampling=common_pb2.SamplingParams(
-                temperature=_temperature(choices, self._files.temperature, names),
-                top_p=_top_p(choices, self._files.top_p, names),
-                top_k=_top_k(choices, self._files.top_k, names),
-                seed=_seed(choices, names),
-                max_tokens=max_tokens,
-                min_tokens=min_tokens,
-                ignore_eos=choices.ignore_eos,
-                stop_token_ids=stop_token_ids,
-            ),
+            sampling=sampling,
             stop=_stop_strings(choices, names),
-            final_tokens=frozenset(stop_token_ids) | (frozenset() if choices.ignore_eos else self.eos_token_ids),
+            final_tokens=frozenset(sampling.stop_token_ids)
+            | (frozenset() if choices.ignore_eos else self.eos_token_ids),
             new_detokenizer=partial(
                 self.tokenizer.detokenizer, prompt_ids, skip_special_tokens=choices.skip_special_tokens
             ),
+            token_bytes=self.tokenizer.token_bytes,
+            logprobs=choices.logprobs is not None,
+            prompt_logprobs=choices.prompt_logprobs is not None,
             arrival_s=time.perf_counter() if arrival_s is None else arrival_s,
             terms=terms,
         )
@@ -223,27 +199,22 @@ class RequestBuilder:
         """The job `best_of` times, each with a seed of its own. If not all are wanted, the model's own probabilities
         decide which are."""
         jobs = [job]
-        job.sampling.logprobs = best_of > n
+        job.sampling.logprobs |= best_of > n
         for i in range(1, best_of):
             sampling = common_pb2.SamplingParams()
             sampling.CopyFrom(job.sampling)
             sampling.seed = (job.sampling.seed + i) % 2**64
+            sampling.prompt_logprobs = False  # they are those of the first
             jobs.append(replace(job, request_id=f"{job.request_id}.{i}", sampling=sampling, sample=i))
         return jobs
-
-    def _stop_token_ids(self, choices: SamplingChoices, names: FieldNames) -> list[int]:
-        name = names.of("stop_token_ids")
-        if len(choices.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise invalid(name, f"at most {MAX_STOP_TOKEN_IDS} stop tokens are possible")
-        return sorted(set(self.check_token_ids(choices.stop_token_ids, name)))
 
 
 def check_samples(n: int | None, best_of: int | None, stream: bool) -> tuple[int, int]:
     """How many samples of a prompt are wanted, and the best of how many. Raises ApiError 400."""
     n = 1 if n is None else n
-    _check_range("n", n, 1, MAX_SAMPLES)
+    check_range("n", n, 1, MAX_SAMPLES)
     best_of = n if best_of is None else best_of
-    _check_range("best_of", best_of, 1, MAX_SAMPLES)
+    check_range("best_of", best_of, 1, MAX_SAMPLES)
     if best_of < n:
         raise invalid("best_of", f"best_of must be at least n ({n}), not {best_of}")
     if best_of > n and stream:
@@ -255,12 +226,8 @@ def check_beam(
     choices: SamplingChoices, width: int, num_return: int, length_penalty: float, early_stopping: bool | str
 ) -> inference_pb2.BeamOptions:
     """Options of a beam search, which does not sample and knows no text. Raises ApiError 400."""
-    for name in ("temperature", "top_p", "top_k"):
-        if getattr(choices, name) not in (None, 0.0 if name == "temperature" else 1.0, -1):
-            raise invalid(name, f"{name}: beam search does not sample; leave it out")
-    if choices.stop:
-        raise invalid("stop", "beam search knows no stop strings; use stop_token_ids")
-    _check_range("length_penalty", length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+    refuse_for_beams(choices)
+    check_range("length_penalty", length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
     kinds = {False: 0, True: inference_pb2.EARLY_STOPPING_FIRST, "never": inference_pb2.EARLY_STOPPING_NEVER}
     if early_stopping not in kinds:
         raise invalid("early_stopping", f'early_stopping must be true, false or "never", not {early_stopping!r}')
@@ -270,6 +237,13 @@ def check_beam(
         length_penalty=length_penalty,
         early_stopping=inference_pb2.EarlyStopping.ValueType(kinds[early_stopping]),
     )
+
+
+def make_search(job: GenerateJob, options: inference_pb2.BeamOptions) -> None:
+    """Turn the job into a beam search, which goes by the model's own probabilities: a repetition penalty that is the
+    model's default does not apply."""
+    job.beam = options
+    job.sampling.ClearField("repetition_penalty")
 
 
 def check_terms(
@@ -303,49 +277,6 @@ def _too_long(param: str, num_tokens: str, max_model_len: int) -> ApiError:
         + (" and needs room for one more" if num_tokens == str(max_model_len) else ""),
         code="context_length_exceeded",
     )
-
-
-def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
-        raise invalid(name, f"{name} must be between {_shown(low)} and {_shown(high)}, not {_shown(value)}")
-
-
-def _shown(number: float) -> str:
-    return str(number) if isinstance(number, int) else f"{number:g}"
-
-
-def _temperature(choices: SamplingChoices, default: float, names: FieldNames) -> float:
-    if choices.temperature is None:
-        return default
-    _check_range(names.of("temperature"), choices.temperature, 0.0, MAX_TEMPERATURE)
-    return choices.temperature if choices.temperature >= _GREEDY_TEMPERATURE else 0.0
-
-
-def _top_p(choices: SamplingChoices, default: float, names: FieldNames) -> float:
-    if choices.top_p is None:
-        return default
-    if not 0.0 < choices.top_p <= 1.0:
-        raise invalid(names.of("top_p"), f"{names.of('top_p')} must be above 0 and at most 1, not {choices.top_p:g}")
-    return choices.top_p
-
-
-def _top_k(choices: SamplingChoices, default: int, names: FieldNames) -> int:
-    if choices.top_k is None:
-        return default
-    if choices.top_k == -1:
-        # The field's other way to say "all".
-        return 0
-    _check_range(names.of("top_k"), choices.top_k, 0, 2**31 - 1)
-    return choices.top_k
-
-
-def _seed(choices: SamplingChoices, names: FieldNames) -> int:
-    if choices.seed is None:
-        # Fixed here, once: whoever generates this request again later must get the same tokens.
-        return random.getrandbits(64)
-    if not -(2**63) <= choices.seed < 2**64:
-        raise invalid(names.of("seed"), f"{names.of('seed')} must fit into 64 bits")
-    return choices.seed % 2**64
 
 
 def _stop_strings(choices: SamplingChoices, names: FieldNames) -> tuple[str, ...]:

@@ -11,8 +11,9 @@ again with the tokens that have arrived, so generation goes on after them and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,6 +49,14 @@ class Terms:
 NO_TERMS = Terms()
 
 
+class Score(NamedTuple):
+    """Of one token."""
+
+    logprob: float
+    top: Sequence[tuple[int, float]] = ()  # the most likely tokens at its place, best first
+    rank: int = 0  # 1: there is none more likely; 0: not told
+
+
 @dataclass(slots=True, eq=False)
 class LiveRequest:
     """One request at the scheduler, from this side.
@@ -70,8 +79,10 @@ class LiveRequest:
     sent: bool = False
     cancelled: bool = False
     tokens: list[int] = field(default_factory=list)
-    # Log probability of each of the tokens, if the sampling asks for them.
-    logprobs: list[float] = field(default_factory=list)
+    # Of each of the tokens, if the sampling asks for them.
+    scores: list[Score] = field(default_factory=list)
+    # By position, of the prompt's tokens but the first; complete when the first token is here, if it asks for them.
+    prompt_scores: dict[int, Score] = field(default_factory=dict)
     ending: inference_pb2.Ending | None = None
     wake: Callable[[], None] | None = None
 
@@ -259,10 +270,14 @@ class SessionCore:
                 if request is not None and not request.cancelled:
                     request.tokens.append(token)
                     touched.append(request)
+        for part in response.prompt_scores:
+            request = self._live.get(part.handle)
+            if request is not None and not request.cancelled:
+                request.prompt_scores.update(_prompt_scores(part.logprobs))
         for score in response.scores:
             request = self._live.get(score.handle)
             if request is not None and not request.cancelled:
-                request.logprobs.append(score.logprob)
+                request.scores.append(Score(score.logprob, _pairs(score.top_token_ids, score.top_logprobs)))
         return touched
 
     def _submissions(self) -> Iterator[inference_pb2.Submission]:
@@ -270,9 +285,11 @@ class SessionCore:
         while self._unsent and budget_bytes > 0:
             request = self._unsent.pop(next(iter(self._unsent)))
             request.attempt += 1
+            if request.tokens:
+                request.sampling.prompt_logprobs = False  # they are here
             request.sent = True
             output = np.asarray(request.tokens, "<i4").tobytes() if request.tokens else b""
-            budget_bytes -= len(request.prompt_token_ids) + len(output) + 64
+            budget_bytes -= len(request.prompt_token_ids) + len(output) + request.sampling.ByteSize() + 64
             yield inference_pb2.Submission(
                 handle=request.handle,
                 request_id=request.request_id,
@@ -310,6 +327,22 @@ def _ended_unseen(request: LiveRequest) -> inference_pb2.Ending | None:
     if len(tokens) >= request.sampling.max_tokens:
         return inference_pb2.Ending(reason=common_pb2.FINISH_REASON_LENGTH)
     return None
+
+
+def _pairs(token_ids: bytes, logprobs: bytes) -> Sequence[tuple[int, float]]:
+    if not token_ids:
+        return ()
+    ids, values = np.frombuffer(token_ids, "<i4").tolist(), np.frombuffer(logprobs, "<f4").tolist()
+    return list(zip(ids, values, strict=True))
+
+
+def _prompt_scores(part: common_pb2.PromptLogprobs) -> Iterator[tuple[int, Score]]:
+    """Positions and scores. What comes again after a preemption is the same."""
+    logprobs, ranks = np.frombuffer(part.logprobs, "<f4"), np.frombuffer(part.ranks, "<i4").tolist()
+    ids = np.frombuffer(part.top_token_ids, "<i4").reshape(len(ranks), -1).tolist()
+    values = np.frombuffer(part.top_logprobs, "<f4").reshape(len(ranks), -1).tolist()
+    for i, logprob in enumerate(logprobs.tolist()):
+        yield part.start + i, Score(logprob, list(zip(ids[i], values[i], strict=True)), ranks[i])
 
 
 def _unavailable(message: str) -> inference_pb2.Ending:

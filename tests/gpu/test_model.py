@@ -56,9 +56,9 @@ def logits_of_steps(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> lis
     seen: list[torch.Tensor] = []
     sample = runner_module.sample
 
-    def spy(logits: torch.Tensor, rows: Any) -> Any:
+    def spy(logits: torch.Tensor, *more: Any) -> Any:
         seen.append(logits.float().cpu())
-        return sample(logits, rows)
+        return sample(logits, *more)
 
     monkeypatch.setattr(runner_module, "sample", spy)
     return seen

@@ -102,6 +102,7 @@ class Run:
             seed = rng.randrange(5)
             sampling = SamplingParams(top_p=1, max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos)
             sampling.logprobs = rng.random() < 0.2
+            sampling.prompt_logprobs = rng.random() < 0.2
             handle = self.requests_left
             self.asked[session, handle] = prompt, sampling
             self.system.submit(session, handle, prompt, sampling, fork_of=first if handle != first else 0, **fields)
@@ -151,6 +152,9 @@ class Run:
             else:
                 assert reason in (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH)
                 assert got == right
+                wanted = range(1, len(prompt)) if sampling.prompt_logprobs else ()
+                prompt_scores = {i: toy_logprob(prompt[: i + 1]) for i in wanted}
+                assert client.prompt_scores.get(handle, {}) == prompt_scores
         for (session, handle), (prompt, sampling, beam) in self.searches.items():
             client = self.system.clients[session]
             ending = client.endings[handle]

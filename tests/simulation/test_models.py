@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gpu_worker.build import build_worker
@@ -157,9 +158,36 @@ def test_presets(models: dict[str, Path], preset: str) -> None:
     check(models["qwen3"], MIXED, preset=preset, waves=2, **settings)
 
 
+def test_a_scored_prompt_in_a_tiny_pool(models: dict[str, Path]) -> None:
+    """Prefilled in chunks, preempted, cached: each place is scored as transformers scores it."""
+    asked = prompts(4, [9, 10, 11, 12, 30])
+    asked.append(asked[-1])
+    system = LocalSystem()
+    system.attach(ModelWorker(models["llama3"], block_size=4, num_blocks=13, max_batched_tokens=8, max_num_seqs=8))
+    client = system.open("s")
+    scored = SamplingParams(top_p=1, max_tokens=NUM_OUTPUT, ignore_eos=True, prompt_logprobs=True)
+    for i, prompt in enumerate(asked):
+        system.submit("s", i, prompt, scored)
+    system.run()
+    assert system.scheduler.counters.preempted > 0
+    for i, prompt in enumerate(asked):
+        assert client.tokens[i] == reference.greedy(models["llama3"], prompt, NUM_OUTPUT)
+        right = reference.logprobs(models["llama3"], prompt)
+        expected = [float(right[j - 1, prompt[j]]) for j in range(1, len(prompt))]
+        assert [client.prompt_scores[i][j] for j in range(1, len(prompt))] == pytest.approx(expected, abs=1e-3)
+    system.assert_at_rest()
+
+
 def test_seeded_sampling_is_the_same_alone_in_a_batch_and_after_preemption(models: dict[str, Path]) -> None:
     asked = prompts(2, [5 + i % 13 for i in range(32)])
     sampled = [SamplingParams(temperature=0.9, top_p=0.95, top_k=50, max_tokens=10, seed=i) for i in range(32)]
+    for i in range(0, 32, 3):  # these also depend on what they have said so far
+        sampled[i].MergeFrom(
+            SamplingParams(
+                repetition_penalty=1.4, frequency_penalty=0.5, presence_penalty=0.5, min_p=0.02, typical_p=0.95,
+                bad_words=[np.array([i % 9, 5], "<i4").tobytes()], logit_bias={40 + i: 2.0},
+            )
+        )  # fmt: skip
 
     def run(which: range, **settings: int) -> tuple[dict[int, list[int]], int]:
         system = LocalSystem()

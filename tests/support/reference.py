@@ -59,3 +59,26 @@ def beam_search(path: str | Path, prompt: list[int], max_tokens: int, **options:
             **options,
         )
     return [[token for token in row[len(prompt) :].tolist() if token >= 0] for row in output]
+
+
+def processed(path: str | Path, prompt: list[int], max_tokens: int, **options: Any) -> list[int]:
+    """The new tokens of a greedy run with options of generate(): penalties, bias, bad words, processors."""
+    inputs = torch.tensor([prompt])
+    with torch.no_grad():
+        output = load(str(path)).generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            **options,
+        )
+    return list(output[0, len(prompt) :].tolist())
+
+
+def logprobs(path: str | Path, tokens: list[int]) -> torch.Tensor:
+    """float32 [tokens, vocab]: at each place the log probabilities of what comes next."""
+    with torch.no_grad():
+        logits: torch.Tensor = load(str(path))(torch.tensor([tokens])).logits[0]
+    return logits.float().log_softmax(-1)

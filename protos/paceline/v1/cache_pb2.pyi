@@ -311,6 +311,7 @@ class AdmitOp(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     NUM_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     FORK_OF_FIELD_NUMBER: _builtins.int
+    NO_REUSE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     worker: _builtins.int
     num_new_tokens: _builtins.int
@@ -320,6 +321,8 @@ class AdmitOp(_message.Message):
     has computed them. Whole blocks are shared; what was begun of the next one is to be copied. FAILED_PRECONDITION if
     it is not such a one.
     """
+    no_reuse: _builtins.bool
+    """Reuse nothing: all of it is to be computed, whatever is cached. Its blocks are stored like others."""
     def __init__(
         self,
         *,
@@ -327,10 +330,11 @@ class AdmitOp(_message.Message):
         worker: _builtins.int = ...,
         num_new_tokens: _builtins.int = ...,
         fork_of: _builtins.int = ...,
+        no_reuse: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fork_of", b"fork_of", "num_new_tokens", b"num_new_tokens", "sequence", b"sequence", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fork_of", b"fork_of", "no_reuse", b"no_reuse", "num_new_tokens", b"num_new_tokens", "sequence", b"sequence", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

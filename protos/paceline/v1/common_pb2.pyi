@@ -59,6 +59,26 @@ class SamplingParams(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
@@ -69,6 +89,16 @@ class SamplingParams(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     NUM_TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    TYPICAL_P_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_TOP_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy."""
     top_p: _builtins.float
@@ -87,9 +117,35 @@ class SamplingParams(_message.Message):
     """Report the log probability of each sampled token (of the model itself, before temperature and filters)."""
     num_top_logprobs: _builtins.int
     """And of so many of the most likely tokens at its place."""
+    repetition_penalty: _builtins.float
+    """The order in which all this is applied: docs/sampling.md.
+    Divides the logit of each token that is in the prompt or the output, or multiplies it if it is negative. 0, 1: none.
+    """
+    presence_penalty: _builtins.float
+    """Taken from the logit of each token that is in the output."""
+    frequency_penalty: _builtins.float
+    """Taken as often as the token is in the output."""
+    min_p: _builtins.float
+    """Tokens less likely than so much of the most likely one are not sampled. 0 keeps every token."""
+    typical_p: _builtins.float
+    """Locally typical sampling: tokens of the most usual surprise, up to this mass. 0 and 1 keep every token."""
+    allowed_token_ids: _builtins.bytes
+    """Packed int32: nothing else is sampled. Empty: any token."""
+    prompt_logprobs: _builtins.bool
+    """Report the log probability of each prompt token but the first. The request then computes all of its prompt."""
+    num_top_prompt_logprobs: _builtins.int
+    """And of so many of the most likely tokens at each place."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Further tokens that end the sequence."""
+
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """By token id: added to its logit."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Sequences of tokens that must not come about, each packed int32: its last token is not sampled after the others."""
 
     def __init__(
         self,
@@ -104,10 +160,20 @@ class SamplingParams(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _builtins.bool = ...,
         num_top_logprobs: _builtins.int = ...,
+        repetition_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        min_p: _builtins.float = ...,
+        typical_p: _builtins.float = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        bad_words: _abc.Iterable[_builtins.bytes] | None = ...,
+        allowed_token_ids: _builtins.bytes = ...,
+        prompt_logprobs: _builtins.bool = ...,
+        num_top_prompt_logprobs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_top_logprobs", b"num_top_logprobs", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_top_logprobs", b"num_top_logprobs", "num_top_prompt_logprobs", b"num_top_prompt_logprobs", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -188,3 +254,40 @@ class RetentionRange(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RetentionRange: _TypeAlias = RetentionRange  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """Of the prompt tokens from position `start` on, one for each entry of `logprobs`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """At least 1: nothing precedes the first token."""
+    logprobs: _builtins.bytes
+    """Packed float32."""
+    ranks: _builtins.bytes
+    """Packed int32: the token's place among all, 1 for the most likely one."""
+    top_token_ids: _builtins.bytes
+    """Packed int32 and packed float32, row by row: the most likely tokens at each place, best first."""
+    top_logprobs: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        logprobs: _builtins.bytes = ...,
+        ranks: _builtins.bytes = ...,
+        top_token_ids: _builtins.bytes = ...,
+        top_logprobs: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "ranks", b"ranks", "start", b"start", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015

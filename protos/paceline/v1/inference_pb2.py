@@ -25,15 +25,17 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpaceline/v1/inference.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.paceline.v1.ChatMessage\"\x9d\x02\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\x05\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"\x81\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12-\n\x08messages\x18\x02 \x01(\x0b\x32\x19.paceline.v1.ChatMessagesH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.paceline.v1.SamplingOptions\x12\r\n\x05model\x18\x05 \x01(\t\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x02\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x12\n\ndeadline_s\x18\t \x01(\x02\x12&\n\x04\x62\x65\x61m\x18\n \x01(\x0b\x32\x18.paceline.v1.BeamOptions\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x34\n\x0f\x63\x61\x63he_retention\x18\x0c \x03(\x0b\x32\x1b.paceline.v1.RetentionRangeB\x08\n\x06prompt\"\x94\x01\n\x0b\x42\x65\x61mOptions\x12\r\n\x05width\x18\x01 \x01(\r\x12\x12\n\nnum_return\x18\x02 \x01(\r\x12\x1b\n\x0elength_penalty\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x32\n\x0e\x65\x61rly_stopping\x18\x04 \x01(\x0e\x32\x1a.paceline.v1.EarlyStoppingB\x11\n\x0f_length_penalty\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xd2\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.paceline.v1.Usage\x12\x34\n\nhypotheses\x18\x06 \x03(\x0b\x32 .paceline.v1.GeneratedHypothesis\"w\n\x13GeneratedHypothesis\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05score\x18\x03 \x01(\x02\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.paceline.v1.FinishReason\"\x8f\x01\n\x0eSessionRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x18.paceline.v1.SessionOpen\x12,\n\x0bsubmissions\x18\x02 \x03(\x0b\x32\x17.paceline.v1.Submission\x12\x0f\n\x07\x63\x61ncels\x18\x03 \x03(\r\x12\x16\n\x0eresponses_read\x18\x04 \x01(\x04\":\n\x0bSessionOpen\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x17\n\x0fresponse_window\x18\x02 \x01(\r\"\xf3\x02\n\nSubmission\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x18\n\x10output_token_ids\x18\x04 \x01(\x0c\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x17\n\x0f\x61\x63\x63\x65pted_before\x18\x06 \x01(\x08\x12\x10\n\x08priority\x18\x07 \x01(\x02\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x12\n\ndeadline_s\x18\t \x01(\x02\x12\x0c\n\x04lora\x18\n \x01(\t\x12\x0f\n\x07\x66ork_of\x18\x0b \x01(\r\x12&\n\x04\x62\x65\x61m\x18\x0c \x01(\x0b\x32\x18.paceline.v1.BeamOptions\x12\x12\n\ncache_salt\x18\r \x01(\t\x12\x34\n\x0f\x63\x61\x63he_retention\x18\x0e \x03(\x0b\x32\x1b.paceline.v1.RetentionRange\"\xf4\x01\n\x0fSessionResponse\x12*\n\x06opened\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.SessionOpened\x12\x0f\n\x07handles\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12$\n\x07\x65ndings\x18\x04 \x03(\x0b\x32\x13.paceline.v1.Ending\x12,\n\x06status\x18\x05 \x01(\x0b\x32\x1c.paceline.v1.SchedulerStatus\x12\x14\n\x0csame_handles\x18\x06 \x01(\x08\x12\'\n\x06scores\x18\x07 \x03(\x0b\x32\x17.paceline.v1.TokenScore\"-\n\nTokenScore\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x1e\n\rSessionOpened\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\xcc\x01\n\x06\x45nding\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x0c\n\x04\x63ode\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\r\n\x05\x66ield\x18\x05 \x01(\t\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x15\n\rretry_after_s\x18\x07 \x01(\x02\x12+\n\nhypotheses\x18\x08 \x03(\x0b\x32\x17.paceline.v1.Hypothesis\"Y\n\nHypothesis\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\r\n\x05score\x18\x02 \x01(\x02\x12)\n\x06reason\x18\x03 \x01(\x0e\x32\x19.paceline.v1.FinishReason\"\\\n\x0fSchedulerStatus\x12\x13\n\x0bnum_workers\x18\x01 \x01(\r\x12\r\n\x05ready\x18\x02 \x01(\x08\x12%\n\x05model\x18\x03 \x01(\x0b\x32\x16.paceline.v1.ModelInfo*c\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45\x41RLY_STOPPING_FIRST\x10\x01\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x02\x32\xa7\x01\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12H\n\x07Session\x12\x1b.paceline.v1.SessionRequest\x1a\x1c.paceline.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpaceline/v1/inference.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.paceline.v1.ChatMessage\"\xa7\x06\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\x05\x12\x12\n\x05min_p\x18\n \x01(\x02H\x06\x88\x01\x01\x12\x16\n\ttypical_p\x18\x0b \x01(\x02H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\r \x01(\x02H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x02H\n\x88\x01\x01\x12?\n\nlogit_bias\x18\x0f \x03(\x0b\x32+.paceline.v1.SamplingOptions.LogitBiasEntry\x12\x11\n\tbad_words\x18\x10 \x03(\t\x12+\n\x0c\x62\x61\x64_word_ids\x18\x11 \x03(\x0b\x32\x15.paceline.v1.TokenIds\x12\x19\n\x11\x61llowed_token_ids\x18\x12 \x03(\x05\x12\x15\n\x08logprobs\x18\x13 \x01(\x05H\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x14 \x01(\x05H\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x08\n\x06_min_pB\x0c\n\n_typical_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x81\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12-\n\x08messages\x18\x02 \x01(\x0b\x32\x19.paceline.v1.ChatMessagesH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.paceline.v1.SamplingOptions\x12\r\n\x05model\x18\x05 \x01(\t\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x02\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x12\n\ndeadline_s\x18\t \x01(\x02\x12&\n\x04\x62\x65\x61m\x18\n \x01(\x0b\x32\x18.paceline.v1.BeamOptions\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x34\n\x0f\x63\x61\x63he_retention\x18\x0c \x03(\x0b\x32\x1b.paceline.v1.RetentionRangeB\x08\n\x06prompt\"\x94\x01\n\x0b\x42\x65\x61mOptions\x12\r\n\x05width\x18\x01 \x01(\r\x12\x12\n\nnum_return\x18\x02 \x01(\r\x12\x1b\n\x0elength_penalty\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x32\n\x0e\x65\x61rly_stopping\x18\x04 \x01(\x0e\x32\x1a.paceline.v1.EarlyStoppingB\x11\n\x0f_length_penalty\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xb3\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.paceline.v1.Usage\x12\x34\n\nhypotheses\x18\x06 \x03(\x0b\x32 .paceline.v1.GeneratedHypothesis\x12+\n\x08logprobs\x18\x07 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\x32\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\"Z\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x0c\n\x04rank\x18\x04 \x01(\r\"w\n\x13GeneratedHypothesis\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05score\x18\x03 \x01(\x02\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.paceline.v1.FinishReason\"\x8f\x01\n\x0eSessionRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x18.paceline.v1.SessionOpen\x12,\n\x0bsubmissions\x18\x02 \x03(\x0b\x32\x17.paceline.v1.Submission\x12\x0f\n\x07\x63\x61ncels\x18\x03 \x03(\r\x12\x16\n\x0eresponses_read\x18\x04 \x01(\x04\":\n\x0bSessionOpen\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x17\n\x0fresponse_window\x18\x02 \x01(\r\"\xf3\x02\n\nSubmission\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x18\n\x10output_token_ids\x18\x04 \x01(\x0c\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x17\n\x0f\x61\x63\x63\x65pted_before\x18\x06 \x01(\x08\x12\x10\n\x08priority\x18\x07 \x01(\x02\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x12\n\ndeadline_s\x18\t \x01(\x02\x12\x0c\n\x04lora\x18\n \x01(\t\x12\x0f\n\x07\x66ork_of\x18\x0b \x01(\r\x12&\n\x04\x62\x65\x61m\x18\x0c \x01(\x0b\x32\x18.paceline.v1.BeamOptions\x12\x12\n\ncache_salt\x18\r \x01(\t\x12\x34\n\x0f\x63\x61\x63he_retention\x18\x0e \x03(\x0b\x32\x1b.paceline.v1.RetentionRange\"\xa6\x02\n\x0fSessionResponse\x12*\n\x06opened\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.SessionOpened\x12\x0f\n\x07handles\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12$\n\x07\x65ndings\x18\x04 \x03(\x0b\x32\x13.paceline.v1.Ending\x12,\n\x06status\x18\x05 \x01(\x0b\x32\x1c.paceline.v1.SchedulerStatus\x12\x14\n\x0csame_handles\x18\x06 \x01(\x08\x12\'\n\x06scores\x18\x07 \x03(\x0b\x32\x17.paceline.v1.TokenScore\x12\x30\n\rprompt_scores\x18\x08 \x03(\x0b\x32\x19.paceline.v1.PromptScores\"Z\n\nTokenScore\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x04 \x01(\x0c\"M\n\x0cPromptScores\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12-\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.PromptLogprobs\"\x1e\n\rSessionOpened\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\xcc\x01\n\x06\x45nding\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x0c\n\x04\x63ode\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\r\n\x05\x66ield\x18\x05 \x01(\t\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x15\n\rretry_after_s\x18\x07 \x01(\x02\x12+\n\nhypotheses\x18\x08 \x03(\x0b\x32\x17.paceline.v1.Hypothesis\"Y\n\nHypothesis\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\r\n\x05score\x18\x02 \x01(\x02\x12)\n\x06reason\x18\x03 \x01(\x0e\x32\x19.paceline.v1.FinishReason\"\\\n\x0fSchedulerStatus\x12\x13\n\x0bnum_workers\x18\x01 \x01(\r\x12\r\n\x05ready\x18\x02 \x01(\x08\x12%\n\x05model\x18\x03 \x01(\x0b\x32\x16.paceline.v1.ModelInfo*c\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45\x41RLY_STOPPING_FIRST\x10\x01\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x02\x32\xa7\x01\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12H\n\x07Session\x12\x1b.paceline.v1.SessionRequest\x1a\x1c.paceline.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EARLYSTOPPING']._serialized_start=2742
-  _globals['_EARLYSTOPPING']._serialized_end=2841
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_EARLYSTOPPING']._serialized_start=3627
+  _globals['_EARLYSTOPPING']._serialized_end=3726
   _globals['_TOKENIDS']._serialized_start=70
   _globals['_TOKENIDS']._serialized_end=93
   _globals['_CHATMESSAGE']._serialized_start=95
@@ -41,35 +43,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGES']._serialized_start=141
   _globals['_CHATMESSAGES']._serialized_end=199
   _globals['_SAMPLINGOPTIONS']._serialized_start=202
-  _globals['_SAMPLINGOPTIONS']._serialized_end=487
-  _globals['_GENERATEREQUEST']._serialized_start=490
-  _globals['_GENERATEREQUEST']._serialized_end=875
-  _globals['_BEAMOPTIONS']._serialized_start=878
-  _globals['_BEAMOPTIONS']._serialized_end=1026
-  _globals['_USAGE']._serialized_start=1028
-  _globals['_USAGE']._serialized_end=1108
-  _globals['_GENERATERESPONSE']._serialized_start=1111
-  _globals['_GENERATERESPONSE']._serialized_end=1321
-  _globals['_GENERATEDHYPOTHESIS']._serialized_start=1323
-  _globals['_GENERATEDHYPOTHESIS']._serialized_end=1442
-  _globals['_SESSIONREQUEST']._serialized_start=1445
-  _globals['_SESSIONREQUEST']._serialized_end=1588
-  _globals['_SESSIONOPEN']._serialized_start=1590
-  _globals['_SESSIONOPEN']._serialized_end=1648
-  _globals['_SUBMISSION']._serialized_start=1651
-  _globals['_SUBMISSION']._serialized_end=2022
-  _globals['_SESSIONRESPONSE']._serialized_start=2025
-  _globals['_SESSIONRESPONSE']._serialized_end=2269
-  _globals['_TOKENSCORE']._serialized_start=2271
-  _globals['_TOKENSCORE']._serialized_end=2316
-  _globals['_SESSIONOPENED']._serialized_start=2318
-  _globals['_SESSIONOPENED']._serialized_end=2348
-  _globals['_ENDING']._serialized_start=2351
-  _globals['_ENDING']._serialized_end=2555
-  _globals['_HYPOTHESIS']._serialized_start=2557
-  _globals['_HYPOTHESIS']._serialized_end=2646
-  _globals['_SCHEDULERSTATUS']._serialized_start=2648
-  _globals['_SCHEDULERSTATUS']._serialized_end=2740
-  _globals['_INFERENCESERVICE']._serialized_start=2844
-  _globals['_INFERENCESERVICE']._serialized_end=3011
+  _globals['_SAMPLINGOPTIONS']._serialized_end=1009
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=763
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=811
+  _globals['_GENERATEREQUEST']._serialized_start=1012
+  _globals['_GENERATEREQUEST']._serialized_end=1397
+  _globals['_BEAMOPTIONS']._serialized_start=1400
+  _globals['_BEAMOPTIONS']._serialized_end=1548
+  _globals['_USAGE']._serialized_start=1550
+  _globals['_USAGE']._serialized_end=1630
+  _globals['_GENERATERESPONSE']._serialized_start=1633
+  _globals['_GENERATERESPONSE']._serialized_end=1940
+  _globals['_TOKENLOGPROB']._serialized_start=1942
+  _globals['_TOKENLOGPROB']._serialized_end=2032
+  _globals['_GENERATEDHYPOTHESIS']._serialized_start=2034
+  _globals['_GENERATEDHYPOTHESIS']._serialized_end=2153
+  _globals['_SESSIONREQUEST']._serialized_start=2156
+  _globals['_SESSIONREQUEST']._serialized_end=2299
+  _globals['_SESSIONOPEN']._serialized_start=2301
+  _globals['_SESSIONOPEN']._serialized_end=2359
+  _globals['_SUBMISSION']._serialized_start=2362
+  _globals['_SUBMISSION']._serialized_end=2733
+  _globals['_SESSIONRESPONSE']._serialized_start=2736
+  _globals['_SESSIONRESPONSE']._serialized_end=3030
+  _globals['_TOKENSCORE']._serialized_start=3032
+  _globals['_TOKENSCORE']._serialized_end=3122
+  _globals['_PROMPTSCORES']._serialized_start=3124
+  _globals['_PROMPTSCORES']._serialized_end=3201
+  _globals['_SESSIONOPENED']._serialized_start=3203
+  _globals['_SESSIONOPENED']._serialized_end=3233
+  _globals['_ENDING']._serialized_start=3236
+  _globals['_ENDING']._serialized_end=3440
+  _globals['_HYPOTHESIS']._serialized_start=3442
+  _globals['_HYPOTHESIS']._serialized_end=3531
+  _globals['_SCHEDULERSTATUS']._serialized_start=3533
+  _globals['_SCHEDULERSTATUS']._serialized_end=3625
+  _globals['_INFERENCESERVICE']._serialized_start=3729
+  _globals['_INFERENCESERVICE']._serialized_end=3896
 # @@protoc_insertion_point(module_scope)

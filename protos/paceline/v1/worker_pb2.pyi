@@ -356,6 +356,7 @@ class StepResult(_message.Message):
     STARTED_US_FIELD_NUMBER: _builtins.int
     FINISHED_US_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     token_ids: _builtins.bytes
     """Packed int32: one sampled token for each row that samples: decode rows, then the prefills that ended, in row order.
@@ -370,6 +371,10 @@ class StepResult(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """One for each row that sampled and whose parameters ask for it, in row order."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotPromptLogprobs]:
+        """Of each prefill chunk whose sequence asks for it: for every place in it whose next token is one of the prompt."""
+
     def __init__(
         self,
         *,
@@ -379,14 +384,38 @@ class StepResult(_message.Message):
         started_us: _builtins.int = ...,
         finished_us: _builtins.int = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___SlotPromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "finished_us", b"finished_us", "logprobs", b"logprobs", "started_us", b"started_us", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "finished_us", b"finished_us", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "started_us", b"started_us", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class SlotPromptLogprobs(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.PromptLogprobs: ...
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        logprobs: _common_pb2.PromptLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotPromptLogprobs: _TypeAlias = SlotPromptLogprobs  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
@@ -424,17 +453,21 @@ class RowError(_message.Message):
 
     SLOT_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     message: _builtins.str
+    code: _builtins.int
+    """google.rpc.Code; 0 means INTERNAL. INVALID_ARGUMENT: what the request asks for cannot be."""
     def __init__(
         self,
         *,
         slot: _builtins.int = ...,
         message: _builtins.str = ...,
+        code: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

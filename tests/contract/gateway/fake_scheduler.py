@@ -51,6 +51,7 @@ class Stream:
     running: dict[int, Running] = field(default_factory=dict)
     endings: list[inference_pb2.Ending] = field(default_factory=list)
     scores: list[inference_pb2.TokenScore] = field(default_factory=list)
+    prompt_scores: list[inference_pb2.PromptScores] = field(default_factory=list)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     broken: bool = False
 
@@ -158,6 +159,8 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
                 stream.endings.append(ending)
                 continue
             prompt = np.frombuffer(submission.prompt_token_ids, "<i4").tolist()
+            if submission.sampling.prompt_logprobs:
+                stream.prompt_scores += self._prompt_scores(submission, prompt)
             stream.running[submission.handle] = Running(submission, prompt, len(submission.output_token_ids) // 4)
         for handle in request.cancels:
             self.cancels.append(handle)
@@ -188,7 +191,8 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
             if handles or stream.endings or self.ready != reported:
                 response = inference_pb2.SessionResponse(handles=handles, token_ids=np.asarray(tokens, "<i4").tobytes())
                 response.scores.extend(stream.scores)
-                stream.scores = []
+                response.prompt_scores.extend(stream.prompt_scores)
+                stream.scores, stream.prompt_scores = [], []
                 response.endings.extend(stream.endings)
                 if self.ready != reported:
                     reported = self.ready
@@ -207,7 +211,15 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
                 handles.append(handle)
                 tokens.append(token)
                 if sampling.logprobs:
-                    stream.scores.append(inference_pb2.TokenScore(handle=handle, logprob=-(sampling.seed % 10)))
+                    top = np.arange(token, token + sampling.num_top_logprobs, dtype="<i4")
+                    stream.scores.append(
+                        inference_pb2.TokenScore(
+                            handle=handle,
+                            logprob=-(sampling.seed % 10),
+                            top_token_ids=top.tobytes(),
+                            top_logprobs=(token - top - sampling.seed % 10).astype("<f4").tobytes(),
+                        )
+                    )
                 final = token in sampling.stop_token_ids or (
                     token in self.model.eos_token_ids and not sampling.ignore_eos
                 )
@@ -216,6 +228,26 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
                     reason = common_pb2.FINISH_REASON_STOP if final else common_pb2.FINISH_REASON_LENGTH
                     self._end(stream, handle, reason)
                     break
+
+    @staticmethod
+    def _prompt_scores(submission: inference_pb2.Submission, prompt: list[int]) -> list[inference_pb2.PromptScores]:
+        """In two parts, the first of them twice, as a preemption may have it. Token i has -i / 8 and rank i."""
+        places, num_top = np.arange(1, len(prompt)), submission.sampling.num_top_prompt_logprobs
+        middle = len(places) // 2
+        parts = [part for part in (places[:middle], places[:middle], places[middle:]) if len(part)]
+        return [
+            inference_pb2.PromptScores(
+                handle=submission.handle,
+                logprobs=common_pb2.PromptLogprobs(
+                    start=part[0],
+                    logprobs=(-part / 8).astype("<f4").tobytes(),
+                    ranks=part.astype("<i4").tobytes(),
+                    top_token_ids=(part[:, None] + np.arange(num_top)).astype("<i4").tobytes(),
+                    top_logprobs=np.tile(-np.arange(num_top) / 4, (len(part), 1)).astype("<f4").tobytes(),
+                ),
+            )
+            for part in parts
+        ]
 
     def _end(self, stream: Stream, handle: int, reason: common_pb2.FinishReason.ValueType) -> None:
         stream.endings.append(inference_pb2.Ending(handle=handle, reason=reason, cached_tokens=self.cached_tokens))

@@ -55,8 +55,9 @@ def rematch_op(sequences: Sequence[int], always: bool = False) -> pb.CacheOp:
     return pb.CacheOp(rematch=pb.RematchOp(sequences=sequences, always=always))
 
 
-def admit_op(sequence: int, worker: int, new_tokens: int = 0) -> pb.CacheOp:
-    return pb.CacheOp(admit=pb.AdmitOp(sequence=sequence, worker=worker, num_new_tokens=new_tokens))
+def admit_op(sequence: int, worker: int, new_tokens: int = 0, no_reuse: bool = False) -> pb.CacheOp:
+    admit = pb.AdmitOp(sequence=sequence, worker=worker, num_new_tokens=new_tokens, no_reuse=no_reuse)
+    return pb.CacheOp(admit=admit)
 
 
 def fork_op(sequence: int, worker: int, parent: int) -> pb.CacheOp:

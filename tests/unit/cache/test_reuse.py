@@ -55,6 +55,21 @@ def test_never_the_last_token() -> None:
     assert admitted(cache, 3, A[:1]) == (0, [6], 0)
 
 
+def test_who_wants_nothing_reused_gets_new_blocks_and_others_reuse_what_was_there() -> None:
+    cache = link()
+    cache.run(1, A)
+    cache.match(2, A)
+    alone = cache.one(d.admit_op(2, 0, no_reuse=True)).admit
+    assert (alone.num_cached_tokens, alone.copy_from) == (0, 0)
+    assert not set(d.unpack(alone.block_table)) & {1, 2, 3, 4}
+    cache.commit(2, [], 16)
+    assert admitted(cache, 3, [*A, 7])[0] == 16
+    cache.match(4, [*A, 8])
+    part = cache.one(d.admit_op(4, 0, new_tokens=5, no_reuse=True)).admit
+    assert len(d.unpack(part.block_table)) == 2
+    cache.free(2, 3, 4)
+
+
 def test_of_many_blocks_the_one_that_begins_with_the_most_is_copied() -> None:
     cache = link(num_blocks=64)
     for i in range(30):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import pytest
 
@@ -17,7 +19,7 @@ from services.client import (
     Unavailable,
     Usage,
 )
-from services.client.types import error_from, make_request, piece_from, result_from
+from services.client.types import Sampling, error_from, make_request, piece_from, result_from
 
 
 def test_only_what_was_given_is_sent() -> None:
@@ -29,6 +31,31 @@ def test_only_what_was_given_is_sent() -> None:
     chat = make_request(None, [{"role": "user", "content": "x"}], None, "", {})
     assert chat.messages.messages[0].content == "x"
     assert list(make_request(None, None, [1, 2], "", {}).token_ids.ids) == [1, 2]
+
+
+def test_every_sampling_option_is_sent() -> None:
+    given: dict[str, Any] = {
+        "min_p": 0.5, "typical_p": 0.25, "repetition_penalty": 2, "presence_penalty": 0.5, "frequency_penalty": -0.5,
+        "logit_bias": {7: 1.5}, "bad_words": ["a", [1, 2]], "allowed_token_ids": [5], "logprobs": 0,
+        "prompt_logprobs": 2,
+    }  # fmt: skip
+    sampling = make_request("hi", None, None, "", given).sampling  # type: ignore[arg-type]
+    for name in (
+        "min_p",
+        "typical_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "prompt_logprobs",
+    ):
+        assert getattr(sampling, name) == given[name]
+    assert dict(sampling.logit_bias) == {7: 1.5}
+    assert (list(sampling.bad_words), [list(word.ids) for word in sampling.bad_word_ids]) == (["a"], [[1, 2]])
+    assert list(sampling.allowed_token_ids) == [5]
+    assert sampling.HasField("logprobs")
+    assert set(given) <= set(Sampling.__annotations__)
+    with pytest.raises(TypeError, match="allowed_token_ids"):
+        make_request("hi", None, None, "", {"allowed_token_ids": []})
 
 
 def test_options_that_are_no_sampling() -> None:

@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline.v1 import common_pb2
 from services.gateway import openai_schema as schema
 from services.gateway.errors import ApiError, from_scheduler
+from services.gateway.id_tokenizer import IdTokenizer
 from services.gateway.model_files import ModelFiles, read_model_files, resolve_folder
-from services.gateway.request import FieldNames, GenerateJob, RequestBuilder, SamplingChoices
+from services.gateway.request import GenerateJob, RequestBuilder
+from services.gateway.sampling import FieldNames, SamplingChoices
 from services.gateway.tokenizer import TextTokenizer
 from services.runtime.hub import NoSuchModel
 
@@ -62,6 +65,16 @@ def test_generation_config_gives_the_defaults(builder: RequestBuilder) -> None:
     assert sampling.max_tokens == 47
 
 
+def test_generation_config_gives_defaults_of_penalties_too(builder: RequestBuilder, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.05, "min_p": 0.1, "typical_p": 0.5}')
+    files = read_model_files(tmp_path)
+    served = RequestBuilder(builder.tokenizer, files, max_model_len=50)
+    sampling = make_job(served).sampling
+    assert [round(x, 3) for x in (sampling.repetition_penalty, sampling.min_p, sampling.typical_p)] == [1.05, 0.1, 0.5]
+    assert make_job(served, repetition_penalty=1.0, min_p=0.0, typical_p=1.0).sampling.repetition_penalty == 0
+
+
 def test_the_workers_know_better_than_the_files(builder: RequestBuilder) -> None:
     info = common_pb2.ModelInfo(vocab_size=10, max_model_len=20, eos_token_ids=[9])
     served = RequestBuilder(builder.tokenizer, read_model_files(CHECKPOINT), worker_model=lambda: info)
@@ -91,6 +104,37 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [1024]}, "stop_token_ids"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop_token_ids": [1] * 257}, "stop_token_ids"),
+    ({"min_p": -0.1}, "min_p"),
+    ({"min_p": 1.1}, "min_p"),
+    ({"min_p": float("nan")}, "min_p"),
+    ({"typical_p": 0.0}, "typical_p"),
+    ({"typical_p": 1.1}, "typical_p"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty"),
+    ({"repetition_penalty": -1.0}, "repetition_penalty"),
+    ({"repetition_penalty": 101.0}, "repetition_penalty"),
+    ({"repetition_penalty": float("nan")}, "repetition_penalty"),
+    ({"presence_penalty": 2.1}, "presence_penalty"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"frequency_penalty": float("inf")}, "frequency_penalty"),
+    ({"logit_bias": {1024: 1.0}}, "logit_bias"),
+    ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+    ({"logit_bias": {1: 100.5}}, "logit_bias"),
+    ({"logit_bias": {1: float("nan")}}, "logit_bias"),
+    ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [1024]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"bad_words": [[]]}, "bad_words"),
+    ({"bad_words": [[1024]]}, "bad_words"),
+    ({"bad_words": [[1] * 65]}, "bad_words"),
+    ({"bad_words": ["x" * 257]}, "bad_words"),
+    ({"bad_words": ["x"] * 257}, "bad_words"),
+    ({"bad_words": ["ABCDEFGHIJKLMNOPQRSTUVWXYZ" * 6]}, "bad_words"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"ids": []}, "prompt"),
     ({"ids": [1] * 100}, "prompt"),
 ]
@@ -112,6 +156,34 @@ def test_a_context_that_is_too_long_names_the_numbers(builder: RequestBuilder) -
         make_job(builder, [1] * 120)
     assert caught.value.code == "context_length_exceeded"
     assert make_job(builder, [1] * 99).sampling.max_tokens == 1
+
+
+def test_bad_words_are_banned_with_and_without_a_space_before_them(builder: RequestBuilder) -> None:
+    encode = builder.encode_word
+    words = make_job(builder, bad_words=["fox", " fox", "two words", [7, 8]]).sampling.bad_words
+    expected = [encode("fox"), encode(" fox"), encode("two words"), encode(" two words"), [7, 8]]
+    assert [np.frombuffer(word, "<i4").tolist() for word in words] == expected
+    assert encode("fox") != encode(" fox")
+    assert make_job(builder, bad_words=["  "]).sampling.bad_words == [np.array(encode("  "), "<i4").tobytes()]
+
+
+def test_parameters_of_many_tokens_have_a_limit() -> None:
+    """So that what travels with a batch of requests stays below the limit of a message."""
+    large = RequestBuilder(IdTokenizer(10_000), ModelFiles(CHECKPOINT, 50, 10_000, frozenset()))
+    assert len(make_job(large, allowed_token_ids=range(8192)).sampling.allowed_token_ids) == 4 * 8192
+    assert len(make_job(large, bad_words=[[i] * 64 for i in range(64)]).sampling.bad_words) == 64
+    for name, value in (("allowed_token_ids", range(8193)), ("bad_words", [[i] * 64 for i in range(65)])):
+        with pytest.raises(ApiError, match="at most") as caught:
+            make_job(large, **{name: value})
+        assert caught.value.param == name
+
+
+def test_a_model_without_a_tokenizer_takes_bad_words_as_token_ids() -> None:
+    bare = RequestBuilder(IdTokenizer(50), ModelFiles(CHECKPOINT, 50, 50, frozenset()))
+    assert len(make_job(bare, bad_words=[[1, 2]]).sampling.bad_words) == 1
+    with pytest.raises(ApiError, match="token ids") as caught:
+        make_job(bare, bad_words=["fox"])
+    assert caught.value.param == "bad_words"
 
 
 def test_limits_are_shown_as_one_would_write_them(builder: RequestBuilder) -> None:
@@ -162,13 +234,25 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"n": 1.5}, "n"),
     ({"best_of": "2"}, "best_of"),
     ({"n": True}, "n"),
-    ({"logprobs": 0}, "logprobs"),
+    ({"logprobs": "1"}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"prompt_logprobs": True}, "prompt_logprobs"),
     ({"echo": True}, "echo"),
     ({"suffix": "x"}, "suffix"),
-    ({"presence_penalty": 0.1}, "presence_penalty"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty"),
-    ({"logit_bias": {"1": 5}}, "logit_bias"),
-    ({"min_p": 0.1}, "min_p"),
+    ({"presence_penalty": "0.1"}, "presence_penalty"),
+    ({"repetition_penalty": True}, "repetition_penalty"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"logit_bias": {"a": 5}}, "logit_bias"),
+    ({"logit_bias": {"1.0": 5}}, "logit_bias"),
+    ({"logit_bias": {"1": 5, "01": 6}}, "logit_bias"),
+    ({"logit_bias": {"1": "5"}}, "logit_bias.1"),
+    ({"bad_words": "x"}, "bad_words"),
+    ({"bad_words": [5]}, "bad_words"),
+    ({"bad_words": [["a"]]}, "bad_words"),
+    ({"allowed_token_ids": [1.5]}, "allowed_token_ids.0"),
+    ({"min_p": "0.1"}, "min_p"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"priority": "1"}, "priority"),
 ]
@@ -188,8 +272,10 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"max_completion_tokens": "5"}, "max_completion_tokens"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": 3}, "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
+    ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
+    ({"top_logprobs": True, "logprobs": True}, "top_logprobs"),
     ({"chat_template": "x"}, "chat_template"),
     ({"chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs"),
     ({"continue_final_message": True}, "continue_final_message"),
@@ -219,12 +305,13 @@ def test_a_body_is_an_object(body: Any) -> None:
 
 def test_values_that_change_nothing_are_fine() -> None:
     neutral = {
-        "n": 1, "best_of": 1, "logprobs": None, "echo": False, "suffix": None, "presence_penalty": 0,
+        "n": 1, "best_of": 1, "logprobs": False, "top_logprobs": 0, "bad_words": [], "min_p": 0, "typical_p": 1,
+        "echo": False, "suffix": None, "presence_penalty": 0, "allowed_token_ids": None, "prompt_logprobs": None,
         "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "user": "me", "unknown": {"a": [1]},
         "response_format": {"type": "text"}, "stop": None, "seed": None, "temperature": 1,
     }  # fmt: skip
     assert schema.parse(schema.CompletionRequest, COMPLETION | neutral).sampling().temperature == 1.0
-    chat = CHAT | {"logprobs": False, "top_logprobs": None, "tools": None, "tool_choice": "none"}
+    chat = CHAT | {"logprobs": False, "top_logprobs": 0, "tools": None, "tool_choice": "none"}
     assert schema.parse(schema.ChatRequest, chat).messages[0].content == "x"
 
 
@@ -235,7 +322,7 @@ def test_values_that_change_nothing_are_fine() -> None:
         ("suffix", "x", '""'),
         ("tool_choice", "required", '"none"'),
         ("response_format", {"type": "json_object"}, '{"type": "text"}'),
-        ("prompt_logprobs", 1, "null"),
+        ("prompt_embeds", "x", "null"),
     ],
 )
 def test_what_is_not_supported_is_named_in_json(name: str, value: Any, wanted: str) -> None:

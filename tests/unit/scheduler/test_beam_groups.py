@@ -7,8 +7,8 @@ import pytest
 
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions
-from scheduler_svc.core.beam_groups import make_search
-from scheduler_svc.core.intake import CODE_INVALID_ARGUMENT
+from scheduler_svc.core.beam_groups import UNSEARCHED, make_search
+from scheduler_svc.core.rejection import CODE_INVALID_ARGUMENT
 from scheduler_svc.core.types import SchedulerConfig
 from simulator.system import Client, LocalSystem
 from simulator.toy_worker import EOS, ToyWorker, expected_hypotheses
@@ -80,6 +80,14 @@ def test_a_cancel_takes_every_beam_along(system: LocalSystem, client: Client, mo
     system.run()
     assert client.endings[1].reason == FinishReason.FINISH_REASON_ABORT
     system.assert_at_rest()
+
+
+@pytest.mark.parametrize("name", UNSEARCHED)
+def test_what_a_search_does_not_know_is_refused_by_name(system: LocalSystem, client: Client, name: str) -> None:
+    values = {"logit_bias": {7: 1.0}, "bad_words": [bytes(4)], "allowed_token_ids": bytes(4)}
+    asked = SamplingParams(top_p=1.0, max_tokens=9, **{name: values.get(name, 1)})
+    system.submit("s", 1, PROMPT, asked, beam=BEAM)
+    assert (client.endings[1].code, client.endings[1].field) == (CODE_INVALID_ARGUMENT, name)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
-from scheduler_svc.core.intake import (
+from scheduler_svc.core.policy import CapacityPolicy, Verdict
+from scheduler_svc.core.rejection import (
     CODE_DEADLINE_EXCEEDED,
     CODE_INTERNAL,
     CODE_INVALID_ARGUMENT,
     CODE_RESOURCE_EXHAUSTED,
 )
-from scheduler_svc.core.policy import CapacityPolicy, Verdict
 from scheduler_svc.core.step import Step
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.core.view import RequestView

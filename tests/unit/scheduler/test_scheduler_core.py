@@ -5,19 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.v1.common_pb2 import FinishReason, RetentionRange, SamplingParams
+from paceline.v1.common_pb2 import FinishReason, PromptLogprobs, RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import SessionRequest, Submission
 from paceline.v1.worker_pb2 import StepResult
 from scheduler_svc.core.cache_link import ProtocolError
-from scheduler_svc.core.intake import (
+from scheduler_svc.core.rejection import (
     CODE_FAILED_PRECONDITION,
     CODE_INVALID_ARGUMENT,
     CODE_RESOURCE_EXHAUSTED,
     Rejection,
 )
+from scheduler_svc.core.sessions import Session
 from scheduler_svc.core.types import SchedulerConfig
 from simulator.system import Client, LocalSystem
-from simulator.toy_worker import EOS, VOCAB, ToyWorker, expected_output
+from simulator.toy_worker import EOS, VOCAB, ToyWorker, expected_output, toy_logprob
 
 
 def toy(**changes: int) -> ToyWorker:
@@ -304,6 +305,44 @@ def test_what_is_retained_is_there_when_all_else_has_gone(system: LocalSystem, c
         ({"sampling": params(4, top_p=0)}, "top_p", "(0, 1]"),
         ({"sampling": params(4, top_k=-2)}, "top_k", "negative"),
         ({"sampling": params(4, stop_token_ids=[VOCAB])}, "stop_token_ids", "vocabulary"),
+        ({"sampling": params(4, min_p=1.1)}, "min_p", "[0, 1]"),
+        ({"sampling": params(4, min_p=float("nan"))}, "min_p", "[0, 1]"),
+        ({"sampling": params(4, typical_p=-0.1)}, "typical_p", "[0, 1]"),
+        ({"sampling": params(4, repetition_penalty=0.001)}, "repetition_penalty", "[0.01, 100]"),
+        ({"sampling": params(4, repetition_penalty=float("nan"))}, "repetition_penalty", "[0.01, 100]"),
+        ({"sampling": params(4, presence_penalty=2.5)}, "presence_penalty", "[-2, 2]"),
+        ({"sampling": params(4, frequency_penalty=float("-inf"))}, "frequency_penalty", "[-2, 2]"),
+        ({"sampling": params(4, logit_bias={VOCAB: 1})}, "logit_bias", "vocabulary"),
+        ({"sampling": params(4, logit_bias={5: 101})}, "logit_bias", "[-100, 100]"),
+        ({"sampling": params(4, logit_bias=dict.fromkeys(range(1025), 1))}, "logit_bias", "1024 are possible"),
+        ({"sampling": params(4, bad_words=[b"123"])}, "bad_words", "packed int32"),
+        ({"sampling": params(4, bad_words=[b""])}, "bad_words", "1 to 64 are possible"),
+        ({"sampling": params(4, bad_words=[pack(*range(65))])}, "bad_words", "1 to 64 are possible"),
+        ({"sampling": params(4, bad_words=[pack(1)] * 1025)}, "bad_words", "1024 are possible"),
+        ({"sampling": params(4, bad_words=[pack(1, VOCAB)])}, "bad_words", "vocabulary"),
+        ({"sampling": params(4, bad_words=[pack(-1, 1)])}, "bad_words", "vocabulary"),
+        (
+            {"sampling": params(4, bad_words=[pack(*range(64))] * 65)},
+            "bad_words",
+            "4160 tokens in all, 4096 are possible",
+        ),
+        ({"sampling": params(4, allowed_token_ids=pack(*range(8193)))}, "allowed_token_ids", "8192 are possible"),
+        ({"sampling": params(4, allowed_token_ids=b"123")}, "allowed_token_ids", "packed int32"),
+        ({"sampling": params(4, allowed_token_ids=pack(1, VOCAB))}, "allowed_token_ids", "vocabulary"),
+        ({"sampling": params(4, logprobs=True, num_top_logprobs=21)}, "num_top_logprobs", "20 are possible"),
+        (
+            {"sampling": params(4, prompt_logprobs=True, num_top_prompt_logprobs=21)},
+            "num_top_prompt_logprobs",
+            "20 are possible",
+        ),
+        (
+            {
+                "prompt_token_ids": pack(*[9] * 90_000),
+                "sampling": params(4, prompt_logprobs=True, num_top_prompt_logprobs=2),
+            },
+            "prompt_logprobs",
+            "270000 for a prompt of 90000 tokens, 262144 are possible",
+        ),
         ({"sampling": params(1 << 20)}, "max_tokens", "exceed the model's length"),
         ({"sampling": params(1000)}, "max_tokens", "can never fit a pool of 256 tokens"),
         ({"cache_salt": "x" * 257}, "cache_salt", "has 257 characters, 256 are possible"),
@@ -323,6 +362,51 @@ def test_bad_submissions_are_refused_by_name(
     assert said in ending.message
     system.run()
     system.assert_at_rest()
+
+
+def test_a_prompt_that_is_scored_is_computed_whatever_is_cached(system: LocalSystem, client: Client) -> None:
+    """In chunks, twice (the second time for its KV), and what is scored is shared like all else."""
+    system.attach(toy(max_batched_tokens=7))
+    prompt = list(range(10, 30))
+    right = {i: toy_logprob(prompt[: i + 1]) for i in range(1, 20)}
+    for handle in (1, 2):
+        system.submit("s", handle, prompt, params(2, prompt_logprobs=True))
+        system.run()
+        assert client.prompt_scores[handle] == right
+        assert client.endings[handle].cached_tokens == 0
+    system.submit("s", 3, prompt, params(2))
+    system.run()
+    assert client.endings[3].cached_tokens == 19
+    assert 3 not in client.prompt_scores
+    system.assert_at_rest()
+
+
+def test_samples_fork_from_one_whose_prompt_is_scored(system: LocalSystem, client: Client) -> None:
+    system.attach(toy())
+    prompt = list(range(10, 30))
+    system.submit("s", 1, prompt, params(4, prompt_logprobs=True))
+    for handle in (2, 3):
+        system.submit("s", handle, prompt, params(4, seed=handle), fork_of=1)
+    system.run()
+    assert system.cache.counters.forked_sequences == 2
+    assert client.prompt_scores.keys() == {1}
+    assert client.tokens[2] == expected_output(prompt, params(4, seed=2))
+
+
+def test_scores_of_long_prompts_go_in_several_messages_before_the_tokens() -> None:
+    session = Session("s", 1, window=3)
+    part = PromptLogprobs(start=1, logprobs=bytes(3 * 2**20))
+    for handle in (1, 2, 3, 4):
+        session.add_prompt_scores(handle, part)
+    session.add_tokens(np.array([1]), np.array([5], np.int32))
+    messages = []
+    while (message := session.next_message()) is not None:
+        messages.append(message)
+    assert [[score.handle for score in message.prompt_scores] for message in messages] == [[1], [2], [3]], "no credit"
+    session.read = 3
+    assert [score.handle for score in session.next_message().prompt_scores] == [4]
+    last = session.next_message()
+    assert (list(last.handles), session.next_message()) == ([1], None)
 
 
 def test_a_sequence_may_fill_the_pool_to_the_last_block(system: LocalSystem, client: Client) -> None:

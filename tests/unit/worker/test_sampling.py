@@ -29,6 +29,8 @@ def make_rows(count: int, **values: object) -> SamplingRows:
         "temperature": np.ones(count, np.float32),
         "top_p": np.ones(count, np.float32),
         "top_k": np.zeros(count, np.int64),
+        "min_p": np.zeros(count, np.float32),
+        "typical_p": np.ones(count, np.float32),
         "seed": np.arange(count, dtype=np.uint64),
         "position": np.zeros(count, np.int64),
         "banned_rows": EMPTY,

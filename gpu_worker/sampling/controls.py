@@ -1,0 +1,259 @@
+"""State of the slots whose requests ask for penalties, bias, bans or a list of allowed tokens.
+
+What such a request has said so far has to be known where its next token is sampled, and the token before that has
+perhaps not left the device yet: so it is kept there, and each sampled token is noted there (`record`).
+
+- Of a slot with penalties: a dense row of counts, 4 bytes for each token of the vocabulary (0.5 MiB at 128k). Applying
+  a penalty reads the row's logits anyway, so reading as many counts beside them is cheap, and noting a token is one
+  addition. A buffer of the tokens alone would be smaller for a short sequence, but would have to be turned into
+  counts anew at each step.
+- Of a slot with bad words of several tokens: its last tokens, as many as the longest word may have before its last one.
+
+Both are made from the tokens a sequence is seated with. One that was preempted is seated with all of them: it gets the
+tokens that it would have got. Slots that ask for nothing of this have no state, and cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gpu_worker.errors import ProtocolViolation
+from gpu_worker.sampling.processors import (
+    IN_PROMPT,
+    ONCE_IN_OUTPUT,
+    add_bias,
+    allow_only,
+    ban_words,
+    penalise,
+)
+from paceline.v1.common_pb2 import SamplingParams
+from paceline.v1.worker_pb2 import NewSequence, StepPlan
+
+Int64s = npt.NDArray[np.int64]
+Float32s = npt.NDArray[np.float32]
+
+# Tokens of a bad word at the most.
+MAX_BAD_WORD_TOKENS = 64
+_PREFIX = MAX_BAD_WORD_TOKENS - 1
+
+
+class RowPool:
+    """Rows of one device tensor, handed out to slots; it grows with the most that were ever in use at once."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self.tensor = torch.zeros((0, width), dtype=torch.int32, device=device)
+        self._row_of: dict[int, int] = {}  # by slot
+        self._free: list[int] = []
+
+    def take(self, slot: int) -> Tensor:
+        """The slot's row, int32 [width], with whatever was in it."""
+        if not self._free:
+            have = len(self.tensor)
+            self._free = list(range(have, 2 * have + 1))[::-1]
+            self.tensor = torch.cat((self.tensor, self.tensor.new_zeros((have + 1, self.tensor.shape[1]))))
+        row = self._row_of[slot] = self._free.pop()
+        return self.tensor[row]
+
+    def release(self, slot: int) -> None:
+        """If it has one."""
+        if (row := self._row_of.pop(slot, None)) is not None:
+            self._free.append(row)
+
+    def rows(self, slots: Sequence[int]) -> Int64s:
+        return np.array([self._row_of[slot] for slot in slots], np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What one request asks for, on the host."""
+
+    allowed: Int64s  # none: any
+    bias_tokens: Int64s
+    bias: Float32s
+    prefixes: Int64s  # [words, _PREFIX], see ban_words
+    last: Int64s  # [words]
+    penalties: tuple[float, float, float]  # repetition, frequency, presence
+
+    @property
+    def penalises(self) -> bool:
+        return self.penalties != (1.0, 0.0, 0.0)
+
+
+@dataclass(slots=True)
+class BatchControls:
+    """What changes the logits of a batch; on the device. Parts that no row asks for are None."""
+
+    allowed: tuple[Tensor, Tensor, Tensor] | None = None  # rows, owners, tokens: see allow_only
+    words: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # rows, rows of the tails, prefixes, last
+    tails: Tensor | None = None
+    noted_tails: tuple[Tensor, Tensor] | None = None  # rows of the batch, rows of the tails
+    bias: tuple[Tensor, Tensor, Tensor] | None = None  # rows, tokens, bias
+    penalties: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None  # rows, of the counts, then as in penalise
+    counts: Tensor | None = None
+
+    def apply(self, logits: Tensor) -> None:
+        """To logits float32 [rows, vocab], in the order of sampler.py."""
+        if self.allowed is not None:
+            allow_only(logits, *self.allowed)
+        if self.words is not None and self.tails is not None:
+            rows, tail_rows, prefixes, last = self.words
+            tails = self.tails[:, _PREFIX - prefixes.shape[1] :].index_select(0, tail_rows)
+            ban_words(logits, rows, tails, prefixes, last)
+        if self.bias is not None:
+            add_bias(logits, *self.bias)
+        if self.penalties is not None and self.counts is not None:
+            rows, count_rows, *strengths = self.penalties
+            penalise(logits, rows, self.counts.index_select(0, count_rows), *strengths)
+
+    def record(self, tokens: Tensor) -> None:
+        """int64 [rows]: the tokens that were sampled."""
+        if self.noted_tails is not None and self.tails is not None:
+            rows, tail_rows = self.noted_tails
+            newest = tokens.index_select(0, rows).to(torch.int32).unsqueeze(-1)
+            before = self.tails.index_select(0, tail_rows)[:, 1:]
+            self.tails.index_copy_(0, tail_rows, torch.cat((before, newest), dim=-1))
+        if self.penalties is not None and self.counts is not None:
+            rows, count_rows, *_ = self.penalties
+            places = count_rows * self.counts.shape[1] + tokens.index_select(0, rows)
+            once = self.counts.new_full((len(places),), ONCE_IN_OUTPUT)
+            self.counts.view(-1).index_add_(0, places, once)
+
+
+@dataclass(slots=True)
+class Controls:
+    """By slot. Used by the model's thread alone, with the plans in their order."""
+
+    vocab_size: int
+    device: torch.device
+    _of: dict[int, Control] = field(init=False, default_factory=dict)
+    _counts: RowPool = field(init=False)
+    _tails: RowPool = field(init=False)
+    # What was assembled last, and for which slots: a steady batch is assembled once.
+    _assembled: tuple[bytes, BatchControls | None] = field(init=False, default=(b"", None))
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """A new link: nothing runs."""
+        self._of.clear()
+        self._counts, self._tails = RowPool(self.vocab_size, self.device), RowPool(_PREFIX, self.device)
+        self._assembled = (b"", None)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Slots that end and begin; the plan has been checked. ProtocolViolation for a token outside the vocabulary."""
+        if self._of and plan.free_slots:
+            for slot in np.frombuffer(plan.free_slots, "<i4").tolist():
+                self._free(slot)
+        for sequence in plan.new_sequences:
+            control = read_control(sequence.sampling, self.vocab_size)
+            if control is not None:
+                self._seat(sequence, control)
+
+    def of(self, slots: npt.NDArray[np.int32]) -> BatchControls | None:
+        """For the rows of a batch, which sample in these slots; None if none of them asks for anything."""
+        if not self._of:
+            return None
+        key = slots.tobytes()
+        if self._assembled[0] != key:
+            asking = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._of]
+            self._assembled = (key, self._assemble(asking) if asking else None)
+        return self._assembled[1]
+
+    def _free(self, slot: int) -> None:
+        if self._of.pop(slot, None) is not None:
+            self._counts.release(slot)
+            self._tails.release(slot)
+            self._assembled = (b"", None)
+
+    def _seat(self, sequence: NewSequence, control: Control) -> None:
+        slot = sequence.slot
+        self._of[slot] = control
+        self._assembled = (b"", None)
+        if not (control.penalises or len(control.last)):
+            return
+        tokens = torch.from_numpy(np.frombuffer(sequence.token_ids, "<i4").astype(np.int64)).to(self.device)
+        if control.penalises:
+            counts = self._counts.take(slot).zero_()
+            prompt, output = tokens.tensor_split([sequence.num_prompt_tokens])
+            counts.index_fill_(0, prompt, IN_PROMPT)
+            counts.index_add_(0, output, counts.new_full((len(output),), ONCE_IN_OUTPUT))
+        if len(control.last):
+            tail = self._tails.take(slot).fill_(-1)
+            ending = tokens[-_PREFIX:]
+            tail[_PREFIX - len(ending) :] = ending.to(torch.int32)
+
+    def _assemble(self, asking: list[tuple[int, int]]) -> BatchControls:
+        controls = [(row, slot, self._of[slot]) for row, slot in asking]
+        batch = BatchControls()
+        if allowed := [(row, c.allowed) for row, _, c in controls if len(c.allowed)]:
+            rows, tokens = zip(*allowed, strict=True)
+            owners = np.repeat(np.arange(len(rows)), [len(t) for t in tokens])
+            batch.allowed = self._put(np.array(rows)), self._put(owners), self._put(np.concatenate(tokens))
+        if words := [(row, slot, c) for row, slot, c in controls if len(c.last)]:
+            rows, slots, chosen = zip(*words, strict=True)
+            numbers, tail_rows = [len(c.last) for c in chosen], self._tails.rows(slots)
+            prefixes = np.concatenate([c.prefixes for c in chosen])
+            longest = int((prefixes >= 0).sum(-1).max())
+            batch.words = (
+                self._put(np.repeat(rows, numbers)),
+                self._put(np.repeat(tail_rows, numbers)),
+                self._put(prefixes[:, _PREFIX - longest :]),
+                self._put(np.concatenate([c.last for c in chosen])),
+            )
+            batch.tails, batch.noted_tails = self._tails.tensor, (self._put(np.array(rows)), self._put(tail_rows))
+        if biased := [(row, c) for row, _, c in controls if len(c.bias)]:
+            rows, chosen = zip(*biased, strict=True)
+            batch.bias = (
+                self._put(np.repeat(rows, [len(c.bias) for c in chosen])),
+                self._put(np.concatenate([c.bias_tokens for c in chosen])),
+                torch.from_numpy(np.concatenate([c.bias for c in chosen])).to(self.device),
+            )
+        if penalised := [(row, slot, c) for row, slot, c in controls if c.penalises]:
+            rows, slots, chosen = zip(*penalised, strict=True)
+            strengths = np.array([c.penalties for c in chosen], np.float32).T.copy()
+            repetition, frequency, presence = torch.from_numpy(strengths).to(self.device)
+            counted = self._put(self._counts.rows(slots))
+            batch.penalties = self._put(np.array(rows)), counted, repetition, frequency, presence
+            batch.counts = self._counts.tensor
+        return batch
+
+    def _put(self, array: npt.NDArray[np.integer]) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64, copy=False)).to(self.device)
+
+
+def read_control(sampling: SamplingParams, vocab_size: int) -> Control | None:
+    """What the parameters ask for, None if nothing. ProtocolViolation if a token is outside the vocabulary."""
+    penalties = (sampling.repetition_penalty or 1.0, sampling.frequency_penalty, sampling.presence_penalty)
+    if not (penalties != (1.0, 0.0, 0.0) or sampling.logit_bias or sampling.bad_words or sampling.allowed_token_ids):
+        return None
+    bias = dict(sampling.logit_bias)
+    bias_tokens = np.array(list(bias), np.int64)
+    allowed = np.unique(np.frombuffer(sampling.allowed_token_ids, "<i4")).astype(np.int64)
+    words = [np.frombuffer(word, "<i4") for word in sampling.bad_words]
+    for name, tokens in (
+        ("allowed_token_ids", allowed),
+        ("logit_bias", bias_tokens),
+        *(("bad_words", w) for w in words),
+    ):
+        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocab_size):
+            raise ProtocolViolation(f"{name}: a token id outside the vocabulary of {vocab_size}")
+    prefixes, last = _words(words)
+    values = np.array(list(bias.values()), np.float32)
+    return Control(allowed, bias_tokens, values, prefixes, last, penalties)
+
+
+def _words(words: list[npt.NDArray[np.int32]]) -> tuple[Int64s, Int64s]:
+    """Prefixes [words, _PREFIX] and last tokens [words]."""
+    prefixes = np.full((len(words), _PREFIX), -1, np.int64)
+    for prefix, word in zip(prefixes, words, strict=True):
+        if not 0 < len(word) <= MAX_BAD_WORD_TOKENS:
+            raise ProtocolViolation(f"bad_words: {len(word)} tokens in one, 1 to {MAX_BAD_WORD_TOKENS} are possible")
+        prefix[_PREFIX - len(word) + 1 :] = word[:-1]
+    return prefixes, np.array([word[-1] for word in words], np.int64)

@@ -1,0 +1,59 @@
+"""What changes the logits whether or not a row samples: bans, bias, penalties. All write into the logits.
+
+Every index is int64 and lives, as every value does, on the logits' device; nothing here makes the host wait for it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Of the counts: the lowest bit says that a token is in the prompt, the others count it in the output.
+IN_PROMPT = 1
+ONCE_IN_OUTPUT = 2
+
+
+def allow_only(logits: Tensor, rows: Tensor, owners: Tensor, tokens: Tensor) -> None:
+    """Of each of `rows` [n] only the tokens of its pairs stay: token tokens[i] of row rows[owners[i]]."""
+    kept = logits.new_full((len(rows), logits.shape[-1]), -torch.inf)
+    kept[owners, tokens] = logits[rows[owners], tokens]
+    logits.index_copy_(0, rows, kept)
+
+
+def ban(logits: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """Token tokens[i] of row rows[i]; a pair may stand more than once."""
+    logits.index_put_((rows, tokens), logits.new_full((), -torch.inf))
+
+
+def ban_words(logits: Tensor, rows: Tensor, tails: Tensor, prefixes: Tensor, last: Tensor) -> None:
+    """Ban last[i] in row rows[i] if the sequence ends with prefixes[i], as transformers' NoBadWordsLogitsProcessor.
+
+    tails: [words, n], the last n tokens of the word's row; -1 before the beginning of the sequence.
+    prefixes: [words, n], aligned to the right; -1 where a word is shorter, so a word of one token is always banned.
+    """
+    complete = ((prefixes < 0) | (prefixes == tails)).all(-1)
+    # Added, so that a word which is not complete leaves alone what another one has banned.
+    penalty = torch.where(complete, -torch.inf, 0.0).to(logits.dtype)
+    logits.index_put_((rows, last), penalty, accumulate=True)
+
+
+def add_bias(logits: Tensor, rows: Tensor, tokens: Tensor, bias: Tensor) -> None:
+    """bias[i] to token tokens[i] of row rows[i]; each pair stands once."""
+    logits[rows, tokens] += bias
+
+
+def penalise(
+    logits: Tensor, rows: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+) -> None:
+    """Repetition as transformers' RepetitionPenaltyLogitsProcessor, over prompt and output; then frequency and presence
+    as OpenAI's API defines them, over the output.
+
+    rows: [n], each once; counts: int32 [n, vocab], see IN_PROMPT; the penalties: float32 [n], neutral at 1, 0, 0.
+    """
+    part = logits.index_select(0, rows)
+    factor = repetition.unsqueeze(-1)
+    part = torch.where(counts > 0, torch.where(part < 0, part * factor, part / factor), part)
+    in_output = counts >> 1
+    part -= frequency.unsqueeze(-1) * in_output
+    part -= presence.unsqueeze(-1) * (in_output > 0)
+    logits.index_copy_(0, rows, part)

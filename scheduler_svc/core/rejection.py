@@ -1,0 +1,24 @@
+"""A request that is refused, or a registration, with the reason for its sender."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# google.rpc.Code, spelled out because the core knows no grpc.
+CODE_INVALID_ARGUMENT = 3
+CODE_DEADLINE_EXCEEDED = 4
+CODE_RESOURCE_EXHAUSTED = 8
+CODE_FAILED_PRECONDITION = 9
+CODE_INTERNAL = 13
+
+
+@dataclass(eq=False)
+class Rejection(Exception):
+    code: int
+    message: str
+    field: str = ""
+    retry_after_s: float = 0.0
+
+
+def invalid(field: str, message: str) -> Rejection:
+    return Rejection(CODE_INVALID_ARGUMENT, f"{field}: {message}", field)

@@ -1,0 +1,65 @@
+"""InferenceService.Generate at the scheduler: options become parameters, or are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.v1.inference_pb2 import BeamOptions, GenerateRequest, SamplingOptions, TokenIds
+from scheduler_svc.core.rejection import Rejection
+from scheduler_svc.generate import to_submission
+
+PROMPT = TokenIds(ids=[1, 2, 3])
+
+
+def test_every_option_reaches_the_parameters() -> None:
+    options = SamplingOptions(
+        temperature=0.5, top_p=0.75, top_k=3, seed=9, max_tokens=7, min_tokens=2, ignore_eos=True, stop_token_ids=[4],
+        min_p=0.25, typical_p=0.5, repetition_penalty=1.5, presence_penalty=-1, frequency_penalty=0.5,
+        logit_bias={5: 2.0}, bad_word_ids=[TokenIds(ids=[6, 7])], allowed_token_ids=[8, 9], logprobs=0,
+        prompt_logprobs=3,
+    )  # fmt: skip
+    sampling = to_submission(GenerateRequest(token_ids=PROMPT, sampling=options), None).sampling
+    unlike = {"logit_bias", "bad_word_ids", "bad_words", "allowed_token_ids", "logprobs", "prompt_logprobs", "stop"}
+    for field in SamplingOptions.DESCRIPTOR.fields:
+        if field.name not in unlike:
+            assert getattr(sampling, field.name) == getattr(options, field.name), field.name
+    assert dict(sampling.logit_bias) == {5: 2.0}
+    assert np.frombuffer(sampling.bad_words[0], "<i4").tolist() == [6, 7]
+    assert np.frombuffer(sampling.allowed_token_ids, "<i4").tolist() == [8, 9]
+    assert (sampling.logprobs, sampling.num_top_logprobs) == (True, 0)
+    assert (sampling.prompt_logprobs, sampling.num_top_prompt_logprobs) == (True, 3)
+    plain = to_submission(GenerateRequest(token_ids=PROMPT), None).sampling
+    assert (plain.logprobs, plain.prompt_logprobs, plain.repetition_penalty) == (False, False, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"stop": ["x"]}, "stop"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"typical_p": 0}, "typical_p"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(wrong: dict[str, Any], name: str) -> None:
+    with pytest.raises(Rejection) as refused:
+        to_submission(GenerateRequest(token_ids=PROMPT, sampling=SamplingOptions(**wrong)), None)
+    assert refused.value.field == name
+
+
+def test_a_beam_search_refuses_what_is_for_samples() -> None:
+    beam = BeamOptions(width=2)
+    for name in ("temperature", "top_p", "top_k", "min_p", "typical_p"):
+        options = SamplingOptions(**{name: 3 if name == "top_k" else 0.5})
+        with pytest.raises(Rejection) as refused:
+            to_submission(GenerateRequest(token_ids=PROMPT, sampling=options, beam=beam), None)
+        assert refused.value.field == name
+    assert to_submission(GenerateRequest(token_ids=PROMPT, sampling=SamplingOptions(temperature=0), beam=beam), None)
