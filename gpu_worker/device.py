@@ -46,10 +46,12 @@ class SideStream:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
-def upload(array: npt.NDArray[np.integer], device: torch.device) -> Tensor:
-    """int64 on the device. (A copy from ordinary memory would wait for all that is queued. Torch does not give pinned
-    memory away again before the copy from it is done.)"""
-    host = torch.from_numpy(array.astype(np.int64, copy=False))
+def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """The array on the device, integers as int64. (A copy from ordinary memory would wait for all that is queued. Torch
+    does not give pinned memory away again before the copy from it is done.)"""
+    if np.issubdtype(array.dtype, np.integer):
+        array = array.astype(np.int64, copy=False)
+    host = torch.from_numpy(array)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 

@@ -153,8 +153,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Nothing here waits for the device, so that step n + 1 is queued while step n runs. (Top-p and log probabilities
-        of prompts do, in sampling/.)
+        """Nothing here waits for the device, so that step n + 1 is queued while step n runs. (Top-p, top-k
+        and log probabilities of prompts do, in sampling/.)
 
         ProtocolViolation if the plan breaks the contract; after that, or any other exception, reset()."""
         started_us = _now_us()
