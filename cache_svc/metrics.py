@@ -53,6 +53,11 @@ class CacheCollector(Collector):
             ("swapped_in_blocks", "Blocks copied back from host memory.", counters.swapped_in_blocks),
             ("pins_given_up", "Times that a worker's pins had to make room for a request.", counters.pins_given_up),
             ("evicted_blocks", "Cached blocks that were taken for something else.", counters.evicted_blocks),
+            (
+                "sharing_sequences",
+                "Sequences that share what the step that they come in with computes for others.",
+                counters.sharing_sequences,
+            ),
             ("copied_blocks", "Blocks whose beginning was reused, by copying it.", counters.copied_blocks),
             ("demoted_blocks", "Evicted blocks that were copied to host memory.", counters.demoted_blocks),
             ("promoted_blocks", "Blocks reused from host memory, copied back.", counters.promoted_blocks),

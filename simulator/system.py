@@ -178,7 +178,7 @@ class LocalSystem:
             for op, result in zip(request.ops, response.results, strict=True):
                 # Only blocks may run short; any other refusal is a mistake of the scheduler, and would leak.
                 name, refused = op.WhichOneof("op"), result.HasField("error")
-                short = name in ("admit", "extend") or result.error.code == Code.RESOURCE_EXHAUSTED
+                short = name in ("admit", "extend") or result.error.code in (Code.RESOURCE_EXHAUSTED, Code.ABORTED)
                 assert short or not refused, f"the cache refused {name}: {result.error.message}"
             self.from_cache.append(response)
             return

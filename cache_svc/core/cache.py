@@ -40,6 +40,7 @@ class CacheCounters:
     demoted_blocks: int = 0
     promoted_blocks: int = 0
     forked_sequences: int = 0
+    sharing_sequences: int = 0  # that share what the same step is to compute for others
     copied_blocks: int = 0  # of which a sequence reused the beginning
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
@@ -88,6 +89,7 @@ class CacheCore:
         self.pins = Pins(self.max_pinned_share)
         self.swapped: dict[int, SwappedSequence] = {}
         self._touched: dict[int, Worker] = {}  # by worker id: counters may have changed in this exchange
+        self._stepless: set[int] = set()  # workers of which an ExtendOp was refused in this exchange
         self._asked: dict[int, bool] = {}  # by RematchOps of this exchange; whether the answer is due in any case
 
     def exchange(self, request: pb.CacheServiceLinkRequest) -> pb.CacheServiceLinkResponse:
@@ -114,6 +116,7 @@ class CacheCore:
                 self.counters.refused_ops += 1
                 result.error.code = refused.code
                 result.error.message = refused.message
+        self._stepless.clear()
         for worker in self._touched.values():
             worker.end_exchange()
             if worker.host.moves:
@@ -293,7 +296,13 @@ class CacheCore:
             if op.sequence in self.admitted or op.sequence in self.swapped:
                 raise OpError(Code.FAILED_PRECONDITION, f"sequence {op.sequence} is admitted already")
             raise OpError(Code.NOT_FOUND, f"sequence {op.sequence} is not known")
-        worker = self._worker(op.worker)
+        worker, num_planned = self._worker(op.worker), op.num_planned_tokens
+        self._expect_step(worker)
+        if num_planned > op.num_new_tokens > 0:
+            raise OpError(
+                Code.INVALID_ARGUMENT,
+                f"num_planned_tokens: {num_planned}, with blocks for {op.num_new_tokens} new tokens",
+            )
         host_blocks = array("i")
         if op.fork_of:
             (parent,) = self._all_admitted([op.fork_of])
@@ -305,6 +314,7 @@ class CacheCore:
             node, depth = (waiter.root, 0) if op.no_reuse else waiter.place()
             new_tokens, copies = op.num_new_tokens, not op.no_reuse
             sequence, copy_from, host_blocks = worker.admit(waiter, node, depth, new_tokens, copies)
+            sequence.alone = op.no_reuse
             result.admit.copy_from = copy_from
             self.counters.copied_blocks += bool(copy_from)
         waiter.leave(worker.tree)
@@ -318,6 +328,10 @@ class CacheCore:
             self.counters.promoted_blocks += len(host_blocks)
             result.admit.device_blocks = pack_int32(sequence.table[first:end])
             result.admit.host_blocks = pack_int32(host_blocks)
+        result.admit.shares_planned = sequence.unwritten
+        self.counters.sharing_sequences += sequence.unwritten
+        if num_planned:
+            worker.plan(sequence, min(num_cached_tokens + num_planned, sequence.num_tokens))
         if worker.prefix_caching and not op.no_reuse:
             self.counters.prefix_query_tokens += sequence.num_tokens
             self.counters.prefix_hit_tokens += num_cached_tokens
@@ -341,6 +355,7 @@ class CacheCore:
                 raise OpError(Code.FAILED_PRECONDITION, f"sequence {op.sequence} is not swapped out")
             raise OpError(Code.NOT_FOUND, f"sequence {op.sequence} is not known")
         worker = swapped.worker
+        self._expect_step(worker)
         sequence, num_cached = worker.swap_in(swapped)
         self.admitted[op.sequence] = sequence
         del self.swapped[op.sequence]
@@ -359,7 +374,11 @@ class CacheCore:
         alike = workers.count(workers[0]) if workers else 0
         needed = Counter(workers) if alike < len(workers) else dict.fromkeys(workers[:1], alike)
         for worker, num_blocks in needed.items():
-            worker.check_room(num_blocks)
+            try:
+                worker.check_room(num_blocks)
+            except OpError:
+                self._stepless.update(worker.worker_id for worker in needed)
+                raise
         taken = {}
         for worker, num_blocks in needed.items():
             taken[worker] = worker.device.take(num_blocks)
@@ -375,14 +394,23 @@ class CacheCore:
 
     def _commit(self, op: pb.CommitOp, _: pb.CacheOpResult) -> None:
         token_ids = op.token_ids
+        entries = checked_commits(op, len(token_ids), self._all_admitted)
+        if op.planned:
+            for entry in entries:
+                self._expect_step(entry[0].worker)
+            for sequence, _none, computed in entries:
+                sequence.worker.plan(sequence, computed)
+            return
         start = 0
-        for sequence, num_new, computed in checked_commits(op, len(token_ids), self._all_admitted):
+        for sequence, num_new, computed in entries:
             end = start + num_new * TOKEN_BYTES
             sequence.tokens += token_ids[start:end]
             start = end
             sequence.num_tokens += num_new
             sequence.num_computed_tokens = computed
             worker = sequence.worker
+            if sequence.unwritten:
+                worker.written(sequence)
             if worker.prefix_caching and computed // worker.tree.block_size > sequence.node.end:
                 worker.store(sequence)
             self._touched[worker.worker_id] = worker
@@ -408,9 +436,14 @@ class CacheCore:
                 self._touched[swapped.worker.worker_id] = swapped.worker
             else:
                 sequence = self.admitted.pop(sequence_id)
-                sequence.worker.release(sequence)
+                sequence.worker.release(sequence, op.discard)
                 sequence.worker.tree.leave(sequence.root)
                 self._touched[sequence.worker.worker_id] = sequence.worker
+
+    def _expect_step(self, worker: Worker) -> None:
+        """Raises OpError(ABORTED) if the worker gets no step out of this exchange."""
+        if worker.worker_id in self._stepless:
+            raise OpError(Code.ABORTED, f"worker {worker.worker_id}: an ExtendOp of this exchange was refused")
 
     def _all_admitted(self, sequence_ids: list[int]) -> list[Sequence]:
         try:

@@ -23,6 +23,8 @@ def checked_commits(
             f"{len(sequence_ids)} sequences, {len(num_new_tokens)} num_new_tokens and "
             f"{len(num_computed_tokens)} num_computed_tokens: must be as many of each",
         )
+    if op.planned and any(num_new_tokens):
+        raise OpError(Code.INVALID_ARGUMENT, "num_new_tokens: not 0, though the tokens are only planned")
     if sum(num_new_tokens) * TOKEN_BYTES != num_token_bytes:
         raise OpError(
             Code.INVALID_ARGUMENT,

@@ -13,6 +13,7 @@ class Code(IntEnum):
     ALREADY_EXISTS = 6
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
+    ABORTED = 10
 
 
 class OpError(Exception):

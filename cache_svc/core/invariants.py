@@ -58,7 +58,7 @@ def _check_sequence(sequence: Sequence) -> None:
     _require(len(set(sequence.table)) == len(sequence.table), f"{name}: a block stands twice in its table")
     path = _path(sequence.node)
     if worker.prefix_caching:
-        _require(sequence.node.end == whole_computed, f"{name}: its node does not end where its whole blocks do")
+        _require(sequence.node.end <= whole_computed, f"{name}: its node ends behind its whole blocks")
         _require(_root(sequence.node) is sequence.root, f"{name}: its node is not in the tree of its namespace")
     tokens = b"".join(node.key for node in path)
     _require(sequence.tokens.startswith(tokens), f"{name}: its nodes are not those of its tokens")
@@ -196,6 +196,10 @@ def _check_node(node: PrefixNode, root: PrefixNode, tree: PrefixTree, indexes: s
         _require(holding.node is node and len(holding.blocks) == num_blocks, "a holding is not that of its node")
         children = [child.holdings[index] for child in node.children.values() if index in child.holdings]
         _require(holding.num_children == len(children), "wrong number of children that a memory holds")
+        _require(bool(holding.users) or not holding.unwritten, "what nobody is left to write is stored")
+        _require(
+            not holding.unwritten or all(child.unwritten for child in children), "a child of what is not written is"
+        )
         _require(holding.users >= max((child.users for child in children), default=0), "a child has more users")
         if parent is not root:
             assert parent is not None

@@ -130,7 +130,7 @@ class Memory:
         self.cached_blocks -= len(holding.blocks)
         self._let_go(holding)
 
-    def hold(self, node: PrefixNode, blocks: array[int], priority: float = 0.0) -> None:
+    def hold(self, node: PrefixNode, blocks: array[int], priority: float = 0.0) -> Holding:
         """From now on this memory holds the node, for one user."""
         self._num_stored += 1
         holding = node.holdings[self.index] = Holding(node, blocks, self._num_stored)
@@ -140,6 +140,7 @@ class Memory:
             above.num_children += 1
         if self.events is not None:
             self.events.stored(holding)
+        return holding
 
     def use(self, holding: Holding, priority: float = 0.0) -> None:
         """One user more."""
@@ -186,7 +187,7 @@ class Memory:
             holding.users -= 1
             if holding.users:
                 continue
-            if self.keeps:
+            if self.keeps and not holding.unwritten:
                 self.cached_blocks += len(holding.blocks)
                 self.queue.add(holding)
             else:
@@ -225,16 +226,20 @@ class Memory:
             live = node.end
         return last, depth, live
 
-    def forget_unused(self, root: PrefixNode) -> int:
-        """Nobody wants what is cached below that root, and has no user; returns how many blocks are free now."""
-        num_blocks = 0
-        for node in reversed(list(subtree(root))):
+    def forget_unused(self, *tops: PrefixNode) -> int:
+        """Nobody wants what is cached in these nodes and below, and has no user; returns how many blocks that was."""
+        dropped = array("i")
+        for node in reversed([*tops, *subtree(*tops)]):
             holding = node.holdings.get(self.index)
             if holding is not None and not holding.users:
-                num_blocks += len(holding.blocks)
-                self.pool.give_back(holding.blocks[::-1])
+                dropped += holding.blocks
                 self._forget(holding)
+        num_blocks = len(dropped)
         self.cached_blocks -= num_blocks
+        if dropped:
+            dropped = array("i", sorted(dropped))
+            self._withhold(dropped)
+            self.pool.give_back(dropped)
         return num_blocks
 
     def leave_tree(self) -> None:

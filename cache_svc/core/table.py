@@ -38,13 +38,18 @@ class Sequence:
 
         table   [ b0 b1 b2 | b3 | b4 b5 ]     one block id per `block_size` tokens, append-only
                   reused     own
-                            ^ node            the tree's node that ends where the whole computed blocks end
+                            ^ node            the tree's node that ends where the whole computed blocks end (or
+                                              before that, where it met what another one was just to write)
 
+    What the step is to compute for which it was granted counts as computed. Until that step has been sent, the sequence
+    and those with whom it shares are `unwritten`.
     The sequence uses that node and all above it. Their blocks are those of the table, unless equal ones of another
-    sequence got there first: then it uses both, and its own stay outside of the tree (`duplicates`).
+    sequence got there first: then it uses both, and its own stay outside of the tree (`duplicates`). One that reuses
+    nothing (`alone`) would need room for both to run at all: its node ends before such blocks, until it is forked.
     """
 
     __slots__ = (
+        "alone",
         "duplicates",
         "node",
         "num_computed_tokens",
@@ -54,6 +59,7 @@ class Sequence:
         "table",
         "terms",
         "tokens",
+        "unwritten",
         "worker",
     )
 
@@ -73,6 +79,8 @@ class Sequence:
         self.table = table
         self.node = node
         self.num_computed_tokens = num_computed_tokens
+        self.alone = False
+        self.unwritten = False
         self.duplicates = array("i")
         self.terms = known.terms
 

@@ -49,6 +49,7 @@ class Holding:
         "queue",
         "retention",
         "serial",
+        "unwritten",
         "users",
     )
 
@@ -56,6 +57,7 @@ class Holding:
         self.node = node
         self.blocks = blocks
         self.users = 1  # sequences that run with it
+        self.unwritten = False  # who is to write it has a place in a step, and the step has not been sent
         self.num_children = 0  # of the node, in the same memory
         # What says when it is evicted (eviction.py).
         self.serial = serial  # counts up with what the memory stores
@@ -70,7 +72,7 @@ class Holding:
         """Its first blocks as a holding of `front`, which is its node's parent now; it keeps the others."""
         holding = Holding(front, self.blocks[:num_blocks], self.serial)
         self.blocks = self.blocks[num_blocks:]
-        holding.users, holding.num_children = self.users, 1
+        holding.users, holding.num_children, holding.unwritten = self.users, 1, self.unwritten
         holding.num_reuses, holding.priority = self.num_reuses, self.priority
         holding.retention, holding.duration_ms = self.retention, self.duration_ms
         holding.expires_ms = self.expires_ms
@@ -205,7 +207,8 @@ class PrefixTree:
         if depth < node.end:
             at = depth - node.start
             common = common_tokens(node.key[at * block_bytes : (at + 1) * block_bytes], rest)
-            return (node.holdings[index].blocks[at], common) if common else (0, 0)
+            holding = node.holdings[index]
+            return (holding.blocks[at], common) if common and not holding.unwritten else (0, 0)
         first_keys = node.first_keys
         if first_keys is None:
             first_keys = node.first_keys = {}
@@ -220,8 +223,9 @@ class PrefixTree:
                 common = common_tokens(key, rest)
                 if common <= best[1]:
                     break
-                if (holding := node.children[key].holdings.get(index)) is not None:
-                    best = holding.blocks[0], common
+                held = node.children[key].holdings.get(index)
+                if held is not None and not held.unwritten:  # a copy is made before the step writes anything
+                    best = held.blocks[0], common
                     break
         return best
 

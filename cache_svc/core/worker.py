@@ -89,12 +89,15 @@ class Worker:
         `node` and `depth` are where the tree's walk for the tokens ends. With `copies`, what has to be copied counts as
         stored too: what the host has behind the device (the host blocks are the third result, for as many of the new
         blocks, from the first on), or with partial reuse what another block begins with (that block's content belongs
-        into the first new one, and is the second result, else 0).
+        into the first new one, and is the second result, else 0). Without, only what is written counts.
         Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few blocks.
         """
         tree, device = self.tree, self.device
         last, end = node, depth
         node, cached, live = device.held(node, depth) if self.prefix_caching else (Root(None), 0, 0)
+        if not copies:
+            node, cached = self._written_part(node, cached)
+            live = min(live, cached)
         reached = cached  # blocks from the root, with those of the host
         if copies and self.host_tier:
             last, reached = self.host.behind(last, end, node)
@@ -135,6 +138,8 @@ class Worker:
         self, known: Waiter | SwappedSequence, table: array[int], node: PrefixNode, num_computed_tokens: int
     ) -> Sequence:
         sequence = self.sequences[known.sequence_id] = Sequence(known, self, table, node, num_computed_tokens)
+        if node.parent is not None:
+            sequence.unwritten = node.holdings[self.index].unwritten
         if known.terms.retention:
             self.device.retain(node, known.terms.retention)
         return sequence
@@ -155,16 +160,39 @@ class Worker:
                 f"sequence {waiter.sequence_id} cannot fork sequence {parent.sequence_id}, which has not computed the "
                 f"first {num_shared} tokens of it on worker {self.worker_id}",
             )
+        _check_written(parent)
         self.check_room(1)
-        if not self.prefix_caching:
-            self.store(parent)  # in a tree of the family's own: nobody else finds it
+        if not self.prefix_caching or parent.alone:
+            parent.alone = False
+            self.store(parent)  # without prefix caching in a tree of the family's own: nobody else finds it
         num_whole, rest = divmod(num_shared, self.tree.block_size)
         node = self.tree.cut(parent.node, num_whole)
         table = self.device.use_path(node, waiter.terms.priority) + self.device.take(1)
         return self._begin(waiter, table, node, num_shared), parent.table[num_whole] if rest else 0
 
+    def plan(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """The next step is to compute so many of its tokens: whoever is admitted from now on can share them."""
+        sequence.num_computed_tokens, sequence.unwritten = num_computed_tokens, True
+        if self.prefix_caching and num_computed_tokens // self.tree.block_size > sequence.node.end:
+            self.store(sequence)
+
+    def _written_part(self, node: PrefixNode, depth: int) -> tuple[PrefixNode, int]:
+        """Of a place that the device holds, without what steps are still to write that have not been sent."""
+        while node.parent is not None and node.holdings[self.index].unwritten:
+            node = node.parent
+            depth = node.end
+        return node, depth
+
+    def written(self, sequence: Sequence) -> None:
+        """The step has been sent that computes what was planned for it, or for those with whom it shares."""
+        sequence.unwritten = False
+        node = sequence.node
+        while node.parent is not None and (holding := node.holdings[self.index]).unwritten:
+            holding.unwritten = False
+            node = node.parent
+
     def store(self, sequence: Sequence) -> None:
-        """Put every whole computed block that is not in the tree yet into it."""
+        """Put every whole computed block that is not in the tree yet into it, up to what others are just to write."""
         tree, device, tokens, table = self.tree, self.device, sequence.tokens, sequence.table
         node, block_bytes, terms = sequence.node, tree.block_bytes, sequence.terms
         depth, end = node.end, sequence.num_computed_tokens // tree.block_size
@@ -174,14 +202,16 @@ class Worker:
             if child is None:
                 reached = min(end, depth + tree.max_node_blocks)
                 child = tree.grow(node, bytes(tokens[begin : reached * block_bytes]))
-                device.hold(child, table[depth:reached], terms.priority)
+                device.hold(child, table[depth:reached], terms.priority).unwritten = sequence.unwritten
             else:
                 reached = tree.follow(child, tokens, end)
                 if reached < child.end:
                     child = tree.split(child, reached)
                 holding = child.holdings.get(self.index)
+                if holding is not None and (holding.unwritten or sequence.alone):
+                    break  # whoever is to write it may be taken out of the step, and then it holds nothing
                 if holding is None:
-                    device.hold(child, table[depth:reached], terms.priority)
+                    device.hold(child, table[depth:reached], terms.priority).unwritten = sequence.unwritten
                 else:
                     # Equal blocks are here already: ours stay private, theirs must not go while we hold what is below.
                     device.use(holding, terms.priority)
@@ -191,13 +221,28 @@ class Worker:
         if terms.retention:
             device.retain(node, terms.retention)
 
-    def release(self, sequence: Sequence) -> None:
-        """The sequence leaves the device, from the tail to the head, so that eviction meets children before parents."""
+    def release(self, sequence: Sequence, discard: bool = False) -> None:
+        """The sequence leaves the device, from the tail to the head, so that eviction meets children before parents.
+        With `discard`, nothing is kept of it (nor of what is behind it) that has no other user."""
         private = sequence.duplicates + sequence.table[sequence.node.end :]
         private.reverse()
         self.device.pool.give_back(private)
         self.device.leave_path(sequence.node)
         del self.sequences[sequence.sequence_id]
+        if discard:
+            self._discard(sequence.node)
+
+    def _discard(self, node: PrefixNode) -> None:
+        """Of the way to the node, what has no user, and what is cached behind that."""
+        top = None
+        while node.parent is not None:
+            holding = node.holdings.get(self.index)
+            if holding is not None and not holding.users:
+                top = node
+            node = node.parent
+        if top is not None:
+            self.host.forget_unused(top)  # first: what is there may be behind what the device has
+            self.device.forget_unused(top)
 
     def swap_out(self, sequence: Sequence) -> SwappedSequence:
         """Host blocks for what is computed of it, and none on the device any more: everything moves, also what others
@@ -205,6 +250,7 @@ class Worker:
 
         Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few host blocks.
         """
+        _check_written(sequence)
         num_blocks = -(-sequence.num_computed_tokens // self.tree.block_size)
         available = self.host.available_blocks
         if num_blocks > available:
@@ -252,6 +298,13 @@ class Worker:
                 f"worker {self.worker_id}: {num_blocks} more blocks asked for, {available} available "
                 f"(of {self.device.num_blocks})",
             )
+
+
+def _check_written(sequence: Sequence) -> None:
+    if sequence.unwritten:
+        raise OpError(
+            Code.FAILED_PRECONDITION, f"sequence {sequence.sequence_id} has planned tokens, not committed yet"
+        )
 
 
 def check_token_bytes(token_ids: bytes) -> None:

@@ -12,6 +12,7 @@ from paceline.v1.cache_pb2 import (
     CacheOp,
     CacheServiceLinkRequest,
     CacheServiceLinkResponse,
+    CommitOp,
     MatchOp,
 )
 from scheduler_svc.core.request import TOKEN_BYTES, Request
@@ -37,8 +38,8 @@ class CacheLink:
     """Operations gather until the exchange before them has come back; then they all go in one message.
 
     Their order is fixed: commits, swaps to host memory, frees, workers going and coming, matches, and last what drafts
-    ask for. So a block that a sequence of this exchange gives up can be granted in the same exchange, and a commit
-    never follows its sequence's free.
+    ask for: growth, what the step computes of running sequences, admissions. So a block that a sequence of this
+    exchange gives up can be granted in the same exchange, and a commit never follows its sequence's free.
     """
 
     epoch: int
@@ -52,13 +53,14 @@ class CacheLink:
     model: str = ""  # fingerprint of the one that is served
     rematches: dict[int, None] = field(default_factory=dict)  # sequences that wait, whose matches are asked for anew
     frees: list[int] = field(default_factory=list)
+    discards: list[int] = field(default_factory=list)  # frees after which nothing is kept of what they computed
     # Of sequences that have progressed: their names, numbers of new tokens, numbers of computed tokens, the new tokens.
     _commits: tuple[list[int], list[int], list[int], list[bytes]] = field(default_factory=lambda: ([], [], [], []))
 
     @property
     def has_gathered(self) -> bool:
         """Whether the cache has yet to hear of something."""
-        changed = self._commits[0] or self.swap_outs or self.frees or self.matches or self.rematches
+        changed = self._commits[0] or self.swap_outs or self.frees or self.discards or self.matches or self.rematches
         return bool(changed or self.added or self.removed)
 
     @property
@@ -73,14 +75,14 @@ class CacheLink:
         self.matches.clear()
         self.swap_outs.clear()
         self.rematches.clear()
-        for gathered in (self.removed, self.added, self.frees, *self._commits):
+        for gathered in (self.removed, self.added, self.frees, self.discards, *self._commits):
             gathered.clear()
 
-    def forget_sequence(self, sequence: int) -> None:
+    def forget_sequence(self, sequence: int, discard: bool = False) -> None:
         """The cache need not know the sequence any more (or never hears of it, if it has not yet)."""
         self.rematches.pop(sequence, None)
         if self.matches.pop(sequence, None) is None:
-            self.frees.append(sequence)
+            (self.discards if discard else self.frees).append(sequence)
 
     def forget_worker(self, worker: int) -> None:
         """The worker is gone; if the cache has not heard of it yet, it never will."""
@@ -114,6 +116,11 @@ class CacheLink:
         if self.frees:
             ops.add().free.sequences.extend(self.frees)
             self.frees.clear()
+        if self.discards:
+            free = ops.add().free
+            free.sequences.extend(self.discards)
+            free.discard = True
+            self.discards.clear()
         for worker in self.removed:
             ops.add().remove_worker.worker = worker
         for op in self.added:
@@ -142,6 +149,8 @@ class CacheLink:
             if len(draft.decision.growth):
                 extend = len(ops)
                 ops.add().extend.sequences.extend(worker.slots.sequence[draft.decision.growth].tolist())
+            if draft.decision.shares and draft.decision.admissions and draft.decision.chunks:
+                self._fill_planned(ops.add().commit, worker, draft.decision.chunks)
             for admission in draft.decision.admissions:
                 admits.append(len(ops))
                 request, op = admission.request, ops.add()
@@ -151,10 +160,12 @@ class CacheLink:
                 admit = op.admit
                 admit.sequence, admit.worker = request.sequence, worker.id
                 admit.num_new_tokens = admission.num_new_tokens
+                if request.parent is not None and request.can_fork_on(worker.id):
+                    admit.fork_of = request.parent.sequence
+                elif draft.decision.shares:
+                    admit.num_planned_tokens = admission.num_tokens
                 if request.scores_prompt:
                     admit.no_reuse = True
-                elif request.parent is not None and request.can_fork_on(worker.id):
-                    admit.fork_of = request.parent.sequence
             sent.drafts.append((draft, extend, admits))
         known = [request.sequence for request in heads if request.matches is not None]
         if known:
@@ -165,6 +176,15 @@ class CacheLink:
             rematch.always = True
             self.rematches.clear()
         return message
+
+    @staticmethod
+    def _fill_planned(commit: CommitOp, worker: Worker, chunks: list[tuple[int, int, int]]) -> None:
+        """What the step computes of sequences that run already."""
+        commit.planned = True
+        for slot, _, size in chunks:
+            commit.sequences.append(int(worker.slots.sequence[slot]))
+            commit.num_new_tokens.append(0)
+            commit.num_computed_tokens.append(worker.prefills[slot].num_planned + size)
 
     def _fill_match(self, match: MatchOp, sequence: int, request: Request) -> None:
         match.sequence, match.token_ids = sequence, request.token_ids

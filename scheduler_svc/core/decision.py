@@ -40,4 +40,5 @@ class Decision(NamedTuple):
     decodes: list[int] | None  # slots; None: all that decode
     chunks: list[tuple[int, int, int]]  # (slot, generation, tokens)
     admissions: list[Admission]
+    shares: bool  # the admissions may share what the step is to compute
     held_back: list[tuple[Request, str, str]]  # (request, reason, detail): first of the queue that did not get in

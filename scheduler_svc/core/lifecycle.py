@@ -82,7 +82,7 @@ class Lifecycle:
     def ask_match(self, request: Request) -> None:
         """Make the request known to the cache, by a new name."""
         request.sequence, request.matches = next(self._sequences), None
-        request.num_registered = request.num_tokens
+        request.num_registered, request.num_committed = request.num_tokens, 0
         self._cache.matches[request.sequence] = self._matched[request.sequence] = request
 
     def set_matches(self, found: Iterable[tuple[int, Iterable[WorkerMatch]]]) -> None:
@@ -217,9 +217,9 @@ class Lifecycle:
         self._recall_tokens(worker, request.slot)
         self._leave(worker, request.slot)
         num_tokens = request.num_tokens
-        num_computed = num_tokens - 1  # the last token is never computed
+        num_computed = max(num_tokens - 1, request.num_committed)  # the last token may be just computed, or not yet
         fills = num_computed // worker.block_size > request.num_registered // worker.block_size
-        if swaps or (worker.prefix_caching and fills):
+        if swaps or (worker.prefix_caching and fills and not request.is_spoiled):
             new_tokens = request.token_ids[request.num_registered * TOKEN_BYTES :]
             self._cache.add_commit(request.sequence, new_tokens, num_computed)
             request.num_registered = num_tokens
@@ -244,11 +244,16 @@ class Lifecycle:
         if request.swapped_on:
             self.swaps.forget(request)
         if request.sequence and self._cache.connected:
-            self._cache.forget_sequence(request.sequence)
+            self._cache.forget_sequence(request.sequence, discard=request.is_spoiled)
         self._matched.pop(request.sequence, None)
         request.sequence = 0
 
     # ── over ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def spoil(self, request: Request, message: str) -> None:
+        """Its worker could not compute it: nothing of it stays in the cache, for others would reuse what is wrong."""
+        request.is_spoiled = True
+        self.fail(request, message)
 
     def fail(self, request: Request, message: str, code: int = CODE_INTERNAL) -> None:
         self.end(request, FinishReason.FINISH_REASON_ERROR, Rejection(code, message))

@@ -5,7 +5,7 @@ A step reads top to bottom in `draft_step` (before the cache exchange) and `fini
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -30,7 +30,7 @@ class Planner:
     over_budget: Callable[[Request, Collection[Admission]], str | None]
     session_index: Callable[[Request], int]
     resumed: Callable[[Request], None]  # what was swapped out is seated again
-    promoted: Callable[[Request, int], None]  # so many tokens of it are cached, some of them copied from host memory
+    commit: Callable[[int, bytes, int], None]  # sequence, new tokens, how many of all are computed by what was sent
     max_num_seqs: int = 0
 
     # ── before the exchange ──────────────────────────────────────────────────────────────────────────────────────────
@@ -55,7 +55,8 @@ class Planner:
         self, worker: Worker, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
     ) -> Step | None:
         worker.binding_tokens = 0
-        step = Step(worker, waiting, policies.capacity, now_s, self.over_budget, self.max_num_seqs)
+        shares = policies.batch.shares_in_step
+        step = Step(worker, waiting, policies.capacity, now_s, self.over_budget, self.max_num_seqs, shares)
         try:
             policies.capacity.begin(step)
             policies.batch.compose(step)
@@ -139,7 +140,12 @@ class Planner:
     # ── after the exchange ───────────────────────────────────────────────────────────────────────────────────────────
 
     def finish_step(
-        self, worker: Worker, draft: Draft, response: CacheServiceLinkResponse | None, extend: int, admits: list[int]
+        self,
+        worker: Worker,
+        draft: Draft,
+        response: CacheServiceLinkResponse | None,
+        extend: int,
+        admits: Sequence[int],
     ) -> WorkerServiceLinkResponse | None:
         """The plan, with the blocks the cache granted; None if nothing is left to run.
 
@@ -154,11 +160,21 @@ class Planner:
             self._grow(worker, draft, response, extend, plan)
         self._choose_decodes(worker, decision.decodes, plan)
         generation = worker.slots.generation
+        lost = draft.decision.shares and self._has_lost(worker, draft)
         sizes = {slot: size for slot, gen, size in decision.chunks if generation[slot] == gen}
         for admission, index in zip(decision.admissions, admits, strict=True):
             assert response is not None, "an admission needs an exchange"
+            if lost and (granted := admit_result(response, index)) is not None and granted.shares_planned:
+                continue  # the caller puts it back into the queue
             self._seat(worker, admission, response, index, plan, sizes)
         return message if self._run(worker, plan, sizes) else None
+
+    @staticmethod
+    def _has_lost(worker: Worker, draft: Draft) -> bool:
+        """Whether something has ended meanwhile that the step was to compute tokens of."""
+        generation = worker.slots.generation
+        ended = any(admission.request.phase is Phase.ENDED for admission in draft.decision.admissions)
+        return ended or any(generation[slot] != gen for slot, gen, _ in draft.decision.chunks)
 
     def _grow(
         self, worker: Worker, draft: Draft, response: CacheServiceLinkResponse, extend: int, plan: StepPlan
@@ -219,7 +235,6 @@ class Planner:
         elif granted.host_blocks:
             plan.swap_in_from += granted.host_blocks
             plan.swap_in_to += granted.device_blocks
-            self.promoted(request, num_cached_tokens)
         if copy_from := granted.copy_from:
             plan.copy_from += copy_from.to_bytes(4, "little")
             at = 4 * (num_cached_tokens // worker.block_size)  # where the cached tokens end
@@ -268,6 +283,10 @@ class Planner:
             worker.last_steps.discard(step)
 
     def _advance_prefill(self, worker: Worker, chunk: Chunk) -> None:
+        """The cache hears of it at once: whoever is admitted next runs in a later step, when its blocks are written."""
+        request = worker.running[chunk.slot]
+        request.num_committed = chunk.num_computed
+        self.commit(request.sequence, b"", chunk.num_computed)
         worker.prefills[chunk.slot].num_planned = chunk.num_computed
         if not chunk.samples:
             return

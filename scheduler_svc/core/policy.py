@@ -136,6 +136,10 @@ class CapacityPolicy(ABC):
 class BatchPolicy(ABC):
     """What runs in a step."""
 
+    # What a request is let in for can be shared by those that are let in behind it in the same step, as if it were
+    # computed: a worker writes the KV of all rows of a step before any of them attends.
+    shares_in_step: bool = True
+
     @abstractmethod
     def compose(self, step: Step) -> None:
         """Call `step.run`, `step.run_decodes` and `step.admit` for what shall be in the step."""

@@ -63,6 +63,7 @@ class Request:
     phase: Phase = Phase.WAITING
     sequence: int = 0
     num_registered: int = 0  # tokens that the cache knows of that sequence
+    num_committed: int = 0  # of these, computed by steps that were sent, as far as the cache has been told
     matches: dict[int, Match] | None = None  # by worker; None until the cache has answered
     place: int = 0
     worker: int = 0  # while BINDING or RUNNING
@@ -72,6 +73,7 @@ class Request:
     cached_tokens: int | None = None  # reused at the first admission
     num_preemptions: int = 0
     num_worker_losses: int = 0
+    is_spoiled: bool = False  # what it computed is not to be trusted
     extra_stop_ids: frozenset[int] = NO_TOKENS
     parent: Request | None = None  # to fork from, as long as that is possible
     prompt_is_computed: bool = False  # and known to be, of the attempt that runs

@@ -1,4 +1,4 @@
-"""What a step's result means: tokens to sessions, whole blocks to the cache, sequences that are over."""
+"""What a step's result means: tokens to sessions, sequences that are over."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 from paceline.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason, PromptLogprobs
 from paceline.v1.worker_pb2 import RowError, StepResult, TokenLogprobs
 from scheduler_svc.core.arrays import Longs, Slots, Tokens
-from scheduler_svc.core.cache_link import CacheLink, ProtocolError
-from scheduler_svc.core.rejection import CODE_INTERNAL
+from scheduler_svc.core.cache_link import ProtocolError
 from scheduler_svc.core.request import TOKEN_BYTES, Request
 from scheduler_svc.core.worker import StepInFlight, Worker
 
@@ -21,9 +20,9 @@ Failures = dict[int, RowError]  # by slot
 
 @dataclass(frozen=True, slots=True)
 class ResultReader:
-    cache: CacheLink
     publish: Callable[[int, Longs, Longs, Tokens], None]  # session of all or -1, sessions, handles, tokens
     finish: Callable[[Request, FinishReason.ValueType], None]
+    spoil: Callable[[Request, str], None]  # it fails, and what it computed is not to be trusted
     fail: Callable[[Request, str, int], None]  # message, google.rpc.Code
     publish_score: Callable[[Request, TokenLogprobs], None]  # of its newest token
     publish_prompt_scores: Callable[[Request, PromptLogprobs], None]
@@ -98,7 +97,7 @@ class ResultReader:
     def _prefills(
         self, worker: Worker, step: StepInFlight, tokens: Tokens, failed: Failures, logprobs: Logprobs
     ) -> int:
-        """Prefill rows: their whole blocks are in place; those that were the last of their sequence have sampled."""
+        """Prefill rows; those that were the last of their sequence have sampled."""
         sampled = iter(tokens.tolist())
         new: list[tuple[int, int, int]] = []  # session, handle, token
         for chunk in step.chunks:
@@ -109,7 +108,6 @@ class ResultReader:
             if chunk.slot in failed:
                 self._fail(request, failed[chunk.slot])
                 continue
-            self.cache.add_commit(request.sequence, b"", chunk.num_computed)
             if token is None:
                 continue
             if request.group is not None:
@@ -142,4 +140,7 @@ class ResultReader:
                 self._fail(worker.running[slot], failed[slot])
 
     def _fail(self, request: Request, error: RowError) -> None:
-        self.fail(request, error.message, error.code or CODE_INTERNAL)
+        if error.code:  # what it asks for cannot be: its KV is as good as any
+            self.fail(request, error.message, error.code)
+        else:
+            self.spoil(request, error.message)

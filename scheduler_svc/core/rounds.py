@@ -5,7 +5,7 @@ A composed step that needs nothing of the cache is a plan at once; the others ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest, CacheServiceLinkResponse
 from paceline.v1.worker_pb2 import WorkerServiceLinkResponse
@@ -118,20 +118,25 @@ class Rounds:
         draft: Draft,
         response: CacheServiceLinkResponse | None,
         extend: int = -1,
-        admits: Iterable[int] = (),
+        admits: Sequence[int] = (),
     ) -> None:
         if extend >= 0 and response is not None and not response.results[extend].HasField("extend"):
             self._undo_draft(draft)
             return
-        message = self._planner.finish_step(worker, draft, response, extend, list(admits))
+        message = self._planner.finish_step(worker, draft, response, extend, admits)
         if message is not None:
             self._life.counters.steps += 1
             self._send(worker.id, message)
         self._groups.settle(admission.request for admission in draft.decision.admissions)
-        for admission in draft.decision.admissions:
+        for admission, index in zip(draft.decision.admissions, admits, strict=True):
             request = admission.request
-            if request.phase is Phase.BINDING:  # the cache had less room than was thought
+            if request.phase is not Phase.BINDING:
+                continue
+            assert response is not None, "an admission needs an exchange"
+            if admit_result(response, index) is None:  # the cache had less room than was thought
                 self._life.refused(request)
+            else:  # it was to share what is not computed after all
+                self._life.requeue(request)
 
     def _undo_draft(self, draft: Draft) -> None:
         """The running sequences could not grow after all, so this step is not made; the next draft makes room.

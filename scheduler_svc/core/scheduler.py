@@ -80,15 +80,20 @@ class SchedulerCore:
         exceeded = self.life.budgets.exceeded
         swaps = self.life.swaps
         planner = Planner(
-            self.life.preempt, exceeded, self._session_index, swaps.resumed, swaps.promoted, config.max_num_seqs
+            self.life.preempt,
+            exceeded,
+            self._session_index,
+            swaps.resumed,
+            self._cache.add_commit,
+            config.max_num_seqs,
         )
         self._rounds = Rounds(
             self.workers, self._cache, self._composer, planner, self.life, self._groups, self._send_worker
         )
         self._results = ResultReader(
-            self._cache,
             self._publish,
             self.life.end,
+            self.life.spoil,
             self.life.fail,
             self._publish_score,
             self._publish_prompt_scores,

@@ -81,7 +81,7 @@ class Step(StepView):
         for it; who is not placed after all gives them back when the step ends. Raises PolicyError."""
         self._expect_open()
         own, num_tokens = self._waits(request), operator.index(num_tokens)
-        request, uncached = view_of(own), own.num_tokens - own.matched_tokens(self._worker.id)
+        request, uncached = view_of(own), own.num_tokens - self.cached_tokens(own)
         if not 1 <= num_tokens <= uncached or own.seniority in self._considered:
             raise PolicyError(f"{request}: {num_tokens} tokens of {uncached}, or considered before")
         if self._num_seats <= 0:
@@ -101,7 +101,7 @@ class Step(StepView):
         self._available_blocks -= need_blocks
         self._num_seats -= 1
         self._considered[own.seniority] = Admission(own, num_tokens, num_new_tokens, uncached)
-        self._live_tokens_of = None
+        self._shared_by = self._live_tokens_of = None
         return verdict
 
     def place(self, request: RequestView, num_tokens: int) -> None:
@@ -122,6 +122,7 @@ class Step(StepView):
         self._spend(admission.num_tokens)
         self._worker.binding_tokens += admission.num_uncached_tokens + ROW_COST_TOKENS
         self._placed[request.seniority] = admission
+        self._shared_by = self._live_tokens_of = None
 
     def hold_back(self, request: RequestView, verdict: Verdict, reason: str, detail: str = "") -> Verdict:
         """Note why a request does not get in now, for `paceline explain`; returns the verdict."""
@@ -181,6 +182,7 @@ class Step(StepView):
             decodes=self._decodes,
             chunks=[(slot, int(generation[slot]), tokens) for slot, tokens in self._chunks.items()],
             admissions=list(self._placed.values()),
+            shares=self._shares,
             held_back=self._held_back,
         )
 

@@ -44,6 +44,8 @@ class StepView:
         "_placed",
         "_preempted",
         "_running",
+        "_shared_by",
+        "_shares",
         "_waiting",
         "_worker",
     )
@@ -69,7 +71,9 @@ class StepView:
     _held_back: list[tuple[Request, str, str]]
     _open: bool
     _lack: OutOfBlocks | None  # of blocks: then the composition has failed
-    _live_tokens_of: tuple[Request, int] | None  # whom it was told of last; until somebody is considered
+    _shares: bool
+    _live_tokens_of: tuple[Request, int] | None  # whom it was told of last; until somebody is considered or placed
+    _shared_by: tuple[Request, int] | None  # likewise
 
     def __init__(
         self,
@@ -79,8 +83,10 @@ class StepView:
         now_s: float,
         over_budget: Callable[[Request, Collection[Admission]], str | None],
         max_num_seqs: int = 0,
+        shares: bool = False,
     ) -> None:
-        """`over_budget` says which budget, of those that are not the policies', a request exceeds, if any."""
+        """`over_budget` says which budget, of those that are not the policies', a request exceeds, if any; `shares` is
+        BatchPolicy.shares_in_step."""
         seats = worker.slots.num_slots if not max_num_seqs else min(max_num_seqs, worker.slots.num_slots)
         self._worker = worker
         self._waiting = waiting
@@ -103,7 +109,8 @@ class StepView:
         self._held_back = []
         self._open = True
         self._lack = None
-        self._live_tokens_of = None
+        self._shares = shares and worker.prefix_caching
+        self._live_tokens_of = self._shared_by = None
 
     # ── what does not change while a step is composed ────────────────────────────────────────────────────────────────
 
@@ -199,9 +206,10 @@ class StepView:
             yield view_of(request)
 
     def cached_tokens(self, request: RequestView | Request) -> int:
-        """What this worker has in its cache of a waiting request, on the device or behind that in host memory: whole
-        blocks, never the last token."""
-        return request.matched_tokens(self._worker.id)
+        """What this worker has in its cache of a waiting request, on the device or behind that in host memory, or is to
+        compute in this step for another one: whole blocks, never the last token."""
+        own = request._request if isinstance(request, RequestView) else request
+        return max(own.matched_tokens(self._worker.id), self._computed_in_step(own))
 
     def _device_tokens(self, request: Request) -> int:
         """In whole blocks that it would share."""
@@ -210,7 +218,7 @@ class StepView:
         return tokens // worker.block_size * worker.block_size
 
     def uncached_tokens(self, request: RequestView) -> int:
-        return request.num_tokens - request._request.matched_tokens(self._worker.id)
+        return request.num_tokens - self.cached_tokens(request)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._worker.block_size)
@@ -221,7 +229,7 @@ class StepView:
 
     def _need_blocks(self, request: Request, num_new_tokens: int) -> int:
         worker = self._worker
-        num_tokens = request.matched_tokens(worker.id) + num_new_tokens
+        num_tokens = self.cached_tokens(request) + num_new_tokens
         return -(-num_tokens // worker.block_size) - self._live_tokens(request) // worker.block_size
 
     def remaining_new_tokens(self) -> npt.NDArray[np.int64]:
@@ -254,7 +262,7 @@ class StepView:
         known = self._live_tokens_of
         if known is not None and known[0] is request:  # the step asks for a request, then the policy for the same one
             return known[1]
-        live = request.live_tokens(self._worker.id)
+        live = max(request.live_tokens(self._worker.id), self._computed_in_step(request))
         if self._considered and not request.swapped_on:  # what of that one is shared, only the cache knows
             live = self._shared_tokens(request, live)
         self._live_tokens_of = request, live
@@ -271,10 +279,51 @@ class StepView:
             if not others.startswith(tokens[: (live + block_size) * TOKEN_BYTES]):
                 continue
             longest = min(self._device_tokens(admission.request), matched)
-            if others.startswith(tokens[: longest * TOKEN_BYTES]):  # mostly all of it
-                live = max(live, longest)
-                continue
-            lengths = range(longest, live, -block_size)
-            i = bisect_left(lengths, True, key=lambda n: others.startswith(tokens[: n * TOKEN_BYTES]))
-            live = lengths[i] if i < len(lengths) else live
+            live = _common_blocks(others, tokens, live, longest, block_size)
         return live
+
+    def _computed_in_step(self, request: Request) -> int:
+        """Tokens of whole blocks at the beginning of a waiting request that the step computes for what it runs, or has
+        on the device for it."""
+        if not (self._shares and (self._placed or self._chunks)) or request.swapped_on or request.scores_prompt:
+            return 0
+        known = self._shared_by
+        if known is not None and known[0] is request:
+            return known[1]
+        block_size, tokens, shared = self._worker.block_size, request.token_ids, self._device_tokens(request)
+        limit = (request.num_tokens - 1) // block_size
+        for other, num_computed in self._computing():
+            end = min(limit, num_computed // block_size) * block_size
+            if end <= shared or not _alike(other, request):
+                continue
+            others, next_block = other.token_ids, tokens[shared * TOKEN_BYTES : (shared + block_size) * TOKEN_BYTES]
+            if others.startswith(next_block, shared * TOKEN_BYTES) and others.startswith(
+                tokens[: shared * TOKEN_BYTES]
+            ):
+                shared = _common_blocks(others, tokens, shared, end, block_size)
+        shared = shared if shared > self._device_tokens(request) else 0
+        self._shared_by = request, shared
+        return shared
+
+    def _computing(self) -> Iterator[tuple[Request, int]]:
+        """What has tokens to compute in the step, with how many of them computed after it."""
+        worker = self._worker
+        for slot, num_tokens in self._chunks.items():
+            yield worker.running[slot], worker.prefills[slot].num_planned + num_tokens
+        for admission in self._placed.values():
+            request = admission.request
+            yield request, request.num_tokens - admission.num_uncached_tokens + admission.num_tokens
+
+
+def _alike(one: Request, other: Request) -> bool:
+    """Whether their blocks are of one namespace."""
+    return one.lora == other.lora and one.cache_salt == other.cache_salt
+
+
+def _common_blocks(others: bytes, tokens: bytes, low: int, high: int, block_size: int) -> int:
+    """How many tokens of whole blocks these have in common: at least `low`, of `high` at the most."""
+    if others.startswith(tokens[: high * TOKEN_BYTES]):  # mostly all of it
+        return high
+    lengths = range(high, low, -block_size)
+    i = bisect_left(lengths, True, key=lambda n: others.startswith(tokens[: n * TOKEN_BYTES]))
+    return lengths[i] if i < len(lengths) else low

@@ -11,7 +11,8 @@ A swap crosses three parties in this order, which is what makes it safe:
 It comes back like an admission: SwapInOp in a draft, copies and a new sequence in the draft's plan.
 
 What the cache evicts from the device and keeps in host memory goes the same ways: its copies gather from 2. on
-(`Worker.demotions`), and an admission that finds some of its prefix there makes copies like one that comes back.
+(`Worker.demotions`), and an admission that finds some of its prefix there makes copies like one that comes back: they
+are made before its first tokens are computed, so the commit of these tells the cache of both.
 
 A request that is swapped out waits in the queue as any other and stands in its worker's `swapped`. When the cache has
 no room, or its worker is lost or drains, it is told to forget its sequence and is computed anew.
@@ -86,10 +87,6 @@ class Swaps:
         request.prompt_is_computed = True
         self.counters.swapped_in += 1
         self.cache.add_commit(request.sequence, b"", request.num_tokens - 1)
-
-    def promoted(self, request: Request, num_cached_tokens: int) -> None:
-        """It is seated, and so much of it is cached once the plan on its way has copied what host memory had."""
-        self.cache.add_commit(request.sequence, b"", num_cached_tokens)
 
     def forget(self, request: Request) -> None:
         """Its sequence is about to be forgotten. Host blocks that it leaves may be granted before a copy to them has

@@ -60,4 +60,5 @@ async def test_tokens_are_those_that_come_without_a_cache(bare: Stack, tiny: Sta
     assert (tiny.metric("paceline_cache_prefix_hit_tokens_total", "cache") or 0) > 0
     for happened in ("copied", "evicted", "demoted", "promoted", "swapped_out", "swapped_in"):
         assert (tiny.metric(f"paceline_cache_{happened}_blocks_total", "cache") or 0) > 10, happened
+    assert (tiny.metric("paceline_cache_sharing_sequences_total", "cache") or 0) > 0
     assert (bare.metric("paceline_cache_prefix_hit_tokens_total", "cache") or 0) == 0

@@ -110,6 +110,10 @@ class Run:
             if not self.requests_left:
                 return
 
+    def to_cancel(self) -> list[tuple[str, int]]:
+        """One of them, if there are any, is cancelled now."""
+        return [*self.asked, *self.searches] if self.rng.random() < 0.1 else []
+
     def fault(self) -> None:
         self.faults_left -= 1
         if self.rng.random() < 0.4:
@@ -125,14 +129,14 @@ class Run:
             moves = self.system.moves()
             if self.requests_left and dice < 0.05:
                 self.submit()
-            elif (keys := [*self.asked, *self.searches]) and dice < 0.06:
+            elif self.faults_left and dice < 0.053:
+                self.fault()
+            elif dice < 0.056:
+                self.change_policies()
+            elif dice > 0.9 and (keys := self.to_cancel()):
                 key = self.rng.choice(keys)
                 self.cancelled.add(key)
                 self.system.cancel(*key)
-            elif self.faults_left and dice < 0.063:
-                self.fault()
-            elif dice < 0.066:
-                self.change_policies()
             elif moves:
                 self.system.move(*self.rng.choice(moves))
             elif not self.requests_left:

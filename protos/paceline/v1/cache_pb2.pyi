@@ -302,7 +302,8 @@ Global___RematchOp: _TypeAlias = RematchOp  # noqa: Y015
 class AdmitOp(_message.Message):
     """Bind a known sequence to a worker: reuse the longest cached prefix (whole blocks, and with partial_reuse the beginning
     of one more; never the last token) and take new blocks. What the worker's host memory has behind what the device has is
-    to be copied into new blocks, and counts as computed when a CommitOp says so. RESOURCE_EXHAUSTED if there are too few.
+    to be copied into new blocks, and counts as computed when a CommitOp says so. RESOURCE_EXHAUSTED if there are too few;
+    ABORTED if an ExtendOp for the worker was refused in this exchange, since then there is no step to be in.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -311,6 +312,7 @@ class AdmitOp(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     NUM_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     FORK_OF_FIELD_NUMBER: _builtins.int
+    NUM_PLANNED_TOKENS_FIELD_NUMBER: _builtins.int
     NO_REUSE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     worker: _builtins.int
@@ -321,8 +323,16 @@ class AdmitOp(_message.Message):
     has computed them. Whole blocks are shared; what was begun of the next one is to be copied. FAILED_PRECONDITION if
     it is not such a one.
     """
+    num_planned_tokens: _builtins.int
+    """Tokens after the cached prefix that the step will compute which this exchange is for. What is admitted behind it can
+    share their whole blocks at once, since a worker writes the KV of all rows of a step before any row attends. A
+    CommitOp confirms it when the step has been sent; if the sequence ends without one, nobody else may be left with
+    these blocks, and they are forgotten. At most num_new_tokens, if that is not 0.
+    """
     no_reuse: _builtins.bool
-    """Reuse nothing: all of it is to be computed, whatever is cached. Its blocks are stored like others."""
+    """Reuse nothing: all of it is to be computed, whatever is cached. Its blocks are stored up to those of which equal ones
+    are cached.
+    """
     def __init__(
         self,
         *,
@@ -330,11 +340,12 @@ class AdmitOp(_message.Message):
         worker: _builtins.int = ...,
         num_new_tokens: _builtins.int = ...,
         fork_of: _builtins.int = ...,
+        num_planned_tokens: _builtins.int = ...,
         no_reuse: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fork_of", b"fork_of", "no_reuse", b"no_reuse", "num_new_tokens", b"num_new_tokens", "sequence", b"sequence", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fork_of", b"fork_of", "no_reuse", b"no_reuse", "num_new_tokens", b"num_new_tokens", "num_planned_tokens", b"num_planned_tokens", "sequence", b"sequence", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -365,7 +376,7 @@ Global___ExtendOp: _TypeAlias = ExtendOp  # noqa: Y015
 @_typing.final
 class CommitOp(_message.Message):
     """Progress of sequences, entry by entry: append tokens, then put every whole block among the first num_computed tokens
-    into the prefix tree.
+    into the prefix tree. Whoever is admitted after that uses them in a later step, or in the same one.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -374,7 +385,10 @@ class CommitOp(_message.Message):
     NUM_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    PLANNED_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
+    planned: _builtins.bool
+    """As AdmitOp.num_planned_tokens, of sequences that are admitted already."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -383,7 +397,7 @@ class CommitOp(_message.Message):
 
     @_builtins.property
     def num_computed_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens of each whose KV is in its blocks."""
+        """Tokens of each whose KV is in its blocks, or will be when all steps have run that were sent."""
 
     def __init__(
         self,
@@ -392,10 +406,11 @@ class CommitOp(_message.Message):
         num_new_tokens: _abc.Iterable[_builtins.int] | None = ...,
         token_ids: _builtins.bytes = ...,
         num_computed_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        planned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_computed_tokens", b"num_computed_tokens", "num_new_tokens", b"num_new_tokens", "sequences", b"sequences", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_computed_tokens", b"num_computed_tokens", "num_new_tokens", b"num_new_tokens", "planned", b"planned", "sequences", b"sequences", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -457,16 +472,20 @@ class FreeOp(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCES_FIELD_NUMBER: _builtins.int
+    DISCARD_FIELD_NUMBER: _builtins.int
+    discard: _builtins.bool
+    """What they computed or used may be wrong: nothing of it that has no other user is kept."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         sequences: _abc.Iterable[_builtins.int] | None = ...,
+        discard: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["discard", b"discard", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -697,6 +716,7 @@ class AdmitResult(_message.Message):
     COPY_FROM_FIELD_NUMBER: _builtins.int
     DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    SHARES_PLANNED_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     block_table: _builtins.bytes
     """Packed int32: the whole block table."""
@@ -709,6 +729,10 @@ class AdmitResult(_message.Message):
     the content of host_blocks[i] has to be copied to device_blocks[i]. Both are packed int32.
     """
     host_blocks: _builtins.bytes
+    shares_planned: _builtins.bool
+    """Some of the cached tokens are only planned (AdmitOp.num_planned_tokens): if that step does not compute them after all,
+    this sequence must be freed.
+    """
     def __init__(
         self,
         *,
@@ -717,10 +741,11 @@ class AdmitResult(_message.Message):
         copy_from: _builtins.int = ...,
         device_blocks: _builtins.bytes = ...,
         host_blocks: _builtins.bytes = ...,
+        shares_planned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "copy_from", b"copy_from", "device_blocks", b"device_blocks", "host_blocks", b"host_blocks", "num_cached_tokens", b"num_cached_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "copy_from", b"copy_from", "device_blocks", b"device_blocks", "host_blocks", b"host_blocks", "num_cached_tokens", b"num_cached_tokens", "shares_planned", b"shares_planned"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

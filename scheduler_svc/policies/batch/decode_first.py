@@ -15,9 +15,12 @@ from scheduler_svc.policies.options import Count
 
 
 class DecodeFirst(BatchPolicy):
-    def __init__(self, chunked_prefill: bool = True, long_prefill_token_threshold: Count = 0) -> None:
+    def __init__(
+        self, chunked_prefill: bool = True, long_prefill_token_threshold: Count = 0, share_in_step: bool = True
+    ) -> None:
         """No chunk is longer than the threshold (0: no limit), unless nobody else is there to profit. Without chunks a
-        prompt runs whole or waits."""
+        prompt runs whole or waits. `share_in_step`: equal beginnings that come in together are computed once."""
+        self.shares_in_step = share_in_step
         self.chunked_prefill = chunked_prefill
         self.threshold = long_prefill_token_threshold
         self._longest_chunk = 0  # in the step that is being composed; 0: no limit

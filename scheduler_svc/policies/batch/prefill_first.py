@@ -49,6 +49,8 @@ class Left:
 
 
 class PrefillFirst(BatchPolicy):
+    shares_in_step = False  # as the originals: what is shared has been computed
+
     def __init__(
         self,
         chunked_prefill: bool = True,

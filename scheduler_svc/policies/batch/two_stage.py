@@ -53,6 +53,8 @@ class Context:
 
 
 class TwoStage(BatchPolicy):
+    shares_in_step = False  # as the originals: what is shared has been computed
+
     def __init__(
         self,
         chunked_prefill: bool = False,

@@ -55,8 +55,14 @@ def rematch_op(sequences: Sequence[int], always: bool = False) -> pb.CacheOp:
     return pb.CacheOp(rematch=pb.RematchOp(sequences=sequences, always=always))
 
 
-def admit_op(sequence: int, worker: int, new_tokens: int = 0, no_reuse: bool = False) -> pb.CacheOp:
-    admit = pb.AdmitOp(sequence=sequence, worker=worker, num_new_tokens=new_tokens, no_reuse=no_reuse)
+def admit_op(sequence: int, worker: int, new_tokens: int = 0, planned: int = 0, no_reuse: bool = False) -> pb.CacheOp:
+    admit = pb.AdmitOp(
+        sequence=sequence,
+        worker=worker,
+        num_new_tokens=new_tokens,
+        num_planned_tokens=planned,
+        no_reuse=no_reuse,
+    )
     return pb.CacheOp(admit=admit)
 
 
@@ -68,7 +74,7 @@ def extend_op(sequences: Sequence[int]) -> pb.CacheOp:
     return pb.CacheOp(extend=pb.ExtendOp(sequences=sequences))
 
 
-def commit_op(entries: Sequence[tuple[int, Sequence[int], int]]) -> pb.CacheOp:
+def commit_op(entries: Sequence[tuple[int, Sequence[int], int]], planned: bool = False) -> pb.CacheOp:
     """Entries: sequence, new tokens, computed tokens."""
     return pb.CacheOp(
         commit=pb.CommitOp(
@@ -76,6 +82,7 @@ def commit_op(entries: Sequence[tuple[int, Sequence[int], int]]) -> pb.CacheOp:
             num_new_tokens=[len(tokens) for _, tokens, _ in entries],
             token_ids=b"".join(pack(tokens) for _, tokens, _ in entries),
             num_computed_tokens=[computed for _, _, computed in entries],
+            planned=planned,
         )
     )
 
@@ -88,8 +95,8 @@ def swap_in_op(sequence: int) -> pb.CacheOp:
     return pb.CacheOp(swap_in=pb.SwapInOp(sequence=sequence))
 
 
-def free_op(sequences: Sequence[int]) -> pb.CacheOp:
-    return pb.CacheOp(free=pb.FreeOp(sequences=sequences))
+def free_op(sequences: Sequence[int], discard: bool = False) -> pb.CacheOp:
+    return pb.CacheOp(free=pb.FreeOp(sequences=sequences, discard=discard))
 
 
 def remove_worker_op(worker: int) -> pb.CacheOp:

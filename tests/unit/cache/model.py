@@ -35,6 +35,7 @@ class ModelSequence:
     computed: int
     prefixes: list[Prefix]  # those it uses, from the head on
     terms: Terms
+    planned: bool = False  # and not committed yet
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Model:
         self.workers: dict[int, ModelWorker] = {}
         self.waiting: dict[int, list[int]] = {}
         self.running: dict[int, ModelSequence] = {}
+        self.stepless: set[int] = set()  # workers that had too few blocks to grow in this exchange
 
     def add_worker(
         self,
@@ -87,6 +89,7 @@ class Model:
         return OK
 
     def end_exchange(self) -> None:
+        self.stepless = set()
         for worker in self.workers.values():
             worker.end_exchange()
             worker.host.end_exchange()
@@ -130,14 +133,19 @@ class Model:
         assert isinstance(matches, dict)
         return matches
 
-    def admit(self, sequence: int, worker_id: int, new_tokens: int = 0, copies: bool = True) -> Result:
+    def admit(
+        self, sequence: int, worker_id: int, new_tokens: int = 0, planned: int = 0, copies: bool = True
+    ) -> Result:
         if sequence not in self.waiting:
             known = sequence in self.running or sequence in self.swapped
             raise ModelRefusal(Code.FAILED_PRECONDITION if known else Code.NOT_FOUND)
         worker = self._worker(worker_id)
+        self._expect_step(worker_id)
+        if planned > new_tokens > 0:
+            raise ModelRefusal(Code.INVALID_ARGUMENT)
         tokens = self.waiting[sequence]
         terms = self.terms[sequence]
-        hit = self._hit(worker, terms.salt, tokens)
+        hit = [p for p in self._hit(worker, terms.salt, tokens) if copies or p not in worker.unwritten]
         begins = (terms.salt, *tokens[: len(hit) * self.block_size])
         behind = self._behind(worker, terms.salt, tokens, len(hit)) if copies else []
         source, copied = worker.nearest(begins, tokens) if copies and not behind else (0, 0)
@@ -160,17 +168,25 @@ class Model:
         table = [worker.stored[prefix] for prefix in hit] + worker.take(needed())
         computed, end = len(hit) * self.block_size + copied, len(hit) + len(behind)
         self.running[sequence] = ModelSequence(worker_id, self.waiting.pop(sequence), table, computed, hit, terms)
+        self.running[sequence].planned = any(prefix in worker.unwritten for prefix in hit)
         cached = computed + len(behind) * self.block_size
-        return "admit", cached, list(table), source, list(zip(table[len(hit) : end], from_host, strict=True))
+        promoted = list(zip(table[len(hit) : end], from_host, strict=True))
+        if planned:
+            self._plan(sequence, min(cached + planned, len(tokens)))
+        return "admit", cached, list(table), source, promoted
 
     def fork(self, sequence: int, worker_id: int, parent_id: int) -> Result:
         if sequence not in self.waiting:
             known = sequence in self.running or sequence in self.swapped
             raise ModelRefusal(Code.FAILED_PRECONDITION if known else Code.NOT_FOUND)
-        worker, parent, tokens = self._worker(worker_id), self._running(parent_id), self.waiting[sequence]
+        worker = self._worker(worker_id)
+        self._expect_step(worker_id)
+        parent, tokens = self._running(parent_id), self.waiting[sequence]
         shared = len(tokens) - 1
         alike = parent.worker == worker_id and parent.terms.salt == self.terms[sequence].salt
         if not alike or parent.tokens[:shared] != tokens[:shared] or parent.computed < shared:
+            raise ModelRefusal(Code.FAILED_PRECONDITION)
+        if parent.planned:
             raise ModelRefusal(Code.FAILED_PRECONDITION)
         if not worker.available:
             raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
@@ -191,6 +207,7 @@ class Model:
         running = [self._running(s) for s in sequences]
         needed = {worker_id: [s.worker for s in running].count(worker_id) for worker_id in self.workers}
         if any(needed[worker_id] > worker.available for worker_id, worker in self.workers.items()):
+            self.stepless |= {worker_id for worker_id in needed if needed[worker_id]}
             raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
         taken = {worker_id: worker.take(needed[worker_id]) for worker_id, worker in self.workers.items()}
         blocks = []
@@ -199,7 +216,9 @@ class Model:
             sequence.table.append(blocks[-1])
         return "extend", blocks
 
-    def commit(self, entries: Sequence[tuple[int, Sequence[int], int]]) -> Result:
+    def commit(self, entries: Sequence[tuple[int, Sequence[int], int]], planned: bool = False) -> Result:
+        if planned and any(new for _, new, _ in entries):
+            raise ModelRefusal(Code.INVALID_ARGUMENT)
         for sequence_id, _, _ in entries:
             self._running(sequence_id)
         tried = {s: (len(self.running[s].tokens), self.running[s].computed) for s, _, _ in entries}
@@ -209,9 +228,28 @@ class Model:
             if computed < before or computed > known + len(new) or computed > room:
                 raise ModelRefusal(Code.INVALID_ARGUMENT)
             tried[s] = known + len(new), computed
+        for s, _, _ in entries if planned else ():
+            self._expect_step(self.running[s].worker)
         for s, new, computed in entries:
+            if planned:
+                self._plan(s, computed)
+                continue
+            self.running[s].planned = False
+            self.workers[self.running[s].worker].unwritten.difference_update(self.running[s].prefixes)
             self._store(s, new, computed)
         return OK
+
+    def _plan(self, sequence_id: int, computed: int) -> None:
+        sequence = self.running[sequence_id]
+        sequence.planned = True
+        worker = self.workers[sequence.worker]
+        known = set(worker.stored)
+        self._store(sequence_id, [], computed)
+        worker.unwritten |= worker.stored.keys() - known
+
+    def _expect_step(self, worker_id: int) -> None:
+        if worker_id in self.stepless:
+            raise ModelRefusal(Code.ABORTED)
 
     def _store(self, sequence_id: int, new: Sequence[int], computed: int) -> None:
         sequence = self.running[sequence_id]
@@ -222,6 +260,8 @@ class Model:
         while worker.prefix_caching and (len(sequence.prefixes) + 1) * self.block_size <= computed:
             i = len(sequence.prefixes)
             prefix = (sequence.terms.salt, *sequence.tokens[: (i + 1) * self.block_size])
+            if prefix in worker.unwritten:
+                break
             if prefix not in worker.stored:
                 worker.store(prefix, sequence.table[i])
             worker.use_for(prefix, sequence_id, sequence.terms.priority, again=False)
@@ -232,6 +272,8 @@ class Model:
     def swap_out(self, sequence_id: int) -> Result:
         sequence = self._running(sequence_id)
         worker = self.workers[sequence.worker]
+        if sequence.planned:
+            raise ModelRefusal(Code.FAILED_PRECONDITION)
         needed = -(-sequence.computed // self.block_size)
         if needed > worker.host.available:
             raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
@@ -247,6 +289,7 @@ class Model:
         if swapped is None:
             known = sequence_id in self.waiting or sequence_id in self.running
             raise ModelRefusal(Code.FAILED_PRECONDITION if known else Code.NOT_FOUND)
+        self._expect_step(swapped.worker)
         self.waiting[sequence_id], self.terms[sequence_id] = swapped.tokens, swapped.terms
         try:
             _, cached, table, _, _ = self.admit(sequence_id, swapped.worker, copies=False)
@@ -260,7 +303,7 @@ class Model:
         first, computed = cached // self.block_size, min(swapped.computed, len(swapped.tokens) - 1)
         return "swap_in", computed, table, table[first : len(swapped.host)], swapped.host[first:]
 
-    def free(self, sequences: Sequence[int]) -> Result:
+    def free(self, sequences: Sequence[int], discard: bool = False) -> Result:
         if any(s not in self.waiting and s not in self.running and s not in self.swapped for s in sequences):
             raise ModelRefusal(Code.NOT_FOUND)
         if len(set(sequences)) != len(sequences):
@@ -273,19 +316,26 @@ class Model:
                 swapped = self.swapped.pop(s)
                 self.workers[swapped.worker].host.free += reversed(swapped.host)
                 continue
-            sequence = self.running.pop(s)
-            worker = self.workers[sequence.worker]
-            others = {
-                block for other in self.running.values() if other.worker == sequence.worker for block in other.table
-            }
-            for block in reversed(sequence.table):
-                if block not in worker.stored.values() and block not in others:
-                    worker.free.append(block)
-            for prefix in reversed(sequence.prefixes):
-                worker.users[prefix].remove(s)
-                if not worker.users[prefix]:
-                    worker.leave(prefix)
+            self._leave(s, discard)
         return OK
+
+    def _leave(self, s: int, discard: bool) -> None:
+        sequence = self.running.pop(s)
+        worker = self.workers[sequence.worker]
+        others = {block for other in self.running.values() if other.worker == sequence.worker for block in other.table}
+        for block in reversed(sequence.table):
+            if block not in worker.stored.values() and block not in others:
+                worker.free.append(block)
+        for prefix in reversed(sequence.prefixes):
+            worker.users[prefix].remove(s)
+            if not worker.users[prefix]:
+                worker.leave(prefix)
+            if not worker.users[prefix] and prefix in worker.unwritten:
+                worker.forget([prefix])
+        unused = [prefix for prefix in sequence.prefixes if prefix in worker.unused]
+        if discard and unused:
+            for memory in (worker.host, worker):
+                memory.forget([p for p in memory.stored if p[: len(unused[0])] == unused[0]])
 
     def _hit(self, worker: ModelWorker, salt: str, tokens: Sequence[int]) -> list[Prefix]:
         hit: list[Prefix] = []

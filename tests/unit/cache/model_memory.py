@@ -122,6 +122,13 @@ class ModelMemory:
         self.unused.append(prefix)
         self.kept[prefix].expires_ms = self.now_ms + self.kept[prefix].duration_ms
 
+    def forget(self, prefixes: list[Prefix]) -> None:
+        """All of them unused."""
+        self.unused = [p for p in self.unused if p not in prefixes]
+        self.give_back(sorted(self.stored.pop(p) for p in prefixes), self.free)
+        for prefix in prefixes:
+            del self.kept[prefix]
+
     @property
     def available(self) -> int:
         return len(self.free) + len(self.unused) - len(self.sources)
@@ -143,16 +150,14 @@ class ModelHost(ModelMemory):
         below = [prefix]
         for above in below:
             below += self.behind(above)
-        self.unused = [p for p in self.unused if p not in below]
-        self.give_back(sorted(self.stored.pop(p) for p in below[1:]), self.free)
-        for p in below[1:]:
-            del self.kept[p]
+        self.forget(below[1:])
 
 
 @dataclass
 class ModelWorker(ModelMemory):
     prefix_caching: bool = True
     users: dict[Prefix, set[int]] = field(default_factory=dict)
+    unwritten: set[Prefix] = field(default_factory=set)  # planned, and not committed yet
     partial_reuse: bool = False
     host: ModelHost = field(default_factory=lambda: ModelHost(0, 0, ""))
     host_tier: bool = False
@@ -162,7 +167,7 @@ class ModelWorker(ModelMemory):
         reached = len(begins) - 1
         rest = tuple(tokens[reached : min(reached + self.block_size, len(tokens) - 1)])
         best = 0, 0
-        behind = self.behind(begins)
+        behind = [prefix for prefix in self.behind(begins) if prefix not in self.unwritten]
         ahead = sorted(p for p in behind if p[len(begins) :] >= rest)
         for prefix in ahead + sorted((p for p in behind if p[len(begins) :] < rest), reverse=True):
             last = prefix[len(begins) :]
@@ -170,6 +175,12 @@ class ModelWorker(ModelMemory):
             if common > best[1]:
                 best = self.stored[prefix], common
         return best if self.partial_reuse else (0, 0)
+
+    def forget(self, prefixes: list[Prefix]) -> None:
+        super().forget(prefixes)
+        for prefix in prefixes:
+            del self.users[prefix]
+        self.unwritten.difference_update(prefixes)
 
     def pass_on(self, evicted: list[tuple[Prefix, int, Kept]]) -> None:
         """What the host has already stays; the rest is copied there, from the heads on, as long as there is room."""

@@ -200,15 +200,38 @@ class CacheMachine(RuleBasedStateMachine):
         self.do(d.rematch_op(sequences, always), self.model.rematch, sequences, always, hold=hold)
 
     @precondition(lambda self: self.model.workers)
-    @rule(tokens=tokens, new_tokens=st.integers(0, 8), terms=terms, data=st.data(), hold=held)
+    @rule(
+        tokens=tokens,
+        new_tokens=st.integers(0, 8),
+        planned=st.sampled_from([0, 0, 1, 3, 9]),
+        terms=terms,
+        data=st.data(),
+        hold=held,
+    )
     def start(
-        self, tokens: list[int], new_tokens: int, terms: tuple[float, d.Retention, str], data: st.DataObject, hold: bool
+        self,
+        tokens: list[int],
+        new_tokens: int,
+        planned: int,
+        terms: tuple[float, d.Retention, str],
+        data: st.DataObject,
+        hold: bool,
     ) -> None:
         sequence = next(s for s in range(1, 100) if s not in self.everything())
         worker = data.draw(st.sampled_from(sorted(self.model.workers)))
         self.do(d.match_op(sequence, tokens, *terms), self.model.match, sequence, tokens, *terms, hold=True)
-        op = d.admit_op(sequence, worker, new_tokens)
-        self.do(op, self.model.admit, sequence, worker, new_tokens, hold=hold)
+        op = d.admit_op(sequence, worker, new_tokens, planned)
+        self.do(op, self.model.admit, sequence, worker, new_tokens, planned, hold=hold)
+
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data(), hold=held)
+    def plan(self, data: st.DataObject, hold: bool) -> None:
+        entries = []
+        for s in data.draw(st.lists(st.sampled_from(sorted(self.model.running)), max_size=3, unique=True)):
+            sequence = self.model.running[s]
+            most = min(len(sequence.tokens), len(sequence.table) * self.block_size)
+            entries.append((s, [], data.draw(st.integers(sequence.computed, max(sequence.computed, most)))))
+        self.do(d.commit_op(entries, planned=True), self.model.commit, entries, True, hold=hold)
 
     @precondition(lambda self: self.model.running)
     @rule(hold=held)
@@ -264,7 +287,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), hold=held)
     def free(self, data: st.DataObject, hold: bool) -> None:
         sequences = data.draw(st.lists(st.sampled_from(self.everything()), min_size=1, max_size=5, unique=True))
-        self.do(d.free_op(sequences), self.model.free, sequences, hold=hold)
+        discard = data.draw(st.sampled_from([False, False, False, True]))
+        self.do(d.free_op(sequences, discard), self.model.free, sequences, discard, hold=hold)
 
     @rule(
         worker=workers,

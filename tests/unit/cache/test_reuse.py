@@ -67,7 +67,32 @@ def test_who_wants_nothing_reused_gets_new_blocks_and_others_reuse_what_was_ther
     cache.match(4, [*A, 8])
     part = cache.one(d.admit_op(4, 0, new_tokens=5, no_reuse=True)).admit
     assert len(d.unpack(part.block_table)) == 2
+    assert cache.pools[0][2] == 4 + 5 + 2, "nobody uses the blocks that are cached, but who reused them"
     cache.free(2, 3, 4)
+
+
+def test_who_reuses_nothing_fits_a_pool_that_is_full_of_what_is_equal() -> None:
+    cache = link(num_blocks=5)
+    cache.run(1, A)
+    cache.match(2, [*A, 7])
+    alone = cache.one(d.admit_op(2, 0, no_reuse=True)).admit
+    assert len(d.unpack(alone.block_table)) == 5
+    cache.commit(2, [], 17)
+    cache.free(2)
+    assert cache.probe(A) == {0: (16, 0)}
+
+
+def test_a_fork_shares_the_blocks_of_a_parent_that_reused_nothing() -> None:
+    cache = link()
+    cache.run(1, A)
+    cache.match(2, [*A, 7])
+    table = d.unpack(cache.one(d.admit_op(2, 0, no_reuse=True)).admit.block_table)
+    cache.commit(2, [], 17)
+    cache.match(3, [*A, 7])
+    fork = cache.one(d.fork_op(3, 0, 2)).admit
+    assert fork.num_cached_tokens == 16
+    assert d.unpack(fork.block_table)[:4] in ([1, 2, 3, 4], table[:4])
+    cache.free(2, 3)
 
 
 def test_of_many_blocks_the_one_that_begins_with_the_most_is_copied() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.v1.common_pb2 import FinishReason, PromptLogprobs, RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import SessionRequest, Submission
-from paceline.v1.worker_pb2 import StepResult
+from paceline.v1.worker_pb2 import StepPlan, StepResult
 from scheduler_svc.core.cache_link import ProtocolError
 from scheduler_svc.core.rejection import (
     CODE_FAILED_PRECONDITION,
@@ -446,3 +446,25 @@ def test_a_worker_that_does_not_fit_is_refused(system: LocalSystem) -> None:
     assert (refused.value.code, refused.value.field) == (CODE_FAILED_PRECONDITION, "model")
     with pytest.raises(Rejection, match="block_size"):
         system.scheduler.register_worker(toy(block_size=8).registration, 0.0)
+
+
+def test_what_a_failed_row_computed_is_not_reused(system: LocalSystem, client: Client) -> None:
+    end = system.attach(toy())
+    prompt = list(range(10, 30))
+    run, failed = end.worker.run, []
+
+    def fail_first(plan: StepPlan) -> StepResult:
+        result = run(plan)
+        if not failed:
+            failed.append(result.errors.add(slot=0, message="no numbers"))
+        return result
+
+    end.worker.run = fail_first
+    system.submit("s", 1, prompt, params())
+    system.run()
+    assert client.endings[1].reason == FinishReason.FINISH_REASON_ERROR
+    system.submit("s", 2, [*prompt, 31], params())
+    system.run()
+    assert client.endings[2].cached_tokens == 0
+    assert client.tokens[2] == expected_output([*prompt, 31], params())
+    system.assert_at_rest()

@@ -1,0 +1,91 @@
+"""Requests that come in together and begin alike are computed once, whoever of them is cancelled on the way.
+
+The toy worker notices every block that is read before it is written."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.v1.common_pb2 import SamplingParams
+from paceline.v1.inference_pb2 import SessionRequest, Submission
+from scheduler_svc.core.lifecycle import Lifecycle
+from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.request import Phase, Request
+from scheduler_svc.core.types import SchedulerConfig
+from scheduler_svc.policies.registry import build, choose
+from simulator.system import LocalSystem
+from simulator.toy_worker import ToyWorker, expected_output
+from tests.simulation.test_control_plane import Run
+
+
+class SharingRun(Run):
+    """Bursts of equal beginnings, chunks, pools that run dry, and cancels between an exchange and its answer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.requests_left = self.rng.randrange(10, 40)
+
+    def policies(self) -> Policies:
+        preset, watermark = self.rng.choice(["paceline", "vllm-v1", "vllm-v1-priority"]), self.rng.choice([0.0, 0.1])
+        return build(choose(preset, {}, {"watermark": watermark, "mode": self.rng.choice(["recompute", "swap"])}))
+
+    def submit(self) -> None:
+        rng = self.rng
+        family, room = rng.choice(self.families), self.block_size * self.num_blocks
+        for _ in range(min(rng.choice([2, 3, 5]), self.requests_left)):
+            prompt = family[: rng.randrange(8, 40)] + [rng.randrange(8, 20) for _ in range(rng.randrange(1, 4))]
+            prompt = prompt[: room - 12]
+            sampling = SamplingParams(top_p=1, max_tokens=rng.randrange(1, 12), seed=1)
+            session, handle = rng.choice("ab"), self.requests_left
+            self.asked[session, handle] = prompt, sampling
+            self.system.submit(session, handle, prompt, sampling, priority=rng.randrange(3))
+            self.requests_left -= 1
+
+    def to_cancel(self) -> list[tuple[str, int]]:
+        """While the answer to the exchange that admits it is on its way."""
+        workers = self.system.scheduler.workers.values()
+        return [(r.session_id, r.handle) for w in workers if w.draft is not None for r in w.bound]
+
+
+def test_every_stream_is_the_undisturbed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken_back = 0
+    requeue = Lifecycle.requeue
+
+    def noted(self: Lifecycle, request: Request) -> None:
+        nonlocal taken_back
+        taken_back += request.phase is Phase.BINDING
+        requeue(self, request)
+
+    monkeypatch.setattr(Lifecycle, "requeue", noted)
+    for seed in range(80):
+        run = SharingRun(seed)
+        try:
+            run.play()
+            run.check()
+        except (AssertionError, KeyError) as error:
+            raise AssertionError(f"seed {seed}: {error!r}") from error
+    assert taken_back > 5
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_equal_beginnings_are_computed_once(block_size: int) -> None:
+    system = LocalSystem(SchedulerConfig(), build(choose("paceline")))
+    client = system.open("s")
+    end = system.attach(ToyWorker(block_size=block_size, num_blocks=512, max_num_seqs=16, max_batched_tokens=256))
+    shared, sampling = list(range(100, 164)), SamplingParams(top_p=1, max_tokens=3, seed=1, ignore_eos=True)
+    prompts = {handle: [*shared, handle, handle] for handle in range(1, 9)}
+    submissions = [
+        Submission(handle=handle, prompt_token_ids=np.array(prompt, np.int32).tobytes(), sampling=sampling)
+        for handle, prompt in prompts.items()
+    ]
+    system.scheduler.session_message("s", SessionRequest(submissions=submissions), 0.0)
+    system.poll()
+    while not end.plans:
+        system.move(*system.moves()[0])
+    first = end.plans[0]
+    assert np.frombuffer(first.prefill_tokens, np.int32).tolist() == [66, *[2] * 7], "all of it in one step"
+    system.run()
+    assert client.tokens == {handle: expected_output(prompt, sampling) for handle, prompt in prompts.items()}
+    assert {client.endings[handle].cached_tokens for handle in range(2, 9)} == {64}
+    system.assert_at_rest()
