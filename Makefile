@@ -10,15 +10,15 @@ WORKERS ?=
 ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: up setup test lint fmt proto bench peer-test compose-test clean help
+.PHONY: up setup test lint fmt proto bench bench-gpu peer-test compose-test clean help
 
 help:
-	@echo 'make up [MODEL=path PORT=n WORKERS=n ARGS=...] | test | lint | fmt | proto | bench | peer-test | compose-test | clean'
+	@echo 'make up [MODEL=path PORT=n WORKERS=n ARGS=...] | test | lint | fmt | proto | bench | bench-gpu | peer-test | compose-test | clean'
 
 up: $(VENV)/serve.stamp
 	@exec $(BIN)/paceline up $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
 
-setup: $(VENV)/dev.stamp
+setup: $(VENV)/dev.stamp $(VENV)/flashinfer-api/packages
 
 $(BIN)/python:
 	@echo 'setup: creating $(VENV) with $(PYTHON)'
@@ -35,6 +35,11 @@ $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(VENV)/serve.stamp
 	@echo 'setup: installing the tools for tests and checks'
 	@$(PIP) install -q -c constraints.txt -e '.[dev]'
 	@touch $@
+
+# Without it the tests that need it are skipped, and say so.
+$(VENV)/flashinfer-api/packages: scripts/flashinfer_api.sh | $(VENV)/serve.stamp
+	@echo 'setup: fetching the Python side of FlashInfer for its contract tests'
+	@scripts/flashinfer_api.sh $(VENV)/flashinfer-api || echo 'setup: it could not be fetched' >&2
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
@@ -56,6 +61,10 @@ proto: setup
 
 bench: setup
 	$(BIN)/python -m bench.run $(ARGS)
+
+# On a machine with an NVIDIA GPU and `pip install -e .[gpu]` in whatever Python is first in the PATH.
+bench-gpu:
+	python3 -m bench.gpu $(ARGS)
 
 # Our presets against the systems that they are named after, which get environments of their own.
 peer-test: setup

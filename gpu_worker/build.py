@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from dataclasses import dataclass
+from types import ModuleType
 
+import structlog
 import torch
 
+from gpu_worker.attention.base import AttentionBackend
+from gpu_worker.attention.flashinfer import FlashInferAttention, unsupported
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.errors import ModelError
+from gpu_worker.graphs import CaptureProgress, CudaCapture, graph_sizes
+from gpu_worker.inputs import HostInputs, PinnedInputs
 from gpu_worker.kv.pool import allocate_pool
+from gpu_worker.memory import bytes_for_steps, kv_blocks_that_fit
 from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.decoder import Decoder
+from gpu_worker.models.flashinfer_ops import FlashInferOps
 from gpu_worker.models.loader import LoadedModel, Progress, load_model
+from gpu_worker.models.ops import LayerOps, TorchOps
 from gpu_worker.runner import ModelRunner
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.slots import SlotLimits
 from paceline.v1.common_pb2 import ModelInfo
+from services.runtime.logs import get_logger
+
+log: structlog.stdlib.BoundLogger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +38,9 @@ class BuiltWorker:
     info: ModelInfo
 
 
-def build_worker(settings: WorkerSettings, progress: Progress | None = None) -> BuiltWorker:
+def build_worker(
+    settings: WorkerSettings, progress: Progress | None = None, capture_progress: CaptureProgress | None = None
+) -> BuiltWorker:
     """Takes as long as reading the weights. ModelError for a model that cannot be served, DeviceError for no memory."""
     device = pick_device(settings.device)
     if device.type == "cpu":
@@ -39,32 +54,102 @@ def build_worker(settings: WorkerSettings, progress: Progress | None = None) -> 
         progress=progress,
     )
     max_model_len = _max_model_len(settings, model.config)
-    num_blocks = settings.num_blocks or _num_blocks(settings, model, max_model_len, device)
-    config = model.config
-    num_host_blocks = _num_host_blocks(settings, model)
-    pool = allocate_pool(
-        num_blocks,
-        settings.block_size,
-        config.num_layers,
-        config.num_kv_heads,
-        config.head_dim,
-        model.dtype,
-        device,
-        num_host_blocks,
-    )
-    attention = TorchAttention(pool, config.windows)
-    limits = SlotLimits(
-        max_num_seqs=settings.max_num_seqs,
-        max_batched_tokens=settings.max_batched_tokens,
-        max_model_len=max_model_len,
-        block_size=settings.block_size,
-        num_blocks=num_blocks,
-        vocab_size=config.vocab_size,
-        eos_token_ids=config.eos_token_ids,
-        num_host_blocks=num_host_blocks,
-    )
-    decoder = Decoder(config, model.weights, attention, max_model_len)
-    return BuiltWorker(ModelRunner(decoder, attention, pool, limits, device), _model_info(model, max_model_len))
+    make = _RunnerMaker(settings, model, device, max_model_len, _flashinfer(settings, model, device))
+    runner = make.runner(settings.num_blocks or make.num_blocks(), _num_host_blocks(settings, model))
+    if make.graph_sizes:
+        runner.capture_graphs(make.graph_sizes, CudaCapture(), capture_progress)
+    return BuiltWorker(runner, _model_info(model, max_model_len))
+
+
+def _flashinfer(settings: WorkerSettings, model: LoadedModel, device: torch.device) -> ModuleType | None:
+    """None: plain torch instead."""
+    if settings.attention_backend == "torch" or (settings.attention_backend == "auto" and device.type == "cpu"):
+        return None
+    reason = unsupported(model.config.head_dim, model.dtype, device)
+    if reason is None:
+        try:
+            return importlib.import_module("flashinfer")
+        except ImportError as error:
+            reason = f"it cannot be imported: {error}"
+    if settings.attention_backend == "flashinfer":
+        raise ModelError(f"attention_backend flashinfer cannot serve {model.name}: {reason}")
+    log.warning("the layers run on plain torch instead of flashinfer", model=model.name, reason=reason)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _RunnerMaker:
+    settings: WorkerSettings
+    model: LoadedModel
+    device: torch.device
+    max_model_len: int
+    flashinfer: ModuleType | None
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        if self.flashinfer is None:
+            return []
+        settings = self.settings
+        return graph_sizes(min(settings.graph_max_seqs, settings.max_num_seqs, settings.max_batched_tokens))
+
+    def num_blocks(self) -> int:
+        """What memory allows, but never more than all slots can use at full length."""
+        settings, block_bytes = self.settings, _block_bytes(self.settings, self.model)
+        usable = settings.max_num_seqs * -(-self.max_model_len // settings.block_size)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+            needed_bytes = bytes_for_steps(lambda: self.runner(1, 0), self.graph_sizes, self.device)
+            fit = kv_blocks_that_fit(
+                total_bytes, free_bytes, needed_bytes, settings.gpu_memory_utilization, block_bytes
+            )
+            return min(fit, usable)
+        memory_bytes = int(settings.kv_cache_gib * 2**30)
+        if memory_bytes < block_bytes:
+            raise ModelError(f"no room for a KV block of {block_bytes} bytes in {memory_bytes / 2**30:.3f} GiB")
+        return min(memory_bytes // block_bytes, usable)
+
+    def runner(self, num_blocks: int, num_host_blocks: int) -> ModelRunner:
+        settings, config, device = self.settings, self.model.config, self.device
+        pool = allocate_pool(
+            num_blocks,
+            settings.block_size,
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            self.model.dtype,
+            device,
+            num_host_blocks,
+        )
+        limits = SlotLimits(
+            max_num_seqs=settings.max_num_seqs,
+            max_batched_tokens=settings.max_batched_tokens,
+            max_model_len=self.max_model_len,
+            block_size=settings.block_size,
+            num_blocks=num_blocks,
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+            num_host_blocks=num_host_blocks,
+        )
+        table_blocks = -(-self.max_model_len // settings.block_size)
+        attention: AttentionBackend
+        ops: LayerOps
+        if self.flashinfer is None:
+            attention = TorchAttention(pool, config.windows)
+            ops = TorchOps(config, self.max_model_len, device)
+        else:
+            attention = FlashInferAttention(
+                self.flashinfer,
+                pool,
+                config.windows,
+                config.num_heads,
+                settings.max_batched_tokens,
+                settings.max_num_seqs * table_blocks,
+            )
+            ops = FlashInferOps(self.flashinfer, config, self.max_model_len, device)
+        decoder = Decoder(config, self.model.weights, attention, ops)
+        inputs = HostInputs() if device.type == "cpu" else PinnedInputs(limits, table_blocks, device)
+        return ModelRunner(decoder, attention, pool, limits, inputs, device)
 
 
 def pick_device(name: str) -> torch.device:
@@ -72,7 +157,7 @@ def pick_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ModelError("device cuda was asked for, but torch sees no CUDA device")
-    return torch.device(name)
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
 def _max_model_len(settings: WorkerSettings, config: DecoderConfig) -> int:
@@ -80,22 +165,6 @@ def _max_model_len(settings: WorkerSettings, config: DecoderConfig) -> int:
     if asked > config.max_positions:
         raise ModelError(f"max_model_len {asked} is more than the model's {config.max_positions} positions")
     return asked
-
-
-def _num_blocks(settings: WorkerSettings, model: LoadedModel, max_model_len: int, device: torch.device) -> int:
-    """What memory allows, but never more than all slots can use at full length."""
-    block_bytes = _block_bytes(settings, model)
-    if device.type == "cuda":
-        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        # A tenth of the device stays free for activations and the allocator's slack.
-        memory_bytes = max(0, free_bytes - total_bytes // 10)
-    else:
-        memory_bytes = int(settings.kv_cache_gib * 2**30)
-    usable = settings.max_num_seqs * -(-max_model_len // settings.block_size)
-    num_blocks = min(memory_bytes // block_bytes, usable)
-    if num_blocks < 1:
-        raise ModelError(f"no room for a KV block of {block_bytes} bytes in {memory_bytes / 2**30:.3f} GiB")
-    return int(num_blocks)
 
 
 def _num_host_blocks(settings: WorkerSettings, model: LoadedModel) -> int:

@@ -1,42 +1,74 @@
-"""What a person sees while weights are read: a bar on a terminal, a line every tenth otherwise. On stderr."""
+"""What a person sees while weights are read and CUDA graphs are captured: a bar on a terminal, a line every tenth
+otherwise. On stderr."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
 
+from gpu_worker.graphs import CaptureProgress
 from gpu_worker.models.loader import Progress as Report
 
 # A load that takes less needs no lines.
 _QUIET_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """Callbacks for build_worker()."""
+
+    load: Report
+    capture: CaptureProgress
+
+
 @contextmanager
-def load_progress(model: str) -> Iterator[Report]:
-    """A callback for load_model()."""
+def build_progress(model: str) -> Iterator[Reports]:
     if not sys.stderr.isatty():
-        yield _line_report(model)
+        yield Reports(
+            _line_report(f"loading {model}", lambda total: f"{total / 2**20:.0f} MiB"),
+            _line_report("capturing CUDA graphs", str),
+        )
         return
-    columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(model, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    console = Console(stderr=True)
+    text, bar = TextColumn("{task.description}"), BarColumn()
+    loading = Progress(text, bar, DownloadColumn(), TransferSpeedColumn(), console=console, transient=True)
+    capturing = Progress(text, bar, MofNCompleteColumn(), console=console, transient=True)
+    try:
+        yield Reports(_bar_report(loading, f"loading {model}"), _bar_report(capturing, "capturing CUDA graphs"))
+    finally:  # what failed half way has left its bar
+        loading.stop()
+        capturing.stop()
 
 
-def _line_report(model: str) -> Report:
-    began = time.monotonic()
+def _bar_report(progress: Progress, what: str) -> Report:
+    """The bar is there from the first report to the one that says that all is done."""
+    task = progress.add_task(what, total=None)
+
+    def report(done: int, total: int) -> None:
+        progress.start()
+        progress.update(task, completed=done, total=total)
+        if done == total:
+            progress.stop()
+
+    return report
+
+
+def _line_report(what: str, show: Callable[[int], str]) -> Report:
+    began: float | None = None
     last_tenth = 0
 
     def report(done: int, total: int) -> None:
-        nonlocal last_tenth
+        nonlocal began, last_tenth
+        began = time.monotonic() if began is None else began
         tenth = 10 * done // max(total, 1)
         if tenth > last_tenth and time.monotonic() - began > _QUIET_S:
             last_tenth = tenth
-            print(f"loading {model}: {10 * tenth} % of {total / 2**20:.0f} MiB", file=sys.stderr, flush=True)
+            print(f"{what}: {10 * tenth} % of {show(total)}", file=sys.stderr, flush=True)
 
     return report

@@ -1,35 +1,31 @@
-"""Runs step plans, strictly in order. `ModelRunner.step` is the worker's table of contents."""
+"""Runs step plans, strictly in order. `ModelRunner.launch` is the worker's table of contents."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_worker.attention.base import AttentionBackend, AttentionMetadata
+from gpu_worker.attention.base import AttentionBackend
+from gpu_worker.device import Fence, fetch
+from gpu_worker.graphs import Capture, CaptureProgress, DecodeGraphs
+from gpu_worker.inputs import StepInput, StepInputs
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.sampling.controls import Controls
 from gpu_worker.sampling.prompt_scores import PromptRows, score_chunks
-from gpu_worker.sampling.sampler import Scores, sample
+from gpu_worker.sampling.sampler import Sampled, SamplingRows, Scores, sample
 from gpu_worker.slots import SlotLimits, SlotTable, StepRows
+from gpu_worker.step_arrays import StepArrays, dummy_decodes, largest_step, step_arrays
 from paceline.v1.worker_pb2 import RowError, StepPlan, StepResult, TokenLogprobs
 
 NO_NUMBER = "the model gave no number (NaN or infinity in the logits)"
 INVALID_ARGUMENT = 3  # google.rpc.Code
 NO_TOKEN = "no token is left to sample: allowed_token_ids, bad_words, logit_bias and min_tokens together rule out all"
-
-
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    tokens: Tensor  # int64 [rows]
-    positions: Tensor  # int64 [rows]
-    sampling_rows: Tensor | None  # int64: whose logits are wanted; None: all rows
-    attention: AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +39,87 @@ class StepStats:
     table_blocks: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a step sampled, on its way to host memory."""
+
+    tokens: Tensor  # int64 [rows that sample]
+    failed: Tensor  # bool [rows that sample]
+    ruled_out: Tensor | None  # bool [rows that sample]: of the failed, those whose own parameters leave no token
+    scores: Scores | None
+    slots: np.ndarray  # [rows that sample]
+    parameters: SamplingRows
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step that the device has been told to do."""
+
+    step: int
+    stats: StepStats
+    started_us: int
+    drawn: Drawn | None  # None: no row samples
+    prompts: StepResult  # log probabilities of prompts, and the errors of those that have none
+    done: Fence
+    clock: _Clock
+
+    def result(self) -> StepResult:
+        """Waits for the device. To be asked in the order of the steps, by one thread."""
+        self.done.wait()
+        result = StepResult() if self.drawn is None else _result(self.drawn)
+        known = {error.slot for error in result.errors}
+        result.prompt_logprobs.extend(self.prompts.prompt_logprobs)
+        result.errors.extend(error for error in self.prompts.errors if error.slot not in known)
+        result.step = self.step
+        # A step launched early begins when the one before ends.
+        result.started_us = max(self.started_us, self.clock.finished_us)
+        result.finished_us = self.clock.finished_us = _now_us()
+        return result
+
+
+@dataclass(slots=True)
+class _Clock:
+    finished_us: int = 0  # of the last step whose result was asked for
+
+
 class ModelRunner:
     def __init__(
-        self, decoder: Decoder, attention: AttentionBackend, pool: KvPool, limits: SlotLimits, device: torch.device
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend,
+        pool: KvPool,
+        limits: SlotLimits,
+        inputs: StepInputs,
+        device: torch.device,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
         self._pool = pool
         self._slots = SlotTable(limits)
         self._controls = Controls(limits.vocab_size, device)
+        self._inputs = inputs
         self._device = device
+        self._graphs: DecodeGraphs | None = None
         # By slot: the token sampled last. It feeds the slot's next step from here, whatever the link does meanwhile.
         self._last_tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
-        self.last_stats = StepStats()
+        self._clock = _Clock()
 
     @property
     def limits(self) -> SlotLimits:
         return self._slots.limits
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        return self._graphs
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether launch() returns before the step is done."""
+        return self._device.type == "cuda"
 
     def reset(self) -> None:
         """The link is gone: forget every sequence. The pool stays, its contents mean nothing any more."""
@@ -71,8 +131,32 @@ class ModelRunner:
         return list(self._slots.request_ids.values())
 
     @torch.inference_mode()
+    def capture_graphs(self, sizes: list[int], capture: Capture, progress: CaptureProgress | None = None) -> None:
+        """From now on, steps of decodes alone that fit are replayed. Before the first step."""
+        graphs = DecodeGraphs(sizes)
+        logits = torch.zeros(sizes[-1], self.limits.vocab_size, dtype=self._pool.storage.dtype, device=self._device)
+
+        def prepare(size: int, out: Tensor) -> Callable[[], object]:
+            step = self._prepare(dummy_decodes(size), captured=True)
+            return lambda: self._compute(step, out)
+
+        graphs.capture(prepare, logits, capture, progress)
+        self._graphs = graphs
+
+    @torch.inference_mode()
+    def try_largest_step(self) -> None:
+        """To see what memory it takes. It writes to the dummy block."""
+        self._compute(self._prepare(largest_step(self.limits), captured=False))
+
     def step(self, plan: StepPlan) -> StepResult:
-        """ProtocolViolation if the plan breaks the contract; after that, or any other exception, reset()."""
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Nothing here waits for the device, so that step n + 1 is queued while step n runs. (Top-p, top-k
+        and log probabilities of prompts do, in sampling/.)
+
+        ProtocolViolation if the plan breaks the contract; after that, or any other exception, reset()."""
         started_us = _now_us()
         rows = self._slots.apply(plan)
         self._controls.apply(plan)
@@ -84,89 +168,78 @@ class ModelRunner:
             self._pool.copy(*rows.copies)
         if len(rows.granted_blocks):
             self._pool.clear(rows.granted_blocks)
-        result = self._forward(rows) if rows.num_rows else StepResult()
+        drawn, prompts = self._forward(rows) if rows.num_rows else (None, StepResult())
         self._slots.commit(rows)
-        self.last_stats = StepStats(
+        stats = StepStats(
             decode_tokens=rows.num_decodes,
             prefill_tokens=rows.num_rows - rows.num_decodes,
             sequences=len(rows.slots),
             table_blocks=self._slots.table_blocks,
         )
-        result.step, result.started_us, result.finished_us = plan.step, started_us, _now_us()
-        return result
+        done = Fence(self._device, blocking=True)
+        done.record()
+        return LaunchedStep(plan.step, stats, started_us, drawn, prompts, done, self._clock)
 
-    def _forward(self, rows: StepRows) -> StepResult:
-        """The sampled tokens, the rows that failed, the log probabilities that were asked for."""
+    def _forward(self, rows: StepRows) -> tuple[Drawn | None, StepResult]:
         prompts = self._slots.prompt_rows(rows)
-        step = self._stage(rows, prompts)
-        self._attention.plan(step.attention)
-        logits = self._decoder.forward(step.tokens, step.positions, step.sampling_rows)
-        num_samples = int(rows.samples.sum())
-        result = self._sample(rows, logits[:num_samples]) if num_samples else StepResult()
-        if prompts is not None:
-            for scores, are_numbers in score_chunks(logits[num_samples:], prompts.chunks):
-                result.prompt_logprobs.append(scores)
-                if not are_numbers and scores.slot not in {error.slot for error in result.errors}:
-                    result.errors.add(slot=scores.slot, message=NO_NUMBER)
-        return result
+        arrays = step_arrays(rows, self._slots, None if prompts is None else prompts.rows)
+        graph = self._graphs.size_for(arrays) if self._graphs else None
+        if self._graphs and graph is not None:
+            step = self._prepare(arrays.padded(graph), captured=True)
+            logits = self._graphs.replay(graph)[: arrays.num_rows]
+        else:
+            step = self._prepare(arrays, captured=False)
+            logits = self._compute(step)
+        num_samples = len(arrays.sampled_slots)
+        drawn = self._sample(rows, step, logits[:num_samples]) if num_samples else None
+        return drawn, StepResult() if prompts is None else _scored(prompts, logits[num_samples:])
 
-    def _sample(self, rows: StepRows, logits: Tensor) -> StepResult:
+    def _sample(self, rows: StepRows, step: StepInput, logits: Tensor) -> Drawn:
         """logits: [rows that sample, vocab]."""
         parameters = self._slots.sampling_rows(rows)
         slots = rows.slots[rows.samples]
         controls = self._controls.of(slots)
-        result = sample(logits, parameters, controls)
+        sampled = sample(logits, parameters, controls)
         if controls is not None:
-            controls.record(result.tokens)
-        self._last_tokens.index_copy_(0, self._to_device(slots), result.tokens)
-        tokens, failed = result.tokens.cpu().numpy().astype("<i4"), result.failed.cpu().numpy()
-        tokens[failed] = -1
-        return StepResult(
-            token_ids=tokens.tobytes(),
-            errors=_row_errors(slots, failed, result.ruled_out) if failed.any() else (),
-            logprobs=_token_logprobs(result.scores, slots[parameters.scored], parameters.num_top),
-        )
+            controls.record(sampled.tokens)
+        self._last_tokens.index_copy_(0, step.sampled_slots, sampled.tokens)
+        return _drawn(sampled, slots, parameters)
 
-    def _stage(self, rows: StepRows, prompts: PromptRows | None) -> StepInput:
-        """What the forward pass reads, from the slots' state. All of it vectorised: no Python per decoding row.
+    def _prepare(self, arrays: StepArrays, captured: bool) -> StepInput:
+        step = self._inputs.send(arrays, captured)
+        self._attention.plan(step.attention)
+        self._inputs.sent()
+        return step
 
-        Its logits are those of the rows that sample, then those of `prompts`."""
-        table, block_size = self._slots, self._slots.limits.block_size
-        tokens = self._last_tokens.index_select(0, self._to_device(rows.slots[: rows.num_decodes]))
-        if len(rows.slots) > rows.num_decodes:
-            tokens = torch.cat((tokens, self._to_device(table.prefill_tokens(rows))))
-        qo_indptr = _indptr(rows.counts)
-        owners = np.repeat(np.arange(len(rows.slots)), rows.counts)
-        positions = rows.starts[owners] + np.arange(len(owners)) - qo_indptr[owners]
-        block_ids = table.block_table[rows.slots[owners], positions // block_size]
-        kv_lens = rows.starts + rows.counts
-        widths = -(-kv_lens // block_size)
-        longest = np.arange(widths.max())
-        indices = table.block_table[rows.slots, : len(longest)][longest < widths[:, None]]
-        wanted = qo_indptr[1:][rows.samples] - 1
-        if prompts is not None:
-            wanted = np.concatenate((wanted, prompts.rows))
-        all_sample = rows.num_rows == len(rows.slots) and bool(rows.samples.all())
-        return StepInput(
-            tokens,
-            self._to_device(positions),
-            None if all_sample else self._to_device(wanted),
-            AttentionMetadata(
-                num_decodes=rows.num_decodes,
-                qo_indptr=qo_indptr,
-                kv_indptr=_indptr(widths),
-                kv_indices=indices,
-                last_block_len=kv_lens - (widths - 1) * block_size,
-                slot_mapping=self._to_device(block_ids.astype(np.int64) * block_size + positions % block_size),
-            ),
-        )
+    def _compute(self, step: StepInput, out: Tensor | None = None) -> Tensor:
+        """Logits of the rows whose logits are wanted."""
+        tokens = self._last_tokens.index_select(0, step.decode_slots)
+        if step.prefill_tokens is not None:
+            tokens = torch.cat((tokens, step.prefill_tokens))
+        return self._decoder.forward(tokens, step.positions, step.sampling_rows, out)
 
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64, copy=False)).to(self._device)
+
+def _drawn(sampled: Sampled, slots: np.ndarray, parameters: SamplingRows) -> Drawn:
+    scores = sampled.scores
+    if scores is not None:
+        scores = Scores(fetch(scores.sampled), fetch(scores.top_tokens), fetch(scores.top))
+    ruled_out = None if sampled.ruled_out is None else fetch(sampled.ruled_out)
+    return Drawn(fetch(sampled.tokens), fetch(sampled.failed), ruled_out, scores, slots, parameters)
+
+
+def _result(drawn: Drawn) -> StepResult:
+    """The sampled tokens, the rows that failed, the log probabilities that were asked for."""
+    tokens, failed = drawn.tokens.numpy().astype("<i4"), drawn.failed.numpy()
+    tokens[failed] = -1
+    return StepResult(
+        token_ids=tokens.tobytes(),
+        errors=_row_errors(drawn.slots, failed, drawn.ruled_out) if failed.any() else (),
+        logprobs=_token_logprobs(drawn.scores, drawn.slots[drawn.parameters.scored], drawn.parameters.num_top),
+    )
 
 
 def _row_errors(slots: np.ndarray, failed: np.ndarray, ruled_out: Tensor | None) -> Iterator[RowError]:
-    no_token = np.zeros_like(failed) if ruled_out is None else ruled_out.cpu().numpy()
+    no_token = np.zeros_like(failed) if ruled_out is None else ruled_out.numpy()
     for row in np.flatnonzero(failed).tolist():
         if no_token[row]:
             yield RowError(slot=slots[row], message=NO_TOKEN, code=INVALID_ARGUMENT)
@@ -174,10 +247,19 @@ def _row_errors(slots: np.ndarray, failed: np.ndarray, ruled_out: Tensor | None)
             yield RowError(slot=slots[row], message=NO_NUMBER)
 
 
+def _scored(prompts: PromptRows, logits: Tensor) -> StepResult:
+    result = StepResult()
+    for scores, are_numbers in score_chunks(logits, prompts.chunks):
+        result.prompt_logprobs.append(scores)
+        if not are_numbers:
+            result.errors.add(slot=scores.slot, message=NO_NUMBER)
+    return result
+
+
 def _token_logprobs(scores: Scores | None, slots: np.ndarray, num_top: np.ndarray) -> Iterator[TokenLogprobs]:
     if scores is None:
         return
-    sampled, ids, values = scores.sampled.tolist(), scores.top_tokens.cpu().numpy(), scores.top.cpu().numpy()
+    sampled, ids, values = scores.sampled.tolist(), scores.top_tokens.numpy(), scores.top.numpy()
     for i, (slot, count) in enumerate(zip(slots.tolist(), num_top.tolist(), strict=True)):
         yield TokenLogprobs(
             slot=slot,
@@ -185,12 +267,6 @@ def _token_logprobs(scores: Scores | None, slots: np.ndarray, num_top: np.ndarra
             top_token_ids=ids[i, :count].astype("<i4").tobytes(),
             top_logprobs=values[i, :count].astype("<f4").tobytes(),
         )
-
-
-def _indptr(counts: np.ndarray) -> np.ndarray:
-    indptr = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=indptr[1:])
-    return indptr
 
 
 def _now_us() -> int:

@@ -15,7 +15,7 @@ from gpu_worker.errors import DeviceError, ModelError
 from gpu_worker.link import Link, LinkBroken
 from gpu_worker.metrics import KV_BLOCKS, LINK_FAILURES, LINK_UP
 from gpu_worker.model_thread import ModelThread, StepFailed
-from gpu_worker.progress import load_progress
+from gpu_worker.progress import build_progress
 from gpu_worker.settings import WorkerSettings
 from paceline.v1.worker_pb2 import WorkerRegistered, WorkerRegistration
 from services.runtime.logs import get_logger
@@ -74,8 +74,8 @@ async def run_worker(
 async def _build(settings: WorkerSettings) -> BuiltWorker:
     """Off the event loop: health checks answer while gigabytes are read."""
     log.info("loading model", model=settings.model, load_format=settings.load_format)
-    with load_progress(settings.model) as progress, interruptible():
-        built = await asyncio.to_thread(build_worker, settings, progress)
+    with build_progress(settings.model) as reports, interruptible():
+        built = await asyncio.to_thread(build_worker, settings, reports.load, reports.capture)
     limits, info = built.runner.limits, built.info
     KV_BLOCKS.set(limits.num_blocks)
     log.info(

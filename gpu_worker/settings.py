@@ -31,11 +31,19 @@ class WorkerSettings(ServiceSettings, section="worker"):
         "auto", description="auto: float32 on a CPU, the checkpoint's type on a GPU"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
-    attention_backend: Literal["auto", "torch"] = Field("auto", description="attention over the paged KV pool")
+    attention_backend: Literal["auto", "flashinfer", "torch"] = Field(
+        "auto", description="kernels of the layers; auto: flashinfer on a GPU for the models that it can serve"
+    )
+    graph_max_seqs: int = Field(
+        256, ge=0, description="decode steps of up to so many sequences replay CUDA graphs (flashinfer); 0: none do"
+    )
     threads: int | None = Field(None, ge=1, description="torch threads on a CPU (default: cores - 1, at least 1)")
 
     block_size: int = Field(16, ge=1, le=128, description="tokens in a KV block")
     num_blocks: int | None = Field(None, ge=1, description="usable KV blocks (default: as many as memory allows)")
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="share of a GPU's memory for weights, steps and KV, where num_blocks is not given"
+    )
     kv_cache_gib: float = Field(1.0, gt=0, description="KV memory on a CPU, where num_blocks is not given")
     num_host_blocks: int | None = Field(None, ge=0, description="KV blocks in host memory (default: as host_gib says)")
     host_gib: float = Field(0.0, ge=0, description="host memory to swap preempted sequences to; 0: they are recomputed")

@@ -32,6 +32,10 @@ class AttentionMetadata:
     kv_indices: Int32s  # [kv_indptr[-1]], block ids
     last_block_len: Int32s  # [sequences], tokens in the last block, 1..block_size
     slot_mapping: Tensor  # int64 [rows] on the device: block * block_size + offset, where the row's K and V go
+    # A captured graph is about to run (or to be captured): decodes alone, as many as the graph was captured with, and
+    # what run() reads has to be where it was then.
+    captured: bool = False
+    device_kv_indices: Tensor | None = None  # kv_indices, int32 on the device, where the inputs have them there
 
     @property
     def num_sequences(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,12 +9,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gpu_worker.device import upload
 from gpu_worker.errors import DeviceError
+from gpu_worker.kv.swap import SwapLane
 
 # Never granted to a sequence: padding reads it, so it must stay finite.
 DUMMY_BLOCK = 0
-# Blocks that are swapped at once: on a device they are gathered in its memory first, and that is needed for KV.
-SWAP_BATCH_BLOCKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +27,7 @@ class KvPool:
 
     storage: Tensor
     host: Tensor
+    lane: SwapLane | None  # None: there are no host blocks
 
     @property
     def keys(self) -> Tensor:
@@ -60,40 +60,22 @@ class KvPool:
     def copy(self, sources: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -> None:
         """Block sources[i] to block targets[i], in every layer. No block stands in both."""
         kv, device = self.storage.flatten(0, 1), self.storage.device
-        source_ids, target_ids = (torch.from_numpy(ids.astype(np.int64)).to(device) for ids in (sources, targets))
-        kv.index_copy_(1, target_ids, kv.index_select(1, source_ids))
+        kv.index_copy_(1, upload(targets, device), kv.index_select(1, upload(sources, device)))
 
     def swap_out(self, blocks: npt.NDArray[np.int32], host_blocks: npt.NDArray[np.int32]) -> None:
-        """Block blocks[i] to host block host_blocks[i]. On a device the copies queue behind what computes the blocks,
-        and what overwrites them queues behind the copies; nobody waits for them."""
-        kv = self.storage.flatten(0, 1)
-        for ids, host_ids in self._batches(blocks, host_blocks):
-            for i, block in zip(host_ids, kv.index_select(1, ids).transpose(0, 1).contiguous(), strict=True):
-                self.host[i].copy_(block, non_blocking=True)
+        """Block blocks[i], as it is now, to host block host_blocks[i]. Nobody waits for it, see kv/swap.py."""
+        assert self.lane is not None, "there are no host blocks"
+        self.lane.out(blocks, host_blocks - 1)
 
     def swap_in(self, host_blocks: npt.NDArray[np.int32], blocks: npt.NDArray[np.int32]) -> None:
-        """Host block host_blocks[i] to block blocks[i]; it queues as the copies of `swap_out` do."""
-        kv = self.storage.flatten(0, 1)
-        for ids, host_ids in self._batches(blocks, host_blocks):
-            staged = torch.empty((len(host_ids), *self.host.shape[1:]), dtype=kv.dtype, device=kv.device)
-            for i, block in zip(host_ids, staged, strict=True):
-                block.copy_(self.host[i], non_blocking=True)
-            kv.index_copy_(1, ids, staged.transpose(0, 1))
-
-    def _batches(
-        self, blocks: npt.NDArray[np.int32], host_blocks: npt.NDArray[np.int32]
-    ) -> Iterator[tuple[Tensor, list[int]]]:
-        """Block ids on the device, and places in the host tensor."""
-        for start in range(0, len(blocks), SWAP_BATCH_BLOCKS):
-            batch = slice(start, start + SWAP_BATCH_BLOCKS)
-            ids = torch.from_numpy(blocks[batch].astype(np.int64)).to(self.storage.device)
-            yield ids, (host_blocks[batch] - 1).tolist()
+        """Host block host_blocks[i] to block blocks[i]; the device waits for it, the host does not."""
+        assert self.lane is not None, "there are no host blocks"
+        self.lane.back(host_blocks - 1, blocks)
 
     def clear(self, block_ids: npt.NDArray[np.int32]) -> None:
         """Zeros into blocks that got a new owner. Attention reads a block's unused rest with weight 0, and 0 x NaN of
         whoever failed there before would be NaN."""
-        ids = torch.from_numpy(block_ids.astype(np.int64)).to(self.storage.device)
-        self.storage.flatten(0, 1).index_fill_(1, ids, 0)
+        self.storage.flatten(0, 1).index_fill_(1, upload(block_ids, self.storage.device), 0)
 
 
 def allocate_pool(
@@ -110,7 +92,8 @@ def allocate_pool(
     block = (block_size, num_kv_heads, head_dim)
     storage = _zeros((2, num_layers, num_blocks + 1, *block), dtype, device)
     pinned = device.type == "cuda" and num_host_blocks > 0
-    return KvPool(storage, _zeros((num_host_blocks, 2 * num_layers, *block), dtype, torch.device("cpu"), pinned))
+    host = _zeros((num_host_blocks, 2 * num_layers, *block), dtype, torch.device("cpu"), pinned)
+    return KvPool(storage, host, SwapLane(storage.flatten(0, 1), host) if num_host_blocks else None)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pinned: bool = False) -> Tensor:

@@ -1,7 +1,8 @@
 """The tensors of a decoder: what a checkpoint must hold, and how we hold it.
 
-Matrices are stored [in, out] (`rows @ matrix` is the faster way round for few rows), q, k and v as one, gate and up as
-one, the q and k heads with their rotary pairs side by side (models/rope.py).
+Matrices are [in, out]: on a CPU stored like that (the faster way round for few rows), on a GPU a view of the
+checkpoint's [out, in] (what cuBLAS is tuned for). q, k and v are one, gate and up are one, the q and k heads have their
+rotary pairs side by side (models/rope.py).
 """
 
 from __future__ import annotations
@@ -91,13 +92,18 @@ def _layer(config: DecoderConfig, index: int, source: Source) -> LayerWeights:
 
     return LayerWeights(
         input_norm=get("input_layernorm.weight"),
-        qkv=qkv("weight").t().contiguous(),
+        qkv=_matrix(qkv("weight")),
         qkv_bias=qkv("bias") if config.qkv_bias else None,
         query_norm=heads("q_norm.weight") if config.qk_norm else None,
         key_norm=heads("k_norm.weight") if config.qk_norm else None,
-        output=get("self_attn.o_proj.weight").t().contiguous(),
+        output=_matrix(get("self_attn.o_proj.weight")),
         output_bias=get("self_attn.o_proj.bias") if config.output_bias else None,
         mlp_norm=get("post_attention_layernorm.weight"),
-        gate_up=torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")]).t().contiguous(),
-        down=get("mlp.down_proj.weight").t().contiguous(),
+        gate_up=_matrix(torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")])),
+        down=_matrix(get("mlp.down_proj.weight")),
     )
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    """[in, out] of [out, in]."""
+    return weight.t().contiguous() if weight.device.type == "cpu" else weight.t()

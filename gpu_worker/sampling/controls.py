@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gpu_worker.device import upload
 from gpu_worker.errors import ProtocolViolation
 from gpu_worker.sampling.processors import (
     IN_PROMPT,
@@ -178,7 +179,7 @@ class Controls:
         self._assembled = (b"", None)
         if not (control.penalises or len(control.last)):
             return
-        tokens = torch.from_numpy(np.frombuffer(sequence.token_ids, "<i4").astype(np.int64)).to(self.device)
+        tokens = upload(np.frombuffer(sequence.token_ids, "<i4").astype(np.int64), self.device)
         if control.penalises:
             counts = self._counts.take(slot).zero_()
             prompt, output = tokens.tensor_split([sequence.num_prompt_tokens])
@@ -213,19 +214,19 @@ class Controls:
             batch.bias = (
                 self._put(np.repeat(rows, [len(c.bias) for c in chosen])),
                 self._put(np.concatenate([c.bias_tokens for c in chosen])),
-                torch.from_numpy(np.concatenate([c.bias for c in chosen])).to(self.device),
+                upload(np.concatenate([c.bias for c in chosen]), self.device),
             )
         if penalised := [(row, slot, c) for row, slot, c in controls if c.penalises]:
             rows, slots, chosen = zip(*penalised, strict=True)
             strengths = np.array([c.penalties for c in chosen], np.float32).T.copy()
-            repetition, frequency, presence = torch.from_numpy(strengths).to(self.device)
+            repetition, frequency, presence = upload(strengths, self.device)
             counted = self._put(self._counts.rows(slots))
             batch.penalties = self._put(np.array(rows)), counted, repetition, frequency, presence
             batch.counts = self._counts.tensor
         return batch
 
     def _put(self, array: npt.NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64, copy=False)).to(self.device)
+        return upload(array, self.device)
 
 
 def read_control(sampling: SamplingParams, vocab_size: int) -> Control | None:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gpu_worker.device import upload
 from gpu_worker.sampling.controls import BatchControls
 from gpu_worker.sampling.filters import (
     apply_temperature,
@@ -91,7 +92,7 @@ def sample(logits: Tensor, rows: SamplingRows, controls: BatchControls | None = 
         failed |= broken
     if rows.temperature.any():
         random = np.flatnonzero(rows.temperature)
-        where = torch.from_numpy(random).to(logits.device)
+        where = upload(random, logits.device)
         # A failed row must not spoil the sums; its token is replaced below.
         chosen = logits if len(random) == len(logits) else logits.index_select(0, where)
         tokens.index_copy_(0, where, _sample_random(chosen.nan_to_num(neginf=-torch.inf), rows, random))
@@ -101,8 +102,7 @@ def sample(logits: Tensor, rows: SamplingRows, controls: BatchControls | None = 
 
 def _control(logits: Tensor, rows: SamplingRows, controls: BatchControls | None) -> None:
     if len(rows.banned_rows):
-        banned = torch.from_numpy(rows.banned_rows), torch.from_numpy(rows.banned_tokens)
-        ban(logits, *(index.to(logits.device) for index in banned))
+        ban(logits, *(upload(index, logits.device) for index in (rows.banned_rows, rows.banned_tokens)))
     if controls is not None:
         controls.apply(logits)
 
@@ -111,13 +111,13 @@ def _logprobs(logits: Tensor, rows: SamplingRows) -> Tensor | None:
     """float32 [scored, vocab]; computed first, since what follows writes into the logits."""
     if not len(rows.scored):
         return None
-    return logits.index_select(0, torch.from_numpy(rows.scored).to(logits.device)).log_softmax(-1)
+    return logits.index_select(0, upload(rows.scored, logits.device)).log_softmax(-1)
 
 
 def _scores(logprobs: Tensor | None, tokens: Tensor, rows: SamplingRows) -> Scores | None:
     if logprobs is None:
         return None
-    chosen = tokens.index_select(0, torch.from_numpy(rows.scored).to(tokens.device))
+    chosen = tokens.index_select(0, upload(rows.scored, tokens.device))
     ids, values = likeliest(logprobs, int(rows.num_top.max()))
     return Scores(logprobs.gather(1, chosen.unsqueeze(-1)).squeeze(-1), ids, values)
 
@@ -133,13 +133,13 @@ def likeliest(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _sample_random(logits: Tensor, rows: SamplingRows, which: npt.NDArray[np.int64]) -> Tensor:
     device, vocab = logits.device, logits.shape[-1]
-    logits = apply_temperature(logits, torch.from_numpy(rows.temperature[which]).to(device))
+    logits = apply_temperature(logits, upload(rows.temperature[which], device))
     top_k, top_p, min_p, typical_p = rows.top_k[which], rows.top_p[which], rows.min_p[which], rows.typical_p[which]
     logits = _filter(logits, mask_min_p, min_p, min_p > 0)
     logits = _filter(logits, mask_top_k, top_k, (top_k > 0) & (top_k < vocab))
     logits = _filter(logits, mask_top_p, top_p, top_p < 1)
     logits = _filter(logits, mask_typical_p, typical_p, typical_p < 1)
-    return draw(logits, torch.from_numpy(uniforms(rows.seed[which], rows.position[which])).to(device))
+    return draw(logits, upload(uniforms(rows.seed[which], rows.position[which]), device))
 
 
 def _filter(
@@ -149,8 +149,8 @@ def _filter(
     if not asked.any():
         return logits
     rows = np.flatnonzero(asked)
-    values = torch.from_numpy(limits[rows]).to(logits.device)
+    values = upload(limits[rows], logits.device)
     if len(rows) == len(logits):
         return mask(logits, values)
-    where = torch.from_numpy(rows).to(logits.device)
+    where = upload(rows, logits.device)
     return logits.index_copy(0, where, mask(logits.index_select(0, where), values))

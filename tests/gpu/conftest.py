@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+
+from tests.gpu.models import Checkpoint, make_checkpoint
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -11,3 +17,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def flashinfer() -> Any:
+    return importlib.import_module("flashinfer")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    """A family's checkpoint and its reference, made once a session."""
+    made: dict[str, Checkpoint] = {}
+
+    def get(family: str) -> Checkpoint:
+        if family not in made:
+            made[family] = make_checkpoint(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return get

@@ -7,7 +7,8 @@ import random
 import numpy as np
 import torch
 
-from gpu_worker.kv.pool import SWAP_BATCH_BLOCKS, allocate_pool
+from gpu_worker.kv.pool import allocate_pool
+from gpu_worker.kv.swap import SWAP_BATCH_BLOCKS
 
 NUM_BLOCKS = 3 * SWAP_BATCH_BLOCKS
 

@@ -1,62 +1,53 @@
 """What every attention backend must do with AttentionMetadata: the same as dense attention over each sequence's tokens.
 
-A backend for another device runs through the same cases (`BACKENDS`).
+The backend for GPUs runs through the same cases, on a reference that reads its arrays by FlashInfer's rules.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_worker.attention import torch_backend
-from gpu_worker.attention.base import AttentionBackend, AttentionMetadata
+from gpu_worker.attention.base import AttentionBackend
+from gpu_worker.attention.flashinfer import FlashInferAttention
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.kv.pool import KvPool, allocate_pool
+from tests.support.attention import Extents, dense, fill, metadata_of
+from tests.support.flashinfer_kernels import reference_kernels
 
-BACKENDS = {"torch": TorchAttention}
 HEAD_DIM = 16
 
-# (tokens already in the blocks, new tokens)
-Extents = list[tuple[int, int]]
+# pool, windows, query heads
+MakeBackend = Callable[[KvPool, tuple[int, ...], int], AttentionBackend]
 
 
-def metadata_of(extents: Extents, tables: list[list[int]], block_size: int) -> AttentionMetadata:
-    slots = [
-        table[position // block_size] * block_size + position % block_size
-        for (prefix, count), table in zip(extents, tables, strict=True)
-        for position in range(prefix, prefix + count)
-    ]
-    lengths = np.array([prefix + count for prefix, count in extents])
-    used = -(-lengths // block_size)
-    return AttentionMetadata(
-        num_decodes=sum(count == 1 for _, count in extents),
-        qo_indptr=np.cumsum([0] + [count for _, count in extents]).astype(np.int32),
-        kv_indptr=np.cumsum([0, *used]).astype(np.int32),
-        kv_indices=np.concatenate([table[:n] for table, n in zip(tables, used, strict=True)]).astype(np.int32),
-        last_block_len=(lengths - (used - 1) * block_size).astype(np.int32),
-        slot_mapping=torch.tensor(slots),
-    )
+@pytest.fixture(scope="module", params=["torch", "flashinfer"])
+def backend(request: pytest.FixtureRequest) -> Iterator[MakeBackend]:
+    if request.param == "torch":
+        yield lambda pool, windows, num_heads: TorchAttention(pool, windows)
+    else:
+        with reference_kernels() as flashinfer:
+            yield lambda pool, windows, num_heads: FlashInferAttention(
+                flashinfer, pool, windows, num_heads, max_rows=512, max_step_blocks=4096, workspace_bytes=1024
+            )
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-    """q [rows, heads, d]; k, v [tokens, kv_heads, d]: the last rows of a causal sequence, in float64."""
-    rows, heads, d = q.shape
-    groups = heads // k.shape[1]
-    k, v = (x.double().repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) / d**0.5
-    row = torch.arange(len(k) - rows, len(k))[:, None]
-    key = torch.arange(len(k))
-    hidden = key > row
-    if window:
-        hidden |= key <= row - window
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
-
-
-def check(backend: str, extents: Extents, block_size: int, kv_heads: int, groups: int, window: int, seed: int) -> None:
+def check(
+    backend: MakeBackend,
+    decodes: Extents,
+    chunks: Extents,
+    block_size: int,
+    kv_heads: int,
+    groups: int,
+    window: int,
+    seed: int,
+) -> None:
+    extents = decodes + chunks
     generator = torch.Generator().manual_seed(seed)
     lengths = [prefix + count for prefix, count in extents]
     needed = [-(-length // block_size) for length in lengths]
@@ -66,13 +57,13 @@ def check(backend: str, extents: Extents, block_size: int, kv_heads: int, groups
     full = [torch.randn(2, length, kv_heads, HEAD_DIM, generator=generator) for length in lengths]
     layer = 1
     for (prefix, _), table, kv in zip(extents, tables, full, strict=True):
-        _fill(pool, layer, table, kv[:, :prefix])
+        fill(pool.storage, layer, table, kv[:, :prefix])
     rows = sum(count for _, count in extents)
     # Views into something wider, as the model passes them.
     q = torch.randn(rows, kv_heads * groups + 1, HEAD_DIM, generator=generator)[:, 1:]
     new = torch.cat([kv[:, prefix:] for (prefix, _), kv in zip(extents, full, strict=True)], dim=1)
-    attention: AttentionBackend = BACKENDS[backend](pool, (0, window))
-    attention.plan(metadata_of(extents, tables, block_size))
+    attention = backend(pool, (0, window), kv_heads * groups)
+    attention.plan(metadata_of(len(decodes), extents, tables, block_size))
     out = attention.run(layer, q, new[0], new[1])
 
     start = 0
@@ -87,17 +78,10 @@ def check(backend: str, extents: Extents, block_size: int, kv_heads: int, groups
     assert pool.storage[:, :, 0].eq(0).all(), "the dummy block was written"
 
 
-def _fill(pool: KvPool, layer: int, table: list[int], kv: torch.Tensor) -> None:
-    for position in range(kv.shape[1]):
-        block, offset = table[position // pool.block_size], position % pool.block_size
-        pool.storage[:, layer, block, offset] = kv[:, position]
-
-
 decode = st.tuples(st.integers(0, 90), st.just(1))
 chunk = st.tuples(st.integers(0, 60), st.integers(1, 40))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=60, deadline=None)
 @given(
     decodes=st.lists(decode, max_size=9),
@@ -109,7 +93,7 @@ chunk = st.tuples(st.integers(0, 60), st.integers(1, 40))
     seed=st.integers(0, 2**31),
 )
 def test_random_batches(
-    backend: str,
+    backend: MakeBackend,
     decodes: Extents,
     chunks: Extents,
     block_size: int,
@@ -118,14 +102,13 @@ def test_random_batches(
     window: int,
     seed: int,
 ) -> None:
-    check(backend, decodes + chunks, block_size, kv_heads, groups, window, seed)
+    check(backend, decodes, chunks, block_size, kv_heads, groups, window, seed)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=25, deadline=None)
 @given(decodes=st.lists(decode, min_size=1, max_size=40), window=st.sampled_from([0, 9]), seed=st.integers(0, 2**31))
-def test_decode_only_batches(backend: str, decodes: Extents, window: int, seed: int) -> None:
-    check(backend, decodes, 8, 2, 2, window, seed)
+def test_decode_only_batches(backend: MakeBackend, decodes: Extents, window: int, seed: int) -> None:
+    check(backend, decodes, [], 8, 2, 2, window, seed)
 
 
 @pytest.mark.parametrize("window", [0, 50])
@@ -134,5 +117,6 @@ def test_limits_that_split_the_work_change_nothing(window: int, monkeypatch: pyt
     monkeypatch.setattr(torch_backend, "GROUP_BYTES", 20_000)
     monkeypatch.setattr(torch_backend, "GROUP_OVERHEAD_BYTES", 2_000)
     monkeypatch.setattr(torch_backend, "TILE_ELEMENTS", 1_000)
-    extents = [(n, 1) for n in range(0, 200, 13)] + [(70, 61), (0, 130), (1, 2)]
-    check("torch", extents, 8, 2, 3, window, 0)
+    decodes = [(n, 1) for n in range(0, 200, 13)]
+    chunks = [(70, 61), (0, 130), (1, 2)]
+    check(lambda pool, windows, _: TorchAttention(pool, windows), decodes, chunks, 8, 2, 3, window, 0)

@@ -16,11 +16,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gpu_worker.errors import DeviceError
-from gpu_worker.runner import ModelRunner
+from gpu_worker.runner import LaunchedStep, ModelRunner
 from gpu_worker.server import run_worker
 from gpu_worker.settings import WorkerSettings
 from paceline.v1.common_pb2 import SamplingParams
-from paceline.v1.worker_pb2 import NewSequence, StepPlan, StepResult
+from paceline.v1.worker_pb2 import NewSequence, StepPlan
 from services.runtime.service import Addresses
 from tests.contract.worker.fake_scheduler import FakeScheduler, WorkerLink
 
@@ -100,15 +100,15 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
 
 def slow_steps(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
-    step = ModelRunner.step
+    launch = ModelRunner.launch
 
-    def slow(self: ModelRunner, plan: StepPlan) -> StepResult:
+    def slow(self: ModelRunner, plan: StepPlan) -> LaunchedStep:
         time.sleep(step_s)
-        result = step(self, plan)
-        result.started_us -= int(step_s * 1e6)
-        return result
+        launched = launch(self, plan)
+        launched.started_us -= int(step_s * 1e6)
+        return launched
 
-    monkeypatch.setattr(ModelRunner, "step", slow)
+    monkeypatch.setattr(ModelRunner, "launch", slow)
 
 
 async def test_registers_runs_plans_and_is_released(rig: Rig) -> None:

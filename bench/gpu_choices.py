@@ -1,0 +1,72 @@
+"""Choices of the GPU path that only a GPU can judge: each beside what was not chosen, at Llama-3.1-8B's widths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.gpu_measure import Clock
+
+# in, out of a layer's products: qkv, output, gate and up, down.
+PRODUCTS = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
+ROWS = (1, 32, 128)
+# Weights are taken in turn from so many bytes: more than a cache holds.
+ROTATED_BYTES = 512 << 20
+
+
+def choices(
+    flashinfer: Any, clock: Clock, device: torch.device, dtype: torch.dtype, scale: int = 1
+) -> Iterator[dict[str, Any]]:
+    """`scale` divides the widths."""
+    for rows in ROWS:
+        as_stored = transposed = 0.0
+        for width, out in PRODUCTS:
+            x = torch.randn(rows, width // scale, device=device, dtype=dtype)
+            weights = _weights(out // scale, width // scale, device, dtype)
+            as_stored += _each_ms(clock, weights, lambda w, x=x: x.mm(w.t()))  # type: ignore[misc]
+            turned = [w.t().contiguous() for w in weights]
+            transposed += _each_ms(clock, turned, lambda w, x=x: x.mm(w))  # type: ignore[misc]
+        yield {
+            "rows": rows,
+            "what": "products of a layer, weights [out, in] (chosen) or [in, out]",
+            "chosen_ms": as_stored,
+            "other_ms": transposed,
+        }
+        yield {
+            "rows": rows,
+            "what": "output product, residual, norm: addmm_ + rmsnorm (chosen) or mm + fused_add_rmsnorm",
+            **_residual(flashinfer, clock, rows, 4096 // scale, device, dtype),
+        }
+
+
+def _residual(
+    flashinfer: Any, clock: Clock, rows: int, width: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, float]:
+    x, residual = (torch.randn(rows, width, device=device, dtype=dtype) * 0.01 for _ in range(2))
+    norm = torch.ones(width, device=device, dtype=dtype)
+    weights = _weights(width, width, device, dtype)
+
+    def chosen(w: Tensor) -> None:
+        residual.addmm_(x, w.t())
+        flashinfer.rmsnorm(residual, norm, 1e-5)
+
+    def other(w: Tensor) -> None:
+        flashinfer.fused_add_rmsnorm(x.mm(w.t()), residual, norm, 1e-5)
+
+    return {"chosen_ms": _each_ms(clock, weights, chosen), "other_ms": _each_ms(clock, weights, other)}
+
+
+def _weights(out: int, width: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    count = max(2, ROTATED_BYTES // (out * width * dtype.itemsize)) if device.type == "cuda" else 2
+    return [torch.randn(out, width, device=device).mul_(0.01).to(dtype) for _ in range(count)]
+
+
+def _each_ms(clock: Clock, weights: list[Tensor], work: Callable[[Tensor], object]) -> float:
+    def all_of_them() -> None:
+        for weight in weights:
+            work(weight)
+
+    return clock.best_ms(all_of_them, 10) / len(weights)

@@ -1,0 +1,175 @@
+"""Attention over the paged pool with FlashInfer's kernels, for 16-bit models on an NVIDIA GPU.
+
+Decode rows go through the decode wrapper, chunks through the prefill wrapper; each pair of them is for one window, as
+the window is compiled in. Choices (anchors: docs of FlashInfer 0.7.2 and what vLLM and SGLang do):
+
+- fa2 for both, with tensor cores for decode: any number of query heads per KV head, one kernel module for both, and on
+  paged KV no slower than fa3;
+- plan() gets host arrays, so it does not wait for the device; the block ids alone are on the device already;
+- K and V of a step are written by one kernel, which sees the pool as blocks of one token and the slots as their ids.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_worker.attention.base import AttentionMetadata, Int32s
+from gpu_worker.device import Fence
+from gpu_worker.kv.pool import KvPool
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.float16, torch.bfloat16)
+# Partial results of sequences whose KV is split; plan() raises if it were too little.
+WORKSPACE_BYTES = 384 << 20
+
+
+def unsupported(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why this model cannot be served with FlashInfer here; None if it can."""
+    if device.type != "cuda":
+        return f"it needs an NVIDIA GPU, not {device.type}"
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim {head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+    if dtype not in DTYPES:
+        return f"dtype {str(dtype).removeprefix('torch.')} is neither float16 nor bfloat16"
+    return None
+
+
+class FlashInferAttention:
+    """AttentionBackend. `flashinfer`: the module (handed in, so that tests can read what it is told); `windows`: per
+    layer, tokens that a token sees (itself included), 0 is all; `max_step_blocks`: in all block
+    tables of a step."""
+
+    def __init__(
+        self,
+        flashinfer: Any,
+        pool: KvPool,
+        windows: tuple[int, ...],
+        num_heads: int,
+        max_rows: int,
+        max_step_blocks: int,
+        workspace_bytes: int = WORKSPACE_BYTES,
+    ) -> None:
+        self._flashinfer = flashinfer
+        device = pool.storage.device
+        self._shape = (num_heads, pool.storage.shape[-1])  # of a row
+        self._kv = list(zip(pool.keys, pool.values, strict=True))
+        # The same memory as blocks of one token.
+        self._tokens = [
+            (keys.flatten(0, 1).unsqueeze(1), values.flatten(0, 1).unsqueeze(1)) for keys, values in self._kv
+        ]
+        self._slots, self._zeros, self._ones = torch.zeros(3, max_rows, dtype=torch.int32, device=device).unbind()
+        self._ones.fill_(1)
+        self._row_ids = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._num_decodes = 0
+        self._planned = Fence(device)
+        # All wrappers may use them, as they run one after the other.
+        workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
+        captured_indices = torch.zeros(max_step_blocks, dtype=torch.int32, device=device)
+        self._wrappers = {
+            window: _Wrappers(flashinfer, pool, window, num_heads, workspace, captured_indices)
+            for window in set(windows)
+        }
+        self._by_layer = [self._wrappers[window] for window in windows]
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        # plan() writes to pinned memory of the wrapper, and the copy of the step before may still be waiting.
+        self._planned.wait()
+        self._num_decodes = metadata.num_decodes
+        self._slots[: metadata.num_rows].copy_(metadata.slot_mapping)
+        for wrappers in self._wrappers.values():
+            wrappers.plan(metadata)
+        self._planned.record()
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows, decodes = len(query), self._num_decodes
+        self._flashinfer.append_paged_kv_cache(
+            key,
+            value,
+            self._row_ids[:rows],
+            self._zeros[:rows],
+            self._tokens[layer],
+            self._slots[:rows],
+            self._row_ids[: rows + 1],
+            self._ones[:rows],
+        )
+        out = torch.empty(rows, *self._shape, dtype=query.dtype, device=query.device)
+        wrappers = self._by_layer[layer]
+        if decodes:
+            wrappers.decode.run(query[:decodes], self._kv[layer], out=out[:decodes])
+        if decodes < rows:
+            wrappers.prefill.run(query[decodes:], self._kv[layer], out=out[decodes:])
+        return out.flatten(1)
+
+
+class _Wrappers:
+    """FlashInfer's wrappers for the layers of one window. After plan(), `decode` and `prefill` are those to run."""
+
+    def __init__(
+        self, flashinfer: Any, pool: KvPool, window: int, num_heads: int, workspace: Tensor, captured_indices: Tensor
+    ) -> None:
+        self._flashinfer = flashinfer
+        self._workspace = workspace
+        self._captured_indices = captured_indices
+        block_size, num_kv_heads, head_dim = pool.storage.shape[3:]
+        self._dims = (num_heads, num_kv_heads, head_dim, block_size)
+        dtype = pool.storage.dtype
+        self._options: dict[str, Any] = {
+            "window_left": window - 1 if window else -1,
+            "q_data_type": dtype,
+            "kv_data_type": dtype,
+            "o_data_type": dtype,
+        }
+        self._eager_decode = self._decode_wrapper()
+        self._captured_decode: dict[int, Any] = {}  # by batch size
+        self.decode = self._eager_decode
+        self.prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        decodes = metadata.num_decodes
+        indices = metadata.device_kv_indices
+        assert indices is not None, "the inputs do not stage block ids"
+        if decodes:
+            self.decode = self._captured(decodes) if metadata.captured else self._eager_decode
+            self.decode.plan(
+                _tensor(metadata.kv_indptr[: decodes + 1]),
+                indices[: int(metadata.kv_indptr[decodes])],
+                _tensor(metadata.last_block_len[:decodes]),
+                *self._dims,
+                **self._options,
+            )
+        if decodes < metadata.num_sequences:
+            # The block tables of the chunks stand behind those of the decodes: kv_indptr goes on counting from there.
+            self.prefill.plan(
+                _tensor(metadata.qo_indptr[decodes:] - metadata.qo_indptr[decodes]),
+                _tensor(metadata.kv_indptr[decodes:]),
+                indices,
+                _tensor(metadata.last_block_len[decodes:]),
+                *self._dims,
+                causal=True,
+                **self._options,
+            )
+
+    def _captured(self, size: int) -> Any:
+        """The wrapper that a graph of `size` decodes was captured with: it keeps what the kernels read in place."""
+        if size not in self._captured_decode:
+            device = self._workspace.device
+            self._captured_decode[size] = self._decode_wrapper(
+                use_cuda_graph=True,
+                paged_kv_indptr_buffer=torch.zeros(size + 1, dtype=torch.int32, device=device),
+                paged_kv_indices_buffer=self._captured_indices,
+                paged_kv_last_page_len_buffer=torch.ones(size, dtype=torch.int32, device=device),
+            )
+        return self._captured_decode[size]
+
+    def _decode_wrapper(self, **buffers: Any) -> Any:
+        return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, "NHD", use_tensor_cores=True, backend="fa2", **buffers
+        )
+
+
+def _tensor(array: Int32s) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))

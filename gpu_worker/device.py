@@ -1,0 +1,64 @@
+"""Memory traffic between host and device that neither side waits for. On a CPU all of it is nothing."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+class Fence:
+    """A point in what a stream does, for the host or another stream to wait for."""
+
+    def __init__(self, device: torch.device, blocking: bool = False) -> None:
+        """blocking: the host will have to wait, so it shall sleep instead of spinning."""
+        cuda = device.type == "cuda"
+        self._event: Any = torch.cuda.Event(blocking=blocking) if cuda else None  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        """All that was queued on the current stream so far is before the fence."""
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """The host waits until the device is past the last record(); if there was none, for nothing."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def hold(self) -> None:
+        """What is queued on the current stream from now on comes after the last record()."""
+        if self._event is not None:
+            self._event.wait()
+
+
+class SideStream:
+    """A stream beside the one that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def use(self) -> AbstractContextManager[Any]:
+        """It is the current stream meanwhile."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """The array on the device, integers as int64. (A copy from ordinary memory would wait for all that is queued. Torch
+    does not give pinned memory away again before the copy from it is done.)"""
+    if np.issubdtype(array.dtype, np.integer):
+        array = array.astype(np.int64, copy=False)
+    host = torch.from_numpy(array)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def fetch(tensor: Tensor) -> Tensor:
+    """The tensor in host memory: there as soon as what is queued on the current stream is done, which the caller has to
+    wait for."""
+    if tensor.device.type != "cuda":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -1,0 +1,142 @@
+"""How a step's arrays get to where the model runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gpu_worker.attention.base import AttentionMetadata
+from gpu_worker.device import Fence
+from gpu_worker.slots import SlotLimits
+from gpu_worker.step_arrays import StepArrays
+
+_WORD = 8  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    decode_slots: Tensor  # int64 [decodes]
+    prefill_tokens: Tensor | None  # int64 [rows - decodes]; None: there are none
+    positions: Tensor  # int64 [rows]
+    sampling_rows: Tensor | None  # int64: whose logits are wanted; None: all rows
+    sampled_slots: Tensor  # int64 [rows that sample]
+    attention: AttentionMetadata
+
+
+class StepInputs(Protocol):
+    def send(self, arrays: StepArrays, captured: bool = False) -> StepInput:
+        """Good until the next send(). `captured`: see AttentionMetadata."""
+
+    def sent(self) -> None:
+        """Whatever copies the host arrays of the last send() by itself has been queued (attention.plan has)."""
+
+
+class HostInputs:
+    """For a CPU: the arrays as they are."""
+
+    def send(self, arrays: StepArrays, captured: bool = False) -> StepInput:
+        return StepInput(
+            _int64(arrays.decode_slots),
+            _int64(arrays.prefill_tokens) if len(arrays.prefill_tokens) else None,
+            _int64(arrays.positions),
+            None if arrays.sampling_rows is None else _int64(arrays.sampling_rows),
+            _int64(arrays.sampled_slots),
+            AttentionMetadata(
+                num_decodes=arrays.num_decodes,
+                qo_indptr=arrays.qo_indptr,
+                kv_indptr=arrays.kv_indptr,
+                kv_indices=arrays.kv_indices,
+                last_block_len=arrays.last_block_len,
+                slot_mapping=_int64(arrays.slot_mapping),
+                captured=captured,
+            ),
+        )
+
+    def sent(self) -> None:
+        pass
+
+
+class PinnedInputs:
+    """For a GPU: all arrays end to end in pinned memory, and one copy.
+
+    Two blocks of pinned memory take turns, so that a step is written while the copy of the one before may be waiting
+    for its turn on the device; there is one block on the device, as the copy queues behind the step that reads it.
+
+        int64 | decode_slots | prefill_tokens | positions | slot_mapping | sampling_rows | sampled_slots |
+        int32 | kv_indices |                                             end of what is copied ^
+        int32 | qo_indptr | kv_indptr | last_block_len |                 for attention.plan, which copies them itself
+
+    A step of n decodes has its first four arrays at the same addresses whenever it comes: a captured graph reads them
+    there.
+    """
+
+    def __init__(self, limits: SlotLimits, max_table_blocks: int, device: torch.device) -> None:
+        """max_table_blocks: in the block table of one sequence."""
+        seqs, rows = limits.max_num_seqs, limits.max_batched_tokens
+        sent = 4 * rows + 3 * seqs + -(-seqs * max_table_blocks // 2)
+        kept = 3 * (seqs + 2)
+        pinned = device.type == "cuda"
+        self._hosts = [torch.zeros(sent + kept, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+        self._views = [host.numpy() for host in self._hosts]
+        self._fences = [Fence(device) for _ in range(2)]
+        self._block = torch.zeros(sent, dtype=torch.int64, device=device)
+        self._turn = 0
+        self._used = 0  # words
+
+    def send(self, arrays: StepArrays, captured: bool = False) -> StepInput:
+        self._turn ^= 1
+        self._fences[self._turn].wait()
+        self._used = 0
+        decode_slots = self._put(arrays.decode_slots)
+        prefill_tokens = self._put(arrays.prefill_tokens)
+        positions = self._put(arrays.positions)
+        slot_mapping = self._put(arrays.slot_mapping)
+        sampling_rows = None if arrays.sampling_rows is None else self._put(arrays.sampling_rows)
+        sampled_slots = self._put(arrays.sampled_slots)
+        start = self._used
+        kv_indices = self._keep(arrays.kv_indices)
+        sent = self._used
+        blocks = self._block[start:sent].view(torch.int32)[: len(kv_indices)]
+        self._block[:sent].copy_(self._hosts[self._turn][:sent], non_blocking=True)
+        return StepInput(
+            decode_slots,
+            prefill_tokens if len(arrays.prefill_tokens) else None,
+            positions,
+            sampling_rows,
+            sampled_slots,
+            AttentionMetadata(
+                num_decodes=arrays.num_decodes,
+                qo_indptr=self._keep(arrays.qo_indptr),
+                kv_indptr=self._keep(arrays.kv_indptr),
+                kv_indices=kv_indices,
+                last_block_len=self._keep(arrays.last_block_len),
+                slot_mapping=slot_mapping,
+                captured=captured,
+                device_kv_indices=blocks,
+            ),
+        )
+
+    def sent(self) -> None:
+        self._fences[self._turn].record()
+
+    def _put(self, array: npt.NDArray[np.integer]) -> Tensor:
+        """Its place on the device; there after the copy."""
+        start, self._used = self._used, self._used + len(array)
+        self._views[self._turn][start : self._used] = array
+        return self._block[start : self._used]
+
+    def _keep(self, array: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Its place in pinned memory, from a word's border on."""
+        start, self._used = self._used, self._used - (-len(array) * array.itemsize // _WORD)
+        place = self._views[self._turn][start : self._used].view(np.int32)[: len(array)]
+        place[:] = array
+        return place
+
+
+def _int64(array: npt.NDArray[np.integer]) -> Tensor:
+    return torch.from_numpy(array.astype(np.int64, copy=False))

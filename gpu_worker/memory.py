@@ -1,0 +1,61 @@
+"""How many KV blocks a GPU has room for: what is left of it when everything else has been tried once."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from gpu_worker.errors import ModelError
+from gpu_worker.graphs import CudaCapture
+from gpu_worker.runner import ModelRunner
+
+# What sampling takes for each logit at the most, beyond the logits: float32 copies, sorted values with their int64
+# places, a float64 sum.
+SAMPLER_BYTES_PER_LOGIT = 32
+
+
+def kv_blocks_that_fit(
+    total_bytes: int, free_bytes: int, needed_bytes: int, utilization: float, block_bytes: int
+) -> int:
+    """total, free: of the device, with the weights on it; needed: what steps will take beside the pool.
+
+    ModelError if there is no room for a block."""
+    used_bytes = total_bytes - free_bytes
+    pool_bytes = int(total_bytes * utilization) - used_bytes - needed_bytes
+    # One more for the dummy.
+    num_blocks = pool_bytes // block_bytes - 1
+    if num_blocks < 1:
+        gib = 2**30
+        raise ModelError(
+            f"no room for KV blocks: gpu_memory_utilization {utilization} of {total_bytes / gib:.1f} GiB, "
+            f"{used_bytes / gib:.1f} GiB taken by weights and others, {needed_bytes / gib:.1f} GiB needed for steps"
+        )
+    return num_blocks
+
+
+def bytes_for_steps(make_runner: Callable[[], ModelRunner], graph_sizes: list[int], device: torch.device) -> int:
+    """What the largest step, the graphs and sampling take. `make_runner` makes one with the smallest pool there is."""
+    before = _free_bytes(device)
+    runner = make_runner()
+    runner.try_largest_step()
+    taken = before - _free_bytes(device)
+    if graph_sizes:
+        # The largest graph's memory serves the others too; each of them then takes about what the second one takes.
+        free: list[int] = []
+        runner.capture_graphs(graph_sizes[-2:], CudaCapture(), lambda done, total: free.append(_free_bytes(device)))
+        drops = [max(0, more - less) for more, less in pairwise(free)]
+        taken += free[0] - free[-1] + drops[-1] * (len(graph_sizes) - len(drops))
+    limits = runner.limits
+    del runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    return max(0, taken) + SAMPLER_BYTES_PER_LOGIT * limits.max_num_seqs * limits.vocab_size
+
+
+def _free_bytes(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return free_bytes

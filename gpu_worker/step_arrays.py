@@ -1,0 +1,141 @@
+"""A step's rows as host arrays: what the forward pass and the attention read, computed from the slots' state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_worker.kv.pool import DUMMY_BLOCK
+from gpu_worker.slots import SlotLimits, SlotTable, StepRows
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+_Integer = TypeVar("_Integer", np.int32, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """Rows and sequences as in attention/base.py: decodes first, then the chunks."""
+
+    decode_slots: Int32s  # [decodes]; a decode's token is the one sampled last in its slot
+    prefill_tokens: Int64s  # [rows - decodes]
+    positions: Int64s  # [rows]
+    slot_mapping: Int64s  # [rows] block * block_size + offset
+    qo_indptr: Int32s  # [sequences + 1]
+    kv_indptr: Int32s  # [sequences + 1]
+    kv_indices: Int32s  # [kv_indptr[-1]]
+    last_block_len: Int32s  # [sequences]
+    sampling_rows: Int32s | None  # rows whose logits are wanted, those that sample first; None: all rows
+    sampled_slots: Int32s  # [rows that sample]
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.decode_slots)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.positions)
+
+    @property
+    def decodes_only(self) -> bool:
+        return self.num_decodes == self.num_rows
+
+    def padded(self, size: int) -> StepArrays:
+        """A step of decodes alone, filled up to `size` with sequences of one token in the dummy block (token and
+        position those of slot 0 and 0: any that exist). Nobody samples from them."""
+        assert self.decodes_only, "chunks are not padded"
+        more = size - self.num_rows
+        if more == 0:
+            return self
+        return StepArrays(
+            decode_slots=_grown(self.decode_slots, more, 0),
+            prefill_tokens=self.prefill_tokens,
+            positions=_grown(self.positions, more, 0),
+            slot_mapping=_grown(self.slot_mapping, more, 0),
+            qo_indptr=np.arange(size + 1, dtype=np.int32),
+            kv_indptr=np.concatenate((self.kv_indptr, self.kv_indptr[-1] + np.arange(1, more + 1, dtype=np.int32))),
+            kv_indices=_grown(self.kv_indices, more, DUMMY_BLOCK),
+            last_block_len=_grown(self.last_block_len, more, 1),
+            sampling_rows=self.sampling_rows,
+            sampled_slots=self.sampled_slots,
+        )
+
+
+def step_arrays(rows: StepRows, table: SlotTable, scored_rows: npt.NDArray[np.integer] | None = None) -> StepArrays:
+    """`scored_rows`: whose logits are wanted too. All of it vectorised: no Python per decoding row."""
+    block_size = table.limits.block_size
+    qo_indptr = indptr(rows.counts)
+    owners = np.repeat(np.arange(len(rows.slots)), rows.counts)
+    positions = rows.starts[owners] + np.arange(len(owners)) - qo_indptr[owners]
+    block_ids = table.block_table[rows.slots[owners], positions // block_size]
+    kv_lens = rows.starts + rows.counts
+    widths = -(-kv_lens // block_size)
+    longest = np.arange(widths.max())
+    has_chunks = len(rows.slots) > rows.num_decodes
+    wanted = qo_indptr[1:][rows.samples] - 1
+    if scored_rows is not None:
+        wanted = np.concatenate((wanted, scored_rows)).astype(np.int32)
+    all_sample = rows.num_rows == len(rows.slots) and bool(rows.samples.all())
+    return StepArrays(
+        decode_slots=rows.slots[: rows.num_decodes],
+        prefill_tokens=table.prefill_tokens(rows) if has_chunks else np.zeros(0, np.int64),
+        positions=positions,
+        slot_mapping=block_ids.astype(np.int64) * block_size + positions % block_size,
+        qo_indptr=qo_indptr,
+        kv_indptr=indptr(widths),
+        kv_indices=table.block_table[rows.slots, : len(longest)][longest < widths[:, None]],
+        last_block_len=kv_lens - (widths - 1) * block_size,
+        sampling_rows=None if all_sample else wanted,
+        sampled_slots=rows.slots[rows.samples],
+    )
+
+
+def dummy_decodes(size: int) -> StepArrays:
+    """A step that does nothing of use with the shapes of `size` decodes: to warm up and to capture with."""
+    nothing, none = np.zeros(0, np.int32), np.zeros(0, np.int64)
+    return StepArrays(
+        decode_slots=nothing,
+        prefill_tokens=none,
+        positions=none,
+        slot_mapping=none,
+        qo_indptr=np.zeros(1, np.int32),
+        kv_indptr=np.zeros(1, np.int32),
+        kv_indices=nothing,
+        last_block_len=nothing,
+        sampling_rows=None,
+        sampled_slots=nothing,
+    ).padded(size)
+
+
+def largest_step(limits: SlotLimits) -> StepArrays:
+    """A step that does nothing of use with the most rows and the most samples that there may be."""
+    rows = min(limits.max_batched_tokens, limits.max_num_seqs * limits.max_model_len)
+    whole, rest = divmod(rows, limits.max_model_len)
+    counts = np.array([limits.max_model_len] * whole + [rest] * bool(rest), np.int32)
+    widths = -(-counts // limits.block_size)
+    samples = min(limits.max_num_seqs, rows)
+    return StepArrays(
+        decode_slots=np.zeros(0, np.int32),
+        prefill_tokens=np.zeros(rows, np.int64),
+        positions=np.arange(rows) % limits.max_model_len,
+        slot_mapping=np.zeros(rows, np.int64),
+        qo_indptr=indptr(counts),
+        kv_indptr=indptr(widths),
+        kv_indices=np.full(widths.sum(), DUMMY_BLOCK, np.int32),
+        last_block_len=counts - (widths - 1) * limits.block_size,
+        sampling_rows=np.arange(samples, dtype=np.int32),
+        sampled_slots=np.arange(samples, dtype=np.int32),
+    )
+
+
+def indptr(counts: npt.NDArray[np.integer]) -> Int32s:
+    starts = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+def _grown(array: npt.NDArray[_Integer], more: int, value: int) -> npt.NDArray[_Integer]:
+    return np.concatenate((array, np.full(more, value, array.dtype)))

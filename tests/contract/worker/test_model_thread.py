@@ -1,0 +1,149 @@
+"""Where the device computes by itself: the next plan is launched while a step runs, and results come in order."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from gpu_worker.errors import DeviceError
+from gpu_worker.model_thread import LinkRun, ModelThread, StepFailed
+from gpu_worker.runner import ModelRunner, StepStats
+from paceline.v1.worker_pb2 import StepPlan, StepResult
+
+
+@dataclass
+class Launched:
+    step: int
+    error: Exception | None
+    stats: StepStats = field(default_factory=StepStats)
+    finished: threading.Event = field(default_factory=threading.Event)
+
+    def result(self) -> StepResult:
+        assert self.finished.wait(20)
+        if self.error is not None:
+            raise self.error
+        return StepResult(step=self.step)
+
+
+class Device:
+    """Stands for a ModelRunner on a GPU: the test says when a step is done."""
+
+    is_asynchronous = True
+
+    def __init__(self) -> None:
+        self.launched: dict[int, Launched] = {}
+        self.fails_at_launch: dict[int, Exception] = {}
+        self.fails_later: dict[int, Exception] = {}
+        self.resets = 0
+
+    def reset(self) -> None:
+        self.resets += 1
+
+    def request_ids(self) -> list[str]:
+        return ["r1"]
+
+    def launch(self, plan: StepPlan) -> Launched:
+        if plan.step in self.fails_at_launch:
+            raise self.fails_at_launch[plan.step]
+        return self.launched.setdefault(plan.step, Launched(plan.step, self.fails_later.get(plan.step)))
+
+
+@dataclass
+class Rig:
+    device: Device
+    thread: ModelThread
+    run: LinkRun
+    results: list[int]
+    failures: list[Exception]
+
+    def submit(self, *steps: int) -> None:
+        for step in steps:
+            self.thread.submit(self.run, StepPlan(step=step))
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110 - other threads make it true
+                await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    device = Device()
+    thread = ModelThread(cast(ModelRunner, device))
+    results: list[int] = []
+    failures: list[Exception] = []
+    run = LinkRun(lambda result, stats: results.append(result.step), failures.append)
+    thread.start()
+    thread.begin(run)
+    yield Rig(device, thread, run, results, failures)
+    for launched in device.launched.values():
+        launched.finished.set()
+    await asyncio.to_thread(thread.stop, 5.0)
+
+
+async def test_a_step_is_launched_while_the_one_before_runs(rig: Rig) -> None:
+    rig.submit(1, 2)
+    await rig.until(lambda: 2 in rig.device.launched)
+    assert rig.results == []
+    rig.device.launched[2].finished.set()
+    rig.submit(3)
+    await rig.until(lambda: 3 in rig.device.launched)
+    assert rig.results == [], "a result overtook the one before"
+    rig.device.launched[1].finished.set()
+    await rig.until(lambda: rig.results == [1, 2])
+    rig.device.launched[3].finished.set()
+    await rig.until(lambda: rig.results == [1, 2, 3])
+    assert rig.failures == []
+
+
+async def test_a_step_that_fails_on_the_device_is_reported_once(rig: Rig) -> None:
+    rig.device.fails_later = {2: RuntimeError("device-side assert"), 3: RuntimeError("and because of it")}
+    rig.submit(1, 2, 3)
+    await rig.until(lambda: 3 in rig.device.launched)
+    for step in (1, 2, 3):
+        rig.device.launched[step].finished.set()
+    await rig.until(lambda: rig.failures)
+    rig.submit(4)
+    await asyncio.to_thread(rig.thread.stop, 5.0)
+    await asyncio.sleep(0.05)
+    (failure,) = rig.failures
+    assert isinstance(failure, StepFailed)
+    assert failure.requests == ["r1"]
+    assert "step 2" in str(failure)
+    assert rig.results == [1]
+    assert 4 not in rig.device.launched
+
+
+async def test_a_launch_that_fails_ends_the_link_at_once(rig: Rig) -> None:
+    """Without waiting for the step in flight: what it would have said is computed again."""
+    rig.device.fails_at_launch = {2: MemoryError("no more")}
+    rig.submit(1, 2)
+    await rig.until(lambda: rig.failures)
+    assert isinstance(rig.failures[0], DeviceError)
+    rig.device.launched[1].finished.set()
+    await asyncio.to_thread(rig.thread.stop, 5.0)
+    await asyncio.sleep(0.05)
+    assert rig.results == []
+    assert len(rig.failures) == 1
+
+
+async def test_a_closed_link_hears_nothing(rig: Rig) -> None:
+    rig.submit(1)
+    await rig.until(lambda: 1 in rig.device.launched)
+    rig.run.close()
+    rig.device.launched[1].finished.set()
+    second: list[int] = []
+    run = LinkRun(lambda result, stats: second.append(result.step), rig.failures.append)
+    rig.thread.begin(run)
+    rig.device.launched.clear()
+    rig.thread.submit(run, StepPlan(step=1))
+    await rig.until(lambda: 1 in rig.device.launched)
+    rig.device.launched[1].finished.set()
+    await rig.until(lambda: second == [1])
+    assert rig.results == []
+    assert rig.device.resets == 2

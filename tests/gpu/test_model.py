@@ -1,0 +1,112 @@
+"""Whole models on a GPU: against transformers, graphs against eager steps, two steps in flight against one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench.gpu_load import Load, Request
+from gpu_worker import runner as runner_module
+from gpu_worker.attention.flashinfer import FlashInferAttention
+from gpu_worker.runner import ModelRunner
+from tests.gpu.models import FAMILIES, VOCAB, Checkpoint, check_near, gpu_runner
+from tests.unit.worker.driver import Driver
+
+pytestmark = pytest.mark.gpu
+
+Checkpoints = Callable[[str], Checkpoint]
+
+NEW_TOKENS = 24
+_rng = np.random.default_rng(3)
+PROMPTS = [_rng.integers(0, VOCAB, size=n).tolist() for n in (1, 2, 16, 33, 64, 90, 300)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_on_torch_is_transformers_token_for_token(family: str, checkpoint: Checkpoints) -> None:
+    reference = checkpoint(family)
+    driver = Driver(gpu_runner(reference.folder, dtype="float32"), chunk_tokens=50)
+    sequences = [driver.add(prompt, NEW_TOKENS) for prompt in PROMPTS]
+    driver.run()
+    assert [s.output for s in sequences] == [reference.greedy(prompt, NEW_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("graph_max_seqs", [0, 40])
+@pytest.mark.parametrize("chunk_tokens", [7, 64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_on_flashinfer_is_transformers_up_to_near_ties(
+    family: str, chunk_tokens: int, graph_max_seqs: int, checkpoint: Checkpoints
+) -> None:
+    reference = checkpoint(family)
+    runner = gpu_runner(reference.folder, graph_max_seqs=graph_max_seqs)
+    assert isinstance(runner._attention, FlashInferAttention)
+    assert (runner.graphs is not None) == bool(graph_max_seqs)
+    driver = Driver(runner, chunk_tokens)
+    sequences = [driver.add(prompt, NEW_TOKENS + 3 * i) for i, prompt in enumerate(PROMPTS)]
+    driver.run()
+    equal = sum(check_near(reference, s.tokens[: s.num_prompt], s.output) for s in sequences)
+    assert equal >= 0.9 * sum(len(s.output) for s in sequences)
+
+
+def logits_of_steps(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Filled while the runner runs."""
+    seen: list[torch.Tensor] = []
+    sample = runner_module.sample
+
+    def spy(logits: torch.Tensor, *more: Any) -> Any:
+        seen.append(logits.float().cpu())
+        return sample(logits, *more)
+
+    monkeypatch.setattr(runner_module, "sample", spy)
+    return seen
+
+
+def test_graphs_give_the_logits_of_eager_steps(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 1 % in norm: a step that is filled up is a product of another shape."""
+    folder = checkpoint("qwen3").folder
+    seen = []
+    for graph_max_seqs in (0, 40):
+        with monkeypatch.context() as patch:
+            runner = gpu_runner(folder, graph_max_seqs=graph_max_seqs)
+            logits = logits_of_steps(runner, patch)
+            driver = Driver(runner, 512)
+            for prompt in PROMPTS:
+                driver.add(prompt, 2)  # one step of chunks, one of decodes
+            driver.run_step()
+            driver.run_step()
+            seen.append(logits)
+    (eager_chunks, eager), (graph_chunks, graph) = seen
+    assert torch.equal(eager_chunks.argmax(-1), graph_chunks.argmax(-1)), "the steps before differ already"
+    assert float((graph - eager).norm() / eager.norm()) < 0.01
+
+
+@pytest.mark.parametrize("graph_max_seqs", [0, 24])
+def test_two_steps_in_flight_give_the_tokens_of_one(graph_max_seqs: int, checkpoint: Checkpoints) -> None:
+    """The same plans, so the same kernels on the same numbers."""
+    runner = gpu_runner(checkpoint("llama3").folder, graph_max_seqs=graph_max_seqs)
+    rng = np.random.default_rng(1)
+    requests = [Request(int(rng.integers(1, 200)), 0, int(rng.integers(1, 60))) for _ in range(80)]
+    outputs = []
+    for window in (1, 2, 4):
+        runner.reset()
+        in_flight, tokens = [], []
+        for step in Load(runner.limits, requests).steps(24):
+            in_flight.append(runner.launch(step.plan))
+            if len(in_flight) == window:
+                tokens.append(in_flight.pop(0).result().token_ids)
+        tokens += [launched.result().token_ids for launched in in_flight]
+        outputs.append(tokens)
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_it_is_reproducible(checkpoint: Checkpoints) -> None:
+    outputs = []
+    for _ in range(2):
+        driver = Driver(gpu_runner(checkpoint("mistral").folder), chunk_tokens=50)
+        sequences = [driver.add(prompt, NEW_TOKENS) for prompt in PROMPTS]
+        driver.run()
+        outputs.append([s.output for s in sequences])
+    assert outputs[0] == outputs[1]

@@ -1,0 +1,60 @@
+"""The runner as it is on a GPU, on a CPU: FlashInfer with reference kernels, pinned inputs that are not pinned, and
+graphs whose replay runs once more what was captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_worker.attention.flashinfer import FlashInferAttention
+from gpu_worker.graphs import Replay
+from gpu_worker.inputs import PinnedInputs
+from gpu_worker.kv.pool import allocate_pool
+from gpu_worker.models.decoder import Decoder
+from gpu_worker.models.flashinfer_ops import FlashInferOps
+from gpu_worker.models.loader import load_model
+from gpu_worker.runner import ModelRunner
+from gpu_worker.slots import SlotLimits
+
+CPU = torch.device("cpu")
+
+
+def twin(
+    flashinfer: Any,
+    checkpoint: Path,
+    *,
+    dtype: str = "float32",
+    block_size: int = 16,
+    num_blocks: int = 500,
+    max_num_seqs: int = 12,
+    graph_sizes: tuple[int, ...] = (),
+    capture: Callable[[Callable[[], object]], Replay] = lambda run: run,
+) -> ModelRunner:
+    model = load_model(str(checkpoint), dtype=dtype, device=CPU)
+    config = model.config
+    limits = SlotLimits(
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=1024,
+        max_model_len=config.max_positions,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+    )
+    pool = allocate_pool(
+        num_blocks, block_size, config.num_layers, config.num_kv_heads, config.head_dim, model.dtype, CPU
+    )
+    pool.storage[:, :, 1:] = torch.nan  # nobody may read what was not written
+    table_blocks = -(-config.max_positions // block_size)
+    attention = FlashInferAttention(
+        flashinfer, pool, config.windows, config.num_heads, 1024, max_num_seqs * table_blocks, workspace_bytes=1024
+    )
+    ops = FlashInferOps(flashinfer, config, config.max_positions, CPU)
+    decoder = Decoder(config, model.weights, attention, ops)
+    runner = ModelRunner(decoder, attention, pool, limits, PinnedInputs(limits, table_blocks, CPU), CPU)
+    if graph_sizes:
+        runner.capture_graphs(list(graph_sizes), capture)
+    return runner

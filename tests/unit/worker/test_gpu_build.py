@@ -1,0 +1,131 @@
+"""What building a worker for a GPU decides, as far as it is arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import structlog
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpu_worker import build as build_module
+from gpu_worker import memory
+from gpu_worker.build import BuiltWorker
+from gpu_worker.errors import ModelError
+from gpu_worker.memory import kv_blocks_that_fit
+from gpu_worker.settings import WorkerSettings
+from gpu_worker.slots import SlotLimits
+from gpu_worker.step_arrays import largest_step
+from tests.unit.worker.families import Reference
+
+GIB = 2**30
+
+
+@settings(deadline=None)
+@given(
+    free_gib=st.integers(30, 140),
+    needed_gib=st.integers(0, 10),
+    utilization=st.floats(0.5, 1.0),
+    block_bytes=st.integers(1 << 12, 1 << 22),
+)
+def test_blocks_fill_what_is_left(free_gib: int, needed_gib: int, utilization: float, block_bytes: int) -> None:
+    total, free, needed = 140 * GIB, free_gib * GIB, needed_gib * GIB
+    left = total * utilization - (total - free) - needed
+    if left < 2 * block_bytes + 1:
+        with pytest.raises(ModelError, match="gpu_memory_utilization"):
+            kv_blocks_that_fit(total, free, needed, utilization, block_bytes)
+        return
+    blocks = kv_blocks_that_fit(total, free, needed, utilization, block_bytes)
+    assert (blocks + 1) * block_bytes <= left + 1  # the dummy block takes its place too
+    assert (blocks + 2) * block_bytes > left - 1
+
+
+def test_the_message_says_where_the_memory_went() -> None:
+    with pytest.raises(ModelError, match=r"0\.9 of 80\.0 GiB, 70\.0 GiB taken by weights and others, 3\.0 GiB needed"):
+        kv_blocks_that_fit(80 * GIB, 10 * GIB, 3 * GIB, 0.9, 1 << 20)
+
+
+@settings(deadline=None)
+@given(
+    seqs=st.integers(1, 40),
+    batched=st.integers(1, 300),
+    length=st.integers(2, 100),
+    block_size=st.sampled_from([1, 7, 16]),
+)
+def test_the_largest_step_is_one_that_could_be(seqs: int, batched: int, length: int, block_size: int) -> None:
+    limits = SlotLimits(seqs, batched, length, block_size, 10, 50, ())
+    arrays = largest_step(limits)
+    lengths = np.diff(arrays.qo_indptr)
+    assert arrays.num_rows == lengths.sum() == min(batched, seqs * length)
+    assert len(lengths) <= seqs
+    assert lengths.max() <= length
+    assert ((np.diff(arrays.kv_indptr) - 1) * block_size + arrays.last_block_len == lengths).all()
+    assert len(arrays.kv_indices) == arrays.kv_indptr[-1] <= seqs * -(-length // block_size)
+    assert len(arrays.sampled_slots) <= seqs
+
+
+def test_flashinfer_without_a_gpu_is_refused(
+    reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
+) -> None:
+    with pytest.raises(ModelError, match=r"attention_backend flashinfer cannot serve .*: it needs an NVIDIA GPU"):
+        build(reference("qwen2").folder, attention_backend="flashinfer")
+
+
+def _model(head_dim: int, dtype: torch.dtype) -> SimpleNamespace:
+    return SimpleNamespace(name="m", dtype=dtype, config=SimpleNamespace(head_dim=head_dim))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "reason"), [(16, torch.bfloat16, "head_dim 16"), (64, torch.float32, "float32")]
+)
+def test_a_model_that_flashinfer_cannot_serve_runs_on_torch_and_one_line_says_so(
+    head_dim: int, dtype: torch.dtype, reason: str
+) -> None:
+    with structlog.testing.capture_logs() as lines:
+        chosen = build_module._flashinfer(WorkerSettings(), _model(head_dim, dtype), torch.device("cuda"))
+    assert chosen is None
+    assert [(line["model"], reason in line["reason"]) for line in lines] == [("m", True)]
+
+
+def test_torch_that_was_asked_for_needs_no_line() -> None:
+    settings = WorkerSettings(attention_backend="torch")
+    with structlog.testing.capture_logs() as lines:
+        assert build_module._flashinfer(settings, _model(16, torch.float32), torch.device("cuda")) is None
+    assert lines == []
+
+
+class TrialRunner:
+    """Takes memory as a runner on a GPU does; `free` is what is left, in MiB."""
+
+    def __init__(self, free: list[int]) -> None:
+        self._free = free
+        self.limits = SlotLimits(10, 64, 64, 16, 1, 1000, ())
+        self.captured: list[int] = []
+        free[0] -= 400  # workspaces
+
+    def try_largest_step(self) -> None:
+        self._free[0] -= 300
+
+    def capture_graphs(self, sizes: list[int], capture: object, progress: Callable[[int, int], None]) -> None:
+        for done, size in enumerate(sorted(sizes, reverse=True)):
+            progress(done, len(sizes))
+            self._free[0] -= 50 if done == 0 else 7
+            self.captured.append(size)
+        progress(len(sizes), len(sizes))
+
+
+@pytest.mark.parametrize(("sizes", "graphs_mib"), [([], 0), ([8], 50), ([4, 8], 57), ([1, 2, 4, 8], 50 + 3 * 7)])
+def test_what_steps_take_is_what_a_trial_took(
+    sizes: list[int], graphs_mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest graph, and for each of the others what the second one takes."""
+    free = [5000]
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: free[0] << 20)
+    monkeypatch.setattr(memory, "CudaCapture", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    needed = memory.bytes_for_steps(lambda: TrialRunner(free), sizes, torch.device("cpu"))
+    assert needed == ((400 + 300 + graphs_mib) << 20) + memory.SAMPLER_BYTES_PER_LOGIT * 10 * 1000

@@ -1,0 +1,118 @@
+"""A step's arrays: padding, and what arrives through the pinned block."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpu_worker.inputs import HostInputs, PinnedInputs
+from gpu_worker.kv.pool import DUMMY_BLOCK
+from gpu_worker.slots import SlotLimits
+from gpu_worker.step_arrays import StepArrays, dummy_decodes, indptr
+
+BLOCK_SIZE, MAX_SEQS, MAX_ROWS, TABLE_BLOCKS = 4, 8, 40, 10
+LIMITS = SlotLimits(MAX_SEQS, MAX_ROWS, BLOCK_SIZE * TABLE_BLOCKS, BLOCK_SIZE, 100, 50, ())
+CPU = torch.device("cpu")
+
+decode = st.tuples(st.integers(0, 39), st.just(1))
+chunk = st.tuples(st.integers(0, 30), st.integers(1, 10))
+
+
+def arrays_of(decodes: list[tuple[int, int]], chunks: list[tuple[int, int]], seed: int) -> StepArrays:
+    rng = np.random.default_rng(seed)
+    extents = decodes + chunks
+    starts, counts = (np.array(x, np.int32) for x in zip(*extents, strict=True))
+    widths = -(-(starts + counts) // BLOCK_SIZE)
+    rows = int(counts.sum())
+    samples = rng.random(len(extents)) < 0.8
+    return StepArrays(
+        decode_slots=rng.permutation(MAX_SEQS)[: len(decodes)].astype(np.int32),
+        prefill_tokens=rng.integers(0, 50, rows - len(decodes)),
+        positions=rng.integers(0, 40, rows),
+        slot_mapping=rng.integers(4, 400, rows),
+        qo_indptr=indptr(counts),
+        kv_indptr=indptr(widths),
+        kv_indices=rng.integers(1, 101, widths.sum()).astype(np.int32),
+        last_block_len=(starts + counts - (widths - 1) * BLOCK_SIZE).astype(np.int32),
+        sampling_rows=None if samples.all() else np.flatnonzero(samples).astype(np.int32),
+        sampled_slots=np.flatnonzero(samples).astype(np.int32),
+    )
+
+
+steps = st.builds(
+    arrays_of, st.lists(decode, max_size=5), st.lists(chunk, min_size=1, max_size=3), st.integers(0, 2**31)
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(steps, min_size=1, max_size=4))
+def test_what_is_sent_is_what_arrives(sequence: list[StepArrays]) -> None:
+    inputs, plain = PinnedInputs(LIMITS, TABLE_BLOCKS, CPU), HostInputs()
+    for arrays in sequence:
+        sent, expected = inputs.send(arrays), plain.send(arrays)
+        inputs.sent()
+        for name in ("decode_slots", "prefill_tokens", "positions", "sampling_rows", "sampled_slots"):
+            mine, other = getattr(sent, name), getattr(expected, name)
+            assert (mine is None and other is None) or torch.equal(mine, other), name
+        mine, other = sent.attention, expected.attention
+        assert mine.num_decodes == other.num_decodes
+        assert torch.equal(mine.slot_mapping, other.slot_mapping)
+        for name in ("qo_indptr", "kv_indptr", "kv_indices", "last_block_len"):
+            array = getattr(mine, name)
+            assert array.dtype == np.int32
+            assert np.array_equal(array, getattr(other, name)), name
+        assert mine.device_kv_indices is not None
+        assert mine.device_kv_indices.dtype == torch.int32
+        assert np.array_equal(mine.device_kv_indices.numpy(), arrays.kv_indices)
+
+
+def test_the_largest_step_fits() -> None:
+    full = [(39, 1)] * MAX_SEQS
+    arrays = arrays_of(full, [], 0)
+    assert PinnedInputs(LIMITS, TABLE_BLOCKS, CPU).send(arrays).attention.num_rows == MAX_SEQS
+    chunks = [(0, 33), *[(39, 1)] * 7]
+    arrays = arrays_of([], chunks, 0)
+    assert PinnedInputs(LIMITS, TABLE_BLOCKS, CPU).send(arrays).attention.num_rows == MAX_ROWS
+
+
+def test_the_host_arrays_of_a_step_outlive_the_next_send() -> None:
+    """The device may still be about to read them."""
+    inputs = PinnedInputs(LIMITS, TABLE_BLOCKS, CPU)
+    first = inputs.send(arrays_of([(3, 1)], [(0, 4)], 1)).attention
+    before = first.qo_indptr.copy(), first.kv_indptr.copy(), first.last_block_len.copy()
+    inputs.send(arrays_of([(30, 1), (2, 1)], [(9, 7)], 2))
+    for kept, array in zip(before, (first.qo_indptr, first.kv_indptr, first.last_block_len), strict=True):
+        assert np.array_equal(kept, array)
+
+
+@settings(deadline=None)
+@given(st.lists(decode, min_size=1, max_size=MAX_SEQS), st.integers(0, MAX_SEQS), st.integers(0, 2**31))
+def test_padding(decodes: list[tuple[int, int]], more: int, seed: int) -> None:
+    arrays = arrays_of(decodes, [], seed)
+    size = len(decodes) + more
+    padded = arrays.padded(size)
+    for name in ("decode_slots", "positions", "slot_mapping", "kv_indices", "last_block_len"):
+        mine, other = getattr(padded, name), getattr(arrays, name)
+        assert mine.dtype == other.dtype
+        assert np.array_equal(mine[: len(other)], other), name
+    assert padded.num_rows == padded.num_decodes == size
+    assert np.array_equal(padded.qo_indptr, np.arange(size + 1))
+    assert np.array_equal(padded.kv_indptr[: len(decodes) + 1], arrays.kv_indptr)
+    assert np.array_equal(np.diff(padded.kv_indptr)[len(decodes) :], np.ones(more))
+    assert (padded.kv_indices[len(arrays.kv_indices) :] == DUMMY_BLOCK).all()
+    assert (padded.slot_mapping[len(decodes) :] // BLOCK_SIZE == DUMMY_BLOCK).all()
+    assert np.array_equal(padded.sampled_slots, arrays.sampled_slots)
+
+
+@settings(deadline=None)
+@given(st.integers(1, MAX_SEQS), st.lists(decode, min_size=1, max_size=MAX_SEQS))
+def test_a_graph_finds_its_inputs_where_they_were_at_its_capture(size: int, decodes: list[tuple[int, int]]) -> None:
+    inputs = PinnedInputs(LIMITS, TABLE_BLOCKS, CPU)
+    size = max(size, len(decodes))
+    places = []
+    for arrays in (dummy_decodes(size), arrays_of([], [(5, 9), (0, 3)], 0), arrays_of(decodes, [], 1).padded(size)):
+        step = inputs.send(arrays, captured=True)
+        places.append([x.data_ptr() for x in (step.decode_slots, step.positions, step.attention.slot_mapping)])
+    assert places[0] == places[2] != places[1]

@@ -1,0 +1,82 @@
+"""Swaps beside the computation: whatever order two streams run in that the events allow, it comes out as one after the
+other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpu_worker.kv import swap
+from gpu_worker.kv.pool import KvPool, allocate_pool
+from tests.support.streams import SimulatedFence, SimulatedSideStream, Streams
+
+BLOCKS, HOST_BLOCKS = 9, 6
+CPU = torch.device("cpu")
+
+
+def _ids(draw: st.DrawFn, most: int, count: int) -> np.ndarray:
+    ids = draw(st.permutations(range(1, most + 1)))
+    return np.array(ids[:count], np.int32)
+
+
+@st.composite
+def commands(draw: st.DrawFn) -> list[tuple[str, tuple[np.ndarray, ...]]]:
+    made = []
+    for _ in range(draw(st.integers(1, 14))):
+        kind = draw(st.sampled_from(["compute", "out", "back", "clear", "copy"]))
+        count = draw(st.integers(1, HOST_BLOCKS))
+        match kind:
+            case "out":
+                made.append((kind, (_ids(draw, BLOCKS, count), _ids(draw, HOST_BLOCKS, count))))
+            case "back":
+                made.append((kind, (_ids(draw, HOST_BLOCKS, count), _ids(draw, BLOCKS, count))))
+            case "copy":
+                both = _ids(draw, BLOCKS, 4)
+                made.append((kind, (both[:2], both[2:])))
+            case _:
+                made.append((kind, (_ids(draw, BLOCKS, count),)))
+    return made
+
+
+def play(pool: KvPool, todo: list[tuple[str, tuple[np.ndarray, ...]]]) -> None:
+    for number, (kind, ids) in enumerate(todo, 1):
+        match kind:
+            case "compute":  # a step writes to the blocks
+                for block in ids[0].tolist():
+                    pool.storage[:, :, block].fill_(number)
+            case "out":
+                pool.swap_out(*ids)
+            case "back":
+                pool.swap_in(*ids)
+            case "clear":
+                pool.clear(*ids)
+            case "copy":
+                pool.copy(*ids)
+
+
+def new_pool() -> KvPool:
+    pool = allocate_pool(BLOCKS, 1, 2, 1, 1, torch.float32, CPU, HOST_BLOCKS)
+    pool.storage.copy_(-torch.arange(pool.storage.numel()).view(pool.storage.shape))
+    pool.host.copy_(-1000 - torch.arange(pool.host.numel()).view(pool.host.shape))
+    return pool
+
+
+@settings(max_examples=150, deadline=None)
+@given(todo=commands(), seed=st.integers(0, 2**31))
+def test_any_order_that_the_events_allow(todo: list[tuple[str, tuple[np.ndarray, ...]]], seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(swap, "SWAP_BATCH_BLOCKS", 2)
+        expected = new_pool()
+        play(expected, todo)
+        streams = Streams()
+        patch.setattr(swap, "Fence", lambda device: SimulatedFence(streams))
+        patch.setattr(swap, "SideStream", lambda device: SimulatedSideStream(streams))
+        pool = new_pool()
+        with streams:
+            play(pool, todo)
+        streams.run(seed)
+    assert torch.equal(pool.storage, expected.storage)
+    assert torch.equal(pool.host, expected.host)
