@@ -65,7 +65,7 @@ class Sequence:
     and those with whom it shares are `unwritten`.
     The sequence uses that node and all above it. Their blocks are those of the table, unless equal ones of another
     sequence got there first: then it uses both, and its own stay outside of the tree (`duplicates`). One that reuses
-    nothing (`alone`) would need room for both to run at all: its node ends before such blocks, until it is forked.
+    nothing (`alone`) would need room for both to run at all: its node ends before such blocks.
     """
 
     __slots__ = (

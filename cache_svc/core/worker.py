@@ -155,7 +155,7 @@ class Worker:
         """A table for tokens of which the parent has computed all but the last: its whole blocks, which nobody writes
         any more, and a new one for the rest. Also the block whose content belongs into that new one (0: none).
 
-        Raises OpError, having granted nothing: FAILED_PRECONDITION if the parent is not such a one, RESOURCE_EXHAUSTED.
+        Raises OpError, having changed nothing: FAILED_PRECONDITION if the parent is not such a one, RESOURCE_EXHAUSTED.
         """
         token_ids = waiter.token_ids
         num_shared = len(token_ids) // TOKEN_BYTES - 1
@@ -168,11 +168,15 @@ class Worker:
                 f"first {num_shared} tokens of it on worker {self.worker_id}",
             )
         _check_written(parent)
-        if not self.prefix_caching or parent.alone:
-            parent.alone = False
-            self.store(parent)  # without prefix caching in a tree of the family's own: nobody else finds it
-        self.check_room(1)  # now that equal blocks, which nobody used, may be in use
         num_whole, rest = divmod(num_shared, self.tree.block_size)
+        if self.prefix_caching and parent.node.end < num_whole:
+            raise OpError(
+                Code.FAILED_PRECONDITION,
+                f"sequence {parent.sequence_id} cannot be forked: some of its blocks are not stored, as equal ones are",
+            )
+        self.check_room(1)
+        if not self.prefix_caching:
+            self.store(parent)  # in a tree of the family's own: nobody else finds it
         node = self.tree.cut(parent.node, num_whole)
         table = self.device.use_path(node, waiter.terms.priority) + self.device.take(1)
         return self._begin(waiter, table, node, num_shared), parent.table[num_whole] if rest else 0

@@ -34,14 +34,17 @@ class Garbage:
         return ops
 
     def _some(self) -> list[pb.CacheOp]:
-        rare = self.rng.choice(["add_worker", "rematch", "empty", "remove_worker"])
+        rare = self.rng.choice(["add_worker", "rematch", "empty", "remove_worker", "restore"])
         usual = ["start", "start", "branch", *["commit"] * 3, "match", "admit", "fork", "extend", "free"]
         name = self.rng.choice([*usual, "swap_out", "swap_in", rare])
         if name == "start":
             match = self._match(self._new())
-            return [match, d.admit_op(match.match.sequence, self.worker(), self.rng.choice([0, 0, 1, 3, 100, UINT32]))]
+            return [match, self._admit(match.match.sequence)]
         if name == "branch":
             return self._branch()
+        if name == "restore" and self.rng.randrange(4):
+            joins = self._add_worker()
+            return [joins, self._restore(joins.add_worker.worker)]
         return [getattr(self, "_" + name)()]
 
     def _new(self) -> int:
@@ -100,9 +103,30 @@ class Garbage:
             )
         return pb.CacheOp(match=match)
 
-    def _admit(self) -> pb.CacheOp:
-        new_tokens = self.rng.choice([0, 0, 1, 3, 100, UINT32])
-        return d.admit_op(self.sequence(self.core.waiting), self.worker(), new_tokens)
+    def _admit(self, sequence: int | None = None) -> pb.CacheOp:
+        new_tokens, planned = self.rng.choice([0, 0, 1, 3, 100, UINT32]), self.rng.choice([0, 0, 1, 3, 100, UINT32])
+        sequence = self.sequence(self.core.waiting) if sequence is None else sequence
+        op = d.admit_op(sequence, self.worker(), new_tokens, planned)
+        op.admit.no_reuse = not self.rng.randrange(8)
+        return op
+
+    def _restore(self, worker: int | None = None) -> pb.CacheOp:
+        """Claims that may well agree, as there are few tokens and few blocks."""
+        rng, tree = self.rng, self.core.tree
+        restore = pb.RestoreOp(worker=self.worker() if worker is None else worker, incomplete=not rng.randrange(6))
+        size = min(tree.block_size, 4) if tree is not None else 2
+        for _ in range(rng.choice([0, 1, 2, 4])):
+            tokens = self.tokens()
+            num_blocks = max(0, -(-len(tokens) // 4 // size) + rng.choice([0, 0, 0, 1, -1]))
+            first = rng.choice([1, 1, 5, 0])
+            table = [first + i for i in range(num_blocks)] + [rng.randrange(12)] * rng.choice([0, 0, 0, 1])
+            claim = restore.sequences.add(sequence=self._new() if rng.randrange(4) else self.sequence())
+            claim.token_ids, claim.block_table = tokens, d.pack(table)
+            claim.num_computed_tokens = rng.choice([len(tokens) // 4] * 4 + [0, 1, UINT32])
+            claim.priority = rng.choice(PRIORITIES) if not rng.randrange(6) else 0.0
+            if not rng.randrange(5):
+                claim.host_blocks = d.pack(table)
+        return pb.CacheOp(restore=restore)
 
     def _fork(self) -> pb.CacheOp:
         return d.fork_op(self.sequence(self.core.waiting), self.worker(), self.sequence(self.core.admitted))
@@ -128,9 +152,9 @@ class Garbage:
 
     def _commit(self) -> pb.CacheOp:
         rng, admitted = self.rng, self.core.admitted
-        commit = pb.CommitOp(sequences=self._several(admitted))
+        commit = pb.CommitOp(sequences=self._several(admitted), planned=not rng.randrange(4))
         for sequence_id in commit.sequences:
-            new = [rng.randrange(2)] * rng.randrange(4)
+            new = [rng.randrange(2)] * (0 if commit.planned else rng.randrange(4))
             commit.num_new_tokens.append(rng.choice([len(new)] * 12 + [UINT32, len(new) + 1]))
             commit.token_ids += d.pack(new)
             computed = rng.choice([0, 1, 8, UINT32])
@@ -146,7 +170,8 @@ class Garbage:
         return pb.CacheOp(commit=commit)
 
     def _free(self) -> pb.CacheOp:
-        return d.free_op(self._several(self.core.waiting, self.core.admitted, self.core.swapped))
+        known = self._several(self.core.waiting, self.core.admitted, self.core.swapped)
+        return d.free_op(known, discard=not self.rng.randrange(4))
 
     def _rematch(self) -> pb.CacheOp:
         return d.rematch_op(self._several(self.core.waiting), always=bool(self.rng.randrange(2)))

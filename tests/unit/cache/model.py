@@ -191,9 +191,11 @@ class Model:
             raise ModelRefusal(Code.FAILED_PRECONDITION)
         if parent.planned:
             raise ModelRefusal(Code.FAILED_PRECONDITION)
+        whole = shared // self.block_size
+        if worker.prefix_caching and len(parent.prefixes) < whole:
+            raise ModelRefusal(Code.FAILED_PRECONDITION)
         if not worker.available:
             raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
-        whole = shared // self.block_size
         prefixes = parent.prefixes[:whole]
         terms = self.terms[sequence]
         for prefix in prefixes:
