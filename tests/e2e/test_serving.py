@@ -104,7 +104,7 @@ def test_a_repeated_prompt_is_served_from_the_cache(client: openai.OpenAI) -> No
         client.completions.create(model=MODEL, prompt=prompt, max_tokens=8, temperature=0) for _ in range(2)
     )
     assert second.choices[0].text == first.choices[0].text
-    assert second.usage.prompt_tokens_details.cached_tokens == 96
+    assert second.usage.prompt_tokens_details.cached_tokens == 99  # all but the last one
 
 
 def test_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
