@@ -58,7 +58,7 @@ def test_every_stream_is_the_undisturbed_one(monkeypatch: pytest.MonkeyPatch) ->
         requeue(self, request)
 
     monkeypatch.setattr(Lifecycle, "requeue", noted)
-    for seed in range(80):
+    for seed in range(60):
         run = SharingRun(seed)
         try:
             run.play()
