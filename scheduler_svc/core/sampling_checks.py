@@ -87,7 +87,8 @@ def changes_logits(sampling: SamplingParams) -> bool:
 
 def _check_penalties(sampling: SamplingParams) -> None:
     repetition = sampling.repetition_penalty
-    if repetition and not MIN_REPETITION_PENALTY <= repetition <= MAX_REPETITION_PENALTY:
+    # Rounded, since the limit itself is a little less as it travels, in 32 bits.
+    if repetition and not MIN_REPETITION_PENALTY <= round(repetition, 6) <= MAX_REPETITION_PENALTY:
         limits = f"[{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]"
         raise invalid("repetition_penalty", f"{repetition:g} is not in {limits}")
     for name in ("presence_penalty", "frequency_penalty"):

@@ -6,6 +6,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -32,7 +33,9 @@ from services.runtime.logs import bind_request_id, get_logger
 _log = get_logger(__name__)
 
 _PROMPT = FieldNames(prompt="prompt")
-_CHAT = FieldNames(prompt="messages")
+_CHAT = FieldNames(prompt="messages", num_logprobs="top_logprobs")
+# Of all choices of an answer, which is some 70 bytes each.
+MAX_PROMPT_LOGPROBS = 2**16
 _COMPLETION_MAX_TOKENS = 16
 _NOT_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")
 _REQUEST_ID_CHARS = 128
@@ -284,7 +287,21 @@ async def _completion_jobs(gateway: Gateway, request: Request) -> _Jobs:
             terms=terms,
         )
         jobs += body.jobs(builder, job)
+        check_scored_prompts(body, jobs)  # before anything of the next prompt is done
     return body, jobs
+
+
+def check_scored_prompts(body: schema.SamplingFields, jobs: Sequence[GenerateJob]) -> None:
+    """An answer is written in one piece, while nobody else is served: raises ApiError 400 if it would be too long."""
+    if body.prompt_logprobs is None:
+        return
+    shown = (body.n or 1) / max(body.n or 1, body.best_of or 1)
+    count = int((1 + body.prompt_logprobs) * shown * sum(len(job.prompt_ids) for job in jobs))
+    if count > MAX_PROMPT_LOGPROBS:
+        raise invalid(
+            "prompt_logprobs",
+            f"prompt_logprobs: {count} in all choices, and at most {MAX_PROMPT_LOGPROBS} are possible in an answer",
+        )
 
 
 async def _chat_jobs(gateway: Gateway, request: Request) -> _Jobs:
@@ -293,7 +310,7 @@ async def _chat_jobs(gateway: Gateway, request: Request) -> _Jobs:
     gateway.check_model(body.model)
     names = _CHAT
     if body.max_completion_tokens is not None:
-        names = FieldNames(prompt="messages", max_tokens="max_completion_tokens")
+        names = replace(_CHAT, max_tokens="max_completion_tokens")
     ids = await gateway.builder.encode_chat(
         [message.for_template() for message in body.messages],
         names,
@@ -309,7 +326,9 @@ async def _chat_jobs(gateway: Gateway, request: Request) -> _Jobs:
         arrival_s=arrival_s,
         terms=body.terms(),
     )
-    return body, body.jobs(gateway.builder, job)
+    jobs = body.jobs(gateway.builder, job)
+    check_scored_prompts(body, jobs[:1])  # a chat's answer shows them once
+    return body, jobs
 
 
 def _request_id(request: Request, index: int) -> str:

@@ -65,11 +65,12 @@ class FieldNames:
 
     prompt: str = "prompt"
     max_tokens: str = "max_tokens"
+    num_logprobs: str = "logprobs"
     prefix: str = ""
 
     def of(self, name: str) -> str:
         """The public name of a sampling field."""
-        return self.prefix + (self.max_tokens if name == "max_tokens" else name)
+        return self.prefix + {"max_tokens": self.max_tokens, "logprobs": self.num_logprobs}.get(name, name)
 
 
 class Vocabulary(Protocol):
@@ -231,10 +232,9 @@ def _stop_tokens(token_ids: Sequence[int], vocabulary: Vocabulary, name: str) ->
 def _allowed(token_ids: Sequence[int], vocabulary: Vocabulary, name: str) -> bytes:
     if not token_ids:
         raise invalid(name, f"{name} must not be empty: nothing could be sampled")
-    distinct = np.unique(np.array(vocabulary.check_token_ids(token_ids, name), "<i4"))
-    if len(distinct) > MAX_ALLOWED_TOKENS:
-        raise invalid(name, f"{name} has {len(distinct)} tokens; at most {MAX_ALLOWED_TOKENS} are possible")
-    return distinct.tobytes()
+    if len(token_ids) > MAX_ALLOWED_TOKENS:
+        raise invalid(name, f"{name} has {len(token_ids)} tokens; at most {MAX_ALLOWED_TOKENS} are possible")
+    return np.unique(np.array(vocabulary.check_token_ids(token_ids, name), "<i4")).tobytes()
 
 
 def _bad_words(words: Sequence[str | Sequence[int]], vocabulary: Vocabulary, name: str) -> list[bytes]:

@@ -54,6 +54,7 @@ async def test_the_scheduler_gets_the_same_from_both_fronts(running: Running) ->
         ("bad_words", [[1] * 65], "1 to 64 tokens"),
         ("allowed_token_ids", [1024], "vocabulary of 1024"),
         ("allowed_token_ids", [-5], "vocabulary of 1024"),
+        ("allowed_token_ids", [5] * 8193, "at most 8192"),
         ("stop_token_ids", [2**30], "vocabulary of 1024"),
         ("logprobs", 21, "between 0 and 20"),
         ("logprobs", -1, "between 0 and 20"),
@@ -74,6 +75,35 @@ async def test_what_is_out_of_bounds_is_refused_by_both_with_the_limit(
             await client.generate("x", **{name: value})  # type: ignore[arg-type]
     assert caught.value.field == f"sampling.{name}"
     assert running.scheduler.submissions == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        ({"prompt": [7] * 1000, "n": 4}, 84_000),
+        ({"prompt": [[7] * 1000] * 4}, 84_000),
+        ({"prompt": [7] * 1000, "n": 3, "best_of": 9}, 0),
+    ],
+)
+async def test_an_answer_has_so_many_prompt_logprobs_in_all_its_choices(
+    running: Running, changes: dict[str, Any], count: int
+) -> None:
+    body = {"model": MODEL, "max_tokens": 1, "prompt_logprobs": 20, **changes}
+    answer = await running.http.post("/v1/completions", json=body)
+    assert answer.status_code == (400 if count else 200)
+    if count:
+        error = answer.json()["error"]
+        assert error["param"] == "prompt_logprobs"
+        assert str(count) in error["message"]
+        assert "65536" in error["message"]
+        assert running.scheduler.submissions == []
+
+
+async def test_a_chat_is_told_of_top_logprobs_by_that_name(running: Running) -> None:
+    body = {"messages": CHAT, "logprobs": True, "top_logprobs": 21}
+    error = (await running.http.post("/v1/chat/completions", json=body)).json()["error"]
+    assert error["param"] == "top_logprobs"
+    assert "top_logprobs" in error["message"]
 
 
 @pytest.mark.parametrize("name", ASKED)

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions, GenerateRequest, SamplingOptions, TokenIds
 from scheduler_svc.core.rejection import Rejection
+from scheduler_svc.core.sampling_checks import check_sampling
 from scheduler_svc.generate import to_submission
 
 PROMPT = TokenIds(ids=[1, 2, 3])
@@ -63,3 +65,8 @@ def test_a_beam_search_refuses_what_is_for_samples() -> None:
             to_submission(GenerateRequest(token_ids=PROMPT, sampling=options, beam=beam), None)
         assert refused.value.field == name
     assert to_submission(GenerateRequest(token_ids=PROMPT, sampling=SamplingOptions(temperature=0), beam=beam), None)
+
+
+def test_the_least_repetition_penalty_is_possible() -> None:
+    """As a float32 it is a little less than its limit."""
+    check_sampling(SamplingParams(top_p=1, max_tokens=1, repetition_penalty=0.01))
