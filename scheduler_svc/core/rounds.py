@@ -63,9 +63,7 @@ class Rounds:
                     break
         if not self._cache.idle:
             return None
-        # An exchange that admits is followed by commits, and these by another one before anybody else is let in.
-        next_admits = askers or any(not draft.decision.admissions for _, draft in drafts)
-        heads = self._composer.heads(self._workers, now_s) if next_admits else []
+        heads = self._composer.heads(self._workers, now_s) if askers or drafts else []
         return self._cache.compose(drafts, askers, heads, now_s)
 
     def _accept(self, worker: Worker, step: Step, drafts: list[tuple[Worker, Draft]]) -> bool:
