@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +88,14 @@ def parts(
     batches, contexts = ((1, 3), (24, 40)) if tiny else (BATCHES, CONTEXTS)
     for context in contexts:
         for batch in batches:
-            yield "decode", DECODE_S, lambda batch=batch, context=context: decode(batch, context)  # type: ignore[misc]
+            yield "decode", DECODE_S, partial(decode, batch, context)
     whole = 48 if tiny else 8192
     for prompts in ([whole], [whole // 8] * (4 if tiny else 8)):
-        yield "prefill", PREFILL_S, lambda prompts=prompts: prefill(prompts)  # type: ignore[misc]
+        yield "prefill", PREFILL_S, partial(prefill, prompts)
     loops = {2: (5, 9, 4)} if tiny else {32: (64, 1024, 1024), 128: (256, 1024, 1024)}
     for concurrency, loop in loops.items():
         needed_s = SERVING_S.get(concurrency, 1.0)
-        yield "serving", needed_s, lambda c=concurrency, loop=loop: serving(c, *loop)  # type: ignore[misc]
+        yield "serving", needed_s, partial(serving, concurrency, *loop)
 
 
 def measure_model(

@@ -49,9 +49,6 @@ from scheduler_svc.core.slots import SlotTable
 from scheduler_svc.core.types import Counters, Outbox, SchedulerConfig
 from scheduler_svc.core.worker import Worker
 
-# Waiting requests whose matches are asked for anew, at the most.
-MAX_HEADS = 16
-
 
 class SchedulerCore:
     def __init__(
