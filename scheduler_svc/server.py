@@ -90,6 +90,14 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
             for session, response in outbox.to_sessions:
                 if (session_link := self._sessions.get(session)) is not None:
                     session_link.put(response)
+            for failure in outbox.failures:
+                log.error(
+                    "step failed",
+                    worker=failure.worker,
+                    what=failure.what,
+                    retried=failure.requests,
+                    quarantined=failure.quarantined or None,
+                )
             for worker, reason in outbox.lost_workers:
                 log.warning("worker lost", worker=worker, reason=reason)
                 if (worker_link := self._workers.get(worker)) is not None:
@@ -199,6 +207,8 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                 self.core.worker_result(worker, message.result, now_s)
             case "heartbeat":
                 self.core.worker_heartbeat(worker, now_s)
+            case "failure":
+                self.core.worker_failed(worker, message.failure)
             case "drain":
                 log.info("worker drains", worker=worker)
                 self.core.worker_drain(worker)

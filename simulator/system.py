@@ -18,11 +18,12 @@ from cache_svc.core.errors import Code
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest, CacheServiceLinkResponse
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import Ending, SessionRequest, SessionResponse, Submission
-from paceline.v1.worker_pb2 import StepPlan, StepResult, WorkerRegistration
+from paceline.v1.worker_pb2 import StepFailure, StepPlan, StepResult, WorkerRegistration
 from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose
+from simulator.toy_worker import StepRaised, WorkerDied
 
 
 def default_policies() -> Policies:
@@ -51,8 +52,9 @@ class WorkerEnd:
     worker: StepWorker
     id: int
     plans: deque[StepPlan] = field(default_factory=deque)
-    results: deque[StepResult] = field(default_factory=deque)
+    results: deque[StepResult | StepFailure] = field(default_factory=deque)
     released: bool = False
+    failed: bool = False
 
 
 @dataclass(slots=True)
@@ -195,14 +197,30 @@ class LocalSystem:
             return
         if kind == "step":
             assert end is not None
-            end.results.append(end.worker.run(end.plans.popleft()))
+            self._step(end)
             return
         if kind == "answer":
             self.scheduler.cache_response(self.from_cache.popleft())
         else:
             assert end is not None
-            self.scheduler.worker_result(end.id, end.results.popleft(), self.now_s)
+            news = end.results.popleft()
+            if isinstance(news, StepFailure):
+                self.workers.remove(end)
+                self.scheduler.worker_failed(end.id, news)
+            else:
+                self.scheduler.worker_result(end.id, news, self.now_s)
         self.poll()
+
+    def _step(self, end: WorkerEnd) -> None:
+        plan = end.plans.popleft()
+        try:
+            end.results.append(end.worker.run(plan))
+        except StepRaised as error:
+            end.plans.clear()
+            end.failed = True
+            end.results.append(StepFailure(first_step=plan.step, last_step=plan.step, message=str(error)))
+        except WorkerDied:
+            self.kill(end)
 
     def poll(self) -> None:
         outbox = self.scheduler.poll(self.now_s)
@@ -210,10 +228,12 @@ class LocalSystem:
         by_id = {end.id: end for end in self.workers}
         for worker_id, message in outbox.to_workers:
             end = by_id.get(worker_id)
-            if end is not None and message.HasField("plan"):
+            if end is None or end.failed:
+                continue  # it does not listen any more
+            if message.HasField("plan"):
                 end.plans.append(message.plan)
                 assert len(end.plans) + len(end.results) <= self.scheduler.config.window
-            elif end is not None and message.HasField("released"):
+            elif message.HasField("released"):
                 end.released = True
         for session_id, response in outbox.to_sessions:
             client = self.clients[session_id]

@@ -33,6 +33,14 @@ class Corruption(AssertionError):
     """The plan made the worker read KV that is not the sequence's own, or broke the protocol."""
 
 
+class StepRaised(Exception):
+    """A planted fault: the forward pass raised. The worker reports it and registers anew."""
+
+
+class WorkerDied(Exception):
+    """A planted fault: the process is gone, and says nothing."""
+
+
 def next_token(tokens: list[int], sampling: SamplingParams) -> int:
     """The toy model: any token of the vocabulary, about one in forty the end of the sequence."""
     digest = zlib.crc32(np.array([*tokens, sampling.seed & 0x7FFFFFFF], np.int64).tobytes())

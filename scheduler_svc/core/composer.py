@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 
 from scheduler_svc.core.cache_link import CacheLink
 from scheduler_svc.core.placement import best_place
@@ -13,6 +14,7 @@ from scheduler_svc.core.policy import OrderPolicy, Policies
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import Step
+from scheduler_svc.core.trials import TrialBatch, TrialCapacity, candidates
 from scheduler_svc.core.types import Counters
 from scheduler_svc.core.worker import Worker
 
@@ -59,14 +61,28 @@ class Composer:
         # What has just ended leaves blocks that the cache has not told of: nobody gives way for want of them.
         return may_admit or bool(worker.preempted) or worker.may_lack_blocks
 
-    def compose(self, planner: Planner, worker: Worker, workers: dict[int, Worker], now_s: float) -> Step | None:
-        """The worker's next step; None if somebody gave way, and it has to be composed anew when the cache knows."""
-        waiting = self._waiting(worker, workers, now_s)
+    def compose(
+        self, planner: Planner, worker: Worker, workers: dict[int, Worker], now_s: float, closed: bool
+    ) -> Step | None:
+        """The worker's next step; None if somebody gave way, and it has to be composed anew when the cache knows.
+        `closed`: nobody is let in."""
+        waiting = self._waiting(worker, workers, now_s, closed)
         try:
             return planner.draft_step(worker, self.policies, waiting, now_s)
         except Exception as error:
             self._failed(error)
-        return planner.draft_step(worker, self._fallback, self._waiting(worker, workers, None), now_s)
+        return planner.draft_step(worker, self._fallback, self._waiting(worker, workers, None, closed), now_s)
+
+    def compose_trial(self, planner: Planner, worker: Worker, members: list[Request], now_s: float) -> Step | None:
+        """As compose(), a step that tries these suspects. The policies in force say who gives way, no more."""
+        policies = replace(self.policies, capacity=TrialCapacity(), batch=TrialBatch(members))
+        waiting = partial(candidates, members, worker)
+        try:
+            return planner.draft_trial(worker, policies, waiting, now_s)
+        except Exception as error:
+            self._failed(error)
+        policies = replace(policies, preemption=self._fallback.preemption)
+        return planner.draft_trial(worker, policies, waiting, now_s)
 
     def planned(self, step: Step) -> None:
         """The composition stands."""
@@ -88,19 +104,20 @@ class Composer:
             return list(itertools.islice(self.queue, count))
 
     def _waiting(
-        self, worker: Worker, workers: dict[int, Worker], ordered_at_s: float | None
+        self, worker: Worker, workers: dict[int, Worker], ordered_at_s: float | None, closed: bool
     ) -> Callable[[], Iterator[Request]]:
         """What may be bound to the worker: what it has swapped out, oldest first, then the others in the order in force
         at that time, or (None) oldest first."""
 
         def waiting() -> Iterator[Request]:
-            if worker.draining:
+            if worker.draining or closed:
                 return
             if worker.swapped and not worker.preempted:  # nobody comes back while somebody else has to go
-                yield from sorted(worker.swapped.values(), key=lambda request: request.seniority)
+                back = (request for request in worker.swapped.values() if not request.is_suspect)
+                yield from sorted(back, key=lambda request: request.seniority)
             queue, alone = self.queue, len(workers) == 1
             for request in iter(queue) if ordered_at_s is None else queue.ordered(ordered_at_s):
-                if request.matches is None or not worker.can_ever_hold(request):
+                if request.matches is None or request.is_suspect or not worker.can_ever_hold(request):
                     continue
                 if request.parent is not None and request.waits_for_parent:
                     continue
@@ -117,5 +134,5 @@ class Composer:
         """The order policy can no longer be trusted to know what waits: the default one takes its place."""
         self._failed(error)
         order = self._make_fallback().order
-        self.policies = dataclasses.replace(self.policies, order=order)
+        self.policies = replace(self.policies, order=order)
         return order

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from sortedcontainers import SortedDict
 
@@ -116,7 +116,7 @@ class Lifecycle:
         """These wait, and do without what they have in host memory."""
         for request in list(requests):
             self._forget_sequence(request)
-            self._note(request, "requeued", why)
+            self.note(request, "requeued", why)
             if self._cache.connected:
                 self.ask_match(request)
 
@@ -135,7 +135,8 @@ class Lifecycle:
             if request.group.root.started_s is None:
                 self.journal.event(request.group.root, "running", "its beams", self.now_s)
             request.group.root.started_s = request.started_s
-        self._note(request, "running", f"on worker {worker.id}")
+        apart = ", apart from others" if request.is_suspect else ""
+        self.note(request, "running", f"on worker {worker.id}{apart}")
 
     def refused(self, request: Request) -> None:
         """The cache had less room than was thought: the request waits on, known to the cache as before."""
@@ -159,7 +160,7 @@ class Lifecycle:
     def unanswered(self, request: Request) -> None:
         """The cache was lost while it was asked for the request's blocks."""
         self.put_back(request)
-        self._note(request, "waiting", "the cache was lost before it answered")
+        self.note(request, "waiting", "the cache was lost before it answered")
 
     def requeue(self, request: Request) -> None:
         """Take back a request whose blocks the cache has granted, or may have granted, in vain."""
@@ -178,7 +179,7 @@ class Lifecycle:
                 request.place = next(self._fronts)
             case "back":
                 request.place = next(self._ranks)
-        self._note(request, "preempted", "moves to host memory" if swaps else "gave its blocks to what runs")
+        self.note(request, "preempted", "moves to host memory" if swaps else "gave its blocks to what runs")
         if not swaps:
             self.requeue(request)
             return
@@ -202,8 +203,9 @@ class Lifecycle:
         if request.phase is Phase.PARKED:
             self._withdraw(request)
 
-    def evacuate(self, worker: Worker) -> list[Request]:
-        """Take every live request off the worker, with all its known tokens. Their sequences are dropped."""
+    def evacuate(self, worker: Worker, why: str, accused: Collection[Request] = ()) -> list[Request]:
+        """Take every live request off the worker, with all its known tokens. Their sequences are dropped. `why` it is
+        lost; the accused were in the steps that this names."""
         for parked in list(worker.parked.values()):
             self._drop_parked(worker, parked)
         requests = worker.drop_draft()
@@ -211,7 +213,8 @@ class Lifecycle:
             self.recall_tokens(worker, slot)
             requests.append(self._leave(worker, slot))
         for request in requests:
-            self._lose_blocks(request, "its worker was lost")
+            was_in_it = "; it was in that step and is retried apart from others" if request in accused else ""
+            self._lose_blocks(request, why + was_in_it)
         return sorted(requests, key=lambda request: request.seniority)
 
     def claim_refused(self, request: Request, why: str) -> None:
@@ -240,15 +243,12 @@ class Lifecycle:
         self._matched.pop(request.sequence, None)
         request.phase, request.sequence, request.swapped_on, request.host_blocks = Phase.WAITING, 0, 0, b""
         self.counters.requeued += 1
-        self._note(request, "requeued", why)
+        self.note(request, "requeued", why)
 
     def lost_worker(self, request: Request) -> None:
-        """What becomes of a request whose worker is gone: it waits again, unless it has lost too many."""
+        """A request whose worker is gone waits again."""
         request.num_worker_losses += 1
-        if request.num_worker_losses > self.config.max_worker_losses:
-            self.fail(request, f"worker: lost {request.num_worker_losses} times while it ran this request")
-        else:
-            self.enqueue(request)
+        self.enqueue(request)
 
     def _vacate(self, request: Request, swaps: bool = False) -> None:
         """Take the request out of its slot. Only now the cache learns the tokens that it generated: nobody is likely to
@@ -294,6 +294,11 @@ class Lifecycle:
         request.sequence = 0
 
     # ── over ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def quarantine(self, request: Request, failures: int, why: str) -> None:
+        """It was alone in so many failures in a row: it is not tried again."""
+        self.counters.quarantined += 1
+        self.fail(request, f"request: alone in what failed, {failures} times in a row; the last time, {why}")
 
     def spoil(self, request: Request, message: str) -> None:
         """Its worker could not compute it: nothing of it stays in the cache, for others would reuse what is wrong."""
@@ -351,7 +356,7 @@ class Lifecycle:
         request.phase = Phase.ENDED
         request.view = None  # they point at each other: its tokens are not to wait for the garbage collector
 
-    def _note(self, request: Request, event: str, detail: str) -> None:
+    def note(self, request: Request, event: str, detail: str) -> None:
         """In the journal, which knows clients' requests only."""
         if not request.is_member:
             self.journal.event(request, event, detail, self.now_s)

@@ -52,6 +52,12 @@ class Planner:
             self._expect_progress(worker, step)
         return step
 
+    def draft_trial(
+        self, worker: Worker, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
+    ) -> Step | None:
+        """As draft_step, for a step that leaves out most of what could run."""
+        return self._compose(worker, policies, waiting, now_s)
+
     def _compose(
         self, worker: Worker, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
     ) -> Step | None:

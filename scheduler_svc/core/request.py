@@ -75,6 +75,7 @@ class Request:
     num_preemptions: int = 0
     num_worker_losses: int = 0
     is_spoiled: bool = False  # what it computed is not to be trusted
+    is_suspect: bool = False  # of having failed its step: it runs with others of its kind only (trials.py)
     extra_stop_ids: frozenset[int] = NO_TOKENS
     parent: Request | None = None  # to fork from, as long as that is possible
     prompt_is_computed: bool = False  # and known to be, of the attempt that runs

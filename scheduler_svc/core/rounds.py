@@ -14,8 +14,9 @@ from scheduler_svc.core.cache_link import CacheLink, Sent, admit_result
 from scheduler_svc.core.composer import Composer
 from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.planner import Planner
-from scheduler_svc.core.request import Phase
+from scheduler_svc.core.request import Phase, Request
 from scheduler_svc.core.step import Step
+from scheduler_svc.core.trials import Trials
 from scheduler_svc.core.worker import Draft, Worker
 
 
@@ -28,6 +29,7 @@ class Rounds:
         planner: Planner,
         life: Lifecycle,
         groups: BeamGroups,
+        trials: Trials,
         send: Callable[[int, WorkerServiceLinkResponse], None],
     ) -> None:
         """`send` takes a worker's id and what it is to be sent."""
@@ -37,6 +39,7 @@ class Rounds:
         self._planner = planner
         self._life = life
         self._groups = groups
+        self._trials = trials
         self._send = send
         self._refusals = 0  # of an idle system, in a row
 
@@ -49,33 +52,57 @@ class Rounds:
         drafts: list[tuple[Worker, Draft]] = []
         askers: list[Worker] = []
         for worker in self._workers.values():
-            while worker.draft is None and worker.has_credit:
-                if self._composer.must_ask(worker, self._cache):
-                    askers.append(worker)
-                    break
-                step = self._composer.compose(self._planner, worker, self._workers, now_s)
-                if step is None:
-                    if worker.parked:
-                        self._groups.give_up_blocks(worker)
-                    askers.append(worker)  # somebody gave way
-                    break
-                if not self._accept(worker, step, drafts):
-                    break
+            self._plan_worker(worker, drafts, askers, now_s)
         if not self._cache.idle:
             return None
         heads = self._composer.heads(self._workers, now_s) if askers or drafts else []
         return self._cache.compose(drafts, askers, heads, now_s)
 
-    def _accept(self, worker: Worker, step: Step, drafts: list[tuple[Worker, Draft]]) -> bool:
+    def _plan_worker(
+        self, worker: Worker, drafts: list[tuple[Worker, Draft]], askers: list[Worker], now_s: float
+    ) -> None:
+        trials, may_try = self._trials, self._trials.active
+        while worker.draft is None and worker.has_credit:
+            if self._composer.must_ask(worker, self._cache):
+                askers.append(worker)
+                return
+            tried = trials.members(worker) if may_try else []
+            if tried and worker.in_flight:
+                return  # a trial is to be alone in flight
+            step = self._compose(worker, tried, now_s)
+            if step is None:
+                if worker.parked:
+                    self._groups.give_up_blocks(worker)
+                askers.append(worker)  # somebody gave way
+                return
+            if self._accept(worker, step, drafts, is_trial=bool(tried)):
+                continue
+            if tried:
+                trials.pause(worker)
+                if not worker.running:
+                    self._groups.give_up_blocks(worker)
+                may_try = False
+            elif not (may_try and trials.claims(worker)):
+                return
+
+    def _compose(self, worker: Worker, tried: list[Request], now_s: float) -> Step | None:
+        if tried:
+            return self._composer.compose_trial(self._planner, worker, tried, now_s)
+        self._trials.others_had_their_turn(worker)
+        return self._composer.compose(self._planner, worker, self._workers, now_s, self._trials.claims(worker))
+
+    def _accept(self, worker: Worker, step: Step, drafts: list[tuple[Worker, Draft]], is_trial: bool) -> bool:
         """Turn a composed step into a plan, or into a draft that waits for the cache; False if it was empty."""
         worker.knows_cache = False
         preempted = bool(worker.preempted)
         worker.preempted.clear()
-        self._composer.planned(step)
+        if not is_trial:
+            self._composer.planned(step)
         self._life.journal.decided(step.held_back, self._life.now_s)
         if step.is_empty:
             self._life.counters.barren_steps += preempted
-            self._watch_progress(step)
+            if not is_trial:
+                self._watch_progress(step)
             return preempted  # what gave way may be all that there is to run
         self._refusals = 0
         draft = Draft(worker.id, step.decision(), worker.slots.num_releases)

@@ -14,6 +14,7 @@ from paceline.v1.cache_pb2 import AddWorkerOp, CacheServiceLinkResponse
 from paceline.v1.common_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR, PromptLogprobs
 from paceline.v1.inference_pb2 import SchedulerStatus, SessionOpened, SessionRequest, Submission
 from paceline.v1.worker_pb2 import (
+    StepFailure,
     StepResult,
     TokenLogprobs,
     WorkerRegistered,
@@ -23,7 +24,7 @@ from paceline.v1.worker_pb2 import (
 )
 from scheduler_svc.core.arrays import Longs, Tokens
 from scheduler_svc.core.beam_groups import BeamGroups, check_beam
-from scheduler_svc.core.cache_link import CacheLink
+from scheduler_svc.core.cache_link import CacheLink, ProtocolError
 from scheduler_svc.core.composer import Composer
 from scheduler_svc.core.intake import (
     Limits,
@@ -46,7 +47,9 @@ from scheduler_svc.core.results import ResultReader
 from scheduler_svc.core.rounds import Rounds
 from scheduler_svc.core.sessions import Session
 from scheduler_svc.core.slots import SlotTable
-from scheduler_svc.core.types import Counters, Outbox, SchedulerConfig
+from scheduler_svc.core.suspects import GUILTY_AFTER
+from scheduler_svc.core.trials import Trials
+from scheduler_svc.core.types import Counters, Failure, Outbox, SchedulerConfig
 from scheduler_svc.core.worker import Worker
 
 
@@ -86,8 +89,9 @@ class SchedulerCore:
             self._cache.add_commit,
             config.max_num_seqs,
         )
+        self._trials = Trials(self.life)
         self._rounds = Rounds(
-            self.workers, self._cache, self._composer, planner, self.life, self._groups, self._send_worker
+            self.workers, self._cache, self._composer, planner, self.life, self._groups, self._trials, self._send_worker
         )
         self._results = ResultReader(
             self._publish,
@@ -215,17 +219,47 @@ class SchedulerCore:
         self.life.recompute(self.workers[worker_id].swapped.values())  # elsewhere
         self._workers_changed()
 
+    def worker_failed(self, worker_id: int, failure: StepFailure) -> None:
+        """It says that a step has failed, and that it forgets all it ran. Raises ProtocolError."""
+        worker, first, last = self.workers[worker_id], failure.first_step, failure.last_step
+        if not (worker.in_flight and worker.in_flight[0].step <= first <= last <= worker.in_flight[-1].step):
+            raise ProtocolError(f"failure of steps {first} to {last}, which are not in flight")
+        which = f"step {first}" if first == last else f"one of steps {first} to {last}"
+        self._lose(worker, f"{which} of worker {worker_id} failed: {failure.message}", first, last)
+
     def worker_lost(self, worker_id: int) -> None:
         """Its link is gone: what it ran goes back to the queue with the tokens it has."""
-        worker = self.workers.pop(worker_id, None)
+        worker = self.workers.get(worker_id)
         if worker is None:
             return
+        if worker.in_flight and not worker.draining:  # one that drains leaves when its time is up
+            first, last = worker.in_flight[0].step, worker.in_flight[-1].step
+            which = f"step {first}" if first == last else f"steps {first} to {last}"
+            self._lose(worker, f"worker {worker_id} was lost in {which}", first, last)
+        else:
+            self._lose(worker, "its worker was lost")
+
+    def _lose(self, worker: Worker, why: str, first: int = 0, last: int = 0) -> None:
+        """Steps `first` to `last` are to blame, if they are given (the first step is 1)."""
+        del self.workers[worker.id]
         if self._cache.connected:
-            self._cache.forget_worker(worker_id)
-        for request in self.life.evacuate(worker):
-            # Its sequence goes with the worker, unless the exchange that binds it is on its way.
-            self.life.lost_worker(request)
+            self._cache.forget_worker(worker.id)
+        accused, num_rows, num_steps = worker.in_steps(first, last)
+        evacuated = self.life.evacuate(worker, why, accused)
+        guilty = self._trials.accuse(accused, num_rows, num_steps)
+        self._trials.worker_lost(worker.id, accused)
+        for request in evacuated:
+            if request is guilty:
+                self.life.quarantine(request, GUILTY_AFTER, why)
+            else:
+                # Its sequence goes with the worker, unless the exchange that binds it is on its way.
+                self.life.lost_worker(request)
         self.life.recompute(worker.swapped.values())
+        if num_steps:
+            self.counters.failures += 1
+            self.counters.retried += len(accused) - (guilty is not None)
+            retried = [request.request_id for request in accused if request is not guilty]
+            self._outbox.failures.append(Failure(worker.id, why, retried, guilty.request_id if guilty else ""))
         self._workers_changed()
 
     def _workers_changed(self) -> None:

@@ -15,7 +15,6 @@ class SchedulerConfig:
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_000_000
     worker_timeout_s: float = 10.0
-    max_worker_losses: int = 10
     prefix_caching: bool = True
     partial_reuse: bool = True  # of the beginning of a cached block
     host_cache: bool = True  # what is evicted is kept in the workers' host memory
@@ -28,12 +27,23 @@ class SchedulerConfig:
     stuck_decisions: int = 40  # so often may an idle system refuse its queue before the first of it is failed
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Steps of a worker have failed, or it was lost in them."""
+
+    worker: int
+    what: str
+    requests: list[str]  # that were in them and are retried
+    quarantined: str = ""  # the one that will not be
+
+
 @dataclass(slots=True)
 class Outbox:
     to_cache: list[CacheServiceLinkRequest] = field(default_factory=list)
     to_workers: list[tuple[int, WorkerServiceLinkResponse]] = field(default_factory=list)
     to_sessions: list[tuple[str, SessionResponse]] = field(default_factory=list)
     lost_workers: list[tuple[int, str]] = field(default_factory=list)  # whose links are to be closed, and why
+    failures: list[Failure] = field(default_factory=list)  # for the log
 
 
 @dataclass(slots=True)
@@ -51,5 +61,8 @@ class Counters:
     barren_steps: int = 0  # composed after a preemption, with nothing in them
     policy_errors: int = 0
     requeued: int = 0
+    failures: int = 0  # of workers that reported a failed step, or were lost in one
+    retried: int = 0  # requests that were in these
+    quarantined: int = 0  # of these, found guilty
     restored: int = 0  # that a new cache took over as they were, after the one before was lost
     refused_claims: int = 0  # that it did not

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -57,6 +58,11 @@ class StepInFlight(NamedTuple):
     num_releases: int  # of the slot table when the plan was made
     chunks: tuple[Chunk, ...]
     num_sampled: int
+
+    def seats(self) -> Iterator[tuple[int, int]]:
+        """Slots and generations of all its rows."""
+        yield from zip(self.rows.slots.tolist(), self.rows.generations.tolist(), strict=True)
+        yield from ((chunk.slot, chunk.generation) for chunk in self.chunks)
 
 
 @dataclass(slots=True)
@@ -221,6 +227,14 @@ class Worker:
 
     def resume(self, slot: int) -> None:
         self.begin_decoding(slot, self.held.pop(slot))
+
+    def in_steps(self, first: int, last: int) -> tuple[list[Request], int, int]:
+        """Of the steps in flight from `first` to `last`: the requests with rows in them that still run here, the number
+        of all their rows' sequences, and of the steps."""
+        steps = [step for step in self.in_flight if first <= step.step <= last]
+        seats = {seat for step in steps for seat in step.seats()}
+        generation = self.slots.generation
+        return [self.running[slot] for slot, gen in sorted(seats) if generation[slot] == gen], len(seats), len(steps)
 
     def finish_sending(self, slot: int) -> None:
         """The last token of the slot is in flight: it takes part in no later plan."""

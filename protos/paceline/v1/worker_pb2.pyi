@@ -27,6 +27,7 @@ class WorkerServiceLinkRequest(_message.Message):
     RESULT_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def registration(self) -> Global___WorkerRegistration:
         """First, and only first."""
@@ -39,6 +40,10 @@ class WorkerServiceLinkRequest(_message.Message):
     def drain(self) -> Global___WorkerDrain:
         """The worker wants to leave: no new sequences, then WorkerReleased when the last one has ended."""
 
+    @_builtins.property
+    def failure(self) -> Global___StepFailure:
+        """Last: a step has failed. The worker forgets all sequences and registers anew, or ends."""
+
     def __init__(
         self,
         *,
@@ -46,12 +51,13 @@ class WorkerServiceLinkRequest(_message.Message):
         result: Global___StepResult | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         drain: Global___WorkerDrain | None = ...,
+        failure: Global___StepFailure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "registration", b"registration", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "failure", b"failure", "heartbeat", b"heartbeat", "message", b"message", "registration", b"registration", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "registration", b"registration", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "failure", b"failure", "heartbeat", b"heartbeat", "message", b"message", "registration", b"registration", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["registration", "result", "heartbeat", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["registration", "result", "heartbeat", "drain", "failure"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -143,6 +149,39 @@ class WorkerDrain(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerDrain: _TypeAlias = WorkerDrain  # noqa: Y015
+
+@_typing.final
+class StepFailure(_message.Message):
+    """A forward pass raised, is overdue, or has broken the device. No result of it comes, nor of the steps behind it, and
+    nothing that the link's sequences have in blocks is to be used again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    LAST_STEP_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    first_step: _builtins.int
+    """The rows to blame are those of the plans first_step..last_step. One step; several where the device runs behind the
+    host, so that nobody can say which of those it had been given went wrong.
+    """
+    last_step: _builtins.int
+    message: _builtins.str
+    """What went wrong, in one short line."""
+    def __init__(
+        self,
+        *,
+        first_step: _builtins.int = ...,
+        last_step: _builtins.int = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "last_step", b"last_step", "message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepFailure: _TypeAlias = StepFailure  # noqa: Y015
 
 @_typing.final
 class WorkerServiceLinkResponse(_message.Message):
