@@ -278,6 +278,7 @@ async def serve(
         max_queued_requests=settings.max_queued_requests,
         max_queued_tokens=settings.max_queued_tokens,
         worker_timeout_s=settings.worker_timeout_s,
+        poison_failures=settings.poison_failures,
         prefix_caching=settings.prefix_caching,
         partial_reuse=settings.partial_reuse,
         host_cache=settings.host_cache,

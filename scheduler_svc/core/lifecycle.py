@@ -295,10 +295,11 @@ class Lifecycle:
 
     # ── over ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def quarantine(self, request: Request, failures: int, why: str) -> None:
-        """It was alone in so many failures in a row: it is not tried again."""
+    def quarantine(self, request: Request, why: str) -> None:
+        """It was alone in too many failures in a row: it is not tried again."""
         self.counters.quarantined += 1
-        self.fail(request, f"request: alone in what failed, {failures} times in a row; the last time, {why}")
+        times = self.config.poison_failures
+        self.fail(request, f"request: alone in what failed, {times} times in a row; the last time, {why}")
 
     def spoil(self, request: Request, message: str) -> None:
         """Its worker could not compute it: nothing of it stays in the cache, for others would reuse what is wrong."""

@@ -47,7 +47,7 @@ from scheduler_svc.core.results import ResultReader
 from scheduler_svc.core.rounds import Rounds
 from scheduler_svc.core.sessions import Session
 from scheduler_svc.core.slots import SlotTable
-from scheduler_svc.core.suspects import GUILTY_AFTER
+from scheduler_svc.core.suspects import Suspects
 from scheduler_svc.core.trials import Trials
 from scheduler_svc.core.types import Counters, Failure, Outbox, SchedulerConfig
 from scheduler_svc.core.worker import Worker
@@ -89,7 +89,7 @@ class SchedulerCore:
             self._cache.add_commit,
             config.max_num_seqs,
         )
-        self._trials = Trials(self.life)
+        self._trials = Trials(self.life, Suspects(config.poison_failures))
         self._rounds = Rounds(
             self.workers, self._cache, self._composer, planner, self.life, self._groups, self._trials, self._send_worker
         )
@@ -250,7 +250,7 @@ class SchedulerCore:
         self._trials.worker_lost(worker.id, accused)
         for request in evacuated:
             if request is guilty:
-                self.life.quarantine(request, GUILTY_AFTER, why)
+                self.life.quarantine(request, why)
             else:
                 # Its sequence goes with the worker, unless the exchange that binds it is on its way.
                 self.life.lost_worker(request)

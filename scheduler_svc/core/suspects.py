@@ -10,11 +10,12 @@ A step fails as a whole: it raised, was overdue, or took its worker down. Any of
     suspected once more           alone
     a group gets through          its members are cleared, and all is forgotten
     it fails                      its members stay suspects; what was not in the failed step is not
-    alone, for the second time    in a row: it is poison, and never retried
+    alone, for the second time    in a row (`guilty_after`): it is poison, and never retried
 
 Only who was alone is ever found guilty, so company cannot hurt: however often a request stands beside poison, it is
 cleared as soon as it runs without it. And twice, because the first time may be a coincidence (somebody killed that
-worker): a poison that arrives in a crowd fails once in the crowd, perhaps once in a small group, and twice alone.
+worker): a poison that arrives in a crowd fails once in the crowd, perhaps once in a small group, and twice alone. A
+machine whose workers are killed from outside all the time wants more than twice.
 
 Suspects are numbers here. What "gets through" means is for those to say who run the steps (trials.py).
 """
@@ -26,7 +27,6 @@ from dataclasses import dataclass, field
 from math import isqrt
 
 FEW = 8
-GUILTY_AFTER = 2  # failures in a row in which it was alone
 
 
 @dataclass(slots=True)
@@ -39,6 +39,7 @@ class _Record:
 class Suspects:
     """A suspect is in one of the groups that wait to be retried, or in one that has been taken out for that."""
 
+    guilty_after: int  # failures in a row in which it was alone
     _records: dict[int, _Record] = field(default_factory=dict)
     _waiting: list[list[int]] = field(default_factory=list)
 
@@ -53,7 +54,7 @@ class Suspects:
             record = self._records.setdefault(suspect, _Record())
             record.failures += 1
             record.alone = record.alone + 1 if num_rows == 1 else 0
-            if record.alone == GUILTY_AFTER:
+            if record.alone >= self.guilty_after:
                 self.clear(suspect)
                 return suspect
         self._waiting = [left for group in self._waiting if (left := [one for one in group if one not in rows])]

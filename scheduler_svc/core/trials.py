@@ -30,7 +30,7 @@ PROOF_TOKENS = 2
 @dataclass(slots=True)
 class Trials:
     life: Lifecycle
-    _suspects: Suspects = field(default_factory=Suspects)
+    _suspects: Suspects
     _requests: dict[int, Request] = field(default_factory=dict)  # every suspect, by seniority
     _cleared_at: dict[int, int] = field(default_factory=dict)  # tokens that it has when it is past the failure
     _at: dict[int, list[int]] = field(default_factory=dict)  # the group that a worker tries, by worker

@@ -15,6 +15,7 @@ class SchedulerConfig:
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_000_000
     worker_timeout_s: float = 10.0
+    poison_failures: int = 2  # a request is failed that was alone in so many failures in a row
     prefix_caching: bool = True
     partial_reuse: bool = True  # of the beginning of a cached block
     host_cache: bool = True  # what is evicted is kept in the workers' host memory

@@ -31,7 +31,10 @@ class Run:
         self.rng = random.Random(seed)
         self.block_size = self.rng.choice([1, 2, 4, 8, 16])
         self.num_blocks = self.rng.choice([40, 80, 200, 1000]) // self.block_size + 2
-        config = SchedulerConfig(window=self.rng.choice([1, 2, 3]), prefix_caching=self.rng.random() < 0.9)
+        # Workers are killed at random here, and often: that nobody is blamed for it takes more than two coincidences.
+        config = SchedulerConfig(
+            window=self.rng.choice([1, 2, 3]), prefix_caching=self.rng.random() < 0.9, poison_failures=9
+        )
         self.system = LocalSystem(config, self.policies(), self.policy_failed)
         self.families = [[self.rng.randrange(8, 100) for _ in range(40)] for _ in range(3)]
         self.asked: dict[tuple[str, int], tuple[list[int], SamplingParams]] = {}
