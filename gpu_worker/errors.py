@@ -13,3 +13,15 @@ class ProtocolViolation(Exception):
 
 class DeviceError(Exception):
     """The device is out of memory or broken. The process has to end."""
+
+
+class StepFailed(Exception):
+    """One of the steps `first` to `last` raised; `requests` had rows in the last one. The message is one line."""
+
+    def __init__(self, first: int, last: int, requests: list[str], message: str) -> None:
+        super().__init__(message)
+        self.first, self.last, self.requests = first, last, requests
+
+
+class StepOverdue(StepFailed):
+    """The step has not come back in time. The thread that runs it is lost, and the process has to end."""

@@ -9,11 +9,14 @@ from typing import Any, cast
 
 import grpc.aio
 
+from gpu_worker.deadline import Allowance, StepWatch
+from gpu_worker.errors import StepFailed, StepOverdue
 from gpu_worker.metrics import record_step
 from gpu_worker.model_thread import LinkRun, ModelThread
 from gpu_worker.runner import StepStats
 from paceline.v1.worker_pb2 import (
     Heartbeat,
+    StepFailure,
     StepResult,
     WorkerDrain,
     WorkerRegistered,
@@ -24,6 +27,8 @@ from paceline.v1.worker_pb2 import (
 from paceline.v1.worker_pb2_grpc import WorkerServiceStub
 
 HEARTBEAT_S = 1.0
+# How long the report of a failed step may take to be read.
+REPORT_S = 2.0
 
 
 class LinkBroken(Exception):
@@ -32,19 +37,21 @@ class LinkBroken(Exception):
 
 @dataclass(slots=True)
 class Link:
-    """`run()` returns when the scheduler has released the worker, and raises LinkBroken or what the model raised."""
+    """`run()` returns when the scheduler has released the worker, and raises LinkBroken or StepFailed."""
 
     channel: grpc.aio.Channel
     registration: WorkerRegistration
     thread: ModelThread
     on_registered: Callable[[WorkerRegistered], None]
+    allowance: Allowance
 
     async def run(self, drain: asyncio.Event) -> None:
         """`drain` set: ask to be let go, and go on executing until then."""
         outbox: asyncio.Queue[WorkerServiceLinkRequest] = asyncio.Queue()
         outbox.put_nowait(WorkerServiceLinkRequest(registration=self.registration))
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        progress = _Progress(outbox)
+        watch = StepWatch(self.allowance)
+        progress = _Progress(outbox, watch, self.thread)
 
         def on_failure(error: Exception) -> None:
             if not failed.done():
@@ -54,7 +61,7 @@ class Link:
         # Without an iterator: read() and write(), which the stubs do not know.
         call = cast(Any, WorkerServiceStub(self.channel)).Link()
         tasks: list[asyncio.Future[None]] = [
-            asyncio.ensure_future(self._read(call, run)),
+            asyncio.ensure_future(self._read(call, run, watch)),
             asyncio.ensure_future(_write(call, outbox)),
             asyncio.ensure_future(progress.beat()),
             asyncio.ensure_future(_ask_to_leave(drain, outbox)),
@@ -64,6 +71,13 @@ class Link:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+        except StepFailed as failure:
+            message = StepFailure(first_step=failure.first, last_step=failure.last, message=str(failure))
+            outbox.put_nowait(WorkerServiceLinkRequest(failure=message))
+            run.close()
+            # The scheduler ends the link when it has read that.
+            await asyncio.wait(tasks[:1], timeout=REPORT_S)
+            raise
         except grpc.aio.AioRpcError as error:
             raise LinkBroken(f"{error.code().name}: {error.details()}") from error
         finally:
@@ -73,7 +87,7 @@ class Link:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, call: Any, run: LinkRun) -> None:
+    async def _read(self, call: Any, run: LinkRun, watch: StepWatch) -> None:
         """Returns when released."""
         first = await _receive(call)
         if first.WhichOneof("message") != "registered":
@@ -84,6 +98,7 @@ class Link:
             message = await _receive(call)
             match message.WhichOneof("message"):
                 case "plan":
+                    watch.begun(message.plan)
                     self.thread.submit(run, message.plan)
                 case "released":
                     return
@@ -94,16 +109,27 @@ class Link:
 @dataclass(slots=True)
 class _Progress:
     outbox: asyncio.Queue[WorkerServiceLinkRequest]
+    watch: StepWatch
+    thread: ModelThread
     last_step: int = 0
 
     def on_result(self, result: StepResult, stats: StepStats) -> None:
         self.last_step = result.step
+        self.watch.finished()
         self.outbox.put_nowait(WorkerServiceLinkRequest(result=result))
         record_step(result, stats)
 
     async def beat(self) -> None:
+        """Raises StepOverdue."""
+        clock = asyncio.get_running_loop().time
+        last_s = clock()
         while True:
             await asyncio.sleep(HEARTBEAT_S)
+            now_s = clock()
+            if (overdue := self.watch.passed(now_s - last_s)) is not None:
+                step, allowed_s = overdue
+                raise StepOverdue(step, step, self.thread.request_ids(), f"not done after {allowed_s:.1f} s")
+            last_s = now_s
             # A scheduler that does not read gets no pile of heartbeats.
             if self.outbox.empty():
                 self.outbox.put_nowait(WorkerServiceLinkRequest(heartbeat=Heartbeat(step=self.last_step)))

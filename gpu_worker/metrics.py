@@ -18,6 +18,7 @@ KV_TABLE_BLOCKS = Gauge(
 )
 LINK_UP = Gauge("paceline_worker_link_up", "1 while registered with the scheduler")
 LINK_FAILURES = Counter("paceline_worker_link_failures", "Links that ended other than by a release")
+FAILED_STEPS = Counter("paceline_worker_failed_steps", "Steps that raised or were overdue")
 
 _DECODE, _PREFILL = TOKENS.labels("decode"), TOKENS.labels("prefill")
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-import torch
-
-from gpu_worker.errors import DeviceError
+from gpu_worker.errors import DeviceError, StepFailed
 from gpu_worker.runner import LaunchedStep, ModelRunner, StepStats
 from paceline.v1.worker_pb2 import StepPlan, StepResult
+
+MAX_MESSAGE = 300  # characters
 
 
 @dataclass(slots=True, eq=False)
@@ -34,24 +35,17 @@ class LinkRun:
         self.closed = True
 
 
-class StepFailed(Exception):
-    """A forward pass raised; `requests` are those that held a slot."""
-
-    def __init__(self, step: int, requests: list[str], cause: Exception) -> None:
-        super().__init__(f"step {step} failed: {type(cause).__name__}: {cause}")
-        self.requests = requests
-
-
 class ModelThread:
     """start() and the rest belong to the event loop's thread; the runner belongs to this one's."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._inbox: SimpleQueue[tuple[LinkRun, StepPlan | None] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[LinkRun, StepPlan | None] | asyncio.Future[None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="paceline-model", daemon=True)
         # Steps in flight; used where launching does not wait for the step.
         self._launched: SimpleQueue[tuple[LinkRun, LaunchedStep] | None] = SimpleQueue()
         self._waiter = threading.Thread(target=self._wait, name="paceline-results", daemon=True)
+        self._unfinished: deque[int] = deque()  # the steps of these
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -65,6 +59,16 @@ class ModelThread:
         self._inbox.put(None)
         self._thread.join(timeout_s)
 
+    async def check(self) -> None:
+        """Whether the device still computes, after all that was submitted. Raises DeviceError."""
+        checked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._inbox.put(checked)
+        await checked
+
+    def request_ids(self) -> list[str]:
+        """Of the rows of the step launched last."""
+        return self._runner.request_ids()
+
     def begin(self, run: LinkRun) -> None:
         """A new link: every sequence of the one before is forgotten."""
         self._inbox.put((run, None))
@@ -74,6 +78,9 @@ class ModelThread:
 
     def _work(self) -> None:
         while (item := self._inbox.get()) is not None:
+            if isinstance(item, asyncio.Future):
+                self._check(item)
+                continue
             run, plan = item
             if run.closed or run.failed:
                 continue
@@ -81,16 +88,27 @@ class ModelThread:
                 self._runner.reset()
             else:
                 self._step(run, plan)
-
         self._launched.put(None)
+
+    def _check(self, checked: asyncio.Future[None]) -> None:
+        try:
+            self._runner.check()
+        except Exception as error:
+            failure = DeviceError(f"the device does not compute any more: {_one_line(error)}")
+            failure.__cause__ = error
+            self._post(_settle, checked, failure)
+        else:
+            self._post(_settle, checked, None)
 
     def _step(self, run: LinkRun, plan: StepPlan) -> None:
         try:
             launched = self._runner.launch(plan)
         except Exception as error:
-            self._fail(run, plan.step, error)
+            # The device may only now tell of what went wrong in a step that it is still at.
+            self._fail(run, min(tuple(self._unfinished), default=plan.step), plan.step, error)
         else:
             if self._runner.is_asynchronous:
+                self._unfinished.append(plan.step)
                 self._launched.put((run, launched))
             else:
                 self._finish(run, launched)
@@ -98,6 +116,7 @@ class ModelThread:
     def _wait(self) -> None:
         while (item := self._launched.get()) is not None:
             self._finish(*item)
+            self._unfinished.popleft()
 
     def _finish(self, run: LinkRun, launched: LaunchedStep) -> None:
         if run.failed:
@@ -105,15 +124,17 @@ class ModelThread:
         try:
             result = launched.result()
         except Exception as error:
-            self._fail(run, launched.step, error)
+            self._fail(run, launched.step, max(tuple(self._unfinished), default=launched.step), error)
         else:
             self._post(_deliver, run, result, launched.stats)
 
-    def _fail(self, run: LinkRun, step: int, error: Exception) -> None:
+    def _fail(self, run: LinkRun, first: int, last: int, error: Exception) -> None:
         if run.failed:
             return  # an earlier step has, and this one because of it
         run.failed = True
-        self._post(_deliver_failure, run, _classify(error, step, self._runner.request_ids()))
+        failure = StepFailed(first, last, self._runner.request_ids(), _one_line(error))
+        failure.__cause__ = error
+        self._post(_deliver_failure, run, failure)
 
     def _post(self, callback: Callable[..., None], *args: object) -> None:
         assert self._loop is not None, "start() comes first"
@@ -135,13 +156,16 @@ def _deliver_failure(run: LinkRun, failure: Exception) -> None:
         run.on_failure(failure)
 
 
-def _classify(error: Exception, step: int, requests: list[str]) -> Exception:
-    message = str(error)
-    broken = isinstance(error, (torch.OutOfMemoryError, MemoryError, DeviceError, torch.AcceleratorError))
-    # The CPU allocator has no exception type of its own.
-    if broken or "can't allocate memory" in message:
-        failure: Exception = DeviceError(f"step {step}: {type(error).__name__}: {message}")
+def _settle(checked: asyncio.Future[None], failure: Exception | None) -> None:
+    if checked.done():
+        return  # nobody waits any more
+    if failure is None:
+        checked.set_result(None)
     else:
-        failure = StepFailed(step, requests, error)
-    failure.__cause__ = error
-    return failure
+        checked.set_exception(failure)
+
+
+def _one_line(error: Exception) -> str:
+    """For the scheduler, a client and a log: what went wrong, without what is behind the first line."""
+    line = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 1] + "…"

@@ -103,6 +103,7 @@ class ModelRunner:
         # By slot: the token sampled last. It feeds the slot's next step from here, whatever the link does meanwhile.
         self._last_tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
         self._clock = _Clock()
+        self._rows: StepRows | None = None  # of the step launched last
 
     @property
     def limits(self) -> SlotLimits:
@@ -127,8 +128,20 @@ class ModelRunner:
         self._controls.reset()
 
     def request_ids(self) -> list[str]:
-        """Of the sequences that hold a slot."""
-        return list(self._slots.request_ids.values())
+        """Of the rows of the step launched last; of all that hold a slot, if its plan could not be applied."""
+        by_slot = self._slots.request_ids
+        return [by_slot.get(slot, "") for slot in (by_slot if self._rows is None else self._rows.slots.tolist())]
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Forget every sequence and run a step that does nothing of use. Raises what a broken device makes it raise."""
+        self.reset()
+        if self.is_asynchronous:
+            torch.cuda.empty_cache()  # what a step that ran out of memory had
+        self._last_tokens.zero_()
+        self._compute(self._prepare(dummy_decodes(1), captured=False))
+        if self.is_asynchronous:
+            torch.cuda.synchronize(self._device)
 
     @torch.inference_mode()
     def capture_graphs(self, sizes: list[int], capture: Capture, progress: CaptureProgress | None = None) -> None:
@@ -158,7 +171,8 @@ class ModelRunner:
 
         ProtocolViolation if the plan breaks the contract; after that, or any other exception, reset()."""
         started_us = _now_us()
-        rows = self._slots.apply(plan)
+        self._rows = None
+        rows = self._rows = self._slots.apply(plan)
         self._controls.apply(plan)
         if len(rows.swaps_out[0]):
             self._pool.swap_out(*rows.swaps_out)

@@ -11,10 +11,11 @@ from collections.abc import Callable
 import structlog
 
 from gpu_worker.build import BuiltWorker, build_worker
-from gpu_worker.errors import DeviceError, ModelError
+from gpu_worker.deadline import Allowance
+from gpu_worker.errors import DeviceError, ModelError, StepFailed, StepOverdue
 from gpu_worker.link import Link, LinkBroken
-from gpu_worker.metrics import KV_BLOCKS, LINK_FAILURES, LINK_UP
-from gpu_worker.model_thread import ModelThread, StepFailed
+from gpu_worker.metrics import FAILED_STEPS, KV_BLOCKS, LINK_FAILURES, LINK_UP
+from gpu_worker.model_thread import ModelThread
 from gpu_worker.progress import build_progress
 from gpu_worker.settings import WorkerSettings
 from paceline.v1.worker_pb2 import WorkerRegistered, WorkerRegistration
@@ -26,14 +27,17 @@ from services.runtime.service import Addresses, interruptible
 log: structlog.stdlib.BoundLogger = get_logger(__name__)
 
 RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
-# A step that raised would likely raise again at once: let the log be readable.
-FAILURE_PAUSE_S = 1.0
-# Exit statuses: starting again with the same settings is pointless after the first, sensible after the second.
-MODEL_ERROR_STATUS, DEVICE_ERROR_STATUS = 2, 1
+# Exit statuses: starting again with the same settings is pointless after the first, sensible after the second, and what
+# the worker wants after the third: a step hangs, or has broken the device (EX_TEMPFAIL of sysexits.h).
+MODEL_ERROR_STATUS, DEVICE_ERROR_STATUS, RESTART_STATUS = 2, 1, 75
 # How long a worker that is told to stop waits for the answer to its registration.
 REGISTRATION_GRACE_S = 1.0
 # A scheduler that stays away is mentioned this often.
 REMIND_S = 15.0
+
+
+class DeviceLost(DeviceError):
+    """It was good, and is not any more."""
 
 
 async def serve(
@@ -41,10 +45,15 @@ async def serve(
 ) -> None:
     """Until `stop` is set and the worker is drained; `on_ready` is called when it has registered for the first time.
 
-    SystemExit, after one line on stderr, if the model cannot be served or the device fails.
+    SystemExit, after one line on stderr, if the model cannot be served or the device has no room for it. Where a step
+    has broken the device, or hangs on it, the process ends at once, with RESTART_STATUS: neither can be waited for.
     """
     try:
         await run_worker(settings, stop, on_ready)
+    except (DeviceLost, StepOverdue) as error:
+        what = f"step {error.first}: {error}" if isinstance(error, StepOverdue) else str(error)
+        print(f"paceline worker: {what}; the worker has to be started again", file=sys.stderr, flush=True)
+        os._exit(RESTART_STATUS)
     except (ModelError, DeviceError) as error:
         print(f"paceline worker: {error}", file=sys.stderr)
         raise SystemExit(MODEL_ERROR_STATUS if isinstance(error, ModelError) else DEVICE_ERROR_STATUS) from error
@@ -53,7 +62,7 @@ async def serve(
 async def run_worker(
     settings: WorkerSettings, stop: asyncio.Event, on_ready: Callable[[Addresses], None] | None = None
 ) -> None:
-    """As serve(), with the exceptions as they come: ModelError, DeviceError."""
+    """As serve(), with the exceptions as they come: ModelError, DeviceError, StepOverdue."""
     metrics = start_metrics_server(settings.host, settings.metrics_port)
     server = GrpcServer(settings.host, settings.port)
     try:
@@ -102,19 +111,36 @@ async def _keep_link(
     """Dial, register, serve; redial when the link breaks; until `stop` and the drain after it."""
     keeper = _Keeper(settings.scheduler, server, on_first)
     registration = _registration(settings, built)
+    allowance = Allowance(
+        settings.first_step_deadline_s, settings.step_deadline_s, settings.step_deadline_token_s, settings.max_num_seqs
+    )
     channel = open_channel(settings.scheduler)
     try:
         while not stop.is_set():
-            link = Link(channel, registration, thread, keeper.registered)
+            link = Link(channel, registration, thread, keeper.registered, allowance)
             running = asyncio.ensure_future(link.run(stop))
             try:
                 await _until_released(running, keeper, stop, settings.drain_s)
                 return
             except (LinkBroken, StepFailed) as error:
                 await keeper.broken(error, stop)
+                if isinstance(error, StepOverdue):
+                    raise
+                if isinstance(error, StepFailed):
+                    await _check_device(thread, settings.first_step_deadline_s)
     finally:
         LINK_UP.set(0)
         await channel.close(None)
+
+
+async def _check_device(thread: ModelThread, allowed_s: float) -> None:
+    """Whether the worker can go on after a step that failed. Raises DeviceLost."""
+    try:
+        await asyncio.wait_for(thread.check(), allowed_s)
+    except TimeoutError as error:
+        raise DeviceLost("the device hangs after a step that failed") from error
+    except DeviceError as error:
+        raise DeviceLost(str(error)) from error
 
 
 async def _until_released(running: asyncio.Future[None], keeper: _Keeper, stop: asyncio.Event, drain_s: float) -> None:
@@ -171,8 +197,8 @@ class _Keeper:
         LINK_UP.set(0)
         self._server.set_serving(False)
         if isinstance(error, StepFailed):
-            log.error("step failed, registering anew", error=str(error), requests=error.requests, exc_info=error)
-            self._delay_s = max(self._delay_s, FAILURE_PAUSE_S)
+            FAILED_STEPS.inc()
+            log.error("step failed", first=error.first, last=error.last, requests=error.requests, exc_info=error)
         else:
             self._say(str(error))
         await _sleep_unless(stop, self._delay_s)

@@ -39,6 +39,16 @@ class WorkerSettings(ServiceSettings, section="worker"):
     )
     threads: int | None = Field(None, ge=1, description="torch threads on a CPU (default: cores - 1, at least 1)")
 
+    step_deadline_s: float = Field(
+        60.0, gt=0, description="a step that takes longer is taken for hung: it is reported, and the process ends"
+    )
+    step_deadline_token_s: float = Field(
+        0.1, ge=0, description="so much longer for each token of its prompts, and for each of max_num_seqs"
+    )
+    first_step_deadline_s: float = Field(
+        600.0, gt=0, description="what the first step after a registration may take, which may compile kernels"
+    )
+
     block_size: int = Field(16, ge=1, le=128, description="tokens in a KV block")
     num_blocks: int | None = Field(None, ge=1, description="usable KV blocks (default: as many as memory allows)")
     gpu_memory_utilization: float = Field(

@@ -1,0 +1,89 @@
+"""A worker with planted faults, for tests: `python -m tests.support.faulty_worker serve worker ...`.
+
+It is the worker as it is, but for requests whose prompts begin with MARK: what those do is in their next two tokens, a
+Fault and how many tokens they generate before it. The server itself has no such door.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import sys
+import threading
+
+import numpy as np
+from torch import Tensor
+
+from gpu_worker.inputs import StepInput
+from gpu_worker.runner import Drawn, LaunchedStep, ModelRunner
+from gpu_worker.slots import StepRows
+from paceline.v1.worker_pb2 import StepPlan
+from services.cli.main import main
+
+MARK = [991, 17, 993]
+
+
+class Fault(enum.IntEnum):
+    RAISE = 101  # an exception out of the forward pass
+    NAN = 102  # in the row's logits
+    HANG = 103  # the forward pass never returns
+    DIE = 104  # the process is killed in it
+    BREAK = 105  # an exception, and after it nothing works on the device
+
+
+def poison(fault: Fault, after: int, *rest: int) -> list[int]:
+    """A prompt that brings about the fault when it has generated `after` tokens."""
+    return [*MARK, fault, after, *rest]
+
+
+class FaultyRunner(ModelRunner):
+    _faults: dict[int, tuple[Fault, int]]  # by slot: which, and at which number of computed tokens
+    _broken = False
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        self._faults = {} if plan.step == 1 else self._faults
+        for slot in np.frombuffer(plan.free_slots, np.int32).tolist():
+            self._faults.pop(slot, None)
+        for sequence in plan.new_sequences:
+            tokens = np.frombuffer(sequence.token_ids, np.int32)[:5].tolist()
+            if tokens[:3] == MARK:
+                self._faults[sequence.slot] = Fault(tokens[3]), sequence.num_prompt_tokens + tokens[4]
+        return super().launch(plan)
+
+    def _due(self, rows: StepRows) -> dict[int, Fault]:
+        """The faults of this step, by slot."""
+        ends = dict(zip(rows.slots.tolist(), (rows.starts + rows.counts).tolist(), strict=True))
+        return {slot: fault for slot, (fault, at) in self._faults.items() if ends.get(slot, 0) >= at}
+
+    def _forward(self, rows: StepRows) -> object:  # type: ignore[override]
+        for fault in self._due(rows).values():
+            match fault:
+                case Fault.RAISE:
+                    raise ValueError("a planted fault")
+                case Fault.HANG:
+                    threading.Event().wait()
+                case Fault.DIE:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case Fault.BREAK:
+                    self._broken = True
+        return super()._forward(rows)
+
+    def _compute(self, step: StepInput, out: Tensor | None = None) -> Tensor:
+        if self._broken:
+            raise RuntimeError("CUDA error: device-side assert triggered\nand many lines more")
+        return super()._compute(step, out)
+
+    def _sample(self, rows: StepRows, step: StepInput, logits: Tensor) -> Drawn:
+        due = self._due(rows)
+        for row, slot in enumerate(rows.slots[rows.samples].tolist()):
+            if due.get(slot) is Fault.NAN:
+                logits[row] = float("nan")
+        return super()._sample(rows, step, logits)
+
+
+if __name__ == "__main__":
+    import gpu_worker.build
+
+    gpu_worker.build.ModelRunner = FaultyRunner  # type: ignore[misc]
+    sys.exit(main(sys.argv[1:]))
