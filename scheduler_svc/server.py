@@ -209,6 +209,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                 self.core.worker_heartbeat(worker, now_s)
             case "failure":
                 self.core.worker_failed(worker, message.failure)
+                self._workers[worker].close()
             case "drain":
                 log.info("worker drains", worker=worker)
                 self.core.worker_drain(worker)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import AsyncIterator
 
 from gpu_worker.server import RESTART_STATUS
@@ -14,10 +15,8 @@ from tests.support.stack import Stack
 
 VOCAB = 900
 NUM_TOKENS = 120
-QUARANTINED = "paceline_scheduler_quarantined_requests_total"
-FAILURES = "paceline_scheduler_step_failures_total"
 WORKERS = ["worker-1", "worker-2"]
-DEADLINES = ["--first-step-deadline-s", "3", "--step-deadline-s", "3", "--step-deadline-token-s", "0"]
+DEADLINES = ["--first-step-deadline-s", "2", "--step-deadline-s", "2", "--step-deadline-token-s", "0"]
 
 
 @contextlib.asynccontextmanager
@@ -40,34 +39,31 @@ async def restarted(stack: Stack) -> AsyncIterator[list[int]]:
         watching.cancel()
 
 
-async def test_each_kind_fails_alone_beside_streams_that_go_on(stack: Stack) -> None:
+async def test_each_fails_alone_beside_streams_that_go_on(stack: Stack) -> None:
+    """All kinds at once: the first that fails does so in a step of all of them, so they are retried one by one."""
     stack.worker_module = "tests.support.faulty_worker"
     stack.worker_flags = ["--threads", "1", *DEADLINES]
     await asyncio.to_thread(stack.up, len(WORKERS))
-    wanted = [load.Wanted(prompt, NUM_TOKENS) for prompt in load.random_prompts(6, 11, VOCAB)]
+    wanted = [load.Wanted(prompt, NUM_TOKENS) for prompt in load.random_prompts(4, 11, VOCAB)]
     undisturbed = await load.stream_all(stack.url, wanted)
     assert not [got.errors for got in undisturbed if got.errors]
-    expected = {
-        Fault.RAISE: ("alone in what failed, 2 times in a row", "failed: ValueError: a planted fault", set()),
-        Fault.NAN: ("the model gave no number", "", set()),
-        Fault.DIE: ("alone in what failed, 2 times in a row", "was lost in step", {-9}),
-        Fault.BREAK: ("alone in what failed", "CUDA error: device-side assert triggered", {RESTART_STATUS}),
-        Fault.HANG: ("alone in what failed", "failed: not done after 3.0 s", {RESTART_STATUS}),
+    faults = {
+        Fault.RAISE: ("2 times in a row", "failed: ValueError: a planted fault"),
+        Fault.NAN: ("the model gave no number", ""),
+        Fault.DIE: ("2 times in a row", "was lost in step"),
+        Fault.HANG: ("2 times in a row", "failed: not done after 2.0 s"),
     }
-    for fault, (why, what, ends) in expected.items():
-        before = [stack.metric(name) or 0 for name in (QUARANTINED, FAILURES)]
-        async with restarted(stack) as statuses:
-            poisoned = load.Wanted(poison(fault, 12, *range(20, 40)), NUM_TOKENS)
-            *innocent, guilty = await load.stream_all(stack.url, [*wanted, poisoned])
-        assert [got.text for got in innocent] == [got.text for got in undisturbed], fault
-        assert not [got.errors for got in innocent if got.errors], fault
+    poisoned = [load.Wanted(poison(fault, 10 + i, *range(20, 40)), NUM_TOKENS) for i, fault in enumerate(faults)]
+    async with restarted(stack) as statuses:
+        got = await load.stream_all(stack.url, [*wanted, *poisoned])
+    assert [one.text for one in got[:4]] == [one.text for one in undisturbed]
+    assert not [one.errors for one in got[:4] if one.errors]
+    for (fault, (why, what)), guilty in zip(faults.items(), got[4:], strict=True):
         [error] = guilty.errors
         assert why in error, fault
         assert what in error, fault
-        assert set(statuses) == ends, fault
-        quarantined, failures = [(stack.metric(name) or 0) for name in (QUARANTINED, FAILURES)]
-        assert quarantined - before[0] == (fault is not Fault.NAN), fault
-        assert failures - before[1] == (0 if fault is Fault.NAN else 3), fault
-    await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_num_workers", len(WORKERS))
+    assert set(statuses) == {-signal.SIGKILL, RESTART_STATUS}
+    assert stack.metric("paceline_scheduler_quarantined_requests_total") == 3
+    assert 6 <= (stack.metric("paceline_scheduler_step_failures_total") or 0) <= 9
     await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_num_requests_running", 0)
     await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_kv_cache_usage_ratio", 0)

@@ -9,6 +9,7 @@ from typing import Any
 import grpc.aio
 
 from paceline.v1.worker_pb2 import (
+    StepFailure,
     StepPlan,
     StepResult,
     WorkerRegistered,
@@ -42,6 +43,13 @@ class WorkerLink:
             message = await self.next()
             if message.WhichOneof("message") == "result":
                 return message.result
+
+    async def failure(self) -> StepFailure:
+        """The report of a failed step, after whatever else is on its way."""
+        while True:
+            message = await self.next()
+            if message.WhichOneof("message") == "failure":
+                return message.failure
 
     async def next(self, timeout_s: float = 10.0) -> WorkerServiceLinkRequest:
         return await asyncio.wait_for(self.inbox.get(), timeout_s)

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from gpu_worker.errors import DeviceError
-from gpu_worker.model_thread import LinkRun, ModelThread, StepFailed
+from gpu_worker.errors import DeviceError, StepFailed
+from gpu_worker.model_thread import LinkRun, ModelThread
 from gpu_worker.runner import ModelRunner, StepStats
 from paceline.v1.worker_pb2 import StepPlan, StepResult
 
@@ -40,9 +40,14 @@ class Device:
         self.fails_at_launch: dict[int, Exception] = {}
         self.fails_later: dict[int, Exception] = {}
         self.resets = 0
+        self.broken: Exception | None = None
 
     def reset(self) -> None:
         self.resets += 1
+
+    def check(self) -> None:
+        if self.broken is not None:
+            raise self.broken
 
     def request_ids(self) -> list[str]:
         return ["r1"]
@@ -114,7 +119,8 @@ async def test_a_step_that_fails_on_the_device_is_reported_once(rig: Rig) -> Non
     (failure,) = rig.failures
     assert isinstance(failure, StepFailed)
     assert failure.requests == ["r1"]
-    assert "step 2" in str(failure)
+    assert (failure.first, failure.last) == (2, 3), "the device had both: nobody can say which of them it was"
+    assert str(failure) == "RuntimeError: device-side assert"
     assert rig.results == [1]
     assert 4 not in rig.device.launched
 
@@ -124,7 +130,9 @@ async def test_a_launch_that_fails_ends_the_link_at_once(rig: Rig) -> None:
     rig.device.fails_at_launch = {2: MemoryError("no more")}
     rig.submit(1, 2)
     await rig.until(lambda: rig.failures)
-    assert isinstance(rig.failures[0], DeviceError)
+    (failure,) = rig.failures
+    assert isinstance(failure, StepFailed)
+    assert (failure.first, failure.last) == (1, 2)
     rig.device.launched[1].finished.set()
     await asyncio.to_thread(rig.thread.stop, 5.0)
     await asyncio.sleep(0.05)
@@ -147,3 +155,12 @@ async def test_a_closed_link_hears_nothing(rig: Rig) -> None:
     await rig.until(lambda: second == [1])
     assert rig.results == []
     assert rig.device.resets == 2
+
+
+async def test_a_device_is_checked_after_all_that_was_submitted(rig: Rig) -> None:
+    rig.submit(1)
+    await rig.thread.check()
+    assert 1 in rig.device.launched
+    rig.device.broken = RuntimeError("illegal memory access\nsee above")
+    with pytest.raises(DeviceError, match=r"any more: RuntimeError: illegal memory access$"):
+        await rig.thread.check()

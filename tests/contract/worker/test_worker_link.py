@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import httpx
 import numpy as np
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from torch import Tensor
 
-from gpu_worker.errors import DeviceError
+from gpu_worker.errors import StepOverdue
+from gpu_worker.models.decoder import Decoder
 from gpu_worker.runner import LaunchedStep, ModelRunner
-from gpu_worker.server import run_worker
+from gpu_worker.server import DeviceLost, run_worker
 from gpu_worker.settings import WorkerSettings
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
@@ -203,29 +208,82 @@ async def test_a_plan_that_breaks_the_contract_fails_the_link_and_nothing_else(r
     assert len((await again.result()).token_ids) == 4
 
 
-async def test_a_step_that_raises_fails_the_link_and_the_worker_comes_back(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+def fail_once(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    forward, failed = Decoder.forward, []
+
+    def maybe(self: Decoder, *arguments: Any) -> Tensor:
+        if not failed:
+            failed.append(True)
+            raise error
+        return forward(self, *arguments)
+
+    monkeypatch.setattr(Decoder, "forward", maybe)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ZeroDivisionError("in a processor\nand more"), "ZeroDivisionError: in a processor"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "OutOfMemoryError: CUDA out of memory"),
+    ],
+)
+async def test_a_step_that_raises_is_reported_and_the_worker_stays(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
 ) -> None:
     link = await rig.accept()
-    with monkeypatch.context() as patch:
-        patch.setattr("gpu_worker.models.decoder.Decoder.forward", lambda *_: 1 / 0)
-        await link.plan(1, **first_plan())
-        await asyncio.wait_for(link.lost.wait(), 5)
+    await link.plan(1, **first_plan())
+    await link.result()
+    fail_once(monkeypatch, error)
+    await link.plan(2)
+    await link.plan(3)
+    failure = await link.failure()
+    assert (failure.first_step, failure.last_step, failure.message) == (2, 2, message)
+    link.cut()
     again = await rig.accept()
+    assert again.registration == link.registration
     await again.plan(1, **first_plan())
     assert len((await again.result()).token_ids) == 4
 
 
-async def test_out_of_memory_ends_the_worker(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_whose_device_is_lost_reports_the_step_and_ends(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link = await rig.accept()
 
     def fail(*_: object) -> None:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
 
-    monkeypatch.setattr("gpu_worker.models.decoder.Decoder.forward", fail)
+    monkeypatch.setattr(Decoder, "forward", fail)
     await link.plan(1, **first_plan())
-    with pytest.raises(DeviceError, match="can't allocate memory"):
+    assert "can't allocate memory" in (await link.failure()).message
+    link.cut()
+    with pytest.raises(DeviceLost, match="can't allocate memory"):
         await asyncio.wait_for(rig.worker, 10)
+
+
+async def test_a_step_that_hangs_is_reported_and_ends_the_worker(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> None:
+    await rig.accept()
+    hang, other = threading.Event(), FakeScheduler()
+    server = await other.start()
+    limits = {"step_deadline_s": 0.5, "step_deadline_token_s": 0.0, "first_step_deadline_s": 20.0}
+    settings = rig.settings.model_copy(update={"scheduler": f"127.0.0.1:{other.port}", **limits})
+    worker = asyncio.create_task(run_worker(settings, asyncio.Event()))
+    try:
+        link = await other.accept()
+        await link.plan(1, **first_plan())
+        await link.result()
+        monkeypatch.setattr(Decoder, "forward", lambda *_: hang.wait())
+        await link.plan(2)
+        failure = await link.failure()
+        assert (failure.first_step, failure.last_step, failure.message) == (2, 2, "not done after 0.5 s")
+        link.cut()
+        with pytest.raises(StepOverdue):
+            await asyncio.wait_for(worker, 10)
+    finally:
+        hang.set()
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
+        await server.stop(0)
 
 
 async def test_a_drain_that_takes_too_long_ends(rig: Rig) -> None:
