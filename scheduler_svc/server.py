@@ -191,6 +191,8 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                 except ProtocolError as error:
                     outgoing.close((grpc.StatusCode.FAILED_PRECONDITION, str(error)))
                     return
+                if message.HasField("failure"):
+                    return
 
         try:
             async for message in stream(context, outgoing, read):
@@ -209,7 +211,6 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                 self.core.worker_heartbeat(worker, now_s)
             case "failure":
                 self.core.worker_failed(worker, message.failure)
-                self._workers[worker].close()
             case "drain":
                 log.info("worker drains", worker=worker)
                 self.core.worker_drain(worker)

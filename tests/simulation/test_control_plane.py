@@ -27,13 +27,17 @@ MAX_MOVES = 50_000
 class Run:
     """One seeded run: random requests over shared prefixes, cancels, worker kills, cache restarts."""
 
+    # Workers are killed at random, and often: more than two coincidences in a row are none of a request's doing.
+    poison_failures = 9
+
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.block_size = self.rng.choice([1, 2, 4, 8, 16])
         self.num_blocks = self.rng.choice([40, 80, 200, 1000]) // self.block_size + 2
-        # Workers are killed at random here, and often: that nobody is blamed for it takes more than two coincidences.
         config = SchedulerConfig(
-            window=self.rng.choice([1, 2, 3]), prefix_caching=self.rng.random() < 0.9, poison_failures=9
+            window=self.rng.choice([1, 2, 3]),
+            prefix_caching=self.rng.random() < 0.9,
+            poison_failures=self.poison_failures,
         )
         self.system = LocalSystem(config, self.policies(), self.policy_failed)
         self.families = [[self.rng.randrange(8, 100) for _ in range(40)] for _ in range(3)]
@@ -156,9 +160,13 @@ class Run:
             for request in [*worker.running.values(), *worker.parked.values()]
         ]
 
+    def tend(self) -> None:
+        """Before each move."""
+
     def play(self) -> None:
         for _ in range(MAX_MOVES):
             dice = self.rng.random()
+            self.tend()
             moves = self.system.moves()
             if self.requests_left and dice < 0.05:
                 self.submit()
