@@ -15,21 +15,19 @@ from tests.support.stack import Stack
 
 VOCAB = 900
 NUM_TOKENS = 120
-WORKERS = ["worker-1", "worker-2"]
-DEADLINES = ["--first-step-deadline-s", "2", "--step-deadline-s", "2", "--step-deadline-token-s", "0"]
+DEADLINES = ["--first-step-deadline-s", "3", "--step-deadline-s", "3", "--step-deadline-token-s", "0"]
 
 
 @contextlib.asynccontextmanager
 async def restarted(stack: Stack) -> AsyncIterator[list[int]]:
-    """Workers that end are started again, as `paceline up` does; gives the statuses with which they ended."""
+    """A worker that ends is started again, as `paceline up` does; gives the statuses with which it ended."""
     statuses: list[int] = []
 
     async def watch() -> None:
         while True:
-            for name in WORKERS:
-                if (status := stack.processes[name].poll()) is not None:
-                    statuses.append(status)
-                    stack.start(name)
+            if (status := stack.processes["worker-1"].poll()) is not None:
+                statuses.append(status)
+                stack.start("worker-1")
             await asyncio.sleep(0.05)
 
     watching = asyncio.create_task(watch())
@@ -43,27 +41,30 @@ async def test_each_fails_alone_beside_streams_that_go_on(stack: Stack) -> None:
     """All kinds at once: the first that fails does so in a step of all of them, so they are retried one by one."""
     stack.worker_module = "tests.support.faulty_worker"
     stack.worker_flags = ["--threads", "1", *DEADLINES]
-    await asyncio.to_thread(stack.up, len(WORKERS))
+    stack.scheduler_flags = ["--poison-failures", "1"]  # instead of 2: each costs the start of a worker
+    await asyncio.to_thread(stack.up)
     wanted = [load.Wanted(prompt, NUM_TOKENS) for prompt in load.random_prompts(4, 11, VOCAB)]
     undisturbed = await load.stream_all(stack.url, wanted)
     assert not [got.errors for got in undisturbed if got.errors]
     faults = {
-        Fault.RAISE: ("2 times in a row", "failed: ValueError: a planted fault"),
+        Fault.RAISE: ("alone in what failed", "failed: ValueError: a planted fault"),
         Fault.NAN: ("the model gave no number", ""),
-        Fault.DIE: ("2 times in a row", "was lost in step"),
-        Fault.HANG: ("2 times in a row", "failed: not done after 2.0 s"),
+        Fault.DIE: ("alone in what failed", "was lost in step"),
+        Fault.HANG: ("alone in what failed", "failed: not done after 3.0 s"),
     }
     poisoned = [load.Wanted(poison(fault, 10 + i, *range(20, 40)), NUM_TOKENS) for i, fault in enumerate(faults)]
     async with restarted(stack) as statuses:
         got = await load.stream_all(stack.url, [*wanted, *poisoned])
+        while set(statuses) != {-signal.SIGKILL, RESTART_STATUS}:
+            await asyncio.sleep(0.05)  # the last one is failed as soon as its worker says so
     assert [one.text for one in got[:4]] == [one.text for one in undisturbed]
     assert not [one.errors for one in got[:4] if one.errors]
     for (fault, (why, what)), guilty in zip(faults.items(), got[4:], strict=True):
         [error] = guilty.errors
         assert why in error, fault
         assert what in error, fault
-    assert set(statuses) == {-signal.SIGKILL, RESTART_STATUS}
     assert stack.metric("paceline_scheduler_quarantined_requests_total") == 3
-    assert 6 <= (stack.metric("paceline_scheduler_step_failures_total") or 0) <= 9
+    # Once in the crowd, and three times alone (more where a machine is so slow that a step is taken for hung).
+    assert (stack.metric("paceline_scheduler_step_failures_total") or 0) >= 4
     await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_num_requests_running", 0)
     await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_kv_cache_usage_ratio", 0)

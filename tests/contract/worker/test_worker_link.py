@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -22,7 +23,7 @@ from torch import Tensor
 from gpu_worker.errors import StepOverdue
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.runner import LaunchedStep, ModelRunner
-from gpu_worker.server import DeviceLost, run_worker
+from gpu_worker.server import RESTART_STATUS, DeviceLost, run_worker, serve
 from gpu_worker.settings import WorkerSettings
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
@@ -331,3 +332,16 @@ async def test_stop_without_a_link_ends_at_once(rig: Rig) -> None:
     stop.set()
     await asyncio.wait_for(worker, 10)
     assert time.monotonic() - began < 5
+
+
+async def test_a_process_with_a_hung_step_ends_at_once_with_a_status_of_its_own(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(*_: object) -> None:
+        raise StepOverdue(7, 7, [], "not done after 60.0 s")
+
+    ended: list[int] = []
+    monkeypatch.setattr("gpu_worker.server.run_worker", hang)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    await serve(rig.settings, asyncio.Event())
+    assert ended == [RESTART_STATUS]
