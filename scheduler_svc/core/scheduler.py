@@ -42,7 +42,7 @@ from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.recovery import Recovery
 from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, Rejection, invalid
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Phase, Request
 from scheduler_svc.core.results import ResultReader
 from scheduler_svc.core.rounds import Rounds
 from scheduler_svc.core.sessions import Session
@@ -224,8 +224,7 @@ class SchedulerCore:
         worker, first, last = self.workers[worker_id], failure.first_step, failure.last_step
         if not (worker.in_flight and worker.in_flight[0].step <= first <= last <= worker.in_flight[-1].step):
             raise ProtocolError(f"failure of steps {first} to {last}, which are not in flight")
-        which = f"step {first}" if first == last else f"one of steps {first} to {last}"
-        self._lose(worker, f"{which} of worker {worker_id} failed: {failure.message}", first, last)
+        self._lose(worker, f"{_steps(first, last)} of worker {worker_id} failed: {failure.message}", first, last)
 
     def worker_lost(self, worker_id: int) -> None:
         """Its link is gone: what it ran goes back to the queue with the tokens it has."""
@@ -234,8 +233,7 @@ class SchedulerCore:
             return
         if worker.in_flight and not worker.draining:  # one that drains leaves when its time is up
             first, last = worker.in_flight[0].step, worker.in_flight[-1].step
-            which = f"step {first}" if first == last else f"steps {first} to {last}"
-            self._lose(worker, f"worker {worker_id} was lost in {which}", first, last)
+            self._lose(worker, f"worker {worker_id} was lost in {_steps(first, last)}", first, last)
         else:
             self._lose(worker, "its worker was lost")
 
@@ -251,14 +249,14 @@ class SchedulerCore:
         for request in evacuated:
             if request is guilty:
                 self.life.quarantine(request, why)
-            else:
+            elif request.phase is not Phase.ENDED:  # with the guilty one, as a beam of the same search
                 # Its sequence goes with the worker, unless the exchange that binds it is on its way.
                 self.life.lost_worker(request)
         self.life.recompute(worker.swapped.values())
         if num_steps:
-            self.counters.failures += 1
-            self.counters.retried += len(accused) - (guilty is not None)
             retried = [request.request_id for request in accused if request is not guilty]
+            self.counters.failures += 1
+            self.counters.retried += len(retried)
             self._outbox.failures.append(Failure(worker.id, why, retried, guilty.request_id if guilty else ""))
         self._workers_changed()
 
@@ -399,3 +397,7 @@ class SchedulerCore:
             if worker.draining and not (worker.released or worker.running or worker.draft or worker.in_flight):
                 worker.released = True
                 self._outbox.to_workers.append((worker.id, WorkerServiceLinkResponse(released=WorkerReleased())))
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"one of steps {first} to {last}"

@@ -55,8 +55,9 @@ async def test_each_fails_alone_beside_streams_that_go_on(stack: Stack) -> None:
     poisoned = [load.Wanted(poison(fault, 10 + i, *range(20, 40)), NUM_TOKENS) for i, fault in enumerate(faults)]
     async with restarted(stack) as statuses:
         got = await load.stream_all(stack.url, [*wanted, *poisoned])
-        while set(statuses) != {-signal.SIGKILL, RESTART_STATUS}:
-            await asyncio.sleep(0.05)  # the last one is failed as soon as its worker says so
+        # The last request is failed as soon as its worker says so, and then the worker ends.
+        while set(statuses) != {-signal.SIGKILL, RESTART_STATUS}:  # noqa: ASYNC110 - a process ends
+            await asyncio.sleep(0.05)
     assert [one.text for one in got[:4]] == [one.text for one in undisturbed]
     assert not [one.errors for one in got[:4] if one.errors]
     for (fault, (why, what)), guilty in zip(faults.items(), got[4:], strict=True):

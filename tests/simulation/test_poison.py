@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
+from paceline.v1.inference_pb2 import BeamOptions
 from scheduler_svc.core.rejection import CODE_INTERNAL
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose
@@ -70,8 +71,13 @@ class PoisonRun(Run):
         prompt = [rng.choice([RAISES, KILLS]), 8 + after, *(rng.randrange(8, 100) for _ in range(rng.randrange(12)))]
         sampling = SamplingParams(top_p=1, max_tokens=after + rng.randrange(1, 5), seed=1, ignore_eos=True)
         session, handle = rng.choice("ab"), self.requests_left
+        fields = {"priority": rng.randrange(3), "tenant": rng.choice("xyz")}
+        if rng.random() < 0.3:
+            prompt[1], after = 8, 0
+            fields["beam"] = BeamOptions(width=rng.randrange(1, 4), num_return=1)
+            sampling = SamplingParams(top_p=1, max_tokens=4)
         self.poisoned[session, handle] = prompt, sampling, after
-        self.system.submit(session, handle, prompt, sampling, priority=rng.randrange(3), tenant=rng.choice("xyz"))
+        self.system.submit(session, handle, prompt, sampling, **fields)
         self.requests_left -= 1
 
     def check(self) -> None:

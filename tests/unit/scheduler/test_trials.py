@@ -1,0 +1,178 @@
+"""How suspects are retried: apart from all else, and what that means for everybody else."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.v1.common_pb2 import FinishReason, SamplingParams
+from paceline.v1.worker_pb2 import StepFailure
+from scheduler_svc.core.cache_link import ProtocolError
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.types import SchedulerConfig
+from simulator.system import Client, LocalSystem, WorkerEnd
+from simulator.toy_worker import ToyWorker, expected_output
+
+
+def toy(**changes: int) -> ToyWorker:
+    return ToyWorker(**{"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "max_batched_tokens": 64} | changes)
+
+
+def params(max_tokens: int = 12) -> SamplingParams:
+    return SamplingParams(top_p=1.0, max_tokens=max_tokens, seed=1, ignore_eos=True)
+
+
+@pytest.fixture
+def system() -> LocalSystem:
+    return LocalSystem(SchedulerConfig())
+
+
+@pytest.fixture
+def client(system: LocalSystem) -> Client:
+    return system.open("s")
+
+
+def until_running(system: LocalSystem, count: int) -> None:
+    """So many have a token, and a step is in flight."""
+    client = system.clients["s"]
+    while len(client.tokens) < count or not any(end.plans for end in system.workers):
+        system.move(*system.moves()[0])
+
+
+def fail(system: LocalSystem, end: WorkerEnd, message: str = "E: no") -> None:
+    """The step that the worker is to run next fails."""
+    step = end.plans[0].step
+    system.workers.remove(end)
+    system.scheduler.worker_failed(end.id, StepFailure(first_step=step, last_step=step, message=message))
+    system.poll()
+
+
+def suspects(system: LocalSystem) -> list[Request]:
+    scheduler = system.scheduler
+    running = [request for worker in scheduler.workers.values() for request in worker.running.values()]
+    return [request for request in [*scheduler.queue, *running] if request.is_suspect]
+
+
+def test_only_the_rows_of_the_failed_step_are_suspects(system: LocalSystem, client: Client) -> None:
+    end = system.attach(toy(max_num_seqs=2))
+    for handle in (1, 2, 3):
+        system.submit("s", handle, [9, 10 + handle], params())
+    until_running(system, 2)
+    fail(system, end)
+    assert sorted(request.handle for request in suspects(system)) == [1, 2]
+    assert (system.scheduler.counters.failures, system.scheduler.counters.retried) == (1, 2)
+
+
+def test_a_trial_is_alone_in_flight_and_ends_two_tokens_further(system: LocalSystem, client: Client) -> None:
+    end = system.attach(toy())
+    for handle in (1, 2):
+        system.submit("s", handle, [9, 10 + handle], params())
+    until_running(system, 2)
+    known = {handle: len(tokens) for handle, tokens in client.tokens.items()}
+    fail(system, end)
+    end = system.attach(toy())
+    while suspects(system):
+        alone = [request for request in suspects(system) if request.slot >= 0]
+        if alone:
+            assert len(alone) == 1
+            assert len(end.plans) + len(end.results) <= 1
+            assert len(client.tokens[alone[0].handle]) < known[alone[0].handle] + 2
+        system.move(*system.moves()[0])
+    while len(end.plans) != 2:  # the window is used again
+        system.move(*system.moves()[0])
+    system.run()
+    for handle in (1, 2):
+        assert client.tokens[handle] == expected_output([9, 10 + handle], params())
+    system.assert_at_rest()
+
+
+def test_nobody_is_let_in_before_the_suspects(system: LocalSystem, client: Client) -> None:
+    end = system.attach(toy())
+    system.submit("s", 1, [9, 11], params())
+    until_running(system, 1)
+    fail(system, end)
+    system.submit("s", 2, [9, 12], params(), priority=9)
+    end = system.attach(toy())
+    while suspects(system):
+        assert 2 not in client.tokens
+        system.move(*system.moves()[0])
+    system.run()
+    assert client.tokens == {handle: expected_output([9, 10 + handle], params()) for handle in (1, 2)}
+
+
+def test_a_suspect_may_be_cancelled_while_it_waits_or_is_tried(system: LocalSystem, client: Client) -> None:
+    end = system.attach(toy())
+    for handle in (1, 2, 3):
+        system.submit("s", handle, [9, 10 + handle], params())
+    until_running(system, 3)
+    fail(system, end)
+    system.cancel("s", 2)
+    end = system.attach(toy())
+    while not end.plans:
+        system.move(*system.moves()[0])
+    [tried] = [request for request in suspects(system) if request.slot >= 0]
+    system.cancel("s", tried.handle)
+    system.run()
+    [left] = {1, 3} - {tried.handle}
+    assert client.tokens[left] == expected_output([9, 10 + left], params())
+    assert client.endings[2].reason == client.endings[tried.handle].reason == FinishReason.FINISH_REASON_ABORT
+    assert not suspects(system)
+    system.assert_at_rest()
+
+
+def test_a_worker_that_drains_away_accuses_nobody(system: LocalSystem, client: Client) -> None:
+    end = system.attach(toy())
+    system.submit("s", 1, [9, 11], params())
+    until_running(system, 1)
+    system.scheduler.worker_drain(end.id)
+    system.kill(end)
+    assert not suspects(system)
+    assert system.scheduler.counters.failures == 0
+
+
+def test_a_lone_request_fails_with_the_second_failure_and_says_what_happened(
+    system: LocalSystem, client: Client
+) -> None:
+    system.submit("s", 1, [9, 11], params())
+    for _ in range(2):
+        assert 1 not in client.endings
+        end = system.attach(toy())
+        while not end.plans:
+            system.move(*system.moves()[0])
+        fail(system, end, "ValueError: out of cheese")
+    message = "request: alone in what failed, 2 times in a row; the last time, step 1 of worker 2 failed: "
+    assert client.endings[1].message == f"{message}ValueError: out of cheese"
+    assert system.scheduler.counters.quarantined == 1
+    system.attach(toy())
+    system.run()
+    system.assert_at_rest()
+
+
+def test_a_token_in_between_is_not_enough_but_two_are(system: LocalSystem, client: Client) -> None:
+    system.submit("s", 1, [9, 11], params(40))
+    for _ in range(4):  # each time it gets past the point of the failure before
+        end = system.attach(toy())
+        known = len(client.tokens.get(1, ()))
+        while len(client.tokens.get(1, ())) < known + 3 or not end.plans:
+            system.move(*system.moves()[0])
+        fail(system, end)
+    end = system.attach(toy())
+    known = len(client.tokens[1])
+    while len(client.tokens[1]) < known + 1 or not end.plans:
+        system.move(*system.moves()[0])
+    fail(system, end)
+    assert client.endings[1].reason == FinishReason.FINISH_REASON_ERROR
+    right = expected_output([9, 11], params(40))
+    assert client.tokens[1] == right[: len(client.tokens[1])]
+
+
+def test_a_failure_of_what_is_not_in_flight_is_a_protocol_error(system: LocalSystem, client: Client) -> None:
+    end = system.attach(toy())
+    with pytest.raises(ProtocolError, match="steps 1 to 1, which are not in flight"):
+        system.scheduler.worker_failed(end.id, StepFailure(first_step=1, last_step=1))
+    system.submit("s", 1, [9], params())
+    while not end.plans:
+        system.move(*system.moves()[0])
+    with pytest.raises(ProtocolError, match="not in flight"):
+        system.scheduler.worker_failed(end.id, StepFailure(first_step=2, last_step=1))
+    with pytest.raises(ProtocolError, match="not in flight"):
+        system.scheduler.worker_failed(end.id, StepFailure(first_step=1, last_step=9))
