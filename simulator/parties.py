@@ -199,14 +199,16 @@ class WorkerParty(Party):
 
     def connected(self, connection: Connection) -> None:
         self._link = connection
-        self._say(WorkerServiceLinkRequest(registration=self.toy.registration))
+        registration = WorkerServiceLinkRequest(registration=self.toy.registration)
+        registration.registration.kept.extend(self.toy.kept())
+        self._say(registration)
         if self._leaving:
             self._say(WorkerServiceLinkRequest(drain=WorkerDrain()))
 
     def received(self, connection: Connection, message: WorkerServiceLinkResponse) -> None:
         match message.WhichOneof("message"):
             case "registered":
-                self.toy.reset()
+                self.toy.reset(keeps_blocks=True)
                 self._plans.clear()
             case "plan":
                 self._plans.append(message.plan)

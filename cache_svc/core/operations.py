@@ -170,6 +170,11 @@ class Operations:
         sequences, swapped, refused = restore(worker, claimed, self._is_known)
         self.admitted.update((sequence.sequence_id, sequence) for sequence in sequences)
         self.swapped.update((sequence.sequence_id, sequence) for sequence in swapped)
+        if op.cached:
+            known: list[Sequence | SwappedSequence] = [*sequences, *swapped]
+            for sequence in sequences:
+                sequence.num_begun_tokens = 0  # no copy is on its way: all that is claimed is in its blocks
+            self._let_go([one.sequence_id for one in known])
         self._touched[op.worker] = worker
         self.counters.restored_sequences += len(sequences) + len(swapped)
         self.counters.refused_claims += len(refused)
@@ -354,6 +359,9 @@ class Operations:
         if len(set(sequence_ids)) != len(sequence_ids):
             twice = [s for s, count in Counter(sequence_ids).items() if count > 1]
             raise OpError(Code.INVALID_ARGUMENT, f"named more than once: {_named(twice)}; nothing was freed")
+        self._let_go(sequence_ids, op.discard)
+
+    def _let_go(self, sequence_ids: list[int], discard: bool = False) -> None:
         for sequence_id in sequence_ids:
             waiter = self.waiting.pop(sequence_id, None)
             if waiter is not None:
@@ -366,7 +374,7 @@ class Operations:
                 self._touched[swapped.worker.worker_id] = swapped.worker
             else:
                 sequence = self.admitted.pop(sequence_id)
-                sequence.worker.release(sequence, op.discard)
+                sequence.worker.release(sequence, discard)
                 sequence.worker.tree.leave(sequence.root)
                 self._touched[sequence.worker.worker_id] = sequence.worker
 

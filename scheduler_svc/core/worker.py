@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paceline.v1.worker_pb2 import StepPlan, WorkerRegistration, WorkerServiceLinkResponse
+from paceline.v1.worker_pb2 import KeptSequence, StepPlan, WorkerRegistration, WorkerServiceLinkResponse
 from scheduler_svc.core.arrays import Slots, packed, unpacked
 from scheduler_svc.core.calendar import Calendar
 from scheduler_svc.core.request import Phase, Request
@@ -78,6 +78,7 @@ class Worker:
     last_heard_s: float
     available_blocks: int
     prefix_caching: bool = True
+    kept: list[KeptSequence] = field(default_factory=list)  # what it has brought with it, until the cache is told
     steps_sent: int = 0
     decode_step: int = 0  # the next one
     in_flight: deque[StepInFlight] = field(default_factory=deque)

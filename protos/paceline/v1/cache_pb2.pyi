@@ -214,9 +214,12 @@ class RestoreOp(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     INCOMPLETE_FIELD_NUMBER: _builtins.int
+    CACHED_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     incomplete: _builtins.bool
     """More of them follow, in a later RestoreOp for this worker, which is then the one that is executed and answered."""
+    cached: _builtins.bool
+    """None of them runs any more: what they have computed is cached, and their names are free again."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___RestoredSequence]: ...
     def __init__(
@@ -225,10 +228,11 @@ class RestoreOp(_message.Message):
         worker: _builtins.int = ...,
         sequences: _abc.Iterable[Global___RestoredSequence] | None = ...,
         incomplete: _builtins.bool = ...,
+        cached: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incomplete", b"incomplete", "sequences", b"sequences", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "incomplete", b"incomplete", "sequences", b"sequences", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -114,6 +114,7 @@ class Garbage:
         """Claims that may well agree, as there are few tokens and few blocks."""
         rng, tree = self.rng, self.core.tree
         restore = pb.RestoreOp(worker=self.worker() if worker is None else worker, incomplete=not rng.randrange(6))
+        restore.cached = not rng.randrange(3)
         size = min(tree.block_size, 4) if tree is not None else 2
         for _ in range(rng.choice([0, 1, 2, 4])):
             tokens = self.tokens()
