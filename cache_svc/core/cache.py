@@ -70,10 +70,6 @@ class CacheCore(Operations):
             worker.end_exchange()
             if worker.host.moves:
                 self._report_demotions(worker, response)
-        if self.pins.by_name:
-            given_up = self.pins.give_way(self.waiting.values())
-            self.touch(given_up)
-            self.counters.pins_given_up += len(given_up)
         self._report_pools(response)
         self._report_matches(response)
         if self.debug:

@@ -72,6 +72,7 @@ class Operations:
             "swap_out": self._swap_out,
             "swap_in": self._swap_in,
             "restore": self._restore,
+            "give_up_pins": self._give_up_pins,
         }
         self.reset()
 
@@ -181,6 +182,11 @@ class Operations:
         for place, error in sorted(refused.items()):
             sequence_id = claimed[place].sequence
             result.restore.refused.add(sequence=sequence_id, code=error.code, message=error.message)
+
+    def _give_up_pins(self, op: pb.GiveUpPinsOp, _: pb.CacheOpResult) -> None:
+        worker = self._worker(op.worker)
+        self.counters.pins_given_up += self.pins.give_up(worker)
+        self._touched[op.worker] = worker
 
     def _is_known(self, sequence_id: int) -> bool:
         return sequence_id in self.waiting or sequence_id in self.admitted or sequence_id in self.swapped

@@ -69,6 +69,7 @@ class CacheLink:
     model: str = ""  # fingerprint of the one that is served
     rematches: dict[int, None] = field(default_factory=dict)  # sequences that wait, whose matches are asked for anew
     frees: list[int] = field(default_factory=list)
+    unpins: dict[int, None] = field(default_factory=dict)  # workers whose pins are to make way
     discards: list[int] = field(default_factory=list)  # frees after which nothing is kept of what they computed
     # Of sequences that have progressed: their names, numbers of new tokens, numbers of computed tokens, the new tokens.
     _commits: tuple[list[int], list[int], list[int], list[bytes]] = field(default_factory=lambda: ([], [], [], []))
@@ -77,7 +78,7 @@ class CacheLink:
     def has_gathered(self) -> bool:
         """Whether the cache has yet to hear of something."""
         changed = self._commits[0] or self.swap_outs or self.frees or self.discards or self.matches or self.rematches
-        return bool(changed or self.added or self.removed)
+        return bool(changed or self.added or self.removed or self.unpins)
 
     @property
     def idle(self) -> bool:
@@ -94,6 +95,7 @@ class CacheLink:
         self.opening.clear()
         self.restoring.clear()
         self.added.clear()
+        self.unpins.clear()
         for gathered in (self.removed, self.frees, self.discards, *self._commits):
             gathered.clear()
 
@@ -115,6 +117,7 @@ class CacheLink:
 
     def forget_worker(self, worker: int) -> None:
         """The worker is gone; if the cache has not heard of it yet, it never will."""
+        self.unpins.pop(worker, None)
         if self.added.pop(worker, None) is None:
             self.removed.append(worker)
 
@@ -148,6 +151,9 @@ class CacheLink:
             free.sequences.extend(self.discards)
             free.discard = True
             self.discards.clear()
+        for worker in self.unpins:
+            ops.add().give_up_pins.worker = worker
+        self.unpins.clear()
         for worker in self.removed:
             ops.add().remove_worker.worker = worker
         self.removed.clear()

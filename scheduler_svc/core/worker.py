@@ -92,6 +92,7 @@ class Worker:
     released: bool = False
     preempted: list[Request] = field(default_factory=list)  # while the next step was composed
     knows_cache: bool = False  # since the last plan, the cache has answered what had been gathered then
+    asked_for_pins: bool = False  # of the cache, to give them up, since it ran something
     held: dict[int, int] = field(default_factory=dict)  # decode, but not now: slot -> tokens
     parked: dict[int, Request] = field(default_factory=dict)  # beams that keep their blocks here, by seniority
     swapped: dict[int, Request] = field(default_factory=dict)  # wait with their KV in host memory, by sequence

@@ -91,6 +91,7 @@ class CacheOp(_message.Message):
     SWAP_OUT_FIELD_NUMBER: _builtins.int
     SWAP_IN_FIELD_NUMBER: _builtins.int
     RESTORE_FIELD_NUMBER: _builtins.int
+    GIVE_UP_PINS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def add_worker(self) -> Global___AddWorkerOp: ...
     @_builtins.property
@@ -113,6 +114,8 @@ class CacheOp(_message.Message):
     def swap_in(self) -> Global___SwapInOp: ...
     @_builtins.property
     def restore(self) -> Global___RestoreOp: ...
+    @_builtins.property
+    def give_up_pins(self) -> Global___GiveUpPinsOp: ...
     def __init__(
         self,
         *,
@@ -127,12 +130,13 @@ class CacheOp(_message.Message):
         swap_out: Global___SwapOutOp | None = ...,
         swap_in: Global___SwapInOp | None = ...,
         restore: Global___RestoreOp | None = ...,
+        give_up_pins: Global___GiveUpPinsOp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker", "restore", b"restore", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "give_up_pins", b"give_up_pins", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker", "restore", b"restore", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker", "restore", b"restore", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "give_up_pins", b"give_up_pins", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker", "restore", b"restore", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["add_worker", "remove_worker", "match", "admit", "extend", "commit", "free", "rematch", "swap_out", "swap_in", "restore"]  # noqa: Y015
+    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["add_worker", "remove_worker", "match", "admit", "extend", "commit", "free", "rematch", "swap_out", "swap_in", "restore", "give_up_pins"]  # noqa: Y015
     _WhichOneofArgType_op: _TypeAlias = _typing.Literal["op", b"op"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_op) -> _WhichOneofReturnType_op | None: ...
 
@@ -201,6 +205,29 @@ class RemoveWorkerOp(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RemoveWorkerOp: _TypeAlias = RemoveWorkerOp  # noqa: Y015
+
+@_typing.final
+class GiveUpPinsOp(_message.Message):
+    """Somebody waits for blocks of the worker, on which nothing runs: all that is pinned there makes way. Nothing is changed if
+    nothing is.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    worker: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GiveUpPinsOp: _TypeAlias = GiveUpPinsOp  # noqa: Y015
 
 @_typing.final
 class RestoreOp(_message.Message):

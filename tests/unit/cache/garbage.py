@@ -34,7 +34,7 @@ class Garbage:
         return ops
 
     def _some(self) -> list[pb.CacheOp]:
-        rare = self.rng.choice(["add_worker", "rematch", "empty", "remove_worker", "restore"])
+        rare = self.rng.choice(["add_worker", "rematch", "empty", "remove_worker", "restore", "give_up_pins"])
         usual = ["start", "start", "branch", *["commit"] * 3, "match", "admit", "fork", "extend", "free"]
         name = self.rng.choice([*usual, "swap_out", "swap_in", rare])
         if name == "start":
@@ -86,6 +86,9 @@ class Garbage:
 
     def _remove_worker(self) -> pb.CacheOp:
         return d.remove_worker_op(self.worker())
+
+    def _give_up_pins(self) -> pb.CacheOp:
+        return pb.CacheOp(give_up_pins=pb.GiveUpPinsOp(worker=self.worker()))
 
     def _match(self, sequence: int | None = None) -> pb.CacheOp:
         rng = self.rng
