@@ -52,7 +52,7 @@ def test_filters_are_those_of_transformers(temperature: float, top_k: int, top_p
     if top_p < 1:
         theirs.append(TopPLogitsWarper(top_p))
     expected = theirs(torch.zeros(8, 1, dtype=torch.int64), logits.clone())
-    ours = mask_top_k(apply_temperature(logits, torch.full((8,), temperature)), torch.full((8,), top_k))
+    ours = mask_top_k(apply_temperature(logits, torch.full((8,), temperature)), torch.full((8,), top_k), top_k)
     if top_p < 1:
         ours = mask_top_p(ours, torch.full((8,), top_p))
     assert torch.equal(ours.isinf(), expected.isinf())
