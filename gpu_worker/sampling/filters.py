@@ -8,7 +8,7 @@ same on either device and in any company.
 
 FlashInfer's top_p_renorm_probs and top_k_mask_logits are not used: they round to float32 probabilities first, in which
 different logits may be equal, and top_p_renorm_probs is reproducible with is_deterministic alone, which costs part of
-what it wins. `_reach_by_radix` finds the same threshold as its radix search does, exactly, in torch's own kernels.
+what it wins. `beyond_by_radix` finds the same threshold as its radix search does, exactly, in torch's own kernels.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 FIRST_CANDIDATES = 64
 # Of the mantissa of a float64: sums up to 2**53 are exact.
 _EXACT_BITS = 53
+_NO_WEIGHT = -60.0
 _DRAW_BLOCK = 512  # tokens
 _DIGITS = 2**16  # of half a float32
 
@@ -47,7 +48,7 @@ def mask_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
 def mask_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     """Keep each row's most likely tokens up to the one that reaches top_p, and all that equal that one (so that a row's
     result does not hang on how a sort breaks ties). top_p: float32 [rows], 0..1."""
-    return logits.masked_fill(~_reach(logits, whole_weights(logits), top_p), -torch.inf)
+    return logits.masked_fill(_beyond(logits, whole_weights(logits), top_p), -torch.inf)
 
 
 def mask_typical_p(logits: Tensor, typical_p: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ def mask_typical_p(logits: Tensor, typical_p: Tensor) -> Tensor:
     # What a filter before has taken out has no surprise to speak of: 0 times infinity. (Summed in float64: see above.)
     entropy = (surprise * likely).nansum(-1, keepdim=True, dtype=torch.float64).float()
     distance = (surprise - entropy).abs()
-    return logits.masked_fill(~_reach(-distance, whole_weights(logits), typical_p), -torch.inf)
+    return logits.masked_fill(_beyond(-distance, whole_weights(logits), typical_p), -torch.inf)
 
 
 def whole_weights(logits: Tensor) -> Tensor:
@@ -69,22 +70,22 @@ def whole_weights(logits: Tensor) -> Tensor:
 
 
 def _whole(below_best: Tensor, vocab: int) -> Tensor:
-    """In place."""
-    return below_best.exp_().mul_(2.0 ** (_EXACT_BITS - (vocab - 1).bit_length())).round_()
+    """In place. What is that far below the best comes to 0; without the limit exp() of it takes 15 times as long."""
+    return below_best.clamp_(min=_NO_WEIGHT).exp_().mul_(2.0 ** (_EXACT_BITS - (vocab - 1).bit_length())).round_()
 
 
-def _reach(values: Tensor, weights: Tensor, shares: Tensor) -> Tensor:
-    """Which tokens belong if they are taken by descending value until they have their row's share of its weight, with
-    all that equal the last: bool [rows, vocab]. In other words: those before which less than the share has been taken.
+def _beyond(values: Tensor, weights: Tensor, shares: Tensor) -> Tensor:
+    """Which tokens are left if they are taken by descending value until they have their row's share of its weight, and
+    then all that equal the last: bool [rows, vocab]. In other words: those before which the share has been taken.
 
     values: float32 [rows, vocab], no NaN; weights: whole_weights(); shares: float32 [rows], 0..1."""
     wanted = shares.double().unsqueeze(-1) * weights.sum(-1, keepdim=True, dtype=torch.float64)
     # The two find the same. A CPU sorts slowly and can be asked whether it has to; a GPU must not be asked.
-    find = reach_by_sorting if values.device.type == "cpu" else reach_by_radix
+    find = beyond_by_sorting if values.device.type == "cpu" else beyond_by_radix
     return find(values, weights, wanted)
 
 
-def reach_by_sorting(values: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
+def beyond_by_sorting(values: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
     """wanted: float64 [rows, 1]. Looks at a few tokens first, and sorts the rows for which they are not enough."""
     first, places = values.topk(min(FIRST_CANDIDATES, values.shape[-1]), dim=-1)
     least, enough = _least_taken(first, weights.gather(1, places), wanted)
@@ -92,7 +93,7 @@ def reach_by_sorting(values: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
         rest = (~enough).nonzero().squeeze(-1)
         ordered, places = values[rest].sort(dim=-1, descending=True)
         least[rest], _ = _least_taken(ordered, weights[rest].gather(1, places), wanted[rest])
-    return values >= least
+    return values < least
 
 
 def _least_taken(values: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +103,7 @@ def _least_taken(values: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tenso
     return values.gather(1, last), taken[:, -1] >= wanted.squeeze(-1)
 
 
-def reach_by_radix(values: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
+def beyond_by_radix(values: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
     """wanted: float64 [rows, 1]. The value that reaches it is found half by half: of its bits the upper 16 from the
     weights of all tokens by their upper bits, the lower 16 from those that have its upper ones."""
     keys = _ordered_bits(values)
@@ -112,7 +113,7 @@ def reach_by_radix(values: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
     digit, before = _reaching_digit(upper, weights, wanted, none)
     weights = torch.where(upper == digit, weights, none)
     least, _ = _reaching_digit(lower, weights, wanted, before)
-    return keys >= (((digit - _DIGITS // 2) << 16) + least).to(torch.int32)
+    return keys < (((digit - _DIGITS // 2) << 16) + least).to(torch.int32)
 
 
 def _reaching_digit(digits: Tensor, weights: Tensor, wanted: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,7 +136,8 @@ def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
 
     First the block of tokens in which it ends is found, then the token in it."""
     rows, vocab = logits.shape
-    padded = logits.new_full((rows, -(-vocab // _DRAW_BLOCK) * _DRAW_BLOCK), -torch.inf)
+    padded = logits.new_empty((rows, -(-vocab // _DRAW_BLOCK) * _DRAW_BLOCK))
+    padded[:, vocab:] = -torch.inf
     torch.sub(logits, logits.amax(-1, keepdim=True), out=padded[:, :vocab])
     weights = _whole(padded, vocab).view(rows, -1, _DRAW_BLOCK)
     blocks = weights.sum(-1, dtype=torch.float64)

@@ -78,7 +78,8 @@ class Scores:
 
 
 def sample(logits: Tensor, rows: SamplingRows, controls: BatchControls | None = None) -> Sampled:
-    """logits [rows, vocab], any float type. A row's token depends on its own logits, parameters and past alone."""
+    """logits [rows, vocab], any float type; of float32 nothing is left as it was. A row's token depends on its own
+    logits, parameters and past alone."""
     logits = logits.float()
     logprobs = _logprobs(logits, rows)
     broken = None
@@ -96,8 +97,8 @@ def sample(logits: Tensor, rows: SamplingRows, controls: BatchControls | None = 
         random = np.flatnonzero(rows.temperature)
         where = upload(random, logits.device)
         # A row that failed has to be numbers, too; its token is replaced below.
-        usable = logits.masked_fill(failed.unsqueeze(-1), 0.0)
-        chosen = usable if len(random) == len(logits) else usable.index_select(0, where)
+        logits.masked_fill_(failed.unsqueeze(-1), 0.0)
+        chosen = logits if len(random) == len(logits) else logits.index_select(0, where)
         tokens.index_copy_(0, where, _sample_random(chosen, rows, random))
     tokens.masked_fill_(failed, 0)
     return Sampled(tokens, failed, ruled_out, _scores(logprobs, tokens, rows))
