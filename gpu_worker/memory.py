@@ -11,10 +11,11 @@ import torch
 from gpu_worker.errors import ModelError
 from gpu_worker.graphs import CudaCapture
 from gpu_worker.runner import ModelRunner
+from gpu_worker.sampling.prompt_scores import SCORER_BYTES_PER_LOGIT, rows_at_once
 
-# What sampling takes for each logit at the most, beyond the logits: float32 copies, sorted values with their int64
-# places, a float64 sum.
-SAMPLER_BYTES_PER_LOGIT = 32
+# What sampling takes for each logit at the most, beyond the logits. That is in top-p or typical-p: three float32 arrays
+# (logits, what is filtered, weights), their bits, both halves of these and two times the weights in 64 bits.
+SAMPLER_BYTES_PER_LOGIT = 4 * 4 + 4 * 8
 
 
 def kv_blocks_that_fit(
@@ -52,7 +53,9 @@ def bytes_for_steps(make_runner: Callable[[], ModelRunner], graph_sizes: list[in
     del runner
     gc.collect()
     torch.cuda.empty_cache()
-    return max(0, taken) + SAMPLER_BYTES_PER_LOGIT * limits.max_num_seqs * limits.vocab_size
+    sampling = SAMPLER_BYTES_PER_LOGIT * limits.max_num_seqs * limits.vocab_size
+    scoring = SCORER_BYTES_PER_LOGIT * rows_at_once(limits.vocab_size) * limits.vocab_size
+    return max(0, taken) + max(sampling, scoring)  # one after the other
 
 
 def _free_bytes(device: torch.device) -> int:
