@@ -13,9 +13,11 @@ from gpu_worker.graphs import CudaCapture
 from gpu_worker.runner import ModelRunner
 from gpu_worker.sampling.prompt_scores import SCORER_BYTES_PER_LOGIT, rows_at_once
 
-# What sampling takes for each logit at the most, beyond the logits. That is in top-p or typical-p: three float32 arrays
-# (logits, what is filtered, weights), their bits, both halves of these and two times the weights in 64 bits.
-SAMPLER_BYTES_PER_LOGIT = 4 * 4 + 4 * 8
+# What sampling takes at the most, beyond the logits: in top-p or typical-p, see sampling/filters.py. For each logit:
+# float32 copies (logits, what is filtered, weights) and their bits, both halves of these in 64 bits, and the weights
+# twice. For each row: sums by the value of half a float32.
+SAMPLER_BYTES_PER_LOGIT = 6 * 4 + 4 * 8
+SAMPLER_BYTES_PER_ROW = 2**16 * (3 * 8 + 1)
 
 
 def kv_blocks_that_fit(
@@ -53,8 +55,9 @@ def bytes_for_steps(make_runner: Callable[[], ModelRunner], graph_sizes: list[in
     del runner
     gc.collect()
     torch.cuda.empty_cache()
-    sampling = SAMPLER_BYTES_PER_LOGIT * limits.max_num_seqs * limits.vocab_size
-    scoring = SCORER_BYTES_PER_LOGIT * rows_at_once(limits.vocab_size) * limits.vocab_size
+    sampling = (SAMPLER_BYTES_PER_LOGIT * limits.vocab_size + SAMPLER_BYTES_PER_ROW) * limits.max_num_seqs
+    scored_rows = min(rows_at_once(limits.vocab_size), limits.max_batched_tokens)
+    scoring = SCORER_BYTES_PER_LOGIT * scored_rows * limits.vocab_size
     return max(0, taken) + max(sampling, scoring)  # one after the other
 
 

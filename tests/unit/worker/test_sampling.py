@@ -90,6 +90,23 @@ def test_draws_follow_the_distribution() -> None:
     torch.testing.assert_close(shares, torch.tensor([0.5, 0.2, 0.2, 0.1]), atol=0.01, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["top_p", "typical_p"])
+def test_the_smallest_share_keeps_one_token(
+    name: str, reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
+) -> None:
+    """As it comes out of a message, in 32 bits; for typical_p the token is not always the likeliest."""
+    outputs = []
+    for seed in (1, 2):
+        driver = Driver(build(reference("qwen2").folder).runner)
+        smallest = SamplingParams(**{"top_p": 1.0, "temperature": 1.0, "seed": seed, name: 2.0**-149})
+        sequence = driver.add([5, 6, 7], 12, smallest)
+        driver.run()
+        outputs.append(sequence.output)
+    assert outputs[0] == outputs[1]
+    if name == "top_p":
+        assert outputs[0] == reference("qwen2").greedy([5, 6, 7], 12)
+
+
 def test_a_token_without_probability_is_never_drawn() -> None:
     logits = torch.full((5000, 9), -torch.inf)
     logits[:, [2, 5]] = 0.0
