@@ -66,6 +66,7 @@ class Sampling(TypedDict, total=False):
 
 
 _SAMPLING = Sampling.__annotations__.keys()
+_MIN_FLOAT32 = 2.0**-149
 
 
 class Options(Sampling, total=False):
@@ -221,6 +222,8 @@ def _sampling_options(values: dict[str, Any]) -> inference_pb2.SamplingOptions:
     if "allowed_token_ids" in values and not values["allowed_token_ids"]:
         raise TypeError("allowed_token_ids is empty: nothing could be sampled")
     words = values.pop("bad_words", ())
+    # Above 0, but 0 in the 32 bits in which they travel.
+    values |= {name: _MIN_FLOAT32 for name in ("top_p", "typical_p") if 0 < (values.get(name) or 0) < _MIN_FLOAT32}
     return inference_pb2.SamplingOptions(
         **values,
         bad_words=[word for word in words if isinstance(word, str)],
