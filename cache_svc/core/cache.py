@@ -81,11 +81,12 @@ class CacheCore(Operations):
         check_state(self.tree, self.workers, self.waiting, self.admitted, self.swapped, self.pins)
 
     def pool_counters(self) -> list[pb.PoolCounters]:
-        """The counters of every worker as of the last exchange. May be called from another thread at any time."""
+        """The counters of every worker as of the last exchange or admin call. May be called from another thread at any
+        time."""
         return [
-            pool_counters(worker.worker_id, worker.reported)
+            pool_counters(worker.worker_id, worker.shown)
             for worker in list(self.workers.values())
-            if worker.reported is not None
+            if worker.shown is not None
         ]
 
     def present_counters(self) -> list[pb.PoolCounters]:
@@ -97,7 +98,7 @@ class CacheCore(Operations):
             counters = worker.counters()
             if counters != worker.reported:
                 self._count_evictions(worker)
-                worker.reported = counters
+                worker.reported = worker.shown = counters
                 response.pools.append(pool_counters(worker.worker_id, counters))
         self._touched.clear()
 

@@ -91,8 +91,10 @@ class Operations:
         self._asked: dict[int, bool] = {}  # by RematchOps of this exchange; whether the answer is due in any case
 
     def touch(self, workers: Iterable[Worker]) -> None:
-        """Their counters may have changed: the scheduler is to hear of it."""
-        self._touched.update((worker.worker_id, worker) for worker in workers)
+        """Their counters may have changed between exchanges: the scheduler is to hear of it."""
+        for worker in workers:
+            self._touched[worker.worker_id] = worker
+            worker.shown = worker.counters()
 
     def _count_evictions(self, worker: Worker) -> None:
         counted_before = worker.reported[3] if worker.reported else 0
@@ -272,7 +274,7 @@ class Operations:
         self.counters.sharing_sequences += sequence.unwritten
         if num_planned:
             worker.plan(sequence, min(num_cached_tokens + num_planned, sequence.num_tokens))
-        if worker.prefix_caching and not op.no_reuse:
+        if worker.prefix_caching and not (op.no_reuse or op.again or op.fork_of):
             self.counters.prefix_query_tokens += sequence.num_tokens
             self.counters.prefix_hit_tokens += num_cached_tokens
         result.admit.num_cached_tokens = num_cached_tokens

@@ -234,6 +234,8 @@ class CacheLink:
             admit.num_planned_tokens = admission.num_tokens
         if request.scores_prompt:
             admit.no_reuse = True
+        if request.cached_tokens is not None:
+            admit.again = True
 
     @staticmethod
     def _fill_planned(commit: CommitOp, worker: Worker, chunks: list[tuple[int, int, int]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
@@ -33,12 +34,14 @@ class Beam:
 @dataclass(frozen=True, slots=True)
 class Retention:
     """Keep tokens start ... end - 1 (0: all that follow) for reuse with a priority of 0 to 100, for ever or so long
-    after their last use. Lower ones are evicted first; what nobody says anything of has 35."""
+    after their last use. Lower ones are evicted first; what nobody says anything of has 35. With `decode` they count
+    from the first generated token on."""
 
     priority: int
     start: int = 0
     end: int = 0
     duration_ms: int = 0
+    decode: bool = False
 
 
 class Sampling(TypedDict, total=False):
@@ -200,9 +203,7 @@ def make_request(
             request.beam.CopyFrom(_beam(value))
         elif name == "cache_retention":
             for one in value:
-                request.cache_retention.add(
-                    start=one.start, end=one.end, priority=one.priority, duration_ms=one.duration_ms
-                )
+                request.cache_retention.add(**dataclasses.asdict(one))
         elif name in _TERMS:
             setattr(request, name, value)
         else:

@@ -147,12 +147,15 @@ class _Request(BaseModel):
 
 class Retention(_Request):
     """Tokens start ... end - 1 (0: all that follow) are kept with a priority of 0 to 100, for ever or so long after
-    their last use. What nobody says anything of has 35."""
+    their last use. What nobody says anything of has 35. With `decode` they count from the first generated token on."""
+
+    model_config = ConfigDict(extra="forbid")
 
     start: Uint32 = 0
     end: Uint32 = 0
     priority: Uint32
     duration_ms: Uint32 = 0
+    decode: bool = False
 
 
 class StreamOptions(_Request):

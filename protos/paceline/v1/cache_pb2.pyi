@@ -436,6 +436,7 @@ class AdmitOp(_message.Message):
     FORK_OF_FIELD_NUMBER: _builtins.int
     NUM_PLANNED_TOKENS_FIELD_NUMBER: _builtins.int
     NO_REUSE_FIELD_NUMBER: _builtins.int
+    AGAIN_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     worker: _builtins.int
     num_new_tokens: _builtins.int
@@ -455,6 +456,8 @@ class AdmitOp(_message.Message):
     """Reuse nothing: all of it is to be computed, whatever is cached. Its blocks are stored up to those of which equal ones
     are cached.
     """
+    again: _builtins.bool
+    """Its request was admitted before: what it finds now says nothing about hits, and is not counted as such. (Nor are forks.)"""
     def __init__(
         self,
         *,
@@ -464,10 +467,11 @@ class AdmitOp(_message.Message):
         fork_of: _builtins.int = ...,
         num_planned_tokens: _builtins.int = ...,
         no_reuse: _builtins.bool = ...,
+        again: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fork_of", b"fork_of", "no_reuse", b"no_reuse", "num_new_tokens", b"num_new_tokens", "num_planned_tokens", b"num_planned_tokens", "sequence", b"sequence", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "fork_of", b"fork_of", "no_reuse", b"no_reuse", "num_new_tokens", b"num_new_tokens", "num_planned_tokens", b"num_planned_tokens", "sequence", b"sequence", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -164,6 +164,23 @@ def test_a_reset_leaves_what_is_used_and_what_is_pinned(link: d.Driver) -> None:
     assert link.probe(B) == {0: (16, 16)}
 
 
+def test_the_metrics_show_it_before_the_next_exchange(link: d.Driver) -> None:
+    def shown() -> tuple[int, int, int]:
+        (pool,) = link.core.pool_counters()
+        return pool.free_blocks, pool.cached_blocks, pool.used_blocks
+
+    link.run(1, A)
+    assert shown() == (12, 4, 0)
+    pin(link, "a", A[:8])
+    assert shown() == (12, 2, 2)
+    admin.forget_unused(link.core)
+    assert shown() == (14, 0, 2)
+    admin.unpin(link.core, "a")
+    assert shown() == (14, 2, 0)
+    link.exchange()
+    assert link.pools[0][:3] == (14, 2, 0)  # the scheduler hears of it all the same
+
+
 def test_waiting_sequences_learn_of_a_reset(link: d.Driver) -> None:
     link.run(1, A)
     assert link.match(2, [*A, 1]) == {0: (16, 0)}

@@ -219,6 +219,8 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [True]}, "prompt"),
     ({"prompt": [[1], ["a"]]}, "prompt"),
     ({"prompt": ["x"] * 129}, "prompt"),
+    ({"cache_retention": [{"priority": 1, "duration": 5}]}, "cache_retention.0.duration"),
+    ({"cache_retention": [{"priority": 1, "decode": 1}]}, "cache_retention.0.decode"),
     ({"temperature": "1"}, "temperature"),
     ({"temperature": True}, "temperature"),
     ({"max_tokens": 1.5}, "max_tokens"),
