@@ -29,6 +29,10 @@ class Fence:
         if self._event is not None:
             self._event.synchronize()
 
+    def is_passed(self) -> bool:
+        """Whether the device is past the last record()."""
+        return self._event is None or bool(self._event.query())
+
     def hold(self) -> None:
         """What is queued on the current stream from now on comes after the last record()."""
         if self._event is not None:
@@ -52,7 +56,7 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     if np.issubdtype(array.dtype, np.integer):
         array = array.astype(np.int64, copy=False)
     host = torch.from_numpy(array)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def fetch(tensor: Tensor) -> Tensor:

@@ -12,13 +12,17 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from gpu_worker.errors import DeviceError, StepFailed
 from gpu_worker.runner import LaunchedStep, ModelRunner, StepStats
-from paceline.v1.worker_pb2 import StepPlan, StepResult
+from paceline.v1.worker_pb2 import KeptSequence, StepPlan, StepResult
 
 MAX_MESSAGE = 300  # characters
+MAX_KEPT_BYTES = 8 * 2**20  # as worker.proto says
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +44,7 @@ class ModelThread:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._inbox: SimpleQueue[tuple[LinkRun, StepPlan | None] | asyncio.Future[None] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[LinkRun, StepPlan | None] | Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="paceline-model", daemon=True)
         # Steps in flight; used where launching does not wait for the step.
         self._launched: SimpleQueue[tuple[LinkRun, LaunchedStep] | None] = SimpleQueue()
@@ -61,9 +65,17 @@ class ModelThread:
 
     async def check(self) -> None:
         """Whether the device still computes, after all that was submitted. Raises DeviceError."""
-        checked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._inbox.put(checked)
-        await checked
+        await self._ask(self._runner.check)
+
+    async def kept(self) -> list[KeptSequence]:
+        """What is in the worker's blocks when all that was submitted is done. Raises DeviceError."""
+        return await self._ask(partial(self._runner.kept, MAX_KEPT_BYTES))
+
+    async def _ask(self, call: Callable[[], T]) -> T:
+        """Of the runner, between two steps."""
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._inbox.put(partial(self._answer, call, answer))
+        return await answer
 
     def request_ids(self) -> list[str]:
         """Of the rows of the step launched last."""
@@ -78,8 +90,8 @@ class ModelThread:
 
     def _work(self) -> None:
         while (item := self._inbox.get()) is not None:
-            if isinstance(item, asyncio.Future):
-                self._check(item)
+            if callable(item):
+                item()
                 continue
             run, plan = item
             if run.closed or run.failed:
@@ -90,15 +102,15 @@ class ModelThread:
                 self._step(run, plan)
         self._launched.put(None)
 
-    def _check(self, checked: asyncio.Future[None]) -> None:
+    def _answer(self, call: Callable[[], T], answer: asyncio.Future[T]) -> None:
         try:
-            self._runner.check()
+            result = call()
         except Exception as error:
             failure = DeviceError(f"the device does not compute any more: {_one_line(error)}")
             failure.__cause__ = error
-            self._post(_settle, checked, failure)
+            self._post(_settle, answer, answer.set_exception, failure)
         else:
-            self._post(_settle, checked, None)
+            self._post(_settle, answer, answer.set_result, result)
 
     def _step(self, run: LinkRun, plan: StepPlan) -> None:
         try:
@@ -156,13 +168,9 @@ def _deliver_failure(run: LinkRun, failure: Exception) -> None:
         run.on_failure(failure)
 
 
-def _settle(checked: asyncio.Future[None], failure: Exception | None) -> None:
-    if checked.done():
-        return  # nobody waits any more
-    if failure is None:
-        checked.set_result(None)
-    else:
-        checked.set_exception(failure)
+def _settle(answer: asyncio.Future[T], settle: Callable[[Any], None], what: object) -> None:
+    if not answer.done():  # else nobody waits any more
+        settle(what)
 
 
 def _one_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -13,15 +14,16 @@ from torch import Tensor
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.device import Fence, fetch
 from gpu_worker.graphs import Capture, CaptureProgress, DecodeGraphs
+from gpu_worker.history import Sampling
 from gpu_worker.inputs import StepInput, StepInputs
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.sampling.controls import Controls
-from gpu_worker.sampling.prompt_scores import PromptRows, score_chunks
+from gpu_worker.sampling.prompt_scores import PromptRows, PromptScores, score_prompts
 from gpu_worker.sampling.sampler import Sampled, SamplingRows, Scores, sample
 from gpu_worker.slots import SlotLimits, SlotTable, StepRows
 from gpu_worker.step_arrays import StepArrays, dummy_decodes, largest_step, step_arrays
-from paceline.v1.worker_pb2 import RowError, StepPlan, StepResult, TokenLogprobs
+from paceline.v1.worker_pb2 import KeptSequence, RowError, StepPlan, StepResult, TokenLogprobs
 
 NO_NUMBER = "the model gave no number (NaN or infinity in the logits)"
 INVALID_ARGUMENT = 3  # google.rpc.Code
@@ -59,7 +61,7 @@ class LaunchedStep:
     stats: StepStats
     started_us: int
     drawn: Drawn | None  # None: no row samples
-    prompts: StepResult  # log probabilities of prompts, and the errors of those that have none
+    prompts: PromptScores | None  # None: no prompt is scored
     done: Fence
     clock: _Clock
 
@@ -67,14 +69,20 @@ class LaunchedStep:
         """Waits for the device. To be asked in the order of the steps, by one thread."""
         self.done.wait()
         result = StepResult() if self.drawn is None else _result(self.drawn)
-        known = {error.slot for error in result.errors}
-        result.prompt_logprobs.extend(self.prompts.prompt_logprobs)
-        result.errors.extend(error for error in self.prompts.errors if error.slot not in known)
+        if self.prompts is not None:
+            _add_prompt_logprobs(result, self.prompts)
         result.step = self.step
         # A step launched early begins when the one before ends.
         result.started_us = max(self.started_us, self.clock.finished_us)
         result.finished_us = self.clock.finished_us = _now_us()
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Unnoted:
+    sampled: Sampling
+    drawn: Drawn
+    done: Fence
 
 
 @dataclass(slots=True)
@@ -104,6 +112,8 @@ class ModelRunner:
         self._last_tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
         self._clock = _Clock()
         self._rows: StepRows | None = None  # of the step launched last
+        self._is_whole = True  # every plan so far was carried out to its end
+        self._unnoted: deque[_Unnoted] = deque()  # steps that the history does not have yet
 
     @property
     def limits(self) -> SlotLimits:
@@ -126,6 +136,23 @@ class ModelRunner:
         """The link is gone: forget every sequence. The pool stays, its contents mean nothing any more."""
         self._slots.reset()
         self._controls.reset()
+        self._unnoted.clear()
+        self._is_whole = True
+
+    def kept(self, max_bytes: int) -> list[KeptSequence]:
+        """What is in the blocks, of the sequences of a link that has ended: nothing after a step that has raised. Waits
+        for the steps that it launched."""
+        if not self._is_whole:
+            return []
+        while self._unnoted:
+            self._unnoted[0].done.wait()
+            self._note()
+        return self._slots.kept(max_bytes)
+
+    def _note(self) -> None:
+        """The oldest step that the history lacks, which is done."""
+        step = self._unnoted.popleft()
+        self._slots.history.note(step.sampled, _token_ids(step.drawn))
 
     def request_ids(self) -> list[str]:
         """Of the rows of the step launched last; of all that hold a slot, if its plan could not be applied."""
@@ -166,12 +193,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Nothing here waits for the device, so that step n + 1 is queued while step n runs. (Top-p, top-k
-        and log probabilities of prompts do, in sampling/.)
+        """Nothing here waits for the device, so that step n + 1 is queued while step n runs.
 
         ProtocolViolation if the plan breaks the contract; after that, or any other exception, reset()."""
         started_us = _now_us()
-        self._rows = None
+        while self._unnoted and self._unnoted[0].done.is_passed():
+            self._note()
+        self._is_whole, self._rows = False, None
         rows = self._rows = self._slots.apply(plan)
         self._controls.apply(plan)
         if len(rows.swaps_out[0]):
@@ -182,7 +210,8 @@ class ModelRunner:
             self._pool.copy(*rows.copies)
         if len(rows.granted_blocks):
             self._pool.clear(rows.granted_blocks)
-        drawn, prompts = self._forward(rows) if rows.num_rows else (None, StepResult())
+        drawn, prompts = self._forward(rows) if rows.num_rows else (None, None)
+        sampled = self._slots.sampling(rows)
         self._slots.commit(rows)
         stats = StepStats(
             decode_tokens=rows.num_decodes,
@@ -192,21 +221,26 @@ class ModelRunner:
         )
         done = Fence(self._device, blocking=True)
         done.record()
+        if drawn is not None:
+            self._unnoted.append(_Unnoted(sampled, drawn, done))
+        self._is_whole = True
         return LaunchedStep(plan.step, stats, started_us, drawn, prompts, done, self._clock)
 
-    def _forward(self, rows: StepRows) -> tuple[Drawn | None, StepResult]:
+    def _forward(self, rows: StepRows) -> tuple[Drawn | None, PromptScores | None]:
         prompts = self._slots.prompt_rows(rows)
         arrays = step_arrays(rows, self._slots, None if prompts is None else prompts.rows)
         graph = self._graphs.size_for(arrays) if self._graphs else None
         if self._graphs and graph is not None:
             step = self._prepare(arrays.padded(graph), captured=True)
-            logits = self._graphs.replay(graph)[: arrays.num_rows]
-        else:
-            step = self._prepare(arrays, captured=False)
-            logits = self._compute(step)
+            return self._sample(rows, step, self._graphs.replay(graph)[: arrays.num_rows]), None
+        step = self._prepare(arrays, captured=False)
+        hidden = self._hidden(step)
         num_samples = len(arrays.sampled_slots)
-        drawn = self._sample(rows, step, logits[:num_samples]) if num_samples else None
-        return drawn, StepResult() if prompts is None else _scored(prompts, logits[num_samples:])
+        drawn = self._sample(rows, step, self._decoder.logits(hidden[:num_samples])) if num_samples else None
+        return drawn, None if prompts is None else self._score(prompts, hidden[num_samples:])
+
+    def _score(self, prompts: PromptRows, hidden: Tensor) -> PromptScores:
+        return score_prompts(hidden, self._decoder.logits, self.limits.vocab_size, prompts.chunks)
 
     def _sample(self, rows: StepRows, step: StepInput, logits: Tensor) -> Drawn:
         """logits: [rows that sample, vocab]."""
@@ -227,10 +261,15 @@ class ModelRunner:
 
     def _compute(self, step: StepInput, out: Tensor | None = None) -> Tensor:
         """Logits of the rows whose logits are wanted."""
+        return self._decoder.logits(self._hidden(step), out)
+
+    def _hidden(self, step: StepInput) -> Tensor:
+        """Of the rows whose logits are wanted."""
         tokens = self._last_tokens.index_select(0, step.decode_slots)
         if step.prefill_tokens is not None:
             tokens = torch.cat((tokens, step.prefill_tokens))
-        return self._decoder.forward(tokens, step.positions, step.sampling_rows, out)
+        hidden = self._decoder.forward(tokens, step.positions)
+        return hidden if step.sampling_rows is None else hidden.index_select(0, step.sampling_rows)
 
 
 def _drawn(sampled: Sampled, slots: np.ndarray, parameters: SamplingRows) -> Drawn:
@@ -241,12 +280,18 @@ def _drawn(sampled: Sampled, slots: np.ndarray, parameters: SamplingRows) -> Dra
     return Drawn(fetch(sampled.tokens), fetch(sampled.failed), ruled_out, scores, slots, parameters)
 
 
+def _token_ids(drawn: Drawn) -> np.ndarray:
+    """int32, -1 where the row has failed. [rows that sample]"""
+    tokens = drawn.tokens.numpy().astype("<i4")
+    tokens[drawn.failed.numpy()] = -1
+    return tokens
+
+
 def _result(drawn: Drawn) -> StepResult:
     """The sampled tokens, the rows that failed, the log probabilities that were asked for."""
-    tokens, failed = drawn.tokens.numpy().astype("<i4"), drawn.failed.numpy()
-    tokens[failed] = -1
+    failed = drawn.failed.numpy()
     return StepResult(
-        token_ids=tokens.tobytes(),
+        token_ids=_token_ids(drawn).tobytes(),
         errors=_row_errors(drawn.slots, failed, drawn.ruled_out) if failed.any() else (),
         logprobs=_token_logprobs(drawn.scores, drawn.slots[drawn.parameters.scored], drawn.parameters.num_top),
     )
@@ -261,13 +306,12 @@ def _row_errors(slots: np.ndarray, failed: np.ndarray, ruled_out: Tensor | None)
             yield RowError(slot=slots[row], message=NO_NUMBER)
 
 
-def _scored(prompts: PromptRows, logits: Tensor) -> StepResult:
-    result = StepResult()
-    for scores, are_numbers in score_chunks(logits, prompts.chunks):
+def _add_prompt_logprobs(result: StepResult, prompts: PromptScores) -> None:
+    known = {error.slot for error in result.errors}
+    for scores, are_numbers in prompts.by_chunk():
         result.prompt_logprobs.append(scores)
-        if not are_numbers:
+        if not are_numbers and scores.slot not in known:
             result.errors.add(slot=scores.slot, message=NO_NUMBER)
-    return result
 
 
 def _token_logprobs(scores: Scores | None, slots: np.ndarray, num_top: np.ndarray) -> Iterator[TokenLogprobs]:

@@ -6,7 +6,8 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import structlog
 
@@ -34,6 +35,9 @@ MODEL_ERROR_STATUS, DEVICE_ERROR_STATUS, RESTART_STATUS = 2, 1, 75
 REGISTRATION_GRACE_S = 1.0
 # A scheduler that stays away is mentioned this often.
 REMIND_S = 15.0
+
+
+T = TypeVar("T")
 
 
 class DeviceLost(DeviceError):
@@ -117,6 +121,8 @@ async def _keep_link(
     channel = open_channel(settings.scheduler)
     try:
         while not stop.is_set():
+            del registration.kept[:]
+            registration.kept.extend(await _answered(thread.kept(), settings.first_step_deadline_s))
             link = Link(channel, registration, thread, keeper.registered, allowance)
             running = asyncio.ensure_future(link.run(stop))
             try:
@@ -127,18 +133,18 @@ async def _keep_link(
                 if isinstance(error, StepOverdue):
                     raise
                 if isinstance(error, StepFailed):
-                    await _check_device(thread, settings.first_step_deadline_s)
+                    await _answered(thread.check(), settings.first_step_deadline_s)
     finally:
         LINK_UP.set(0)
         await channel.close(None)
 
 
-async def _check_device(thread: ModelThread, allowed_s: float) -> None:
-    """Whether the worker can go on after a step that failed. Raises DeviceLost."""
+async def _answered(question: Coroutine[Any, Any, T], allowed_s: float) -> T:
+    """The model thread's answer, without which the worker cannot go on. Raises DeviceLost."""
     try:
-        await asyncio.wait_for(thread.check(), allowed_s)
+        return await asyncio.wait_for(question, allowed_s)
     except TimeoutError as error:
-        raise DeviceLost("the device hangs after a step that failed") from error
+        raise DeviceLost(f"the device hangs after the link has ended: no answer in {allowed_s:g} s") from error
     except DeviceError as error:
         raise DeviceLost(str(error)) from error
 

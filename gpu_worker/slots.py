@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_worker.errors import ProtocolViolation
+from gpu_worker.history import Sampling, TokenHistory
 from gpu_worker.sampling.prompt_scores import PromptRows, ScoredChunk
 from gpu_worker.sampling.sampler import SamplingRows
-from paceline.v1.worker_pb2 import NewSequence, StepPlan
+from paceline.v1.worker_pb2 import KeptSequence, NewSequence, StepPlan
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -79,6 +80,8 @@ class SlotTable:
     tokens: dict[int, Int32s] = field(init=False)  # by slot, of those that prefill: all known tokens
     scored_prompts: dict[int, int] = field(init=False)  # by slot, of those that prefill: likeliest tokens to report
     request_ids: dict[int, str] = field(init=False)
+    cache_salts: dict[int, str] = field(init=False)  # by slot, of those that have one
+    history: TokenHistory = field(init=False)
     _last_step: int = field(init=False)
     _granted: list[Int32s] = field(init=False)
 
@@ -97,7 +100,8 @@ class SlotTable:
         self.min_p, self.typical_p = np.zeros(slots, np.float32), np.ones(slots, np.float32)
         self.top_k, self.min_tokens = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
         self.seed, self.num_top = np.zeros(slots, np.uint64), np.full(slots, -1, np.int64)
-        self.banned, self.tokens, self.scored_prompts, self.request_ids = {}, {}, {}, {}
+        self.banned, self.tokens, self.scored_prompts, self.request_ids, self.cache_salts = {}, {}, {}, {}, {}
+        self.history = TokenHistory(slots)
         self._last_step = 0
         self._granted = []
 
@@ -160,8 +164,10 @@ class SlotTable:
         if len(np.unique(slots)) != len(slots):
             raise ProtocolViolation("free_slots names a slot twice")
         self.occupied[slots] = self.decoding[slots] = self.held[slots] = False
+        self.history.free(slots)
         for slot in slots.tolist():
             self.request_ids.pop(slot, None)
+            self.cache_salts.pop(slot, None)
             self.tokens.pop(slot, None)
             self.scored_prompts.pop(slot, None)
             self.banned.pop(slot, None)
@@ -191,6 +197,9 @@ class SlotTable:
         self._granted.append(blocks[-(-sequence.num_cached_tokens // limits.block_size) :])
         self.tokens[slot] = tokens
         self.request_ids[slot] = sequence.request_id
+        if sequence.cache_salt:
+            self.cache_salts[slot] = sequence.cache_salt
+        self.history.seat(slot, tokens)
         sampling = sequence.sampling
         self.temperature[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
         self.top_k[slot], self.seed[slot] = max(sampling.top_k, 0), sampling.seed
@@ -294,6 +303,29 @@ class SlotTable:
             self.decoding[slot] = True
             del self.tokens[slot]
             self.scored_prompts.pop(slot, None)
+
+    def sampling(self, rows: StepRows) -> Sampling:
+        """Whose tokens the step samples, before commit(): for `history`."""
+        slots = rows.slots[rows.samples]
+        return self.history.sampling(slots, self.num_tokens[slots])
+
+    def kept(self, max_bytes: int) -> list[KeptSequence]:
+        """What is in the blocks, once every step has run and is noted; no more of it than so many bytes."""
+        kept, num_bytes = [], 0
+        for slot in np.flatnonzero(self.occupied).tolist():
+            known = self.history.of(slot)
+            sequence = KeptSequence(
+                token_ids=known.tobytes(),
+                num_computed_tokens=min(int(self.num_computed[slot]), len(known)),
+                block_table=self.block_table[slot, : self.num_blocks[slot]].tobytes(),
+                cache_salt=self.cache_salts.get(slot, ""),
+            )
+            num_bytes += sequence.ByteSize()
+            if num_bytes > max_bytes:
+                break
+            if len(known):
+                kept.append(sequence)
+        return kept
 
     def prompt_rows(self, rows: StepRows) -> PromptRows | None:
         """Rows whose next token is one of a prompt that is to be scored; None if there are none."""

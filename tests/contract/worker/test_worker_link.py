@@ -188,12 +188,17 @@ async def test_a_long_step_does_not_stop_the_heart(rig: Rig, monkeypatch: pytest
     assert kinds == ["heartbeat", "heartbeat", "result"]
 
 
-async def test_a_cut_link_is_made_anew_with_empty_slots(rig: Rig) -> None:
+async def test_a_cut_link_is_made_anew_with_empty_slots_and_what_is_in_the_blocks(rig: Rig) -> None:
     link = await rig.accept()
     await link.plan(1, **first_plan())
     first = await link.result()
     link.cut()
     again = await rig.accept()
+    (kept,) = again.registration.kept
+    (new,) = first_plan()["new_sequences"]
+    assert kept.token_ids == new.token_ids + first.token_ids
+    assert (kept.num_computed_tokens, kept.block_table) == (len(new.token_ids) // 4, new.block_table)
+    again.registration.ClearField("kept")
     assert again.registration == link.registration
     # Slot 0 is free again and steps count from 1: were it not so, this would break the link.
     await again.plan(1, **first_plan())
