@@ -1,0 +1,135 @@
+"""The ids of a stream's events: how far the client has come, so that any gateway can go on behind it.
+
+    68e7a1b2.9f3a2b1c.12,,7e        when the answer began (Unix time, hexadecimal)
+             └ checksum of all tokens that were shown
+                      └ choice by choice: 12 tokens shown, nothing yet, ended after 7 tokens
+    68e7a1b2.9f3a2b1c.40e,31e,7e.u  the usage was sent, too (`d`: and [DONE])
+
+An event's id covers this event and all before it. The checksum catches an answer that is not the same when it is
+generated again: a client gets an error then, and never two halves of different answers.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+from zlib import crc32
+
+from services.gateway.errors import ApiError, invalid
+
+LAST_EVENT_ID = "Last-Event-ID"
+# An id names every choice. Streams of more have no ids.
+MAX_CHOICES = 64
+_PATTERN = re.compile(r"([0-9a-f]{1,8})\.([0-9a-f]{8})\.((?:[0-9]{1,10}e?|,)*)(?:\.([ud]))?")
+
+
+class Place(NamedTuple):
+    """Where a client is in a choice. `tokens` None: nothing of it was sent, not even whose message it is."""
+
+    tokens: int | None = None
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EventId:
+    """An id, taken apart. `after` is what followed the choices: nothing, the usage, or [DONE]."""
+
+    created_s: int
+    checksum: int
+    places: tuple[Place, ...]
+    after: Literal["", "u", "d"] = ""
+
+
+def parse_event_id(text: str, max_tokens: Sequence[int], *, has_usage: bool) -> EventId:
+    """An id that a client has sent to a stream whose choices have at most so many tokens.
+
+    Raises ApiError 400 if no event of such a stream can have it.
+    """
+    match = _PATTERN.fullmatch(text)
+    if match is None:
+        raise cannot_resume(f"{text[:80]!r} is no id of an event")
+    places = tuple(map(_place, match[3].split(",")))
+    if len(places) != len(max_tokens):
+        raise cannot_resume(f"it is of a stream of {len(places)} choices, and this one has {len(max_tokens)}")
+    for place, limit in zip(places, max_tokens, strict=True):
+        if place.tokens is not None and place.tokens > limit:
+            raise cannot_resume(f"{place.tokens} tokens are more than this request's {limit}")
+    after: Literal["", "u", "d"] = "u" if match[4] == "u" else "d" if match[4] == "d" else ""
+    if after and not all(place.ended for place in places):
+        raise cannot_resume("it is of the stream's end, but not all choices have ended")
+    if after == "u" and not has_usage:
+        raise cannot_resume("it is of the usage, which this request does not ask for")
+    return EventId(int(match[1], 16), int(match[2], 16), places, after)
+
+
+def cannot_resume(why: str) -> ApiError:
+    """The answer to an id behind which nothing can follow."""
+    return invalid(LAST_EVENT_ID, f"{LAST_EVENT_ID}: {why}", code="cannot_resume")
+
+
+class Progress:
+    """How far a stream has come. `read` takes tokens in; `line` gives the id of an event that shows them.
+
+    Lines are empty if there are more than MAX_CHOICES choices.
+    """
+
+    __slots__ = ("_checksum", "_counts", "_has_ids", "_head", "_places", "_shown_sums", "_sums")
+
+    def __init__(self, created_s: int, num_choices: int) -> None:
+        self._has_ids = num_choices <= MAX_CHOICES
+        self._head = b"id: %x." % created_s
+        self._counts = [0] * num_choices
+        self._places = [b""] * num_choices
+        # Every choice's sum begins with its own number, so that choices cannot be mistaken for each other. All of them
+        # together are one sum by exclusive or.
+        self._sums = [_first_sum(index) for index in range(num_choices)]
+        self._shown_sums = [0] * num_choices
+        self._checksum = 0
+
+    @property
+    def checksum(self) -> int:
+        """Of what was shown."""
+        return self._checksum
+
+    def read(self, index: int, token_ids: Sequence[int]) -> None:
+        """A choice's next tokens; their text is part of the next event that shows some."""
+        if self._has_ids:
+            self._counts[index] += len(token_ids)
+            self._sums[index] = crc32(array("i", token_ids), self._sums[index])
+
+    def first_line(self, index: int) -> bytes:
+        """The `id:` line of an event that precedes a choice's tokens."""
+        self._show(index, b"0", _first_sum(index))
+        return self._line(b"")
+
+    def line(self, index: int, *, ended: bool = False) -> bytes:
+        """The `id:` line of an event that shows all that was read of a choice."""
+        self._show(index, b"%de" % self._counts[index] if ended else b"%d" % self._counts[index], self._sums[index])
+        return self._line(b"")
+
+    def end_line(self, after: Literal["u", "d"]) -> bytes:
+        """The `id:` line of what follows the choices: the usage (u) or the terminator (d)."""
+        return self._line(b".u" if after == "u" else b".d")
+
+    def _show(self, index: int, place: bytes, checksum: int) -> None:
+        self._checksum ^= self._shown_sums[index] ^ checksum
+        self._shown_sums[index] = checksum
+        self._places[index] = place
+
+    def _line(self, after: bytes) -> bytes:
+        if not self._has_ids:
+            return b""
+        return b"%s%08x.%s%s\n" % (self._head, self._checksum, b",".join(self._places), after)
+
+
+def _first_sum(index: int) -> int:
+    return crc32(b"%d" % index)
+
+
+def _place(text: str) -> Place:
+    if not text:
+        return Place()
+    return Place(int(text.removesuffix("e")), text.endswith("e"))
