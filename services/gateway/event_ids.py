@@ -23,7 +23,8 @@ from services.gateway.errors import ApiError, invalid
 LAST_EVENT_ID = "Last-Event-ID"
 # An id names every choice. Streams of more have no ids.
 MAX_CHOICES = 64
-_PATTERN = re.compile(r"([0-9a-f]{1,8})\.([0-9a-f]{8})\.((?:[0-9]{1,10}e?|,)*)(?:\.([ud]))?")
+_FIRST_SUM, _FNV_PRIME = 0x811C9DC5, 0x01000193
+_PATTERN = re.compile(r"([0-9a-f]{1,8})\.([0-9a-f]{8})\.((?:[0-9]{1,10}e?)?(?:,(?:[0-9]{1,10}e?)?)*)(?:\.([ud]))?")
 
 
 class Place(NamedTuple):
@@ -73,60 +74,52 @@ def cannot_resume(why: str) -> ApiError:
 class Progress:
     """How far a stream has come. `read` takes tokens in; `line` gives the id of an event that shows them.
 
-    Lines are empty if there are more than MAX_CHOICES choices.
+    Lines are empty if there are more than MAX_CHOICES choices. The checksum of a choice's tokens is FNV-1 (Fowler, Noll
+    and Vo) with 32 bits, a token at a time; that of the stream is the CRC-32 of those of its choices.
     """
 
-    __slots__ = ("_checksum", "_counts", "_has_ids", "_head", "_places", "_shown_sums", "_sums")
+    __slots__ = ("_counts", "_has_ids", "_head", "_places", "_shown_sums", "_sums")
 
     def __init__(self, created_s: int, num_choices: int) -> None:
         self._has_ids = num_choices <= MAX_CHOICES
         self._head = b"id: %x." % created_s
         self._counts = [0] * num_choices
         self._places = [b""] * num_choices
-        # Every choice's sum begins with its own number, so that choices cannot be mistaken for each other. All of them
-        # together are one sum by exclusive or.
-        self._sums = [_first_sum(index) for index in range(num_choices)]
-        self._shown_sums = [0] * num_choices
-        self._checksum = 0
+        self._sums = [_FIRST_SUM] * num_choices
+        self._shown_sums = array("I", [0] * num_choices)
 
     @property
     def checksum(self) -> int:
         """Of what was shown."""
-        return self._checksum
+        return crc32(self._shown_sums)
 
     def read(self, index: int, token_ids: Sequence[int]) -> None:
         """A choice's next tokens; their text is part of the next event that shows some."""
-        if self._has_ids:
-            self._counts[index] += len(token_ids)
-            self._sums[index] = crc32(array("i", token_ids), self._sums[index])
+        self._counts[index] += len(token_ids)
+        checksum = self._sums[index]
+        for token_id in token_ids:
+            checksum = (checksum * _FNV_PRIME ^ token_id) & 0xFFFFFFFF
+        self._sums[index] = checksum
 
     def first_line(self, index: int) -> bytes:
         """The `id:` line of an event that precedes a choice's tokens."""
-        self._show(index, b"0", _first_sum(index))
+        self._places[index], self._shown_sums[index] = b"0", _FIRST_SUM
         return self._line(b"")
 
     def line(self, index: int, *, ended: bool = False) -> bytes:
         """The `id:` line of an event that shows all that was read of a choice."""
-        self._show(index, b"%de" % self._counts[index] if ended else b"%d" % self._counts[index], self._sums[index])
+        self._places[index] = (b"%de" if ended else b"%d") % self._counts[index]
+        self._shown_sums[index] = self._sums[index]
         return self._line(b"")
 
     def end_line(self, after: Literal["u", "d"]) -> bytes:
         """The `id:` line of what follows the choices: the usage (u) or the terminator (d)."""
         return self._line(b".u" if after == "u" else b".d")
 
-    def _show(self, index: int, place: bytes, checksum: int) -> None:
-        self._checksum ^= self._shown_sums[index] ^ checksum
-        self._shown_sums[index] = checksum
-        self._places[index] = place
-
     def _line(self, after: bytes) -> bytes:
         if not self._has_ids:
             return b""
-        return b"%s%08x.%s%s\n" % (self._head, self._checksum, b",".join(self._places), after)
-
-
-def _first_sum(index: int) -> int:
-    return crc32(b"%d" % index)
+        return b"%b%08x.%b%b\n" % (self._head, crc32(self._shown_sums), b",".join(self._places), after)
 
 
 def _place(text: str) -> Place:
