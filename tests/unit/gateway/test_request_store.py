@@ -24,11 +24,11 @@ class Rig:
         self.builder = builder
         self.store = RequestStore(**{"grace_s": 10.0, "keep_s": 60.0, "clock": lambda: self.now_s, **options})
 
-    def open(self, key: str = "k", fingerprint: bytes = b"same", tenant: str = "", n: int = 1, **choices: Any) -> Reading:
+    def open(
+        self, key: str = "k", fingerprint: bytes = b"same", tenant: str = "", n: int = 1, **choices: Any
+    ) -> Reading:
         jobs = [make_job(self.builder, **choices) for _ in range(n)]
-        return self.store.open(
-            RequestKey(tenant, key, fingerprint, "Idempotency-Key"), lambda: self.session.run(jobs)
-        )
+        return self.store.open(RequestKey(tenant, key, fingerprint, "Idempotency-Key"), lambda: self.session.run(jobs))
 
     def wait(self, seconds: float) -> None:
         self.now_s += seconds

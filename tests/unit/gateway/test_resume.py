@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from services.gateway.request_store import read_once
 from services.gateway.session_core import Score
 from services.gateway.tokenizer import TextTokenizer
 from tests.support.fake_session import LENGTH, STOP, FakeSession
-from tests.support.sse import Event, parse_events
+from tests.support.sse import Event, parse_events, told
 from tests.unit.gateway.test_request import make_job
 
 BUILDER = RequestBuilder(TextTokenizer.from_folder(CHECKPOINT), read_model_files(CHECKPOINT), max_model_len=100)
@@ -43,46 +43,6 @@ class Case:
 
     def jobs(self) -> list[GenerateJob]:
         return [make_job(BUILDER, ids=[7, 8], **self.choices) for _ in self.outputs]
-
-
-@dataclass
-class Told:
-    """What a client knows after some events, however they were cut."""
-
-    texts: dict[int, str] = field(default_factory=dict)
-    reasons: dict[int, list[str]] = field(default_factory=dict)
-    roles: dict[int, int] = field(default_factory=dict)
-    logprobs: dict[int, list[Any]] = field(default_factory=dict)
-    rest: list[Any] = field(default_factory=list)
-    heads: set[tuple[Any, ...]] = field(default_factory=set)
-
-
-def told(events: Sequence[Event]) -> Told:
-    known = Told()
-    for event in events:
-        if event.data == "[DONE]":
-            known.rest.append("done")
-            continue
-        data = json.loads(event.data)
-        known.heads.add((data["id"], data["created"], data["model"], data["object"]))
-        if not data["choices"]:
-            known.rest.append(data["usage"])
-        for choice in data["choices"]:
-            index, delta = choice["index"], choice.get("delta", {})
-            text = choice["text"] if "text" in choice else delta["content"]
-            known.texts[index] = known.texts.get(index, "") + text
-            known.roles[index] = known.roles.get(index, 0) + ("role" in delta)
-            known.reasons.setdefault(index, []).extend([choice["finish_reason"]] * bool(choice["finish_reason"]))
-            known.logprobs.setdefault(index, []).extend(_entries(choice["logprobs"]))
-    return known
-
-
-def _entries(logprobs: Any) -> list[Any]:
-    if logprobs is None:
-        return []
-    if "content" in logprobs:
-        return list(logprobs["content"])
-    return list(zip(*(logprobs[name] for name in sorted(logprobs)), strict=True))
 
 
 async def stream(case: Case, batches: Iterator[int], after: EventId | None = None) -> tuple[int, list[Event]]:
