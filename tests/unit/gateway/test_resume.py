@@ -59,7 +59,8 @@ async def stream(case: Case, batches: Iterator[int], after: EventId | None = Non
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
-        await asyncio.sleep(0)
+        for _ in range(next(batches) % 3):  # a connection that takes no more for a while
+            await asyncio.sleep(0)
         sent.append(message)
 
     async def receive() -> Any:
