@@ -189,7 +189,7 @@ class StreamAnswer(_Answer):
         running = [i for i, place in enumerate(self._places) if not place.ended]
         rest = b""
         if len(running) == 1:
-            rest = self._with_id(running[0], await self._pump(running[0]), ended=True)
+            rest = self._with_id(running[0], await self._pump(running[0], alone=True), ended=True)
         else:
             await _together([self._pump_all(i) for i in running])
         await self._emit(rest + self._end(), more_body=False)
@@ -219,13 +219,14 @@ class StreamAnswer(_Answer):
         self._progress.line(index, ended=place.ended)
 
     async def _pump_all(self, index: int) -> None:
-        last = await self._pump(index)
+        last = await self._pump(index, alone=False)
         async with self._writing:
             await self._emit(self._with_id(index, last, ended=True))
 
-    async def _pump(self, index: int) -> bytes:
-        """Stream one choice; returns its last event unsent."""
+    async def _pump(self, index: int, *, alone: bool) -> bytes:
+        """Stream one choice; returns its last event unsent. `alone`: no other one is streamed."""
         generation, formatted, scores = self._generations[index], self._format, self._scores[index]
+        progress = self._progress
         waiting: list[ScoredToken] = []  # whose text has not been shown
 
         def logprobs() -> dict[str, Any] | None:
@@ -237,14 +238,19 @@ class StreamAnswer(_Answer):
 
         text = await generation.next()
         while generation.finish_reason == _RUNNING:
-            self._progress.read(index, generation.token_ids)
+            progress.read(index, generation.token_ids)
             waiting += generation.scored
             if text:
                 event = formatted.text(index, text, logprobs())
-                async with self._writing:
-                    await self._emit(self._with_id(index, event))
+                if alone and self._started:
+                    # Nearly every event. Past the middleware, which has seen the start of the answer.
+                    body = progress.line(index) + event
+                    await self._raw_send({"type": "http.response.body", "body": body, "more_body": True})
+                else:
+                    async with self._writing:
+                        await self._emit(self._with_id(index, event))
             text = await generation.next()
-        self._progress.read(index, generation.token_ids)
+        progress.read(index, generation.token_ids)
         waiting += generation.scored
         return formatted.last(index, text, logprobs())
 
@@ -282,7 +288,6 @@ class StreamAnswer(_Answer):
                 }
             )
         elif more_body:
-            # Past the middleware, which has seen the start of the answer and need not see every token.
             send = self._raw_send
         await send({"type": "http.response.body", "body": body, "more_body": more_body})
 

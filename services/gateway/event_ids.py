@@ -12,11 +12,9 @@ generated again: a client gets an error then, and never two halves of different 
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
-from zlib import crc32
 
 from services.gateway.errors import ApiError, invalid
 
@@ -75,10 +73,11 @@ class Progress:
     """How far a stream has come. `read` takes tokens in; `line` gives the id of an event that shows them.
 
     Lines are empty if there are more than MAX_CHOICES choices. The checksum of a choice's tokens is FNV-1 (Fowler, Noll
-    and Vo) with 32 bits, a token at a time; that of the stream is the CRC-32 of those of its choices.
+    and Vo) with 32 bits, a token at a time; that of the stream is the sum of what its choices have shown, each by a
+    weight of its own, so that choices which go wrong in the same way do not cancel each other.
     """
 
-    __slots__ = ("_counts", "_has_ids", "_head", "_places", "_shown_sums", "_sums")
+    __slots__ = ("_counts", "_has_ids", "_head", "_places", "_shown_sums", "_sums", "checksum")
 
     def __init__(self, created_s: int, num_choices: int) -> None:
         self._has_ids = num_choices <= MAX_CHOICES
@@ -86,12 +85,8 @@ class Progress:
         self._counts = [0] * num_choices
         self._places = [b""] * num_choices
         self._sums = [_FIRST_SUM] * num_choices
-        self._shown_sums = array("I", [0] * num_choices)
-
-    @property
-    def checksum(self) -> int:
-        """Of what was shown."""
-        return crc32(self._shown_sums)
+        self._shown_sums = [0] * num_choices
+        self.checksum = 0  # of what was shown
 
     def read(self, index: int, token_ids: Sequence[int]) -> None:
         """A choice's next tokens; their text is part of the next event that shows some."""
@@ -103,23 +98,27 @@ class Progress:
 
     def first_line(self, index: int) -> bytes:
         """The `id:` line of an event that precedes a choice's tokens."""
-        self._places[index], self._shown_sums[index] = b"0", _FIRST_SUM
-        return self._line(b"")
+        return self._show(index, b"0", _FIRST_SUM)
 
     def line(self, index: int, *, ended: bool = False) -> bytes:
         """The `id:` line of an event that shows all that was read of a choice."""
-        self._places[index] = (b"%de" if ended else b"%d") % self._counts[index]
-        self._shown_sums[index] = self._sums[index]
-        return self._line(b"")
+        place = b"%de" % self._counts[index] if ended else b"%d" % self._counts[index]
+        return self._show(index, place, self._sums[index])
 
     def end_line(self, after: Literal["u", "d"]) -> bytes:
         """The `id:` line of what follows the choices: the usage (u) or the terminator (d)."""
-        return self._line(b".u" if after == "u" else b".d")
-
-    def _line(self, after: bytes) -> bytes:
         if not self._has_ids:
             return b""
-        return b"%b%08x.%b%b\n" % (self._head, crc32(self._shown_sums), b",".join(self._places), after)
+        return b"%b%08x.%b.%b\n" % (self._head, self.checksum, b",".join(self._places), after.encode())
+
+    def _show(self, index: int, place: bytes, checksum: int) -> bytes:
+        if not self._has_ids:
+            return b""
+        self._places[index] = place
+        change = (checksum - self._shown_sums[index]) * (2 * index + 1)
+        self.checksum = (self.checksum + change) & 0xFFFFFFFF
+        self._shown_sums[index] = checksum
+        return b"%b%08x.%b\n" % (self._head, self.checksum, b",".join(self._places))
 
 
 def _place(text: str) -> Place:

@@ -100,16 +100,29 @@ class Generation:
         positions = range(1, len(self.job.prompt_ids)) if self._live.prompt_scores else ()
         return scored([self.job.prompt_ids[i] for i in positions], [self._live.prompt_scores[i] for i in positions])
 
-    async def next(self) -> str:
+    async def next(self, limit: int | None = None) -> str:
         """Wait for tokens or the end, return the text that can be shown now (it may be empty).
 
-        Raises ApiError if the request failed, and what `interrupt` was given.
+        `limit`: read no further than so many tokens of the sequence. Raises ApiError if the request failed, and what
+        `interrupt` was given.
         """
-        await self._news()
-        text = self._take(len(self._live.tokens))
-        if self.text_stream.stopped:
+        live, begun = self._live, self._taken
+        if len(live.tokens) == begun and live.ending is None and self._interrupt is None:
+            self._future = self._loop.create_future()
+            await self._future
+        if self._interrupt is not None:
+            raise self._interrupt
+        tokens = self.token_ids = live.tokens[begun:limit]
+        self._begun, self._taken = begun, begun + len(tokens)
+        stream = self.text_stream
+        before = stream.num_tokens
+        text = stream.push(tokens)
+        if tokens:
+            self._run.count(self._taken)
+        if stream.stopped:
+            self.token_ids = tokens[: stream.num_tokens - before]
             await self._stop_here()
-        elif self._live.ending is not None:
+        elif live.ending is not None and (limit is None or self._taken < limit):
             text += self._end()
         return text
 
@@ -119,12 +132,8 @@ class Generation:
         Raises what `next` raises, and NotThere.
         """
         while self._taken < num_tokens:
-            await self._news()
-            if len(self._live.tokens) < num_tokens and self._live.ending is not None:
-                self._end()  # raises if it failed
-                raise NotThere
-            self._take(min(len(self._live.tokens), num_tokens))
-            if self.text_stream.stopped:
+            await self.next(num_tokens)
+            if self.finish_reason != _RUNNING:
                 raise NotThere
         return self._live.tokens[:num_tokens]
 
@@ -137,28 +146,6 @@ class Generation:
         """Read no more."""
         if self._live.wake == self._wake:  # and nobody else's
             self._live.wake = None
-
-    async def _news(self) -> None:
-        live = self._live
-        if len(live.tokens) == self._taken and live.ending is None and self._interrupt is None:
-            self._future = self._loop.create_future()
-            await self._future
-        if self._interrupt is not None:
-            raise self._interrupt
-
-    def _take(self, end: int) -> str:
-        """The text of the tokens up to `end`, or up to a stop string."""
-        self._begun = self._taken
-        self.token_ids = self._live.tokens[self._taken : end]
-        self._taken = end
-        stream = self.text_stream
-        before = stream.num_tokens
-        text = stream.push(self.token_ids)
-        if self.token_ids:
-            self._run.count(end)
-        if stream.stopped:
-            self.token_ids = self.token_ids[: stream.num_tokens - before]
-        return text
 
     def _wake(self) -> None:
         future = self._future

@@ -59,7 +59,7 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
             await _skip(generation, request.resume_after)
             first = not request.resume_after
             while generation.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED:
-                response = _response(generation, await generation.next())
+                response = _response(generation, await generation.next(), request_id)
                 if first:
                     response.prompt_logprobs.extend(map(_token_logprob, generation.prompt_scored))
                     first = False
@@ -137,9 +137,9 @@ async def _skip(generation: Generation, num_tokens: int) -> None:
         raise invalid("resume_after", f"resume_after: this answer has ended by {num_tokens} tokens") from None
 
 
-def _response(generation: Generation, text: str) -> inference_pb2.GenerateResponse:
+def _response(generation: Generation, text: str, request_id: str) -> inference_pb2.GenerateResponse:
     response = inference_pb2.GenerateResponse(
-        request_id=generation.job.request_id,
+        request_id=request_id,
         token_ids=generation.token_ids,
         text=text,
         logprobs=map(_token_logprob, generation.scored),

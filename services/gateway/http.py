@@ -140,10 +140,13 @@ def _add_state_routes(app: FastAPI, gateway: Gateway) -> None:
         return _json({"status": "not ready", "reason": reason, "workers": workers}, 503)
 
     @app.api_route("/metrics", methods=["GET", "HEAD"])
-    async def metrics() -> Response:
+    async def exposition() -> Response:
         """Prometheus."""
-        gateway.metrics.scheduler_ready = gateway.session.ready
-        return Response(gateway.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+        metrics, requests = gateway.metrics, gateway.requests
+        metrics.scheduler_ready = gateway.session.ready
+        metrics.waiting_requests, metrics.kept_answers = requests.num_waiting, requests.num_finished
+        metrics.taken_up = requests.num_taken_up
+        return Response(metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     @app.get("/version")
     async def server_version() -> Response:

@@ -57,8 +57,13 @@ def check_key(values: Sequence[str], field: str) -> str | None:
 
 
 def body_fingerprint(path: str, body: Any) -> bytes:
-    """Of a decoded JSON body; the order of its fields does not matter."""
-    return sha256(path.encode() + b"\0" + orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).digest()
+    """Of a decoded JSON body; the order of its fields does not matter. Raises ApiError 400."""
+    try:
+        written = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError:
+        # It writes 254 levels, and reads more of them (in fields that nobody knows).
+        raise invalid(None, f"with an {IDEMPOTENCY_KEY} the body must not be nested deeper than 254 levels") from None
+    return sha256(path.encode() + b"\0" + written).digest()
 
 
 def message_fingerprint(request: inference_pb2.GenerateRequest) -> bytes:

@@ -22,6 +22,8 @@ from services.gateway.idempotency import RequestKey
 from services.gateway.run import Run
 
 MAX_FINISHED = 4096
+# A storm of clients that start and go away must not fill the server with what nobody reads.
+MAX_WAITING = 256
 
 
 class Reading:
@@ -74,8 +76,8 @@ _Place = tuple[str, str]  # tenant and key
 class RequestStore:
     """Requests with keys. `clock` gives seconds; call `tick` a few times a second.
 
-    `grace_s`: how long a request waits for its client before it is cancelled. `keep_s`: how long what has finished is
-    kept, up to `max_bytes` (an estimate) and MAX_FINISHED of them.
+    `grace_s`: how long a request waits for its client before it is cancelled; of more than MAX_WAITING the oldest is
+    cancelled. `keep_s`: how long what has finished is kept, up to `max_bytes` (an estimate) and MAX_FINISHED of them.
     """
 
     def __init__(
@@ -95,6 +97,8 @@ class RequestStore:
         self._waiting: dict[_Place, _Kept] = {}
         self._finished: dict[_Place, _Kept] = {}
         self._num_bytes = 0
+        # Times that a connection was given what ran or had run already.
+        self.num_taken_up = 0
 
     @property
     def num_waiting(self) -> int:
@@ -142,6 +146,7 @@ class RequestStore:
         self.tick()
 
     def _take_over(self, place: _Place, kept: _Kept) -> None:
+        self.num_taken_up += 1
         if kept.reading is not None:
             message = "another connection has asked for the answer to this idempotency key, and has it now"
             kept.reading.interrupt(ApiError(409, message, code="replaced"))
@@ -155,6 +160,8 @@ class RequestStore:
         kept.reading, kept.left_s = None, self._clock()
         self._waiting[place] = kept
         self._check(place, kept, kept.left_s)
+        if len(self._waiting) > MAX_WAITING:
+            self._drop(next(iter(self._waiting)))
 
     def _check(self, place: _Place, kept: _Kept, now_s: float) -> None:
         """What becomes of a request that nobody reads."""

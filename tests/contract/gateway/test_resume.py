@@ -77,7 +77,8 @@ async def test_the_same_gateway_does_not_run_it_again(start: Start) -> None:
     running = await start(step_s=0.003)
     got = await events(running, body(), KEY, 5)
     await asyncio.sleep(0.05)
-    assert running.scheduler.num_running == 1  # it waits for its client
+    assert running.scheduler.num_running == 1
+    assert "paceline_gateway_waiting_requests 1.0" in (await running.http.get("/metrics")).text
     got += await events(running, body(), KEY | {"Last-Event-ID": got[-1].id}, 7)
     got += await events(running, body(), KEY | {"Last-Event-ID": got[-1].id})
     again = await events(running, body(), KEY)
@@ -89,6 +90,8 @@ async def test_the_same_gateway_does_not_run_it_again(start: Start) -> None:
     assert "paceline_gateway_generation_tokens_total 60.0" in text
     assert 'requests_total{endpoint="completion",finish_reason="length"} 1.0' in text
     assert "paceline_gateway_live_requests 0.0" in text
+    assert "paceline_gateway_kept_answers 1.0" in text
+    assert "paceline_gateway_taken_up_requests_total 3.0" in text
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -151,6 +154,16 @@ async def test_a_key_of_another_request(running: Running) -> None:
     # Tenants have keys of their own.
     assert len(await events(running, body(max_tokens=61, tenant="t"), KEY)) > 5
     assert (await refused(running, KEY, max_tokens=61, user="t"))[0] == 422
+
+
+async def test_a_body_that_is_read_but_not_written(running: Running) -> None:
+    """Deep in a field that nobody knows."""
+    content = json.dumps(body())[:-1] + ', "unknown": ' + "[" * 400 + "]" * 400 + "}"
+    headers = {"content-type": "application/json"}
+    assert (await running.http.post(PATH, content=content, headers=headers)).status_code == 200
+    answer = await running.http.post(PATH, content=content, headers=headers | KEY)
+    assert answer.status_code == 400
+    assert "nested" in answer.json()["error"]["message"]
 
 
 async def test_bad_headers_name_themselves(start: Start) -> None:

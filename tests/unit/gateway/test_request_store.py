@@ -67,6 +67,7 @@ async def test_who_comes_back_reads_from_the_beginning(rig: Rig) -> None:
     assert second.generations[0].token_ids == [50, 60, 70]
     assert rig.session.metrics.generation_tokens == 3
     assert second.created_s == first.created_s
+    assert rig.store.num_taken_up == 1
 
 
 async def test_the_newest_connection_has_it(rig: Rig) -> None:
@@ -180,6 +181,14 @@ async def test_memory_is_bounded(builder: RequestBuilder, monkeypatch: pytest.Mo
     monkeypatch.setattr(request_store, "MAX_FINISHED", 1)
     finish("e")
     assert rig.store.num_finished == 1
+
+
+async def test_not_too_many_wait(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_store, "MAX_WAITING", 2)
+    for key in "abc":
+        rig.open(key).close()
+    assert (rig.store.num_waiting, rig.num_live) == (2, 2)
+    assert [live.cancelled for live in rig.session.live] == [True, False, False]
 
 
 async def test_while_the_server_drains_nothing_waits(rig: Rig) -> None:

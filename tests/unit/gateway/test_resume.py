@@ -106,7 +106,9 @@ def cases(draw: st.DrawFn) -> Case:
     outputs = draw(st.lists(st.lists(token, min_size=1, max_size=12), min_size=1, max_size=3))
     choices: dict[str, Any] = {}
     if draw(st.booleans()):
-        choices["stop"] = draw(st.lists(st.sampled_from(["two", "o th", " three 😀", "e", "no such text"]), min_size=1))
+        choices["stop"] = draw(
+            st.lists(st.sampled_from(["two", "o th", " three 😀", "e", "no such text"]), min_size=1, max_size=3)
+        )
         choices["min_tokens"] = draw(st.integers(0, 3))
     if draw(st.booleans()):
         choices["logprobs"] = 2
