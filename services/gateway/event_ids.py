@@ -77,10 +77,11 @@ class Progress:
     weight of its own, so that choices which go wrong in the same way do not cancel each other.
     """
 
-    __slots__ = ("_counts", "_has_ids", "_head", "_places", "_shown_sums", "_sums", "checksum")
+    __slots__ = ("_counts", "_has_ids", "_head", "_is_single", "_places", "_shown_sums", "_sums", "checksum")
 
     def __init__(self, created_s: int, num_choices: int) -> None:
         self._has_ids = num_choices <= MAX_CHOICES
+        self._is_single = num_choices == 1
         self._head = b"id: %x." % created_s
         self._counts = [0] * num_choices
         self._places = [b""] * num_choices
@@ -102,6 +103,9 @@ class Progress:
 
     def line(self, index: int, *, ended: bool = False) -> bytes:
         """The `id:` line of an event that shows all that was read of a choice."""
+        if self._is_single and not ended:  # nearly every event of most streams
+            self.checksum = self._shown_sums[0] = self._sums[0]
+            return b"%b%08x.%d\n" % (self._head, self.checksum, self._counts[0])
         place = b"%de" % self._counts[index] if ended else b"%d" % self._counts[index]
         return self._show(index, place, self._sums[index])
 
