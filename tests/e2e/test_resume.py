@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from examples.resuming_stream import resuming_stream
+from services.client import AsyncPacelineClient, Piece, Unavailable
+from services.client.types import result_from
 from tests.support import load
 from tests.support.sse import Event, Told, parse_events, told
 from tests.support.stack import Stack
@@ -78,14 +81,24 @@ async def test_streams_of_a_killed_gateway_go_on_at_another(own_stack: Stack, mo
     assert [chunk["choices"][0]["finish_reason"] for chunk in right["stopping"] if chunk["choices"]][-1] == "stop"
 
     cases = CASES | {"stopping": stopping}
+    targets = [f"127.0.0.1:{grpc_port}" for _, grpc_port in stack.gateway_ports.values()]
+    right_pieces: list[Piece] = []
+    await over_grpc(targets[1:], right_pieces)
+
     got: dict[str, list[Any]] = {name: [] for name in cases}
-    serving = asyncio.create_task(answers(cases, [stack.url, other], got))
+    pieces: list[Piece] = []
+    serving = asyncio.gather(answers(cases, [stack.url, other], got), over_grpc(targets, pieces))
     async with asyncio.timeout(60):
-        while min(map(len, got.values())) < 10:  # noqa: ASYNC110 - other threads' state
+        while min(map(len, [pieces, *got.values()])) < 10:  # noqa: ASYNC110 - other threads' state
             await asyncio.sleep(0.01)
     await asyncio.to_thread(stack.kill, "gateway")
     seen = {name: len(chunks) for name, chunks in got.items()}
+    seen_pieces = len(pieces)
     await serving
+    assert seen_pieces < len(pieces)
+    mine, whole = result_from(pieces), result_from(right_pieces)
+    assert (mine.text, mine.token_ids, mine.finish_reason) == (whole.text, whole.token_ids, whole.finish_reason)
+    assert len(mine.logprobs) == mine.usage.completion_tokens == NUM_TOKENS
     for name in cases:
         mine, whole = knowledge(got[name]), knowledge(right[name])
         assert mine.texts == whole.texts, name
@@ -105,6 +118,19 @@ async def killed_and_nothing_left(stack: Stack, name: str, url: str) -> None:
     await asyncio.to_thread(stack.wait_metric, RUNNING, 0)
     await asyncio.to_thread(stack.wait_metric, USED_BLOCKS, 0, of="cache")
     assert all(got.errors for got in await serving)
+
+
+async def over_grpc(targets: list[str], pieces: list[Piece]) -> None:
+    """The pieces of one answer, from one gateway after the other."""
+    options: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 1.0, "logprobs": 0}
+    for target in targets:
+        seen = sum(len(piece.token_ids) for piece in pieces)
+        async with AsyncPacelineClient(target) as client:
+            stream = client.stream("Once there was", **options, idempotency_key="grpc", resume_after=seen)
+            with contextlib.suppress(Unavailable):
+                async for piece in stream:
+                    pieces.append(piece)  # noqa: PERF401 - they are counted while they come
+                return
 
 
 async def test_a_client_that_comes_back_to_the_same_gateway(stack: Stack) -> None:
