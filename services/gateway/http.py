@@ -182,13 +182,17 @@ async def _body(gateway: Gateway, request: Request) -> Any:
     return await read_json(request, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
 
 
+async def _parsed(cls: type[schema.R], gateway: Gateway, request: Request) -> schema.R:
+    return schema.parse(cls, await _body(gateway, request), gateway.builder.max_model_len)
+
+
 def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
     builder = gateway.builder
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a chat."""
-        body = schema.parse(schema.TokenizeRequest, await _body(gateway, request))
+        body = await _parsed(schema.TokenizeRequest, gateway, request)
         gateway.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
@@ -204,7 +208,7 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """Text of token ids."""
-        body = schema.parse(schema.DetokenizeRequest, await _body(gateway, request))
+        body = await _parsed(schema.DetokenizeRequest, gateway, request)
         gateway.check_model(body.model)
         return _json({"prompt": builder.tokenizer.decode(builder.check_token_ids(body.tokens, "tokens"))})
 
@@ -240,7 +244,7 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
         gateway.check_open()
         name = check_key(request.headers.getlist(IDEMPOTENCY_KEY), IDEMPOTENCY_KEY)
         body = await _body(gateway, request)
-        parsed = schema.parse(cls, body)
+        parsed = schema.parse(cls, body, gateway.builder.max_model_len)
         gateway.check_model(parsed.model)
         key = None
         if name is not None:

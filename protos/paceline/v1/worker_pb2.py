@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/worker.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\xe1\x01\n\x18WorkerServiceLinkRequest\x12\x37\n\x0cregistration\x18\x01 \x01(\x0b\x32\x1f.paceline.v1.WorkerRegistrationH\x00\x12)\n\x06result\x18\x02 \x01(\x0b\x32\x17.paceline.v1.StepResultH\x00\x12+\n\theartbeat\x18\x03 \x01(\x0b\x32\x16.paceline.v1.HeartbeatH\x00\x12)\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x18.paceline.v1.WorkerDrainH\x00\x42\t\n\x07message\"\xcf\x01\n\x12WorkerRegistration\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x05model\x18\x02 \x01(\x0b\x32\x16.paceline.v1.ModelInfo\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\r\x12\x1a\n\x12max_batched_tokens\x18\x06 \x01(\r\x12\x11\n\tmax_loras\x18\x07 \x01(\r\x12\x17\n\x0fnum_host_blocks\x18\x08 \x01(\r\"\x19\n\tHeartbeat\x12\x0c\n\x04step\x18\x01 \x01(\x04\"\r\n\x0bWorkerDrain\"\xb3\x01\n\x19WorkerServiceLinkResponse\x12\x33\n\nregistered\x18\x01 \x01(\x0b\x32\x1d.paceline.v1.WorkerRegisteredH\x00\x12%\n\x04plan\x18\x02 \x01(\x0b\x32\x15.paceline.v1.StepPlanH\x00\x12/\n\x08released\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.WorkerReleasedH\x00\x42\t\n\x07message\"A\n\x10WorkerRegistered\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06window\x18\x03 \x01(\r\"\x10\n\x0eWorkerReleased\"\xef\x02\n\x08StepPlan\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x12\n\nfree_slots\x18\x02 \x01(\x0c\x12/\n\rnew_sequences\x18\x03 \x03(\x0b\x32\x18.paceline.v1.NewSequence\x12\x12\n\ngrow_slots\x18\x04 \x01(\x0c\x12\x13\n\x0bgrow_blocks\x18\x05 \x01(\x0c\x12\x15\n\rprefill_slots\x18\x06 \x01(\x0c\x12\x16\n\x0eprefill_tokens\x18\x07 \x01(\x0c\x12\x14\n\x0cskip_decodes\x18\x08 \x01(\x08\x12\x12\n\nhold_slots\x18\t \x01(\x0c\x12\x14\n\x0cresume_slots\x18\n \x01(\x0c\x12\x11\n\tcopy_from\x18\x0b \x01(\x0c\x12\x0f\n\x07\x63opy_to\x18\x0c \x01(\x0c\x12\x15\n\rswap_out_from\x18\r \x01(\x0c\x12\x13\n\x0bswap_out_to\x18\x0e \x01(\x0c\x12\x14\n\x0cswap_in_from\x18\x0f \x01(\x0c\x12\x12\n\nswap_in_to\x18\x10 \x01(\x0c\"\xbc\x01\n\x0bNewSequence\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_table\x18\x05 \x01(\x0c\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x07 \x01(\t\"\xe5\x01\n\nStepResult\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12%\n\x06\x65rrors\x18\x03 \x03(\x0b\x32\x15.paceline.v1.RowError\x12\x12\n\nstarted_us\x18\x04 \x01(\x04\x12\x13\n\x0b\x66inished_us\x18\x05 \x01(\x04\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12\x38\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1f.paceline.v1.SlotPromptLogprobs\"Q\n\x12SlotPromptLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12-\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.PromptLogprobs\"[\n\rTokenLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x04 \x01(\x0c\"7\n\x08RowError\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0c\n\x04\x63ode\x18\x03 \x01(\r\"0\n\x0c\x46\x65tchRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\tblock_ids\x18\x02 \x01(\x0c\".\n\rFetchResponse\x12\x11\n\tblock_ids\x18\x01 \x01(\x0c\x12\n\n\x02kv\x18\x02 \x01(\x0c\x32j\n\rWorkerService\x12Y\n\x04Link\x12%.paceline.v1.WorkerServiceLinkRequest\x1a&.paceline.v1.WorkerServiceLinkResponse(\x01\x30\x01\x32U\n\x11KvTransferService\x12@\n\x05\x46\x65tch\x12\x19.paceline.v1.FetchRequest\x1a\x1a.paceline.v1.FetchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/worker.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\xe1\x01\n\x18WorkerServiceLinkRequest\x12\x37\n\x0cregistration\x18\x01 \x01(\x0b\x32\x1f.paceline.v1.WorkerRegistrationH\x00\x12)\n\x06result\x18\x02 \x01(\x0b\x32\x17.paceline.v1.StepResultH\x00\x12+\n\theartbeat\x18\x03 \x01(\x0b\x32\x16.paceline.v1.HeartbeatH\x00\x12)\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x18.paceline.v1.WorkerDrainH\x00\x42\t\n\x07message\"\xf8\x01\n\x12WorkerRegistration\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x05model\x18\x02 \x01(\x0b\x32\x16.paceline.v1.ModelInfo\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\r\x12\x1a\n\x12max_batched_tokens\x18\x06 \x01(\r\x12\x11\n\tmax_loras\x18\x07 \x01(\r\x12\x17\n\x0fnum_host_blocks\x18\x08 \x01(\r\x12\'\n\x04kept\x18\t \x03(\x0b\x32\x19.paceline.v1.KeptSequence\"g\n\x0cKeptSequence\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x1b\n\x13num_computed_tokens\x18\x02 \x01(\r\x12\x13\n\x0b\x62lock_table\x18\x03 \x01(\x0c\x12\x12\n\ncache_salt\x18\x04 \x01(\t\"\x19\n\tHeartbeat\x12\x0c\n\x04step\x18\x01 \x01(\x04\"\r\n\x0bWorkerDrain\"\xb3\x01\n\x19WorkerServiceLinkResponse\x12\x33\n\nregistered\x18\x01 \x01(\x0b\x32\x1d.paceline.v1.WorkerRegisteredH\x00\x12%\n\x04plan\x18\x02 \x01(\x0b\x32\x15.paceline.v1.StepPlanH\x00\x12/\n\x08released\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.WorkerReleasedH\x00\x42\t\n\x07message\"A\n\x10WorkerRegistered\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06window\x18\x03 \x01(\r\"\x10\n\x0eWorkerReleased\"\xef\x02\n\x08StepPlan\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x12\n\nfree_slots\x18\x02 \x01(\x0c\x12/\n\rnew_sequences\x18\x03 \x03(\x0b\x32\x18.paceline.v1.NewSequence\x12\x12\n\ngrow_slots\x18\x04 \x01(\x0c\x12\x13\n\x0bgrow_blocks\x18\x05 \x01(\x0c\x12\x15\n\rprefill_slots\x18\x06 \x01(\x0c\x12\x16\n\x0eprefill_tokens\x18\x07 \x01(\x0c\x12\x14\n\x0cskip_decodes\x18\x08 \x01(\x08\x12\x12\n\nhold_slots\x18\t \x01(\x0c\x12\x14\n\x0cresume_slots\x18\n \x01(\x0c\x12\x11\n\tcopy_from\x18\x0b \x01(\x0c\x12\x0f\n\x07\x63opy_to\x18\x0c \x01(\x0c\x12\x15\n\rswap_out_from\x18\r \x01(\x0c\x12\x13\n\x0bswap_out_to\x18\x0e \x01(\x0c\x12\x14\n\x0cswap_in_from\x18\x0f \x01(\x0c\x12\x12\n\nswap_in_to\x18\x10 \x01(\x0c\"\xd0\x01\n\x0bNewSequence\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_table\x18\x05 \x01(\x0c\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\t\"\xe5\x01\n\nStepResult\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12%\n\x06\x65rrors\x18\x03 \x03(\x0b\x32\x15.paceline.v1.RowError\x12\x12\n\nstarted_us\x18\x04 \x01(\x04\x12\x13\n\x0b\x66inished_us\x18\x05 \x01(\x04\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12\x38\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1f.paceline.v1.SlotPromptLogprobs\"Q\n\x12SlotPromptLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12-\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.PromptLogprobs\"[\n\rTokenLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x04 \x01(\x0c\"7\n\x08RowError\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0c\n\x04\x63ode\x18\x03 \x01(\r\"0\n\x0c\x46\x65tchRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\tblock_ids\x18\x02 \x01(\x0c\".\n\rFetchResponse\x12\x11\n\tblock_ids\x18\x01 \x01(\x0c\x12\n\n\x02kv\x18\x02 \x01(\x0c\x32j\n\rWorkerService\x12Y\n\x04Link\x12%.paceline.v1.WorkerServiceLinkRequest\x1a&.paceline.v1.WorkerServiceLinkResponse(\x01\x30\x01\x32U\n\x11KvTransferService\x12@\n\x05\x46\x65tch\x12\x19.paceline.v1.FetchRequest\x1a\x1a.paceline.v1.FetchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,35 +35,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERSERVICELINKREQUEST']._serialized_start=68
   _globals['_WORKERSERVICELINKREQUEST']._serialized_end=293
   _globals['_WORKERREGISTRATION']._serialized_start=296
-  _globals['_WORKERREGISTRATION']._serialized_end=503
-  _globals['_HEARTBEAT']._serialized_start=505
-  _globals['_HEARTBEAT']._serialized_end=530
-  _globals['_WORKERDRAIN']._serialized_start=532
-  _globals['_WORKERDRAIN']._serialized_end=545
-  _globals['_WORKERSERVICELINKRESPONSE']._serialized_start=548
-  _globals['_WORKERSERVICELINKRESPONSE']._serialized_end=727
-  _globals['_WORKERREGISTERED']._serialized_start=729
-  _globals['_WORKERREGISTERED']._serialized_end=794
-  _globals['_WORKERRELEASED']._serialized_start=796
-  _globals['_WORKERRELEASED']._serialized_end=812
-  _globals['_STEPPLAN']._serialized_start=815
-  _globals['_STEPPLAN']._serialized_end=1182
-  _globals['_NEWSEQUENCE']._serialized_start=1185
-  _globals['_NEWSEQUENCE']._serialized_end=1373
-  _globals['_STEPRESULT']._serialized_start=1376
-  _globals['_STEPRESULT']._serialized_end=1605
-  _globals['_SLOTPROMPTLOGPROBS']._serialized_start=1607
-  _globals['_SLOTPROMPTLOGPROBS']._serialized_end=1688
-  _globals['_TOKENLOGPROBS']._serialized_start=1690
-  _globals['_TOKENLOGPROBS']._serialized_end=1781
-  _globals['_ROWERROR']._serialized_start=1783
-  _globals['_ROWERROR']._serialized_end=1838
-  _globals['_FETCHREQUEST']._serialized_start=1840
-  _globals['_FETCHREQUEST']._serialized_end=1888
-  _globals['_FETCHRESPONSE']._serialized_start=1890
-  _globals['_FETCHRESPONSE']._serialized_end=1936
-  _globals['_WORKERSERVICE']._serialized_start=1938
-  _globals['_WORKERSERVICE']._serialized_end=2044
-  _globals['_KVTRANSFERSERVICE']._serialized_start=2046
-  _globals['_KVTRANSFERSERVICE']._serialized_end=2131
+  _globals['_WORKERREGISTRATION']._serialized_end=544
+  _globals['_KEPTSEQUENCE']._serialized_start=546
+  _globals['_KEPTSEQUENCE']._serialized_end=649
+  _globals['_HEARTBEAT']._serialized_start=651
+  _globals['_HEARTBEAT']._serialized_end=676
+  _globals['_WORKERDRAIN']._serialized_start=678
+  _globals['_WORKERDRAIN']._serialized_end=691
+  _globals['_WORKERSERVICELINKRESPONSE']._serialized_start=694
+  _globals['_WORKERSERVICELINKRESPONSE']._serialized_end=873
+  _globals['_WORKERREGISTERED']._serialized_start=875
+  _globals['_WORKERREGISTERED']._serialized_end=940
+  _globals['_WORKERRELEASED']._serialized_start=942
+  _globals['_WORKERRELEASED']._serialized_end=958
+  _globals['_STEPPLAN']._serialized_start=961
+  _globals['_STEPPLAN']._serialized_end=1328
+  _globals['_NEWSEQUENCE']._serialized_start=1331
+  _globals['_NEWSEQUENCE']._serialized_end=1539
+  _globals['_STEPRESULT']._serialized_start=1542
+  _globals['_STEPRESULT']._serialized_end=1771
+  _globals['_SLOTPROMPTLOGPROBS']._serialized_start=1773
+  _globals['_SLOTPROMPTLOGPROBS']._serialized_end=1854
+  _globals['_TOKENLOGPROBS']._serialized_start=1856
+  _globals['_TOKENLOGPROBS']._serialized_end=1947
+  _globals['_ROWERROR']._serialized_start=1949
+  _globals['_ROWERROR']._serialized_end=2004
+  _globals['_FETCHREQUEST']._serialized_start=2006
+  _globals['_FETCHREQUEST']._serialized_end=2054
+  _globals['_FETCHRESPONSE']._serialized_start=2056
+  _globals['_FETCHRESPONSE']._serialized_end=2102
+  _globals['_WORKERSERVICE']._serialized_start=2104
+  _globals['_WORKERSERVICE']._serialized_end=2210
+  _globals['_KVTRANSFERSERVICE']._serialized_start=2212
+  _globals['_KVTRANSFERSERVICE']._serialized_end=2297
 # @@protoc_insertion_point(module_scope)
