@@ -29,6 +29,15 @@ HANDLE = 1
 _UNSEARCHED = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0}
 
 
+def _refuse_for_gateways(request: GenerateRequest) -> None:
+    for name, instead in (("stop", "stop_token_ids"), ("bad_words", "bad_word_ids")):
+        if getattr(request.sampling, name):
+            raise invalid(name, f"the scheduler knows no text; use {instead}, or the gateway")
+    for name in ("idempotency_key", "resume_after"):
+        if getattr(request, name):
+            raise invalid(name, "the scheduler keeps no keys; use the gateway")
+
+
 def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission:
     """Fill in the defaults. Raises Rejection."""
     if request.WhichOneof("prompt") != "token_ids":
@@ -36,9 +45,7 @@ def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission
     if limits and request.model not in ("", limits.model.name):
         raise invalid("model", f"{request.model[:120]!r} is not served here, {limits.model.name!r} is")
     options = request.sampling
-    for name, instead in (("stop", "stop_token_ids"), ("bad_words", "bad_word_ids")):
-        if getattr(options, name):
-            raise invalid(name, f"the scheduler knows no text; use {instead}, or the gateway")
+    _refuse_for_gateways(request)
     ids = np.array(request.token_ids.ids, np.int32)
     for field, value in options.ListFields():
         if field.name in ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs") and value < 0:

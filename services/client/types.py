@@ -18,7 +18,7 @@ _REASONS: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_ABORT: "abort",
 }
 Messages = Sequence[Mapping[str, str]]
-_TERMS = frozenset({"priority", "tenant", "deadline_s", "request_id", "cache_salt"})
+_TERMS = frozenset({"priority", "tenant", "deadline_s", "request_id", "cache_salt", "idempotency_key", "resume_after"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,10 @@ _MIN_FLOAT32 = 2.0**-149
 
 class Options(Sampling, total=False):
     """The same, and what else can be said of a request. `priority`: larger is more urgent. `deadline_s`: from now.
-    `cache_salt`: only requests with the same one share KV."""
+    `cache_salt`: only requests with the same one share KV.
+
+    With an `idempotency_key` the same request may be sent again, to any gateway: it is not run twice at the same one,
+    and it gives the same tokens. `resume_after`: as many of them are here, and only what follows is sent."""
 
     priority: float
     tenant: str
@@ -82,6 +85,8 @@ class Options(Sampling, total=False):
     request_id: str
     beam: Beam
     cache_salt: str
+    idempotency_key: str
+    resume_after: int
     cache_retention: Sequence[Retention]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from starlette.responses import Response
@@ -13,15 +13,18 @@ from starlette.types import Message, Receive, Scope, Send
 
 from paceline.v1 import common_pb2
 from services.gateway.errors import ApiError
-from services.gateway.generation import ClientGone, Generation
+from services.gateway.event_ids import EventId, Place, Progress, cannot_resume
+from services.gateway.generation import Generation, NotThere
 from services.gateway.logprobs import LogprobFormat, ScoredToken, prompt_logprobs
-from services.gateway.openai_format import Choice, Envelope, StreamFormat, error_event, usage
+from services.gateway.openai_format import DONE, Choice, Envelope, StreamFormat, error_event, usage
+from services.gateway.request_store import Reading
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 
 # The server's own `send`, put into the scope by the outermost middleware: a chunk need not climb through all of them.
 RAW_SEND = "paceline.send"
+T = TypeVar("T")
 _RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
 
 
@@ -39,12 +42,17 @@ def error_response(error: ApiError) -> JsonResponse:
     return JsonResponse(orjson.dumps(error.body()), error.status, headers)
 
 
+class ClientGone(Exception):
+    """The client has closed its connection: nobody reads the answer."""
+
+
 class _Answer(Response):
     """Runs generations while it watches the connection. The request's body must have been read."""
 
-    def __init__(self, generations: Sequence[Generation], envelope: Envelope) -> None:
+    def __init__(self, reading: Reading, envelope: Envelope) -> None:
         self.background = None
-        self._generations = generations
+        self._reading = reading
+        self._generations = reading.generations
         self._envelope = envelope
         self._started = False
 
@@ -59,8 +67,7 @@ class _Answer(Response):
             await self._fail(error, scope, receive, send)
         finally:
             watcher.cancel()
-            for generation in self._generations:
-                generation.close()
+            self._reading.close()
 
     def _logprob_format(self, generation: Generation) -> LogprobFormat | None:
         if not generation.job.logprobs:
@@ -73,8 +80,8 @@ class _Answer(Response):
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        for generation in self._generations:
-            generation.abandon()
+        self._reading.interrupt(ClientGone())
+        self._reading.close()
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         _log.info("request failed", id=self._envelope.id, status=error.status, message=error.message)
@@ -87,12 +94,12 @@ class _Answer(Response):
 class WholeAnswer(_Answer):
     """One JSON body when everything is done: of each prompt's samples the `keep` most likely ones."""
 
-    def __init__(self, generations: Sequence[Generation], envelope: Envelope, *, keep: int = 1) -> None:
-        super().__init__(generations, envelope)
+    def __init__(self, reading: Reading, envelope: Envelope, *, keep: int = 1) -> None:
+        super().__init__(reading, envelope)
         self._keep = keep
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        collected = await asyncio.gather(*[self._collect(generation) for generation in self._generations])
+        collected = await _together([self._collect(generation) for generation in self._generations])
         choices = []
         for i in self._best():
             generation = self._generations[i]
@@ -143,41 +150,83 @@ async def _not_yet(message: Message) -> None:
 
 class StreamAnswer(_Answer):
     """Server-sent events. The status line waits for the first token, so a request that is refused gets a real
-    status."""
+    status.
+
+    `after`: the last event that the client has. What it has is generated, but not shown; if it turns out to be
+    something else, the answer is a 400.
+    """
 
     def __init__(
         self,
-        generations: Sequence[Generation],
+        reading: Reading,
         envelope: Envelope,
         *,
         include_usage: bool = False,
         continuous_usage: bool = False,
+        after: EventId | None = None,
     ) -> None:
-        super().__init__(generations, envelope)
+        super().__init__(reading, envelope)
+        generations = self._generations
         self._format = StreamFormat(
             envelope, generations, include_usage=include_usage, continuous_usage=continuous_usage
         )
+        self._progress = Progress(envelope.created, len(generations))
+        self._scores = [self._logprob_format(generation) for generation in generations]
+        self._after = after
+        self._places = after.places if after is not None else (Place(),) * len(generations)
+        # Choices of which nothing was shown.
+        self._fresh = [place.tokens is None for place in self._places]
+        # Events must leave in the order of their ids.
+        self._writing = asyncio.Lock()
         self._send: Send = _not_yet
         self._raw_send: Send = _not_yet
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send = send
         self._raw_send = scope.get(RAW_SEND, send)
-        if len(self._generations) == 1:
-            rest = await self._pump(0)
+        if self._after is not None:
+            await self._catch_up(self._after)
+        running = [i for i, place in enumerate(self._places) if not place.ended]
+        rest = b""
+        if len(running) == 1:
+            rest = self._with_id(running[0], await self._pump(running[0], alone=True), ended=True)
         else:
-            await asyncio.gather(*[self._pump_all(i) for i in range(len(self._generations))])
-            rest = b""
-        await self._emit(rest + self._format.end(), more_body=False)
+            await _together([self._pump_all(i) for i in running])
+        await self._emit(rest + self._end(), more_body=False)
+
+    async def _catch_up(self, after: EventId) -> None:
+        """Everything up to this event, unseen. Raises ApiError 400 if it is not what the client has."""
+        await _together([self._skip(i, place) for i, place in enumerate(after.places)])
+        if self._progress.checksum != after.checksum:
+            raise cannot_resume("what comes before it is not what this request generates")
+
+    async def _skip(self, index: int, place: Place) -> None:
+        generation, scores = self._generations[index], self._scores[index]
+        if place.tokens is None:
+            return
+        if place.ended:
+            while generation.finish_reason == _RUNNING:
+                await generation.next()
+                self._progress.read(index, generation.token_ids)
+        else:
+            try:
+                tokens = await generation.skip(place.tokens)
+            except NotThere:
+                raise cannot_resume(f"choice {index} has ended by {place.tokens} tokens") from None
+            self._progress.read(index, tokens)
+            if scores is not None:
+                scores.skip(tokens)
+        self._progress.line(index, ended=place.ended)
 
     async def _pump_all(self, index: int) -> None:
-        await self._emit(await self._pump(index))
+        last = await self._pump(index, alone=False)
+        async with self._writing:
+            await self._emit(self._with_id(index, last, ended=True))
 
-    async def _pump(self, index: int) -> bytes:
-        """Stream one choice; returns its last chunk unsent."""
-        generation, formatted = self._generations[index], self._format
-        beginning: bytes | None = formatted.first(index)
-        scores = self._logprob_format(generation)
+    async def _pump(self, index: int, *, alone: bool) -> bytes:
+        """Stream one choice; returns its last event unsent. `alone`: no other one is streamed."""
+        generation, formatted, scores = self._generations[index], self._format, self._scores[index]
+        progress = self._progress
         waiting: list[ScoredToken] = []  # whose text has not been shown
 
         def logprobs() -> dict[str, Any] | None:
@@ -189,22 +238,45 @@ class StreamAnswer(_Answer):
 
         text = await generation.next()
         while generation.finish_reason == _RUNNING:
+            progress.read(index, generation.token_ids)
             waiting += generation.scored
-            if text and beginning is not None:
-                await self._emit(beginning + formatted.text(index, text, logprobs()))
-                beginning = None
-            elif text:
-                # Past the middleware, which has seen the start of the answer and need not see every token.
-                chunk = formatted.text(index, text, logprobs())
-                await self._raw_send({"type": "http.response.body", "body": chunk, "more_body": True})
+            if text:
+                event = formatted.text(index, text, logprobs())
+                if alone and self._started:
+                    # Nearly every event. Past the middleware, which has seen the start of the answer.
+                    body = progress.line(index) + event
+                    await self._raw_send({"type": "http.response.body", "body": body, "more_body": True})
+                else:
+                    async with self._writing:
+                        await self._emit(self._with_id(index, event))
             text = await generation.next()
+        progress.read(index, generation.token_ids)
         waiting += generation.scored
-        return (beginning or b"") + formatted.last(index, text, logprobs())
+        return formatted.last(index, text, logprobs())
+
+    def _with_id(self, index: int, event: bytes, *, ended: bool = False) -> bytes:
+        """A choice's event that shows all that was read of it; before its first one, whose message it is."""
+        beginning = b""
+        if self._fresh[index]:
+            self._fresh[index] = False
+            beginning = self._format.first(index)
+            if beginning:
+                beginning = self._progress.first_line(index) + beginning
+        return beginning + self._progress.line(index, ended=ended) + event
+
+    def _end(self) -> bytes:
+        total = self._format.total()
+        if total and (self._after is None or self._after.after != "u"):
+            total = self._progress.end_line("u") + total
+        else:
+            total = b""
+        return total + self._progress.end_line("d") + DONE
 
     async def _emit(self, body: bytes, *, more_body: bool = True) -> None:
+        send = self._send
         if not self._started:
             self._started = True
-            await self._send(
+            await send(
                 {
                     "type": "http.response.start",
                     "status": 200,
@@ -215,4 +287,16 @@ class StreamAnswer(_Answer):
                     ],
                 }
             )
-        await self._send({"type": "http.response.body", "body": body, "more_body": more_body})
+        elif more_body:
+            send = self._raw_send
+        await send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+
+async def _together(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All of them at once; if one fails, the others are cancelled."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,10 +1,9 @@
-"""One running choice: a live request at the scheduler, its text, and how it ended."""
+"""One choice as one client reads it: the text of a run, from its beginning or from where the client has come."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,18 +11,11 @@ from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.detokenizer import TextStream
 from services.gateway.errors import ApiError, from_scheduler
 from services.gateway.logprobs import ScoredToken, scored
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.request import GenerateJob
-from services.gateway.session import SchedulerSession
-from services.gateway.session_core import LiveRequest
+from services.gateway.run import FINISH_NAMES, Run
 
 # How long an answer that a stop string ended waits for the scheduler's account of it.
 _ENDING_WAIT_S = 0.25
-FINISH_NAMES = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
-
-
-class ClientGone(Exception):
-    """The client has closed its connection: nobody reads the answer."""
+_RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +28,24 @@ class Found:
     finish_reason: common_pb2.FinishReason.ValueType
 
 
+class NotThere(Exception):
+    """The sequence ended before the place behind which a client wants to go on, or there by a stop string."""
+
+
 class Generation:
-    """Runs a job. Await `next()` until `finish_reason` is set; always call `close()` in the end.
+    """Reads a run. Await `next()` until `finish_reason` is set; call `close()` in the end, which does not end the run.
 
     Tokens that arrived since the last `next()` come as one piece, so a slow reader gets fewer, larger pieces and
-    holds up nobody.
+    holds up nobody. A run has one reader at a time, and all its tokens stay: who reads it next begins at the first.
     """
 
     __slots__ = (
-        "_abandoned",
         "_begun",
         "_future",
-        "_last_s",
+        "_interrupt",
         "_live",
         "_loop",
-        "_metrics",
-        "_session",
-        "_start_s",
+        "_run",
         "_taken",
         "cached_tokens",
         "finish_reason",
@@ -62,35 +55,25 @@ class Generation:
         "token_ids",
     )
 
-    def __init__(
-        self, job: GenerateJob, session: SchedulerSession, metrics: GatewayMetrics, first: Generation | None = None
-    ) -> None:
-        """`first`: the first sample of the same prompt; its computation of the prompt serves this one too."""
+    def __init__(self, run: Run) -> None:
+        job = run.job
         self.job = job
         self.text_stream = TextStream(job.new_detokenizer(), job.stop, job.sampling.min_tokens, job.final_tokens)
         # FinishReason once the sequence has ended, else 0 (unspecified).
-        self.finish_reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED
+        self.finish_reason: common_pb2.FinishReason.ValueType = _RUNNING
         # Known once the scheduler has reported the ending; unknown if we ended the request ourselves.
         self.cached_tokens: int | None = None
         # The tokens of the last piece.
         self.token_ids: list[int] = []
         # What a beam search has found, once it has ended.
         self.hypotheses: list[Found] = []
-        self._session = session
-        self._metrics = metrics
+        self._run = run
+        self._live = run.live
         self._loop = asyncio.get_running_loop()
         self._future: asyncio.Future[None] | None = None
-        self._abandoned = False
+        self._interrupt: Exception | None = None
         self._taken = self._begun = 0  # tokens up to, and before, the last piece
-        self._start_s = self._last_s = job.arrival_s
-        prompt = np.asarray(job.prompt_ids, "<i4").tobytes()
-        terms = job.terms if first is None else replace(job.terms, fork_of=first._live.handle)
-        self._live: LiveRequest = session.submit(
-            job.request_id, prompt, job.sampling, job.final_tokens, terms, job.beam
-        )
         self._live.wake = self._wake
-        metrics.live_requests += 1
-        metrics.prompt_tokens += len(job.prompt_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -117,59 +100,62 @@ class Generation:
         positions = range(1, len(self.job.prompt_ids)) if self._live.prompt_scores else ()
         return scored([self.job.prompt_ids[i] for i in positions], [self._live.prompt_scores[i] for i in positions])
 
-    async def next(self) -> str:
+    async def next(self, limit: int | None = None) -> str:
         """Wait for tokens or the end, return the text that can be shown now (it may be empty).
 
-        Raises ApiError if the request failed, ClientGone after `abandon`.
+        `limit`: read no further than so many tokens of the sequence. Raises ApiError if the request failed, and what
+        `interrupt` was given.
         """
-        live = self._live
-        if len(live.tokens) == self._taken and live.ending is None and not self._abandoned:
+        live, begun = self._live, self._taken
+        if len(live.tokens) == begun and live.ending is None and self._interrupt is None:
             self._future = self._loop.create_future()
             await self._future
-        if self._abandoned:
-            raise ClientGone
-        self._begun = self._taken
-        tokens = self.token_ids = live.tokens[self._taken :]
-        self._taken += len(tokens)
+        if self._interrupt is not None:
+            raise self._interrupt
+        tokens = self.token_ids = live.tokens[begun:limit]
+        self._begun, self._taken = begun, begun + len(tokens)
         stream = self.text_stream
         before = stream.num_tokens
         text = stream.push(tokens)
         if tokens:
-            now_s = time.perf_counter()
-            self._metrics.tokens(len(tokens), now_s - self._last_s, first=before == 0)
-            self._last_s = now_s
+            self._run.count(self._taken)
         if stream.stopped:
-            await self._stop_here(before)
-        elif live.ending is not None:
+            self.token_ids = tokens[: stream.num_tokens - before]
+            await self._stop_here()
+        elif live.ending is not None and (limit is None or self._taken < limit):
             text += self._end()
         return text
 
-    def abandon(self) -> None:
-        """The client is gone: the scheduler stops, and whoever waits in `next` gets ClientGone."""
-        self._abandoned = True
+    async def skip(self, num_tokens: int) -> list[int]:
+        """Go behind so many tokens, which are returned. `next` gives the text that they do not complete.
+
+        Raises what `next` raises, and NotThere.
+        """
+        while self._taken < num_tokens:
+            await self.next(num_tokens)
+            if self.finish_reason != _RUNNING:
+                raise NotThere
+        return self._live.tokens[:num_tokens]
+
+    def interrupt(self, error: Exception) -> None:
+        """Whoever waits in `next`, or calls it, gets the error."""
+        self._interrupt = error
         self._wake()
-        self.close()
 
     def close(self) -> None:
-        """Give everything back; a request that has not ended is cancelled. Safe to call again."""
-        if self._live.wake is None:
-            return
-        self._live.wake = None
-        self._session.cancel(self._live)
-        self._metrics.live_requests -= 1
-        reason = FINISH_NAMES.get(self.finish_reason, "abort" if self._live.cancelled else "error")
-        self._metrics.finished(self.job.endpoint, reason, time.perf_counter() - self._start_s)
+        """Read no more."""
+        if self._live.wake == self._wake:  # and nobody else's
+            self._live.wake = None
 
     def _wake(self) -> None:
         future = self._future
         if future is not None and not future.done():
             future.set_result(None)
 
-    async def _stop_here(self, before: int) -> None:
+    async def _stop_here(self) -> None:
         """A stop string is complete: what came after it does not count, and the engine need not go on."""
         live = self._live
-        self.token_ids = self.token_ids[: self.text_stream.num_tokens - before]
-        self._session.cancel(live)
+        self._run.stop()
         if live.ending is None:
             # The scheduler answers at once with what only it knows: how much of the prompt was cached.
             self._future = self._loop.create_future()
@@ -194,5 +180,7 @@ class Generation:
         self.cached_tokens = min(ending.cached_tokens, len(self.job.prompt_ids))
         self.hypotheses = [self._found(hypothesis) for hypothesis in ending.hypotheses]
         text = self.text_stream.finish()
+        if self.text_stream.stopped:
+            self._run.stop()
         self.finish_reason = common_pb2.FINISH_REASON_STOP if self.text_stream.stopped else ending.reason
         return text

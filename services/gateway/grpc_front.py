@@ -11,8 +11,9 @@ import grpc.aio
 
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.errors import ApiError, invalid
-from services.gateway.generation import Generation
+from services.gateway.generation import Generation, NotThere
 from services.gateway.http import sanitised_request_id
+from services.gateway.idempotency import RequestKey, check_key, message_fingerprint
 from services.gateway.logprobs import ScoredToken
 from services.gateway.request import MAX_SAMPLES, GenerateJob, check_beam, check_terms, make_search
 from services.gateway.sampling import FieldNames, SamplingChoices
@@ -44,18 +45,21 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
         """One message per batch of tokens that has arrived; the last has the reason and the usage."""
         request_id = sanitised_request_id(request.request_id)
         try:
-            job = await self._job(request, request_id, time.perf_counter())
-            generation = Generation(job, self._gateway.session, self._gateway.metrics)
+            key = _key(request)
+            job = await self._job(request, request_id, time.perf_counter(), key)
+            reading = self._gateway.open([job], key)
         except ApiError as error:
             self._gateway.metrics.refused("grpc")
             await _abort(context, error)
         # However this call ends (a client that cancels or goes away among them), the scheduler hears of it.
-        on_done: Any = lambda _: generation.close()  # noqa: E731 - grpc-stubs types the argument as a class
+        on_done: Any = lambda _: reading.close()  # noqa: E731 - grpc-stubs types the argument as a class
         context.add_done_callback(on_done)
+        [generation] = reading.generations
         try:
-            first = True
+            await _skip(generation, request.resume_after)
+            first = not request.resume_after
             while generation.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED:
-                response = _response(generation, await generation.next())
+                response = _response(generation, await generation.next(), request_id)
                 if first:
                     response.prompt_logprobs.extend(map(_token_logprob, generation.prompt_scored))
                     first = False
@@ -70,7 +74,9 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Session is the scheduler's; a gateway serves Generate")
         yield inference_pb2.SessionResponse()
 
-    async def _job(self, request: inference_pb2.GenerateRequest, request_id: str, arrival_s: float) -> GenerateJob:
+    async def _job(
+        self, request: inference_pb2.GenerateRequest, request_id: str, arrival_s: float, key: RequestKey | None
+    ) -> GenerateJob:
         self._gateway.check_open()
         self._gateway.check_model(request.model)
         builder = self._gateway.builder
@@ -89,6 +95,8 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
                 raise invalid("prompt", "prompt: one of text, messages and token_ids is required")
         deadline_s = request.deadline_s or None
         choices = _choices(request.sampling)
+        if key is not None and choices.seed is None:
+            choices.seed = key.seed(0)
         job = builder.job(
             ids,
             choices,
@@ -102,12 +110,36 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
         )
         if request.HasField("beam"):
             make_search(job, _beam(request.beam, choices))
+        _check_resume(request, job)
         return job
 
 
-def _response(generation: Generation, text: str) -> inference_pb2.GenerateResponse:
+def _key(request: inference_pb2.GenerateRequest) -> RequestKey | None:
+    field = "idempotency_key"
+    name = check_key([request.idempotency_key] if request.idempotency_key else [], field)
+    if name is not None:
+        return RequestKey(request.tenant, name, message_fingerprint(request), field)
+    if request.resume_after:
+        raise invalid("resume_after", "resume_after needs the idempotency_key of the first request")
+    return None
+
+
+def _check_resume(request: inference_pb2.GenerateRequest, job: GenerateJob) -> None:
+    limit = 0 if job.beam is not None else job.sampling.max_tokens
+    if request.resume_after > limit:
+        raise invalid("resume_after", f"resume_after must be at most {limit}, not {request.resume_after}")
+
+
+async def _skip(generation: Generation, num_tokens: int) -> None:
+    try:
+        await generation.skip(num_tokens)
+    except NotThere:
+        raise invalid("resume_after", f"resume_after: this answer has ended by {num_tokens} tokens") from None
+
+
+def _response(generation: Generation, text: str, request_id: str) -> inference_pb2.GenerateResponse:
     response = inference_pb2.GenerateResponse(
-        request_id=generation.job.request_id,
+        request_id=request_id,
         token_ids=generation.token_ids,
         text=text,
         logprobs=map(_token_logprob, generation.scored),

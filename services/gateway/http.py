@@ -6,9 +6,9 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request
@@ -23,7 +23,8 @@ from services.gateway import openai_schema as schema
 from services.gateway.answer import RAW_SEND, JsonResponse, StreamAnswer, WholeAnswer, error_response
 from services.gateway.body import read_json
 from services.gateway.errors import ApiError, invalid
-from services.gateway.generation import Generation
+from services.gateway.event_ids import LAST_EVENT_ID, EventId, cannot_resume, parse_event_id
+from services.gateway.idempotency import IDEMPOTENCY_KEY, RequestKey, body_fingerprint, check_key
 from services.gateway.openai_format import Envelope, Kind
 from services.gateway.request import GenerateJob
 from services.gateway.sampling import FieldNames
@@ -139,10 +140,13 @@ def _add_state_routes(app: FastAPI, gateway: Gateway) -> None:
         return _json({"status": "not ready", "reason": reason, "workers": workers}, 503)
 
     @app.api_route("/metrics", methods=["GET", "HEAD"])
-    async def metrics() -> Response:
+    async def exposition() -> Response:
         """Prometheus."""
-        gateway.metrics.scheduler_ready = gateway.session.ready
-        return Response(gateway.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+        metrics, requests = gateway.metrics, gateway.requests
+        metrics.scheduler_ready = gateway.session.ready
+        metrics.waiting_requests, metrics.kept_answers = requests.num_waiting, requests.num_finished
+        metrics.taken_up = requests.num_taken_up
+        return Response(metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     @app.get("/version")
     async def server_version() -> Response:
@@ -174,9 +178,12 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
         return _json(card())
 
 
+async def _body(gateway: Gateway, request: Request) -> Any:
+    return await read_json(request, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
+
+
 async def _parsed(cls: type[schema.R], gateway: Gateway, request: Request) -> schema.R:
-    body = await read_json(request, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
-    return schema.parse(cls, body, gateway.builder.max_model_len)
+    return schema.parse(cls, await _body(gateway, request), gateway.builder.max_model_len)
 
 
 def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -210,59 +217,79 @@ def _add_generation_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """Continue a prompt, or several."""
-        return await _answer(gateway, request, "completion", _completion_jobs)
+        return await _answer(gateway, request, "completion", schema.CompletionRequest, _completion_jobs)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
-        return await _answer(gateway, request, "chat", _chat_jobs)
+        return await _answer(gateway, request, "chat", schema.ChatRequest, _chat_jobs)
 
 
-_Jobs = tuple[schema.SamplingFields, list[GenerateJob]]
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is known of a request beside its body. `arrival_s` is on time.perf_counter's clock."""
+
+    request_id: str
+    arrival_s: float
+    key: RequestKey | None
 
 
-async def _answer(
-    gateway: Gateway, request: Request, kind: Kind, make_jobs: Callable[[Gateway, Request], Awaitable[_Jobs]]
-) -> Response:
+_R = TypeVar("_R", bound=schema.SamplingFields)
+_MakeJobs = Callable[[Gateway, _R, _Asked], Awaitable[list[GenerateJob]]]
+
+
+async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R], make_jobs: _MakeJobs[_R]) -> Response:
+    arrival_s = time.perf_counter()
     try:
         gateway.check_open()
-        parsed, jobs = await make_jobs(gateway, request)
-        generations = _submit(gateway, jobs)
+        name = check_key(request.headers.getlist(IDEMPOTENCY_KEY), IDEMPOTENCY_KEY)
+        body = await _body(gateway, request)
+        parsed = schema.parse(cls, body, gateway.builder.max_model_len)
+        gateway.check_model(parsed.model)
+        key = None
+        if name is not None:
+            key = RequestKey(parsed.terms().tenant, name, body_fingerprint(kind, body), IDEMPOTENCY_KEY)
+        jobs = await make_jobs(gateway, parsed, _Asked(request.scope["state"]["request_id"], arrival_s, key))
+        after = _last_event(request, parsed, jobs, key)
+        if after is not None and after.after == "d":
+            return Response(status_code=204)  # which tells an EventSource that this was all
+        reading = gateway.open(jobs, key)
     except ApiError:
         gateway.metrics.refused(kind)
         raise
-    envelope = Envelope(kind, parsed.model or gateway.model_name)
+    answer_id = key.answer_id if key is not None else None
+    created_s = after.created_s if after is not None else reading.created_s
+    envelope = Envelope(kind, parsed.model or gateway.model_name, created_s, answer_id)
     if not parsed.stream:
-        return WholeAnswer(generations, envelope, keep=parsed.n or 1)
+        return WholeAnswer(reading, envelope, keep=parsed.n or 1)
     options = parsed.stream_options or schema.StreamOptions()
     return StreamAnswer(
-        generations,
+        reading,
         envelope,
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
+        after=after,
     )
 
 
-def _submit(gateway: Gateway, jobs: Sequence[GenerateJob]) -> list[Generation]:
-    """All jobs or none."""
-    generations: list[Generation] = []
-    first = None
-    try:
-        for job in jobs:
-            first = first if job.sample else None
-            generations.append(Generation(job, gateway.session, gateway.metrics, first))
-            first = first or generations[-1]
-    except ApiError:
-        for generation in generations:
-            generation.close()
-        raise
-    return generations
+def _last_event(
+    request: Request, body: schema.SamplingFields, jobs: Sequence[GenerateJob], key: RequestKey | None
+) -> EventId | None:
+    """The last event that a client has which comes back. Raises ApiError 400."""
+    text = request.headers.get(LAST_EVENT_ID)
+    if not text:
+        return None
+    if not body.stream:
+        raise cannot_resume("only a stream has events, and this request has no stream: true")
+    if key is None and body.seed is None and any(job.sampling.temperature > 0 for job in jobs):
+        raise cannot_resume(
+            f"without an {IDEMPOTENCY_KEY} from the first request on, only what is greedy or has a seed can be resumed"
+        )
+    has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    return parse_event_id(text, [job.sampling.max_tokens for job in jobs], has_usage=has_usage)
 
 
-async def _completion_jobs(gateway: Gateway, request: Request) -> _Jobs:
-    arrival_s = time.perf_counter()
-    body = await _parsed(schema.CompletionRequest, gateway, request)
-    gateway.check_model(body.model)
+async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, asked: _Asked) -> list[GenerateJob]:
     builder = gateway.builder
     prompts: Sequence[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if isinstance(prompts[0], int):
@@ -277,19 +304,21 @@ async def _completion_jobs(gateway: Gateway, request: Request) -> _Jobs:
                 raise invalid("prompt", "the prompt is empty")
         else:
             ids = builder.check_token_ids(prompt, "prompt")
+        if asked.key is not None and body.seed is None:
+            choices.seed = asked.key.seed(index)
         job = builder.job(
             ids,
             choices,
-            request_id=_request_id(request, index),
+            request_id=asked.request_id if index == 0 else f"{asked.request_id}-{index}",
             endpoint="completion",
             names=_PROMPT,
             default_max_tokens=_COMPLETION_MAX_TOKENS,
-            arrival_s=arrival_s,
+            arrival_s=asked.arrival_s,
             terms=terms,
         )
         jobs += body.jobs(builder, job)
         check_scored_prompts(body, jobs)  # before anything of the next prompt is done
-    return body, jobs
+    return jobs
 
 
 def check_scored_prompts(body: schema.SamplingFields, jobs: Sequence[GenerateJob]) -> None:
@@ -305,10 +334,7 @@ def check_scored_prompts(body: schema.SamplingFields, jobs: Sequence[GenerateJob
         )
 
 
-async def _chat_jobs(gateway: Gateway, request: Request) -> _Jobs:
-    arrival_s = time.perf_counter()
-    body = await _parsed(schema.ChatRequest, gateway, request)
-    gateway.check_model(body.model)
+async def _chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: _Asked) -> list[GenerateJob]:
     names = _CHAT
     if body.max_completion_tokens is not None:
         names = replace(_CHAT, max_tokens="max_completion_tokens")
@@ -318,20 +344,18 @@ async def _chat_jobs(gateway: Gateway, request: Request) -> _Jobs:
         add_generation_prompt=body.add_generation_prompt is not False,
         variables=body.chat_template_kwargs,
     )
+    choices = body.sampling()
+    if asked.key is not None and body.seed is None:
+        choices.seed = asked.key.seed(0)
     job = gateway.builder.job(
         ids,
-        body.sampling(),
-        request_id=_request_id(request, 0),
+        choices,
+        request_id=asked.request_id,
         endpoint="chat",
         names=names,
-        arrival_s=arrival_s,
+        arrival_s=asked.arrival_s,
         terms=body.terms(),
     )
     jobs = body.jobs(gateway.builder, job)
     check_scored_prompts(body, jobs[:1])  # a chat's answer shows them once
-    return body, jobs
-
-
-def _request_id(request: Request, index: int) -> str:
-    request_id: str = request.scope["state"]["request_id"]
-    return request_id if index == 0 else f"{request_id}-{index}"
+    return jobs

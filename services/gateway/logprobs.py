@@ -56,6 +56,11 @@ class LogprobFormat:
             "text_offset": [self._advance(piece) for piece in pieces],
         }
 
+    def skip(self, token_ids: Sequence[int]) -> None:
+        """The client has these already."""
+        for token_id in token_ids:
+            self._advance(self._bytes(token_id))
+
     def _entry(self, token: ScoredToken) -> dict[str, Any]:
         top = [self._named(other, logprob) for other, logprob in token.top]
         return {**self._named(token.token_id, token.logprob), "top_logprobs": top}

@@ -50,6 +50,8 @@ class GatewayMetrics(Collector):
         self.generation_tokens = 0
         self.live_requests = 0
         self.scheduler_ready = False
+        # Of requests with idempotency keys.
+        self.waiting_requests = self.kept_answers = self.taken_up = 0
         self.time_to_first_token_s = FastHistogram()
         self.inter_token_latency_s = FastHistogram()
         self.e2e_latency_s = FastHistogram()
@@ -88,6 +90,19 @@ class GatewayMetrics(Collector):
         yield CounterMetricFamily(prefix + "prompt_tokens", "Prompt tokens taken in.", value=self.prompt_tokens)
         yield CounterMetricFamily(prefix + "generation_tokens", "Output tokens received.", value=self.generation_tokens)
         yield GaugeMetricFamily(prefix + "live_requests", "Requests being served.", value=self.live_requests)
+        yield GaugeMetricFamily(
+            prefix + "waiting_requests",
+            "Requests with an idempotency key that run while their client is away.",
+            value=self.waiting_requests,
+        )
+        yield GaugeMetricFamily(
+            prefix + "kept_answers", "Finished answers kept for their idempotency keys.", value=self.kept_answers
+        )
+        yield CounterMetricFamily(
+            prefix + "taken_up_requests",
+            "Connections that got a request which ran already, by its idempotency key.",
+            value=self.taken_up,
+        )
         yield GaugeMetricFamily(
             prefix + "scheduler_ready", "1 while the scheduler takes work.", value=float(self.scheduler_ready)
         )

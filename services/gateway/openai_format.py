@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -10,7 +9,8 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from paceline.v1.common_pb2 import FinishReason
-from services.gateway.generation import FINISH_NAMES, Generation
+from services.gateway.generation import Generation
+from services.gateway.run import FINISH_NAMES
 
 Kind = Literal["completion", "chat"]
 DONE = b"data: [DONE]\n\n"
@@ -45,13 +45,13 @@ class Choice(NamedTuple):
 
 
 class Envelope:
-    """What all chunks of one answer share: id, time and model."""
+    """What all chunks of one answer share: id, time (Unix) and model."""
 
-    def __init__(self, kind: Kind, model: str) -> None:
+    def __init__(self, kind: Kind, model: str, created_s: int, answer_id: str | None = None) -> None:
         self.kind = kind
         self.model = model
-        self.id = ("chatcmpl-" if kind == "chat" else "cmpl-") + uuid.uuid4().hex
-        self.created = int(time.time())
+        self.id = ("chatcmpl-" if kind == "chat" else "cmpl-") + (answer_id or uuid.uuid4().hex)
+        self.created = created_s
 
     def head(self, object_name: str) -> dict[str, Any]:
         """The fields every body begins with."""
@@ -124,11 +124,11 @@ class StreamFormat:
             )
         )
 
-    def end(self) -> bytes:
-        """After all choices: the usage, if it was asked for, and the terminator."""
+    def total(self) -> bytes:
+        """After all choices: the usage, if it was asked for."""
         if not self._include_usage:
-            return DONE
-        return self._head + b'],"usage":' + orjson.dumps(usage(self._generations)) + b"}\n\n" + DONE
+            return b""
+        return self._head + b'],"usage":' + orjson.dumps(usage(self._generations)) + b"}\n\n"
 
     def _middle(self, logprobs: dict[str, Any] | None) -> bytes:
         return self._close + b',"logprobs":' + orjson.dumps(logprobs) + b',"finish_reason":'

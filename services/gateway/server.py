@@ -13,6 +13,7 @@ from services.gateway.id_tokenizer import IdTokenizer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.model_files import read_model_files, resolve_folder
 from services.gateway.request import RequestBuilder
+from services.gateway.request_store import RequestStore
 from services.gateway.session import SchedulerSession
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import Gateway
@@ -25,6 +26,7 @@ from services.runtime.service import Addresses, CannotStart, interruptible
 _log = get_logger(__name__)
 
 _DRAIN_POLL_S = 0.05
+_TICK_S = 0.2
 
 
 async def serve(
@@ -47,6 +49,7 @@ async def serve(
     grpc_server.add(SERVICE_NAME, lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(front, s))
     # grpc.health.v1 says SERVING exactly while /ready says 200.
     session.on_status = lambda: grpc_server.set_serving(gateway.ready)
+    ticking = asyncio.create_task(_tick(gateway.requests))
     try:
         grpc_port = await grpc_server.start()
         session.start()
@@ -57,8 +60,10 @@ async def serve(
         await stop.wait()
         gateway.draining = True
         grpc_server.set_serving(False)
+        gateway.requests.drain()
         await _drain(gateway, settings.drain_s)
     finally:
+        ticking.cancel()
         await session.close()
         await grpc_server.stop(0.5)
         await http_server.stop()
@@ -79,12 +84,23 @@ def _load(settings: GatewaySettings, session: SchedulerSession) -> Gateway:
     builder = RequestBuilder(
         tokenizer, files, worker_model=lambda: _worker_model(session), max_model_len=settings.max_model_len
     )
-    return Gateway(settings.model_name, builder, session, GatewayMetrics(), max_body_bytes=settings.max_body_bytes)
+    requests = RequestStore(
+        grace_s=settings.resume_grace_s, keep_s=settings.resume_keep_s, max_bytes=settings.resume_keep_bytes
+    )
+    return Gateway(
+        settings.model_name, builder, session, GatewayMetrics(), requests, max_body_bytes=settings.max_body_bytes
+    )
 
 
 def _worker_model(session: SchedulerSession) -> common_pb2.ModelInfo | None:
     status = session.status
     return status.model if status is not None and status.HasField("model") else None
+
+
+async def _tick(requests: RequestStore) -> None:
+    while True:
+        await asyncio.sleep(_TICK_S)
+        requests.tick()
 
 
 async def _drain(gateway: Gateway, drain_s: float) -> None:

@@ -36,6 +36,12 @@ class GatewaySettings(ServiceSettings, section="gateway"):
         30.0, ge=0, description="seconds a request waits for a scheduler that is away before it fails with 503"
     )
 
+    resume_grace_s: float = Field(
+        10.0, ge=0, description="seconds a request with an idempotency key goes on without its client"
+    )
+    resume_keep_s: float = Field(60.0, ge=0, description="seconds its answer is kept after that it has ended")
+    resume_keep_bytes: int = Field(64 * 2**20, ge=0, description="memory for such answers, about")
+
     @property
     def model_name(self) -> str:
         """The name that clients use."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 from services.gateway.errors import ApiError
+from services.gateway.idempotency import RequestKey
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.request import RequestBuilder
+from services.gateway.request import GenerateJob, RequestBuilder
+from services.gateway.request_store import Reading, RequestStore, read_once
+from services.gateway.run import Run
 from services.gateway.session import SchedulerSession
 
 
@@ -18,6 +23,7 @@ class Gateway:
     builder: RequestBuilder
     session: SchedulerSession
     metrics: GatewayMetrics
+    requests: RequestStore = field(default_factory=RequestStore)
     max_body_bytes: int = 10 * 2**20
     body_timeout_s: float = 60.0
     draining: bool = False
@@ -41,3 +47,27 @@ class Gateway:
         """Raises ApiError 503 while the gateway drains."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", retry_after_s=1.0)
+
+    def open(self, jobs: Sequence[GenerateJob], key: RequestKey | None) -> Reading:
+        """Read these jobs' output; those of a key that is known already are not submitted again.
+
+        Raises ApiError: 422 for a key of another request, 429 and 503 from the session.
+        """
+        if key is None:
+            return read_once(self._submit(jobs))
+        return self.requests.open(key, partial(self._submit, jobs))
+
+    def _submit(self, jobs: Sequence[GenerateJob]) -> list[Run]:
+        """All jobs or none."""
+        runs: list[Run] = []
+        first = None
+        try:
+            for job in jobs:
+                first = first if job.sample else None
+                runs.append(Run(job, self.session, self.metrics, first))
+                first = first or runs[-1]
+        except ApiError:
+            for run in runs:
+                run.close()
+            raise
+        return runs

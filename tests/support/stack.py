@@ -34,6 +34,8 @@ class Stack:
         self.metrics_ports = {name: free_port() for name in ("scheduler", "cache", "worker-1")}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.url = f"http://127.0.0.1:{self.http_port}"
+        # HTTP and gRPC port of each gateway; further ones are put in by who starts them.
+        self.gateway_ports = {"gateway": (self.http_port, self.grpc_port)}
 
     @property
     def scheduler(self) -> str:
@@ -44,8 +46,9 @@ class Stack:
         if name.startswith("worker"):
             metrics = ["--metrics-port", str(self.metrics_ports.get(name, 0))]
             return ["--scheduler", self.scheduler, *metrics, *model, *(self.worker_flags or ["--threads", "1"])]
-        if name == "gateway":
-            ports = ["--port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
+        if name.startswith("gateway"):
+            http_port, grpc_port = self.gateway_ports[name]
+            ports = ["--port", str(http_port), "--grpc-port", str(grpc_port)]
             return [*ports, "--scheduler", self.scheduler, *model, *self.gateway_flags]
         if name == "scheduler":
             ports = ["--port", str(self.scheduler_port), "--metrics-port", str(self.metrics_ports[name])]
@@ -53,7 +56,7 @@ class Stack:
         return ["--port", str(self.cache_port), "--metrics-port", str(self.metrics_ports[name])]
 
     def start(self, name: str) -> None:
-        service = "worker" if name.startswith("worker") else name
+        service = name.partition("-")[0]  # worker-1, gateway-2
         module = self.worker_module if service == "worker" else "services.cli"
         log = (self.folder / f"{name}.log").open("ab")
         self.processes[name] = subprocess.Popen(
@@ -72,8 +75,16 @@ class Stack:
         self.wait_metric("paceline_scheduler_num_workers", workers)
         return self
 
-    def wait_ready(self) -> None:
-        self._wait(lambda: self._get(f"{self.url}/ready")[0] == 200, "/ready")
+    def start_gateway(self, name: str) -> str:
+        """One more gateway, ready; returns its URL."""
+        self.gateway_ports[name] = free_port(), free_port()
+        self.start(name)
+        url = f"http://127.0.0.1:{self.gateway_ports[name][0]}"
+        self.wait_ready(url)
+        return url
+
+    def wait_ready(self, url: str = "") -> None:
+        self._wait(lambda: self._get(f"{url or self.url}/ready")[0] == 200, "/ready")
 
     def wait_metric(self, name: str, value: float, timeout_s: float = START_TIMEOUT_S, of: str = "scheduler") -> None:
         self._wait(lambda: self.metric(name, of) == value, f"{name} = {value}", timeout_s)

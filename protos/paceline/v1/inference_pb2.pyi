@@ -283,6 +283,8 @@ class GenerateRequest(_message.Message):
     BEAM_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     CACHE_RETENTION_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    RESUME_AFTER_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     model: _builtins.str
     """Empty: the model that is served."""
@@ -296,6 +298,14 @@ class GenerateRequest(_message.Message):
     """Seconds from now within which the answer is of use; 0: no deadline."""
     cache_salt: _builtins.str
     """Only requests with the same salt share KV: whoever does not know it can neither use nor find out what is cached."""
+    idempotency_key: _builtins.str
+    """A gateway's: the client's own name for this request, 1 to 255 printable ASCII characters, one of its tenant. With it the
+    request may be sent again, to any gateway: it is not run twice at the same one, and gives the same tokens at all.
+    INVALID_ARGUMENT: the key stands for another request. ABORTED ends the call whose answer a later call with the key took
+    over.
+    """
+    resume_after: _builtins.int
+    """The request is sent again, and so many tokens of its answer are here: what follows them is sent. Needs the key."""
     @_builtins.property
     def messages(self) -> Global___ChatMessages: ...
     @_builtins.property
@@ -325,10 +335,12 @@ class GenerateRequest(_message.Message):
         beam: Global___BeamOptions | None = ...,
         cache_salt: _builtins.str = ...,
         cache_retention: _abc.Iterable[_common_pb2.RetentionRange] | None = ...,
+        idempotency_key: _builtins.str = ...,
+        resume_after: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "idempotency_key", b"idempotency_key", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_after", b"resume_after", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

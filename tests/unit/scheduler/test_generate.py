@@ -57,6 +57,13 @@ def test_what_cannot_be_is_refused_by_name(wrong: dict[str, Any], name: str) -> 
     assert refused.value.field == name
 
 
+@pytest.mark.parametrize("wrong", [{"idempotency_key": "k"}, {"resume_after": 3}])
+def test_keys_are_for_the_gateway(wrong: dict[str, Any]) -> None:
+    with pytest.raises(Rejection) as refused:
+        to_submission(GenerateRequest(token_ids=PROMPT, **wrong), None)
+    assert [refused.value.field] == list(wrong)
+
+
 def test_a_beam_search_refuses_what_is_for_samples() -> None:
     beam = BeamOptions(width=2)
     for name in ("temperature", "top_p", "top_k", "min_p", "typical_p"):

@@ -1,0 +1,75 @@
+"""Idempotency keys: what a client calls a request, so that it can ask for it again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import orjson
+
+from paceline.v1 import inference_pb2
+from services.gateway.errors import ApiError, invalid
+
+IDEMPOTENCY_KEY = "Idempotency-Key"
+MAX_KEY_CHARS = 255
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKey:
+    """A client's name for a request, its own among its tenant's. `fingerprint` tells different requests apart."""
+
+    tenant: str
+    key: str
+    fingerprint: bytes
+    field: str  # where the client put the key, for messages
+
+    @property
+    def answer_id(self) -> str:
+        """32 hexadecimal digits, the same at every gateway."""
+        return self._digest("answer").hex()[:32]
+
+    def seed(self, prompt: int) -> int:
+        """A seed for each of the request's prompts, the same at every gateway."""
+        return int.from_bytes(self._digest(f"seed {prompt}")[:8], "little")
+
+    def other_request(self) -> ApiError:
+        """The refusal of a key that stands for another request."""
+        message = f"{self.field}: this key was used for another request; a new request needs a new key"
+        return ApiError(422, message, param=self.field, code="idempotency_key_reused")
+
+    def _digest(self, purpose: str) -> bytes:
+        # The lengths make it unambiguous: no two tenants and keys give the same bytes.
+        return sha256(f"{purpose}:{len(self.tenant)}:{self.tenant}:{self.key}".encode()).digest()
+
+
+def check_key(values: Sequence[str], field: str) -> str | None:
+    """The key, None if there is none. Raises ApiError 400."""
+    if not values:
+        return None
+    if len(values) > 1:
+        raise invalid(field, f"{field} is given {len(values)} times")
+    key = values[0]
+    if not 1 <= len(key) <= MAX_KEY_CHARS or not (key.isascii() and key.isprintable()):
+        raise invalid(field, f"{field} has 1 to {MAX_KEY_CHARS} printable ASCII characters")
+    return key
+
+
+def body_fingerprint(path: str, body: Any) -> bytes:
+    """Of a decoded JSON body; the order of its fields does not matter. Raises ApiError 400."""
+    try:
+        written = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError:
+        # It writes 254 levels, and reads more of them (in fields that nobody knows).
+        raise invalid(None, f"with an {IDEMPOTENCY_KEY} the body must not be nested deeper than 254 levels") from None
+    return sha256(path.encode() + b"\0" + written).digest()
+
+
+def message_fingerprint(request: inference_pb2.GenerateRequest) -> bytes:
+    """Of a request over gRPC, whichever attempt at it this is."""
+    same = inference_pb2.GenerateRequest()
+    same.CopyFrom(request)
+    for attempt_only in ("request_id", "resume_after"):
+        same.ClearField(attempt_only)
+    return sha256(same.SerializeToString(deterministic=True)).digest()

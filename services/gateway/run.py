@@ -1,0 +1,94 @@
+"""One sequence at the scheduler, whoever reads it: what was submitted, what has come, and its place in the metrics."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from paceline.v1 import common_pb2
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.request import GenerateJob
+from services.gateway.session import SchedulerSession
+from services.gateway.session_core import LiveRequest
+
+FINISH_NAMES = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
+# CPython's cost of a list entry with its number, and of a score with its pairs; near enough to bound memory with.
+_TOKEN_BYTES, _SCORE_BYTES, _PAIR_BYTES = 40, 120, 120
+
+
+class Run:
+    """A job at the scheduler. Always call `close()` in the end."""
+
+    __slots__ = ("_closed", "_counted", "_last_s", "_metrics", "_session", "job", "live", "stopped")
+
+    def __init__(
+        self, job: GenerateJob, session: SchedulerSession, metrics: GatewayMetrics, first: Run | None = None
+    ) -> None:
+        """`first`: the first sample of the same prompt; its computation of the prompt serves this one too.
+
+        Raises ApiError 429 or 503.
+        """
+        self.job = job
+        # A reader has found a stop string: what comes after it does not count.
+        self.stopped = False
+        self._session = session
+        self._metrics = metrics
+        self._closed = False
+        self._counted = 0  # tokens that some reader has read
+        self._last_s = job.arrival_s
+        prompt = np.asarray(job.prompt_ids, "<i4").tobytes()
+        terms = job.terms if first is None else replace(job.terms, fork_of=first.live.handle)
+        self.live: LiveRequest = session.submit(job.request_id, prompt, job.sampling, job.final_tokens, terms, job.beam)
+        metrics.live_requests += 1
+        metrics.prompt_tokens += len(job.prompt_ids)
+
+    @property
+    def ended(self) -> bool:
+        """No more tokens come that count."""
+        return self.stopped or self.live.ending is not None
+
+    @property
+    def failed(self) -> bool:
+        """It has ended without an answer."""
+        ending = self.live.ending
+        return ending is not None and not self.stopped and ending.reason not in FINISH_NAMES
+
+    @property
+    def num_bytes(self) -> int:
+        """About the memory that it takes."""
+        live, sampling = self.live, self.job.sampling
+        pairs = sampling.num_top_logprobs * len(live.scores)
+        pairs += sampling.num_top_prompt_logprobs * len(live.prompt_scores)
+        scores = len(live.scores) + len(live.prompt_scores)
+        tokens = 2 * len(self.job.prompt_ids) + len(live.tokens)
+        return _TOKEN_BYTES * tokens + _SCORE_BYTES * scores + _PAIR_BYTES * pairs
+
+    def count(self, num_tokens: int) -> None:
+        """A reader has come so far; tokens are counted once, however often they are read."""
+        fresh = num_tokens - self._counted
+        if fresh > 0:
+            now_s = time.perf_counter()
+            self._metrics.tokens(fresh, now_s - self._last_s, first=self._counted == 0)
+            self._counted, self._last_s = num_tokens, now_s
+
+    def stop(self) -> None:
+        """A stop string is complete: the engine need not go on."""
+        self.stopped = True
+        self._session.cancel(self.live)
+
+    def close(self) -> None:
+        """Count how it ended; if it has not ended, cancel it. What has come stays. Safe to call again."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.stopped:
+            reason = "stop"
+        elif self.live.ending is not None:
+            reason = FINISH_NAMES.get(self.live.ending.reason, "error")
+        else:
+            reason = "abort"
+        self._session.cancel(self.live)
+        self._metrics.live_requests -= 1
+        self._metrics.finished(self.job.endpoint, reason, time.perf_counter() - self.job.arrival_s)

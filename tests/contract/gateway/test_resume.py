@@ -1,0 +1,265 @@
+"""Idempotency keys and resumed streams at gateways over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from services.client import AsyncPacelineClient, InvalidRequest, PacelineError
+from tests.contract.gateway.conftest import Running, Start, until
+from tests.contract.gateway.fake_scheduler import hash_token
+from tests.support.sse import Event, parse_events, told
+
+PATH = "/v1/completions"
+KEY = {"Idempotency-Key": "k"}
+
+
+def body(**options: Any) -> dict[str, Any]:
+    usage = {"include_usage": True}
+    return {
+        "prompt": [7, 8, 9],
+        "max_tokens": 60,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": usage,
+    } | options
+
+
+async def events(
+    running: Running,
+    request: dict[str, Any],
+    headers: Mapping[str, str],
+    stop_after: int | None = None,
+    path: str = PATH,
+) -> list[Event]:
+    """Those of a stream, or its first ones: then the connection is closed."""
+    lines: list[str] = []
+    async with running.http.stream("POST", path, json=request, headers=headers) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            lines.append(line)
+            if stop_after is not None and lines.count("") >= stop_after:
+                break
+    return list(parse_events(lines))
+
+
+async def refused(running: Running, headers: dict[str, str], **options: Any) -> tuple[int, str | None, str]:
+    answer = await running.http.post(PATH, json=body(**options), headers=headers)
+    error = answer.json()["error"]
+    return answer.status_code, error["param"], error["message"]
+
+
+@pytest.mark.parametrize(("path", "n"), [(PATH, 1), (PATH, 3), ("/v1/chat/completions", 2)])
+async def test_another_gateway_goes_on_without_a_seed(start: Start, path: str, n: int) -> None:
+    first, second = await start(step_s=0.002), await start(step_s=0.001, tokens_per_step=3)
+    request = body(n=n)
+    if path != PATH:
+        request["messages"] = [{"role": "user", "content": "hello"}]
+    undisturbed = await events(second, request, {"Idempotency-Key": "k"} | {"X-Request-ID": "a"}, path=path)
+    third = await start(tokens_per_step=5)
+    got = await events(first, request, KEY, 12, path)
+    rest = await events(third, request, KEY | {"Last-Event-ID": got[-1].id}, path=path)
+    assert len(got) == 12
+    assert told([*got, *rest]).texts == told(undisturbed).texts
+    assert told([*got, *rest]).reasons == told(undisturbed).reasons
+    assert told([*got, *rest]).rest == told(undisturbed).rest
+    assert len(told([*got, *rest]).heads) == 1
+    # The text is that of the key's own seed; another key gives another one.
+    other = await events(second, request, {"Idempotency-Key": "other"}, path=path)
+    assert told(other).texts != told(undisturbed).texts
+
+
+async def test_the_same_gateway_does_not_run_it_again(start: Start) -> None:
+    running = await start(step_s=0.003)
+    got = await events(running, body(), KEY, 5)
+    await asyncio.sleep(0.05)
+    assert running.scheduler.num_running == 1
+    assert "paceline_gateway_waiting_requests 1.0" in (await running.http.get("/metrics")).text
+    got += await events(running, body(), KEY | {"Last-Event-ID": got[-1].id}, 7)
+    got += await events(running, body(), KEY | {"Last-Event-ID": got[-1].id})
+    again = await events(running, body(), KEY)
+    assert told(got) == told(again)
+    assert len(running.scheduler.submissions) == 1
+    done = await running.http.post(PATH, json=body(), headers=KEY | {"Last-Event-ID": got[-1].id})
+    assert (done.status_code, done.content) == (204, b"")
+    text = (await running.http.get("/metrics")).text
+    assert "paceline_gateway_generation_tokens_total 60.0" in text
+    assert 'requests_total{endpoint="completion",finish_reason="length"} 1.0' in text
+    assert "paceline_gateway_live_requests 0.0" in text
+    assert "paceline_gateway_kept_answers 1.0" in text
+    assert "paceline_gateway_taken_up_requests_total 3.0" in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_does_not_come_back_is_cancelled(start: Start, stream: bool) -> None:
+    running = await start(step_s=0.005, settings={"resume_grace_s": 0.3})
+    task = asyncio.create_task(
+        running.http.post(PATH, json=body(max_tokens=2000, stream=stream, stream_options=None), headers=KEY)
+    )
+    await until(lambda: running.scheduler.num_running == 1)
+    task.cancel()
+    await asyncio.sleep(0.1)
+    assert not running.scheduler.cancels
+    await until(lambda: running.scheduler.num_running == 0)
+    assert len(running.scheduler.cancels) == 1
+    assert "paceline_gateway_live_requests 0.0" in (await running.http.get("/metrics")).text
+
+
+async def test_a_whole_answer_is_given_again(start: Start) -> None:
+    running = await start(step_s=0.002)
+    request = {"prompt": ["a", "b"], "max_tokens": 60, "ignore_eos": True, "n": 2, "logprobs": 1}
+    lost = asyncio.create_task(running.http.post(PATH, json=request, headers=KEY))
+    await until(lambda: running.scheduler.num_running == 4)
+    lost.cancel()
+    first = await running.http.post(PATH, json=request, headers=KEY)
+    second = await running.http.post(PATH, json=dict(reversed(request.items())), headers=KEY)
+    assert first.status_code == 200
+    assert first.content == second.content
+    assert len(running.scheduler.submissions) == 4
+    # Prompts that are alike have different samples.
+    assert len({submission.sampling.seed for submission in running.scheduler.submissions}) == 4
+
+
+async def test_the_newest_connection_takes_over(start: Start) -> None:
+    running = await start(step_s=0.01)
+    first = asyncio.create_task(events(running, body(max_tokens=50), KEY))
+    request, key = body(stream=False, stream_options=None), {"Idempotency-Key": "w"}
+    whole = asyncio.create_task(running.http.post(PATH, json=request, headers=key))
+    await until(lambda: running.scheduler.num_running == 2)
+    await asyncio.sleep(0.1)
+    second, again = await asyncio.gather(
+        events(running, body(max_tokens=50), KEY),
+        running.http.post(PATH, json=request, headers=key),
+    )
+    *cut, last = await first
+    assert json.loads(last.data)["error"]["code"] == "replaced"
+    assert not last.id
+    assert cut
+    assert told(second).texts[0].startswith(told(cut).texts[0])
+    assert ((await whole).status_code, again.status_code) == (409, 200)
+    assert len(running.scheduler.submissions) == 2
+
+
+async def test_a_key_of_another_request(running: Running) -> None:
+    assert len(await events(running, body(), KEY)) > 5
+    status, param, message = await refused(running, KEY, max_tokens=61)
+    assert (status, param) == (422, "Idempotency-Key")
+    assert "another request" in message
+    chat = body(messages=[{"role": "user", "content": "x"}])
+    assert (await running.http.post("/v1/chat/completions", json=chat, headers=KEY)).status_code == 422
+    # Tenants have keys of their own.
+    assert len(await events(running, body(max_tokens=61, tenant="t"), KEY)) > 5
+    assert (await refused(running, KEY, max_tokens=61, user="t"))[0] == 422
+
+
+async def test_a_body_that_is_read_but_not_written(running: Running) -> None:
+    """Deep in a field that nobody knows."""
+    content = json.dumps(body())[:-1] + ', "unknown": ' + "[" * 400 + "]" * 400 + "}"
+    headers = {"content-type": "application/json"}
+    assert (await running.http.post(PATH, content=content, headers=headers)).status_code == 200
+    answer = await running.http.post(PATH, content=content, headers=headers | KEY)
+    assert answer.status_code == 400
+    assert "nested" in answer.json()["error"]["message"]
+
+
+async def test_bad_headers_name_themselves(start: Start) -> None:
+    running = await start(next_token=hash_token(6, 200))
+    for key in ("", "x" * 256, "a\tb"):
+        status, param, message = await refused(running, {"Idempotency-Key": key})
+        assert (status, param) == (400, "Idempotency-Key")
+        assert "255" in message
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("nonsense", {}),
+        ("1.00000000.1,2", {}),
+        ("1.00000000.61", {}),
+        ("1.00000000.60", {"stop_token_ids": list(range(6, 200))}),  # it ends before
+        ("1.00000000.3", {}),  # another answer
+        ("1.00000000.3", {"stream": False, "stream_options": None}),
+        ("1.00000000.60e.u", {"stream_options": None}),
+    ]
+    for i, (last, options) in enumerate(wrong):
+        headers = {"Idempotency-Key": str(i), "Last-Event-ID": last}
+        status, param, message = await refused(running, headers, **options)
+        assert (status, param) == (400, "Last-Event-ID")
+    status, param, message = await refused(running, {"Last-Event-ID": "1.00000000.3"})
+    assert (status, param) == (400, "Last-Event-ID")
+    assert "Idempotency-Key" in message
+    await until(lambda: running.scheduler.num_running == 0)
+
+
+async def test_without_a_key_what_is_seeded_or_greedy_can_be_resumed(start: Start) -> None:
+    running = await start(step_s=0.002)
+    for options in ({"seed": 5}, {"temperature": 0}):
+        got = await events(running, body(**options), {}, 9)
+        rest = await events(running, body(**options), {"Last-Event-ID": got[-1].id})
+        assert told([*got, *rest]).texts == told(await events(running, body(**options), {})).texts
+
+
+async def test_a_request_that_failed_is_run_again(start: Start) -> None:
+    running = await start(scheduler_up=False, settings={"scheduler_wait_s": 0.3})
+    assert (await running.http.post(PATH, json=body(), headers=KEY)).status_code == 503
+    await running.scheduler.start()
+    await running.until_ready()
+    assert (await running.http.post(PATH, json=body(), headers=KEY)).status_code == 200
+
+
+async def test_a_gateway_that_stops_does_not_wait_for_lost_clients(start: Start) -> None:
+    running = await start(step_s=0.01)
+    await events(running, body(max_tokens=2000), KEY, 3)
+    running.stop.set()
+    await until(lambda: running.scheduler.num_running == 0)
+    await asyncio.wait_for(running.task, 3)
+
+
+# -- over gRPC -----------------------------------------------------------------------------------------
+
+
+async def test_grpc_goes_on_after_the_last_token(start: Start) -> None:
+    gateways = [await start(step_s=0.003), await start(tokens_per_step=4)]
+    options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "logprobs": 1, "idempotency_key": "k"}
+    pieces = []
+    async with AsyncPacelineClient(gateways[0].addresses.grpc or "") as client:
+        async for piece in client.stream("once", **options):
+            pieces.append(piece)
+            if len(pieces) == 7:
+                break
+        seen = sum(len(piece.token_ids) for piece in pieces)
+        rest = [piece async for piece in client.stream("once", **options, resume_after=seen)]
+        whole = await client.generate("once", **options, request_id="second")
+        assert len(gateways[0].scheduler.submissions) == 1
+        end = [piece async for piece in client.stream("once", **options, resume_after=40)]
+        assert [(piece.text, piece.token_ids, piece.finish_reason) for piece in end] == [("", [], "length")]
+    async with AsyncPacelineClient(gateways[1].addresses.grpc or "") as client:
+        elsewhere = [piece async for piece in client.stream("once", **options, resume_after=seen)]
+    for after in (rest, elsewhere):
+        assert "".join(piece.text for piece in [*pieces, *after]) == whole.text
+        assert [token for piece in [*pieces, *after] for token in piece.token_ids] == whole.token_ids
+        assert tuple(score for piece in [*pieces, *after] for score in piece.logprobs) == whole.logprobs
+        assert after[-1].usage == whole.usage
+
+
+async def test_grpc_keys_that_do_not_fit(start: Start) -> None:
+    running = await start(step_s=0.005, next_token=hash_token(6, 200))
+    async with AsyncPacelineClient(running.addresses.grpc or "") as client:
+        first = asyncio.create_task(client.generate("x", max_tokens=60, ignore_eos=True, idempotency_key="k"))
+        await until(lambda: running.scheduler.num_running == 1)
+        for options, field in (
+            ({"idempotency_key": "k", "max_tokens": 5}, "idempotency_key"),
+            ({"idempotency_key": "x" * 256}, "idempotency_key"),
+            ({"resume_after": 3}, "resume_after"),
+            ({"idempotency_key": "l", "resume_after": 6, "max_tokens": 5}, "resume_after"),
+            ({"idempotency_key": "m", "resume_after": 5, "stop_token_ids": list(range(6, 200))}, "resume_after"),
+        ):
+            with pytest.raises(InvalidRequest) as error:
+                await client.generate("x", **options)  # type: ignore[arg-type]
+            assert error.value.field == field
+        assert (
+            await client.generate("x", max_tokens=60, ignore_eos=True, idempotency_key="k")
+        ).usage.completion_tokens == 60
+        with pytest.raises(PacelineError, match="another connection") as replaced:
+            await first
+        assert replaced.value.code.name == "ABORTED"

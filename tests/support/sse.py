@@ -1,0 +1,71 @@
+"""Server-sent events, as a client takes them apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Event(NamedTuple):
+    id: str
+    data: str
+
+
+def parse_events(lines: Iterable[str]) -> Iterator[Event]:
+    """Whole events only: what is not closed by an empty line has not arrived. An answer that is no stream is one."""
+    fields: dict[str, str] = {}
+    lines = list(lines)
+    if len(lines) == 1:
+        yield Event("", lines[0])
+        return
+    for line in lines:
+        if line:
+            name, _, value = line.partition(": ")
+            assert name in ("id", "data"), line
+            assert name not in fields, fields
+            fields[name] = value
+        elif fields:
+            yield Event(fields.get("id", ""), fields["data"])
+            fields = {}
+
+
+@dataclass
+class Told:
+    """What a client knows after some events, however they were cut."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    reasons: dict[int, list[str]] = field(default_factory=dict)
+    roles: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, list[Any]] = field(default_factory=dict)
+    rest: list[Any] = field(default_factory=list)
+    heads: set[tuple[Any, ...]] = field(default_factory=set)
+
+
+def told(events: Iterable[Event]) -> Told:
+    known = Told()
+    for event in events:
+        if event.data == "[DONE]":
+            known.rest.append("done")
+            continue
+        data = json.loads(event.data)
+        known.heads.add((data["id"], data["created"], data["model"], data["object"]))
+        if not data["choices"]:
+            known.rest.append(data["usage"])
+        for choice in data["choices"]:
+            index, delta = choice["index"], choice.get("delta", {})
+            text = choice["text"] if "text" in choice else delta["content"]
+            known.texts[index] = known.texts.get(index, "") + text
+            known.roles[index] = known.roles.get(index, 0) + ("role" in delta)
+            known.reasons.setdefault(index, []).extend([choice["finish_reason"]] * bool(choice["finish_reason"]))
+            known.logprobs.setdefault(index, []).extend(_entries(choice["logprobs"]))
+    return known
+
+
+def _entries(logprobs: Any) -> list[Any]:
+    if logprobs is None:
+        return []
+    if "content" in logprobs:
+        return list(logprobs["content"])
+    return list(zip(*(logprobs[name] for name in sorted(logprobs)), strict=True))

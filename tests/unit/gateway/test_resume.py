@@ -1,0 +1,166 @@
+"""A stream that breaks behind any event, and is resumed, is the stream that nothing happened to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from demo import CHECKPOINT
+from services.gateway.answer import StreamAnswer
+from services.gateway.errors import ApiError
+from services.gateway.event_ids import EventId, parse_event_id
+from services.gateway.model_files import read_model_files
+from services.gateway.openai_format import Envelope, Kind
+from services.gateway.request import GenerateJob, RequestBuilder
+from services.gateway.request_store import read_once
+from services.gateway.session_core import Score
+from services.gateway.tokenizer import TextTokenizer
+from tests.support.fake_session import LENGTH, STOP, FakeSession
+from tests.support.sse import Event, parse_events, told
+from tests.unit.gateway.test_request import make_job
+
+BUILDER = RequestBuilder(TextTokenizer.from_folder(CHECKPOINT), read_model_files(CHECKPOINT), max_model_len=100)
+EOS = min(BUILDER.eos_token_ids)
+WORDS = BUILDER.encode_word("one two öäü three 😀 four")
+
+
+@dataclass
+class Case:
+    """What a request asks for and gets: `outputs` are the tokens of its choices."""
+
+    kind: Kind
+    outputs: list[list[int]]
+    choices: dict[str, Any]
+    usage: bool = False
+    continuous_usage: bool = False
+
+    def jobs(self) -> list[GenerateJob]:
+        return [make_job(BUILDER, ids=[7, 8], **self.choices) for _ in self.outputs]
+
+
+async def stream(case: Case, batches: Iterator[int], after: EventId | None = None) -> tuple[int, list[Event]]:
+    """The status and events of an answer whose tokens arrive in such batches."""
+    session = FakeSession()
+    envelope = Envelope(case.kind, "m", 5 if after is None else after.created_s, "0" * 32)
+    answer = StreamAnswer(
+        read_once(session.run(case.jobs())),
+        envelope,
+        include_usage=case.usage,
+        continuous_usage=case.continuous_usage,
+        after=after,
+    )
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        for _ in range(next(batches) % 3):  # a connection that takes no more for a while
+            await asyncio.sleep(0)
+        sent.append(message)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(answer({"type": "http"}, receive, send))
+    left = [list(output) for output in case.outputs]
+    while any(request.ending is None for request in session.live):
+        index = next(batches) % len(left)
+        request, count = session.live[index], next(batches) % 4
+        batch, left[index] = left[index][:count], left[index][count:]
+        request.scores += [Score(-token / 8, ((token, 0.0), (9, -1.0))) for token in batch]
+        session.give(request, *batch)
+        for _ in range(next(batches) % 4):
+            await asyncio.sleep(0)
+        if not left[index]:
+            session.end(request, STOP if case.outputs[index][-1] in request.final_tokens else LENGTH)
+    await task
+    body = b"".join(message.get("body", b"") for message in sent)
+    return sent[0]["status"], list(parse_events(body.decode().splitlines()))
+
+
+def run(case: Case, seed: int, after: EventId | None = None) -> list[Event]:
+    status, events = asyncio.run(stream(case, numbers(seed), after))
+    assert status == 200
+    return events
+
+
+def numbers(seed: int) -> Iterator[int]:
+    while True:
+        seed = (seed * 6364136223846793005 + 1442695040888963407) % 2**64
+        yield seed >> 40
+
+
+def place(case: Case, event: Event) -> EventId:
+    return parse_event_id(event.id, [job.sampling.max_tokens for job in case.jobs()], has_usage=case.usage)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    token = st.one_of(st.integers(0, 999), st.sampled_from(WORDS)).filter(lambda t: t not in BUILDER.eos_token_ids)
+    ends = st.sampled_from([[], [EOS]])
+    outputs = draw(st.lists(st.lists(token, min_size=1, max_size=12), min_size=1, max_size=3))
+    choices: dict[str, Any] = {}
+    if draw(st.booleans()):
+        choices["stop"] = draw(
+            st.lists(st.sampled_from(["two", "o th", " three 😀", "e", "no such text"]), min_size=1, max_size=3)
+        )
+        choices["min_tokens"] = draw(st.integers(0, 3))
+    if draw(st.booleans()):
+        choices["logprobs"] = 2
+    kind: Kind = draw(st.sampled_from(["chat", "completion"]))
+    outputs = [output + draw(ends) for output in outputs]
+    return Case(kind, outputs, choices, draw(st.booleans()), draw(st.booleans()))
+
+
+@settings(max_examples=120, deadline=None)
+@given(cases(), st.data())
+def test_a_stream_may_break_behind_any_event(case: Case, data: st.DataObject) -> None:
+    seeds = st.integers(0, 2**32)
+    undisturbed = run(case, data.draw(seeds))
+    assert all(event.id for event in undisturbed)
+    got: list[Event] = []
+    rest = run(case, data.draw(seeds))
+    for _ in range(2):
+        # Behind [DONE] nothing is left to ask for.
+        cut = data.draw(st.integers(0, len(rest) - 1))
+        got, rest = got + rest[:cut], rest[cut:]
+        if got:
+            rest = run(case, data.draw(seeds), place(case, got[-1]))
+    assert told(got + rest) == told(undisturbed)
+
+
+def test_what_was_shown_must_be_what_comes_again() -> None:
+    """As when a near tie falls the other way: an error, not the end of another answer."""
+    case = Case("completion", [[50, 60, 70, 80], [51, 61, 71, 81]], {})
+    other = Case("completion", [[50, 65, 70, 80], [51, 61, 71, 81]], {})
+    events = run(case, 1)
+    behind = [event for event in events if place(case, event).places[0].tokens in (2, 3, 4)]
+    assert behind
+    for event in behind[:-1]:
+        status, [error] = asyncio.run(stream(other, numbers(3), place(case, event)))
+        assert status == 400
+        assert json.loads(error.data)["error"]["param"] == "Last-Event-ID"
+
+
+@pytest.mark.parametrize("places", ["5", "4", "9e", "2e"])
+def test_an_answer_that_ends_before_the_place(places: str) -> None:
+    """By a stop string or an end token, which the id cannot know."""
+    case = Case("completion", [[*BUILDER.encode_word("one"), *BUILDER.encode_word(" two"), 50, 60]], {"stop": ["one"]})
+    after = parse_event_id(f"5.00000000.{places}", [50], has_usage=False)
+    status, [error] = asyncio.run(stream(case, numbers(1), after))
+    assert (status, json.loads(error.data)["error"]["code"]) == (400, "cannot_resume")
+
+
+async def test_a_failure_while_catching_up_is_the_answer() -> None:
+    session = FakeSession()
+    [run_] = session.run([make_job(BUILDER)])
+    reading = read_once([run_])
+    session.end(run_.live, 0, code=8)
+    with pytest.raises(ApiError) as failed:
+        await reading.generations[0].skip(4)
+    assert failed.value.status == 429
