@@ -10,10 +10,10 @@ WORKERS ?=
 ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: up setup test lint fmt proto bench bench-gpu peer-test compose-test clean help
+.PHONY: up setup test soak lint fmt proto bench bench-gpu peer-test compose-test clean help
 
 help:
-	@echo 'make up [MODEL=path PORT=n WORKERS=n ARGS=...] | test | lint | fmt | proto | bench | bench-gpu | peer-test | compose-test | clean'
+	@echo 'make up [MODEL=path PORT=n WORKERS=n ARGS=...] | test | soak | lint | fmt | proto | bench | bench-gpu | peer-test | compose-test | clean'
 
 up: $(VENV)/serve.stamp
 	@exec $(BIN)/paceline up $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
@@ -43,6 +43,10 @@ $(VENV)/flashinfer-api/packages: scripts/flashinfer_api.sh | $(VENV)/serve.stamp
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+# Simulated runs with new seeds until Ctrl-C: docs/simulation.md.
+soak: setup
+	$(BIN)/python -m simulator.soak $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

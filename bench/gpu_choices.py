@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu_measure import Clock
+from gpu_worker.sampling.filters import mask_top_p
 
 # in, out of a layer's products: qkv, output, gate and up, down.
 PRODUCTS = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
@@ -40,6 +41,11 @@ def choices(
             "what": "output product, residual, norm: addmm_ + rmsnorm (chosen) or mm + fused_add_rmsnorm",
             **_residual(flashinfer, clock, rows, 4096 // scale, device, dtype),
         }
+        yield {
+            "rows": rows,
+            "what": "top-p: exact (chosen) or softmax + top_p_renorm_probs(is_deterministic=True)",
+            **_top_p(flashinfer, clock, rows, 128_256 // scale, device),
+        }
 
 
 def _residual(
@@ -57,6 +63,22 @@ def _residual(
         flashinfer.fused_add_rmsnorm(x.mm(w.t()), residual, norm, 1e-5)
 
     return {"chosen_ms": _each_ms(clock, weights, chosen), "other_ms": _each_ms(clock, weights, other)}
+
+
+def _top_p(flashinfer: Any, clock: Clock, rows: int, vocab: int, device: torch.device) -> dict[str, float]:
+    """And in how many rows the two keep different tokens."""
+    logits, top_p = 2 * torch.randn(rows, vocab, device=device), torch.full((rows,), 0.9, device=device)
+
+    def other() -> Tensor:
+        kept: Tensor = flashinfer.top_p_renorm_probs(logits.softmax(-1), top_p, is_deterministic=True)
+        return kept
+
+    different = ((other() == 0) != (mask_top_p(logits, top_p) == -torch.inf)).any(-1).sum()
+    return {
+        "chosen_ms": clock.best_ms(lambda: mask_top_p(logits, top_p), 10),
+        "other_ms": clock.best_ms(other, 10),
+        "different_rows": int(different),
+    }
 
 
 def _weights(out: int, width: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:

@@ -52,7 +52,7 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     if np.issubdtype(array.dtype, np.integer):
         array = array.astype(np.int64, copy=False)
     host = torch.from_numpy(array)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def fetch(tensor: Tensor) -> Tensor:

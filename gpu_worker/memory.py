@@ -11,10 +11,13 @@ import torch
 from gpu_worker.errors import ModelError
 from gpu_worker.graphs import CudaCapture
 from gpu_worker.runner import ModelRunner
+from gpu_worker.sampling.prompt_scores import SCORER_BYTES_PER_LOGIT, rows_at_once
 
-# What sampling takes for each logit at the most, beyond the logits: float32 copies, sorted values with their int64
-# places, a float64 sum.
-SAMPLER_BYTES_PER_LOGIT = 32
+# What sampling takes at the most, beyond the logits: in top-p or typical-p, see sampling/filters.py. For each logit:
+# float32 copies (logits, what is filtered, weights) and their bits, both halves of these in 64 bits, and the weights
+# twice. For each row: sums by the value of half a float32.
+SAMPLER_BYTES_PER_LOGIT = 6 * 4 + 4 * 8
+SAMPLER_BYTES_PER_ROW = 2**16 * (3 * 8 + 1)
 
 
 def kv_blocks_that_fit(
@@ -52,7 +55,10 @@ def bytes_for_steps(make_runner: Callable[[], ModelRunner], graph_sizes: list[in
     del runner
     gc.collect()
     torch.cuda.empty_cache()
-    return max(0, taken) + SAMPLER_BYTES_PER_LOGIT * limits.max_num_seqs * limits.vocab_size
+    sampling = (SAMPLER_BYTES_PER_LOGIT * limits.vocab_size + SAMPLER_BYTES_PER_ROW) * limits.max_num_seqs
+    scored_rows = min(rows_at_once(limits.vocab_size), limits.max_batched_tokens)
+    scoring = SCORER_BYTES_PER_LOGIT * scored_rows * limits.vocab_size
+    return max(0, taken) + max(sampling, scoring)  # one after the other
 
 
 def _free_bytes(device: torch.device) -> int:

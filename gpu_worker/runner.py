@@ -17,7 +17,7 @@ from gpu_worker.inputs import StepInput, StepInputs
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.sampling.controls import Controls
-from gpu_worker.sampling.prompt_scores import PromptRows, score_chunks
+from gpu_worker.sampling.prompt_scores import PromptRows, PromptScores, score_prompts
 from gpu_worker.sampling.sampler import Sampled, SamplingRows, Scores, sample
 from gpu_worker.slots import SlotLimits, SlotTable, StepRows
 from gpu_worker.step_arrays import StepArrays, dummy_decodes, largest_step, step_arrays
@@ -59,7 +59,7 @@ class LaunchedStep:
     stats: StepStats
     started_us: int
     drawn: Drawn | None  # None: no row samples
-    prompts: StepResult  # log probabilities of prompts, and the errors of those that have none
+    prompts: PromptScores | None  # None: no prompt is scored
     done: Fence
     clock: _Clock
 
@@ -67,9 +67,8 @@ class LaunchedStep:
         """Waits for the device. To be asked in the order of the steps, by one thread."""
         self.done.wait()
         result = StepResult() if self.drawn is None else _result(self.drawn)
-        known = {error.slot for error in result.errors}
-        result.prompt_logprobs.extend(self.prompts.prompt_logprobs)
-        result.errors.extend(error for error in self.prompts.errors if error.slot not in known)
+        if self.prompts is not None:
+            _add_prompt_logprobs(result, self.prompts)
         result.step = self.step
         # A step launched early begins when the one before ends.
         result.started_us = max(self.started_us, self.clock.finished_us)
@@ -166,8 +165,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Nothing here waits for the device, so that step n + 1 is queued while step n runs. (Top-p, top-k
-        and log probabilities of prompts do, in sampling/.)
+        """Nothing here waits for the device, so that step n + 1 is queued while step n runs.
 
         ProtocolViolation if the plan breaks the contract; after that, or any other exception, reset()."""
         started_us = _now_us()
@@ -182,7 +180,7 @@ class ModelRunner:
             self._pool.copy(*rows.copies)
         if len(rows.granted_blocks):
             self._pool.clear(rows.granted_blocks)
-        drawn, prompts = self._forward(rows) if rows.num_rows else (None, StepResult())
+        drawn, prompts = self._forward(rows) if rows.num_rows else (None, None)
         self._slots.commit(rows)
         stats = StepStats(
             decode_tokens=rows.num_decodes,
@@ -194,19 +192,21 @@ class ModelRunner:
         done.record()
         return LaunchedStep(plan.step, stats, started_us, drawn, prompts, done, self._clock)
 
-    def _forward(self, rows: StepRows) -> tuple[Drawn | None, StepResult]:
+    def _forward(self, rows: StepRows) -> tuple[Drawn | None, PromptScores | None]:
         prompts = self._slots.prompt_rows(rows)
         arrays = step_arrays(rows, self._slots, None if prompts is None else prompts.rows)
         graph = self._graphs.size_for(arrays) if self._graphs else None
         if self._graphs and graph is not None:
             step = self._prepare(arrays.padded(graph), captured=True)
-            logits = self._graphs.replay(graph)[: arrays.num_rows]
-        else:
-            step = self._prepare(arrays, captured=False)
-            logits = self._compute(step)
+            return self._sample(rows, step, self._graphs.replay(graph)[: arrays.num_rows]), None
+        step = self._prepare(arrays, captured=False)
+        hidden = self._hidden(step)
         num_samples = len(arrays.sampled_slots)
-        drawn = self._sample(rows, step, logits[:num_samples]) if num_samples else None
-        return drawn, StepResult() if prompts is None else _scored(prompts, logits[num_samples:])
+        drawn = self._sample(rows, step, self._decoder.logits(hidden[:num_samples])) if num_samples else None
+        return drawn, None if prompts is None else self._score(prompts, hidden[num_samples:])
+
+    def _score(self, prompts: PromptRows, hidden: Tensor) -> PromptScores:
+        return score_prompts(hidden, self._decoder.logits, self.limits.vocab_size, prompts.chunks)
 
     def _sample(self, rows: StepRows, step: StepInput, logits: Tensor) -> Drawn:
         """logits: [rows that sample, vocab]."""
@@ -227,10 +227,15 @@ class ModelRunner:
 
     def _compute(self, step: StepInput, out: Tensor | None = None) -> Tensor:
         """Logits of the rows whose logits are wanted."""
+        return self._decoder.logits(self._hidden(step), out)
+
+    def _hidden(self, step: StepInput) -> Tensor:
+        """Of the rows whose logits are wanted."""
         tokens = self._last_tokens.index_select(0, step.decode_slots)
         if step.prefill_tokens is not None:
             tokens = torch.cat((tokens, step.prefill_tokens))
-        return self._decoder.forward(tokens, step.positions, step.sampling_rows, out)
+        hidden = self._decoder.forward(tokens, step.positions)
+        return hidden if step.sampling_rows is None else hidden.index_select(0, step.sampling_rows)
 
 
 def _drawn(sampled: Sampled, slots: np.ndarray, parameters: SamplingRows) -> Drawn:
@@ -261,13 +266,12 @@ def _row_errors(slots: np.ndarray, failed: np.ndarray, ruled_out: Tensor | None)
             yield RowError(slot=slots[row], message=NO_NUMBER)
 
 
-def _scored(prompts: PromptRows, logits: Tensor) -> StepResult:
-    result = StepResult()
-    for scores, are_numbers in score_chunks(logits, prompts.chunks):
+def _add_prompt_logprobs(result: StepResult, prompts: PromptScores) -> None:
+    known = {error.slot for error in result.errors}
+    for scores, are_numbers in prompts.by_chunk():
         result.prompt_logprobs.append(scores)
-        if not are_numbers:
+        if not are_numbers and scores.slot not in known:
             result.errors.add(slot=scores.slot, message=NO_NUMBER)
-    return result
 
 
 def _token_logprobs(scores: Scores | None, slots: np.ndarray, num_top: np.ndarray) -> Iterator[TokenLogprobs]:

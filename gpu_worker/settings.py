@@ -56,7 +56,7 @@ class WorkerSettings(ServiceSettings, section="worker"):
     )
     kv_cache_gib: float = Field(1.0, gt=0, description="KV memory on a CPU, where num_blocks is not given")
     num_host_blocks: int | None = Field(None, ge=0, description="KV blocks in host memory (default: as host_gib says)")
-    host_gib: float = Field(0.0, ge=0, description="host memory to swap preempted sequences to; 0: they are recomputed")
+    host_gib: float = Field(0.0, ge=0, description="host memory for preempted and evicted KV; 0: no host tier")
     max_num_seqs: int = Field(256, ge=1, le=16384, description="sequences that run at the same time")
     max_batched_tokens: int = Field(2048, ge=1, description="tokens in one step")
     max_model_len: int | None = Field(

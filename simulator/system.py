@@ -40,7 +40,7 @@ class StepWorker(Protocol):
 
     registration: WorkerRegistration
 
-    def reset(self) -> None: ...
+    def reset(self, keeps_blocks: bool = False) -> None: ...
 
     def run(self, plan: StepPlan) -> StepResult: ...
 
@@ -133,8 +133,8 @@ class LocalSystem:
         self.scheduler.cache_connected(self.cache_epoch)
         self.poll()
 
-    def attach(self, worker: StepWorker) -> WorkerEnd:
-        worker.reset()
+    def attach(self, worker: StepWorker, keeps_blocks: bool = False) -> WorkerEnd:
+        worker.reset(keeps_blocks)
         end = WorkerEnd(worker, self.scheduler.register_worker(worker.registration, self.now_s))
         self.workers.append(end)
         self.poll()

@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.v1.common_pb2 import ModelInfo, PromptLogprobs, SamplingParams
 from paceline.v1.worker_pb2 import (
+    KeptSequence,
     NewSequence,
     SlotPromptLogprobs,
     StepPlan,
@@ -89,6 +90,7 @@ class ToySequence:
     hashes: list[int]  # of every prefix: hashes[i] covers tokens[: i + 1]
     has_sampled: bool = False
     held: bool = False
+    cache_salt: str = ""
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
@@ -119,14 +121,29 @@ class ToyWorker:
         self.block_size = block_size
         self.blocks: Blocks = {b: [None] * block_size for b in range(1, num_blocks + 1)}
         self.host: Blocks = {b: [None] * block_size for b in range(1, num_host_blocks + 1)}
+        self.num_computed = 0  # tokens, of all sequences that ever were
         self.reset()
 
-    def reset(self) -> None:
-        """A new registration: slots are empty, what the blocks hold is void."""
+    def reset(self, keeps_blocks: bool = False) -> None:
+        """A new registration: slots are empty. What the blocks hold is void, or what was said of them holds."""
         self.step = 0
         self.slots: dict[int, ToySequence] = {}
+        if keeps_blocks:
+            return
         for block in [*self.blocks.values(), *self.host.values()]:
             block[:] = [None] * self.block_size
+
+    def kept(self) -> list[KeptSequence]:
+        """What is in its blocks of what ran last."""
+        return [
+            KeptSequence(
+                token_ids=np.array(sequence.tokens, np.int32).tobytes(),
+                num_computed_tokens=sequence.num_computed,
+                block_table=np.array(sequence.table, np.int32).tobytes(),
+                cache_salt=sequence.cache_salt,
+            )
+            for sequence in self.slots.values()
+        ]
 
     def run(self, plan: StepPlan) -> StepResult:
         """One step. Raises Corruption."""
@@ -214,6 +231,7 @@ class ToyWorker:
         sequence = ToySequence(
             [], new.num_cached_tokens, _ints(new.block_table), new.sampling, new.num_prompt_tokens, []
         )
+        sequence.cache_salt = new.cache_salt
         for token in _ints(new.token_ids):
             sequence.append(token)
         self._expect(len(set(sequence.table)) == len(sequence.table), "a block stands twice in a table")
@@ -232,6 +250,7 @@ class ToyWorker:
             read = self.blocks[sequence.table[position // self.block_size]][position % self.block_size]
             self._expect(read == sequence.hashes[position], f"wrong KV at position {position} of {end}")
         sequence.num_computed = end
+        self.num_computed += num_tokens
         if end < len(sequence.tokens):
             return None
         token = next_token(sequence.tokens, sequence.sampling)

@@ -70,10 +70,6 @@ class CacheCore(Operations):
             worker.end_exchange()
             if worker.host.moves:
                 self._report_demotions(worker, response)
-        if self.pins.by_name:
-            given_up = self.pins.give_way(self.waiting.values())
-            self.touch(given_up)
-            self.counters.pins_given_up += len(given_up)
         self._report_pools(response)
         self._report_matches(response)
         if self.debug:
@@ -85,11 +81,12 @@ class CacheCore(Operations):
         check_state(self.tree, self.workers, self.waiting, self.admitted, self.swapped, self.pins)
 
     def pool_counters(self) -> list[pb.PoolCounters]:
-        """The counters of every worker as of the last exchange. May be called from another thread at any time."""
+        """The counters of every worker as of the last exchange or admin call. May be called from another thread at any
+        time."""
         return [
-            pool_counters(worker.worker_id, worker.reported)
+            pool_counters(worker.worker_id, worker.shown)
             for worker in list(self.workers.values())
-            if worker.reported is not None
+            if worker.shown is not None
         ]
 
     def present_counters(self) -> list[pb.PoolCounters]:
@@ -101,7 +98,7 @@ class CacheCore(Operations):
             counters = worker.counters()
             if counters != worker.reported:
                 self._count_evictions(worker)
-                worker.reported = counters
+                worker.reported = worker.shown = counters
                 response.pools.append(pool_counters(worker.worker_id, counters))
         self._touched.clear()
 

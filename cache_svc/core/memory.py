@@ -93,10 +93,11 @@ class Memory:
             return blocks
         evicted = []
         while len(blocks) < count and (holding := self.queue.oldest()) is not None:
-            self._evict(holding, count - len(blocks), blocks)
-            evicted.append(holding)
+            gone = self._evict(holding, count - len(blocks))
             if self.sources:
-                self._withhold(blocks)
+                self._withhold(gone)
+            blocks += gone
+            evicted.append(holding)
         if self.lower is not None:
             # Not tails: what the host has is found by whole blocks.
             self.lower.take_in([holding for holding in evicted if not isinstance(holding.node, Tail)])
@@ -122,14 +123,15 @@ class Memory:
             self._withheld = array("i")
         self.sources.clear()
 
-    def _evict(self, holding: Holding, count: int, into: array[int]) -> None:
-        """An unused node, or so many blocks from its end. It stays in the tree for the moment."""
+    def _evict(self, holding: Holding, count: int) -> array[int]:
+        """An unused node, or so many blocks from its end; returns them. It stays in the tree for the moment."""
         if len(holding.blocks) > count:
             self.tree.split(holding.node, holding.node.end - count)
-        into += holding.blocks[::-1]
-        self.evicted_blocks_total += len(holding.blocks)
-        self.cached_blocks -= len(holding.blocks)
+        blocks = holding.blocks[::-1]
+        self.evicted_blocks_total += len(blocks)
+        self.cached_blocks -= len(blocks)
         self._let_go(holding)
+        return blocks
 
     def hold(self, node: PrefixNode, blocks: array[int], priority: float = 0.0) -> Holding:
         """From now on this memory holds the node, for one user."""

@@ -72,6 +72,7 @@ class Operations:
             "swap_out": self._swap_out,
             "swap_in": self._swap_in,
             "restore": self._restore,
+            "give_up_pins": self._give_up_pins,
         }
         self.reset()
 
@@ -90,8 +91,10 @@ class Operations:
         self._asked: dict[int, bool] = {}  # by RematchOps of this exchange; whether the answer is due in any case
 
     def touch(self, workers: Iterable[Worker]) -> None:
-        """Their counters may have changed: the scheduler is to hear of it."""
-        self._touched.update((worker.worker_id, worker) for worker in workers)
+        """Their counters may have changed between exchanges: the scheduler is to hear of it."""
+        for worker in workers:
+            self._touched[worker.worker_id] = worker
+            worker.shown = worker.counters()
 
     def _count_evictions(self, worker: Worker) -> None:
         counted_before = worker.reported[3] if worker.reported else 0
@@ -170,12 +173,22 @@ class Operations:
         sequences, swapped, refused = restore(worker, claimed, self._is_known)
         self.admitted.update((sequence.sequence_id, sequence) for sequence in sequences)
         self.swapped.update((sequence.sequence_id, sequence) for sequence in swapped)
+        if op.cached:
+            known: list[Sequence | SwappedSequence] = [*sequences, *swapped]
+            for sequence in sequences:
+                sequence.num_begun_tokens = 0  # no copy is on its way: all that is claimed is in its blocks
+            self._let_go([one.sequence_id for one in known])
         self._touched[op.worker] = worker
         self.counters.restored_sequences += len(sequences) + len(swapped)
         self.counters.refused_claims += len(refused)
         for place, error in sorted(refused.items()):
             sequence_id = claimed[place].sequence
             result.restore.refused.add(sequence=sequence_id, code=error.code, message=error.message)
+
+    def _give_up_pins(self, op: pb.GiveUpPinsOp, _: pb.CacheOpResult) -> None:
+        worker = self._worker(op.worker)
+        self.counters.pins_given_up += self.pins.give_up(worker)
+        self._touched[op.worker] = worker
 
     def _is_known(self, sequence_id: int) -> bool:
         return sequence_id in self.waiting or sequence_id in self.admitted or sequence_id in self.swapped
@@ -261,7 +274,7 @@ class Operations:
         self.counters.sharing_sequences += sequence.unwritten
         if num_planned:
             worker.plan(sequence, min(num_cached_tokens + num_planned, sequence.num_tokens))
-        if worker.prefix_caching and not op.no_reuse:
+        if worker.prefix_caching and not (op.no_reuse or op.again or op.fork_of):
             self.counters.prefix_query_tokens += sequence.num_tokens
             self.counters.prefix_hit_tokens += num_cached_tokens
         result.admit.num_cached_tokens = num_cached_tokens
@@ -354,6 +367,9 @@ class Operations:
         if len(set(sequence_ids)) != len(sequence_ids):
             twice = [s for s, count in Counter(sequence_ids).items() if count > 1]
             raise OpError(Code.INVALID_ARGUMENT, f"named more than once: {_named(twice)}; nothing was freed")
+        self._let_go(sequence_ids, op.discard)
+
+    def _let_go(self, sequence_ids: list[int], discard: bool = False) -> None:
         for sequence_id in sequence_ids:
             waiter = self.waiting.pop(sequence_id, None)
             if waiter is not None:
@@ -366,7 +382,7 @@ class Operations:
                 self._touched[swapped.worker.worker_id] = swapped.worker
             else:
                 sequence = self.admitted.pop(sequence_id)
-                sequence.worker.release(sequence, op.discard)
+                sequence.worker.release(sequence, discard)
                 sequence.worker.tree.leave(sequence.root)
                 self._touched[sequence.worker.worker_id] = sequence.worker
 

@@ -3,9 +3,9 @@
 A pin is one more user of a path, so all that holds for paths in use holds for it, and its blocks count as used ones. It
 is about blocks: it keeps what is cached when it is made, on the workers that have it, and ends with the worker.
 
-Pins must not stop what would run without them. So they get a share of a worker's blocks and no more; and when all else
-has left a worker to a sequence that still has too few blocks, or to nobody though there is a waiting sequence that has
-no room there, then the worker's pins are given up (`give_way`).
+Pins must not stop what would run without them. So they get a share of a worker's blocks and no more; and when nothing
+runs on a worker, and the policies in force still let nobody in for want of blocks, then the scheduler, who alone knows
+that, has the worker's pins given up (`give_up`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from dataclasses import dataclass, field
 
 from cache_svc.core.errors import Code, OpError
 from cache_svc.core.tree import TOKEN_BYTES, Namespace, PrefixNode, PrefixTree
-from cache_svc.core.waiting import Waiter
 from cache_svc.core.worker import Worker, check_token_bytes
 
 DEFAULT_SHARE = 0.5
 MAX_PINS = 256
 MAX_NAME_CHARS = 128
-# A scheduler asks for the blocks of tokens that are yet to be sampled.
-TOKENS_AHEAD = 4
 
 
 @dataclass(slots=True)
@@ -129,17 +126,13 @@ class Pins:
             if pin.places.pop(worker, None) is not None and not pin.places:
                 del self.by_name[pin.name]
 
-    def give_way(self, waiting: Iterable[Waiter]) -> list[Worker]:
-        """Give up the pins on workers where only they can be in the way of somebody; returns these workers."""
-        freed = []
-        for worker in {worker: None for pin in self.by_name.values() for worker in pin.places}:
-            if _starves(worker, waiting):
-                for pin in list(self.by_name.values()):
-                    if worker in pin.places:
-                        worker.device.leave_path(pin.places[worker])
-                self.forget_worker(worker)
-                freed.append(worker)
-        return freed
+    def give_up(self, worker: Worker) -> bool:
+        """Unpin all that is pinned there, for somebody has no room beside it; whether anything was."""
+        places = self.places(worker)
+        for node in places:
+            worker.device.leave_path(node)
+        self.forget_worker(worker)
+        return bool(places)
 
     def max_blocks(self, worker: Worker) -> int:
         """So many may be pinned there."""
@@ -175,24 +168,3 @@ def _the_only_model(tree: PrefixTree, namespace: Namespace) -> Namespace:
         models = ", ".join(sorted(repr(known.model) for known in alike))
         raise OpError(Code.INVALID_ARGUMENT, f"namespace.model: name one of {models}")
     return alike[0] if alike else namespace
-
-
-def _starves(worker: Worker, waiting: Iterable[Waiter]) -> bool:
-    """Whether the worker has nothing but pins to make room for what there is to run: by policies that start a request
-    once there is room for its prompt. Nobody here knows what one that looks further ahead waits for."""
-    tree, device = worker.tree, worker.device
-    if len(worker.sequences) > 1:
-        return False  # one of them can make way for the others
-    for sequence in worker.sequences.values():
-        num_tokens = sequence.num_tokens + TOKENS_AHEAD
-        missing = -(-num_tokens // tree.block_size) - len(sequence.table)
-        return missing > device.available_blocks
-    for waiter in waiting:
-        num_blocks = -(-len(waiter.token_ids) // tree.block_bytes)
-        if device.available_blocks < num_blocks <= device.num_blocks:
-            if waiter.watch is None:
-                waiter.settle(tree)
-            _, _, live = device.held(*waiter.place())
-            if num_blocks - live > device.available_blocks:
-                return True
-    return False

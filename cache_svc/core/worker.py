@@ -28,6 +28,7 @@ class Worker:
         "prefix_caching",
         "reported",
         "sequences",
+        "shown",
         "swapped",
         "tree",
         "worker_id",
@@ -59,6 +60,7 @@ class Worker:
             self.device.lower = self.host
         self.swapped: dict[int, SwappedSequence] = {}
         self.reported: Counters | None = None  # what the scheduler knows
+        self.shown: Counters | None = None  # what the metrics show
 
     def counters(self) -> Counters:
         """Free, cached, used blocks; blocks evicted since the worker was added; free, cached, used host blocks."""

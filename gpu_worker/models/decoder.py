@@ -22,21 +22,20 @@ class Decoder:
         self._attention = attention
         self._ops = ops
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, sampling_rows: Tensor | None, out: Tensor | None = None
-    ) -> Tensor:
-        """Logits [rows that sample, vocab], written to `out` if it is given; attention must have been planned for these
-        rows.
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [rows, hidden size], for logits(); attention must have been planned for these rows.
 
-        tokens, positions: int64 [rows]; sampling_rows: int64 indexes of rows, None for all of them.
+        tokens, positions: int64 [rows].
         """
         angles = self._ops.angles(positions)
         hidden = self._weights.embedding.index_select(0, tokens)
         for index, layer in enumerate(self._weights.layers):
             self._attend(index, layer, hidden, angles)
             self._mlp(layer, hidden)
-        if sampling_rows is not None:
-            hidden = hidden.index_select(0, sampling_rows)
+        return hidden
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits [rows, vocab] of rows that forward() gave, written to `out` if it is given."""
         return torch.mm(self._ops.norm(hidden, self._weights.final_norm), self._weights.head, out=out)
 
     def _attend(self, index: int, layer: LayerWeights, hidden: Tensor, angles: Any) -> None:

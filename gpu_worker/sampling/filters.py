@@ -1,12 +1,28 @@
-"""Temperature and the filters (min-p, top-k, top-p, typical) on rows of logits, with transformers' rules at ties."""
+"""Temperature and the filters (min-p, top-k, top-p, typical) on rows of logits, with transformers' rules at ties; and
+the draw. Nothing here makes the host wait for a device.
+
+Sums of probabilities decide which tokens top-p keeps and which one is drawn, and a sum of floats hangs on the order in
+which it is done: on a GPU that is another one for another number of rows, and for a running sum it may be another one
+each time. So they are sums of whole numbers (`whole_weights`), which come out alike in any order: a row's token is the
+same on either device and in any company.
+
+FlashInfer's top_p_renorm_probs and top_k_mask_logits are not used: they round to float32 probabilities first, in which
+different logits may be equal, and top_p_renorm_probs is reproducible with is_deterministic alone, which costs part of
+what it wins. `beyond_by_radix` finds the same threshold as its radix search does, exactly, in torch's own kernels.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# How many of the largest logits are looked at before a whole row is sorted for top-p.
-TOP_P_CANDIDATES = 64
+# On a CPU: how many of the first tokens are looked at before a whole row is sorted.
+FIRST_CANDIDATES = 64
+# Of the mantissa of a float64: sums up to 2**53 are exact.
+_EXACT_BITS = 53
+_NO_WEIGHT = -60.0
+_DRAW_BLOCK = 512  # tokens
+_DIGITS = 2**16  # of half a float32
 
 
 def apply_temperature(logits: Tensor, temperatures: Tensor) -> Tensor:
@@ -21,9 +37,10 @@ def mask_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
     return logits.masked_fill(likely < threshold, -torch.inf)
 
 
-def mask_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
-    """Keep each row's top_k largest, and all that equal the last of them. top_k: int64 [rows], 1..vocab."""
-    largest = logits.topk(int(top_k.max()), dim=-1).values
+def mask_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
+    """Keep each row's top_k largest, and all that equal the last of them. top_k: int64 [rows], 1..vocab; most: the
+    largest of them, which the host knows."""
+    largest = logits.topk(most, dim=-1).values
     threshold = largest.gather(1, (top_k - 1).unsqueeze(-1))
     return logits.masked_fill(logits < threshold, -torch.inf)
 
@@ -31,22 +48,7 @@ def mask_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
 def mask_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     """Keep each row's most likely tokens up to the one that reaches top_p, and all that equal that one (so that a row's
     result does not hang on how a sort breaks ties). top_p: float32 [rows], 0..1."""
-    total = logits.logsumexp(-1, keepdim=True)
-    values = logits.topk(min(TOP_P_CANDIDATES, logits.shape[-1]), dim=-1).values
-    threshold, reached = _top_p_threshold(values, total, top_p)
-    if not bool(reached.all()):
-        rest = (~reached).nonzero().squeeze(-1)
-        values = logits[rest].sort(dim=-1, descending=True).values
-        threshold[rest] = _top_p_threshold(values, total[rest], top_p[rest])[0]
-    return logits.masked_fill(logits < threshold, -torch.inf)
-
-
-def _top_p_threshold(values: Tensor, total: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The least kept value of each row [rows, 1], and whether top_p is reached within `values` (descending) [rows]."""
-    cumulative = (values - total).exp().cumsum(-1)
-    # A token belongs if the mass before it is less than top_p; the first one always does.
-    last = (cumulative[:, :-1] < top_p.unsqueeze(-1)).sum(-1, keepdim=True)
-    return values.gather(1, last), cumulative[:, -1] >= top_p
+    return logits.masked_fill(_beyond(logits, whole_weights(logits), top_p), -torch.inf)
 
 
 def mask_typical_p(logits: Tensor, typical_p: Tensor) -> Tensor:
@@ -54,20 +56,96 @@ def mask_typical_p(logits: Tensor, typical_p: Tensor) -> Tensor:
     up to the one that reaches typical_p, and all that are as near. typical_p: float32 [rows], above 0 and below 1."""
     surprise = -logits.log_softmax(-1)
     likely = (-surprise).exp()
-    # What a filter before has taken out has no surprise to speak of: 0 times infinity.
-    entropy = (surprise * likely).nansum(-1, keepdim=True)
+    # What a filter before has taken out has no surprise to speak of: 0 times infinity. (Summed in float64: see above.)
+    entropy = (surprise * likely).nansum(-1, keepdim=True, dtype=torch.float64).float()
     distance = (surprise - entropy).abs()
-    ordered, order = distance.sort(dim=-1)
-    cumulative = logits.gather(-1, order).softmax(-1).cumsum(-1)
-    last = (cumulative < typical_p.unsqueeze(-1)).sum(-1, keepdim=True).clamp_(max=logits.shape[-1] - 1)
-    return logits.masked_fill(distance > ordered.gather(-1, last), -torch.inf)
+    return logits.masked_fill(_beyond(-distance, whole_weights(logits), typical_p), -torch.inf)
+
+
+def whole_weights(logits: Tensor) -> Tensor:
+    """Probabilities as whole numbers, float32 [rows, vocab]: 2**n for the row's most likely token, where n is the most
+    for which float64 sums of a row are exact: 36 at a vocabulary of 128k, where one is finer than a random number's
+    own step (uniform.py)."""
+    return _whole(logits - logits.amax(-1, keepdim=True), logits.shape[-1])
+
+
+def _whole(below_best: Tensor, vocab: int) -> Tensor:
+    """In place. What is that far below the best comes to 0; without the limit exp() of it takes 15 times as long."""
+    return below_best.clamp_(min=_NO_WEIGHT).exp_().mul_(2.0 ** (_EXACT_BITS - (vocab - 1).bit_length())).round_()
+
+
+def _beyond(values: Tensor, weights: Tensor, shares: Tensor) -> Tensor:
+    """Which tokens are left if they are taken by descending value until they have their row's share of its weight, and
+    then all that equal the last: bool [rows, vocab]. In other words: those before which the share has been taken.
+
+    values: float32 [rows, vocab], no NaN; weights: whole_weights(); shares: float32 [rows], 0..1."""
+    wanted = shares.double().unsqueeze(-1) * weights.sum(-1, keepdim=True, dtype=torch.float64)
+    # The two find the same. A CPU sorts slowly and can be asked whether it has to; a GPU must not be asked.
+    find = beyond_by_sorting if values.device.type == "cpu" else beyond_by_radix
+    return find(values, weights, wanted)
+
+
+def beyond_by_sorting(values: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
+    """wanted: float64 [rows, 1]. Looks at a few tokens first, and sorts the rows for which they are not enough."""
+    first, places = values.topk(min(FIRST_CANDIDATES, values.shape[-1]), dim=-1)
+    least, enough = _least_taken(first, weights.gather(1, places), wanted)
+    if not enough.all():
+        rest = (~enough).nonzero().squeeze(-1)
+        ordered, places = values[rest].sort(dim=-1, descending=True)
+        least[rest], _ = _least_taken(ordered, weights[rest].gather(1, places), wanted[rest])
+    return values < least
+
+
+def _least_taken(values: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The least value that belongs [rows, 1], of values in descending order; and whether they are enough [rows]."""
+    taken = weights.cumsum(-1, dtype=torch.float64)
+    last = (taken[:, :-1] < wanted).sum(-1, keepdim=True)  # the first one always belongs
+    return values.gather(1, last), taken[:, -1] >= wanted.squeeze(-1)
+
+
+def beyond_by_radix(values: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
+    """wanted: float64 [rows, 1]. The value that reaches it is found half by half: of its bits the upper 16 from the
+    weights of all tokens by their upper bits, the lower 16 from those that have its upper ones."""
+    keys = _ordered_bits(values)
+    upper, lower = (keys >> 16).to(torch.int64) + _DIGITS // 2, (keys & (_DIGITS - 1)).to(torch.int64)
+    weights, none = weights.double(), wanted.new_zeros(())
+    wanted = wanted.clamp(min=1.0)  # so that the best always belongs
+    digit, before = _reaching_digit(upper, weights, wanted, none)
+    weights = torch.where(upper == digit, weights, none)
+    least, _ = _reaching_digit(lower, weights, wanted, before)
+    return keys < (((digit - _DIGITS // 2) << 16) + least).to(torch.int32)
+
+
+def _reaching_digit(digits: Tensor, weights: Tensor, wanted: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """The least digit above which, with what was taken before, there is less than wanted; and that much [rows, 1]."""
+    by_digit = weights.new_zeros((len(digits), _DIGITS)).scatter_add_(1, digits, weights)
+    upwards = by_digit.cumsum(-1)
+    above = before + upwards[:, -1:] - upwards
+    digit = (above >= wanted).sum(-1, keepdim=True)
+    return digit, above.gather(1, digit)
+
+
+def _ordered_bits(values: Tensor) -> Tensor:
+    """int32, in the order of the float32 values; equals are equal (so -0 becomes 0)."""
+    bits = (values + 0.0).view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
     """Inverse CDF over the vocabulary in id order: int64 [rows]. uniforms: float64 [rows] in (0, 1).
 
-    The cumulative sum is float64: in float32 a row of 128k tokens would lose the small ones.
-    """
-    cumulative = (logits - logits.amax(-1, keepdim=True)).exp().cumsum(-1, dtype=torch.float64)
-    target = uniforms.unsqueeze(-1) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    First the block of tokens in which it ends is found, then the token in it."""
+    rows, vocab = logits.shape
+    padded = logits.new_empty((rows, -(-vocab // _DRAW_BLOCK) * _DRAW_BLOCK))
+    padded[:, vocab:] = -torch.inf
+    torch.sub(logits, logits.amax(-1, keepdim=True), out=padded[:, :vocab])
+    weights = _whole(padded, vocab).view(rows, -1, _DRAW_BLOCK)
+    blocks = weights.sum(-1, dtype=torch.float64)
+    upto = blocks.cumsum(-1)
+    target = uniforms.unsqueeze(-1) * upto[:, -1:]
+    # The limits are for rows of logits that overflowed when divided by a temperature: no sum of theirs is a number.
+    block = torch.searchsorted(upto, target, right=True).clamp_(max=upto.shape[-1] - 1)
+    inside = weights.gather(1, block.unsqueeze(-1).expand(-1, -1, _DRAW_BLOCK)).squeeze(1)
+    target -= upto.gather(1, block) - blocks.gather(1, block)
+    token = torch.searchsorted(inside.cumsum(-1, dtype=torch.float64), target, right=True)
+    return (block * _DRAW_BLOCK + token).clamp_(max=vocab - 1).squeeze(-1)

@@ -1,13 +1,13 @@
 """Log probabilities of prompt tokens: what the model gave the token that comes next, at every place of a prefill chunk.
 
 The logits of such a chunk are needed in every row, not in the last alone, so a prompt that is to be scored costs as
-many rows of the head as it has tokens, a chunk at a time. They are turned into log probabilities some rows at a time: a
-float32 row of a large vocabulary takes half a megabyte.
+many rows of the head as it has tokens. They are computed a slice of rows at a time, and what is reported is all that is
+kept of a slice: all logits of 8,192 tokens would be 4 GiB at a vocabulary of 128k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,13 +15,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gpu_worker.device import fetch, upload
 from gpu_worker.sampling.sampler import likeliest
 from paceline.v1.common_pb2 import PromptLogprobs
 from paceline.v1.worker_pb2 import SlotPromptLogprobs
 
 Int64s = npt.NDArray[np.int64]
 
-_ROWS_AT_ONCE = 256
+# Logits of a slice, in float32.
+SLICE_BYTES = 256 << 20
+# What scoring takes for each of them at the most: as the model has them, in float32, log probabilities, a comparison.
+SCORER_BYTES_PER_LOGIT = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +46,53 @@ class PromptRows:
     chunks: Sequence[ScoredChunk]
 
 
-def score_chunks(logits: Tensor, chunks: Sequence[ScoredChunk]) -> Iterator[tuple[SlotPromptLogprobs, bool]]:
-    """Of each chunk the log probabilities, and whether they are numbers. logits: [scored tokens, vocab], any float."""
-    parts = torch.split(logits, [len(chunk.tokens) for chunk in chunks])
-    for chunk, part in zip(chunks, parts, strict=True):
-        targets = torch.from_numpy(chunk.tokens.astype(np.int64)).to(logits.device)
-        pieces = zip(torch.split(part, _ROWS_AT_ONCE), torch.split(targets, _ROWS_AT_ONCE), strict=True)
-        scores = [_score(piece, target, chunk.num_top) for piece, target in pieces]
-        values, ranks, top_ids, top_values = (torch.cat(column).cpu().numpy() for column in zip(*scores, strict=True))
-        shown = PromptLogprobs(
-            start=chunk.start,
-            logprobs=values.astype("<f4").tobytes(),
-            ranks=ranks.astype("<i4").tobytes(),
-            top_token_ids=top_ids.astype("<i4").tobytes(),
-            top_logprobs=top_values.astype("<f4").tobytes(),
-        )
-        yield SlotPromptLogprobs(slot=chunk.slot, logprobs=shown), not bool(np.isnan(values).any())
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Of the rows of all chunks of a step, on its way to host memory."""
+
+    chunks: Sequence[ScoredChunk]
+    logprobs: Tensor  # float32 [rows]
+    ranks: Tensor  # int64 [rows]
+    top_tokens: Tensor  # int64 [rows, most of num_top]
+    top_logprobs: Tensor  # float32, as top_tokens
+
+    def by_chunk(self) -> Iterator[tuple[SlotPromptLogprobs, bool]]:
+        """Of each chunk what is reported, and whether it is numbers. To be asked when the step is done."""
+        end = 0
+        for chunk in self.chunks:
+            rows = slice(end, end := end + len(chunk.tokens))
+            logprobs = self.logprobs[rows].numpy()
+            shown = PromptLogprobs(
+                start=chunk.start,
+                logprobs=logprobs.astype("<f4").tobytes(),
+                ranks=self.ranks[rows].numpy().astype("<i4").tobytes(),
+                top_token_ids=self.top_tokens[rows, : chunk.num_top].numpy().astype("<i4").tobytes(),
+                top_logprobs=self.top_logprobs[rows, : chunk.num_top].numpy().astype("<f4").tobytes(),
+            )
+            yield SlotPromptLogprobs(slot=chunk.slot, logprobs=shown), not bool(np.isnan(logprobs).any())
+
+
+def score_prompts(
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor],
+    vocab_size: int,
+    chunks: Sequence[ScoredChunk],
+    slice_bytes: int = SLICE_BYTES,
+) -> PromptScores:
+    """hidden: [scored tokens, hidden size]; head: their logits, any float type. Nothing here waits for the device."""
+    targets = upload(np.concatenate([chunk.tokens for chunk in chunks]), hidden.device)
+    num_top = max(chunk.num_top for chunk in chunks)
+    rows = rows_at_once(vocab_size, slice_bytes)
+    scores = [
+        _score(head(part), wanted, num_top)
+        for part, wanted in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
+    ]
+    return PromptScores(chunks, *(fetch(torch.cat(column)) for column in zip(*scores, strict=True)))
+
+
+def rows_at_once(vocab_size: int, slice_bytes: int = SLICE_BYTES) -> int:
+    """Rows of a slice."""
+    return max(1, slice_bytes // (4 * vocab_size))
 
 
 def _score(logits: Tensor, targets: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,4 +1,5 @@
-"""From logits to tokens. Costs nothing that no row of the batch asks for: an all-greedy batch is one max.
+"""From logits to tokens. Costs nothing that no row of the batch asks for: an all-greedy batch is one max. Nothing waits
+for the device: what decides on the way is what the host knows of the requests (`SamplingRows`), never a result.
 
 The order is that of vLLM V1 (its Sampler's documentation), the definitions are those of transformers' processors:
 
@@ -17,11 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from gpu_worker.device import upload
@@ -76,7 +77,8 @@ class Scores:
 
 
 def sample(logits: Tensor, rows: SamplingRows, controls: BatchControls | None = None) -> Sampled:
-    """logits [rows, vocab], any float type. A row's token depends on its own logits, parameters and past alone."""
+    """logits [rows, vocab], any float type; of float32 nothing is left as it was. A row's token depends on its own
+    logits, parameters and past alone."""
     logits = logits.float()
     logprobs = _logprobs(logits, rows)
     broken = None
@@ -93,9 +95,10 @@ def sample(logits: Tensor, rows: SamplingRows, controls: BatchControls | None = 
     if rows.temperature.any():
         random = np.flatnonzero(rows.temperature)
         where = upload(random, logits.device)
-        # A failed row must not spoil the sums; its token is replaced below.
+        # A row that failed has to be numbers, too; its token is replaced below.
+        logits.masked_fill_(failed.unsqueeze(-1), 0.0)
         chosen = logits if len(random) == len(logits) else logits.index_select(0, where)
-        tokens.index_copy_(0, where, _sample_random(chosen.nan_to_num(neginf=-torch.inf), rows, random))
+        tokens.index_copy_(0, where, _sample_random(chosen, rows, random))
     tokens.masked_fill_(failed, 0)
     return Sampled(tokens, failed, ruled_out, _scores(logprobs, tokens, rows))
 
@@ -136,7 +139,8 @@ def _sample_random(logits: Tensor, rows: SamplingRows, which: npt.NDArray[np.int
     logits = apply_temperature(logits, upload(rows.temperature[which], device))
     top_k, top_p, min_p, typical_p = rows.top_k[which], rows.top_p[which], rows.min_p[which], rows.typical_p[which]
     logits = _filter(logits, mask_min_p, min_p, min_p > 0)
-    logits = _filter(logits, mask_top_k, top_k, (top_k > 0) & (top_k < vocab))
+    asked = (top_k > 0) & (top_k < vocab)
+    logits = _filter(logits, partial(mask_top_k, most=int(top_k.max(where=asked, initial=1))), top_k, asked)
     logits = _filter(logits, mask_top_p, top_p, top_p < 1)
     logits = _filter(logits, mask_typical_p, typical_p, typical_p < 1)
     return draw(logits, upload(uniforms(rows.seed[which], rows.position[which]), device))

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from paceline.v1.cache_pb2 import (
-    AddWorkerOp,
     AdmitOp,
     AdmitResult,
     CacheOp,
@@ -60,7 +59,8 @@ class CacheLink:
     exchange: int = 0
     sent: Sent | None = None
     removed: list[int] = field(default_factory=list)
-    added: list[AddWorkerOp] = field(default_factory=list)
+    # Workers that the cache has to hear of: each with its AddWorkerOp, and what is in its blocks, if anything is.
+    added: dict[int, list[CacheOp]] = field(default_factory=dict)
     opening: deque[CacheServiceLinkRequest] = field(default_factory=deque)  # the first exchanges, as far as not sent
     # What was claimed in these, until all are answered: by worker, by sequence.
     restoring: dict[int, dict[int, Request]] = field(default_factory=dict)
@@ -69,6 +69,7 @@ class CacheLink:
     model: str = ""  # fingerprint of the one that is served
     rematches: dict[int, None] = field(default_factory=dict)  # sequences that wait, whose matches are asked for anew
     frees: list[int] = field(default_factory=list)
+    unpins: dict[int, None] = field(default_factory=dict)  # workers whose pins are to make way
     discards: list[int] = field(default_factory=list)  # frees after which nothing is kept of what they computed
     # Of sequences that have progressed: their names, numbers of new tokens, numbers of computed tokens, the new tokens.
     _commits: tuple[list[int], list[int], list[int], list[bytes]] = field(default_factory=lambda: ([], [], [], []))
@@ -77,7 +78,7 @@ class CacheLink:
     def has_gathered(self) -> bool:
         """Whether the cache has yet to hear of something."""
         changed = self._commits[0] or self.swap_outs or self.frees or self.discards or self.matches or self.rematches
-        return bool(changed or self.added or self.removed)
+        return bool(changed or self.added or self.removed or self.unpins)
 
     @property
     def idle(self) -> bool:
@@ -93,7 +94,9 @@ class CacheLink:
         self.rematches.clear()
         self.opening.clear()
         self.restoring.clear()
-        for gathered in (self.removed, self.added, self.frees, self.discards, *self._commits):
+        self.added.clear()
+        self.unpins.clear()
+        for gathered in (self.removed, self.frees, self.discards, *self._commits):
             gathered.clear()
 
     def forget_sequence(self, sequence: int, discard: bool = False) -> None:
@@ -114,9 +117,8 @@ class CacheLink:
 
     def forget_worker(self, worker: int) -> None:
         """The worker is gone; if the cache has not heard of it yet, it never will."""
-        waiting = len(self.added)
-        self.added = [op for op in self.added if op.worker != worker]
-        if len(self.added) == waiting:
+        self.unpins.pop(worker, None)
+        if self.added.pop(worker, None) is None:
             self.removed.append(worker)
 
     def add_commit(self, sequence: int, new_tokens: bytes, num_computed_tokens: int) -> None:
@@ -149,12 +151,17 @@ class CacheLink:
             free.sequences.extend(self.discards)
             free.discard = True
             self.discards.clear()
+        for worker in self.unpins:
+            ops.add().give_up_pins.worker = worker
+        self.unpins.clear()
         for worker in self.removed:
             ops.add().remove_worker.worker = worker
-        for op in self.added:
-            ops.add().add_worker.MergeFrom(op)
         self.removed.clear()
-        self.added.clear()
+        num_bytes = 0
+        while self.added and num_bytes <= MAX_EXCHANGE_BYTES:  # the others go with the next one
+            for op in self.added.pop(next(iter(self.added))):
+                num_bytes += op.ByteSize()
+                ops.add().MergeFrom(op)
 
     def open(self, now_s: float) -> CacheServiceLinkRequest | None:
         """The next of the exchanges with which the link begins; None while one is on its way."""
@@ -227,6 +234,8 @@ class CacheLink:
             admit.num_planned_tokens = admission.num_tokens
         if request.scores_prompt:
             admit.no_reuse = True
+        if request.cached_tokens is not None:
+            admit.again = True
 
     @staticmethod
     def _fill_planned(commit: CommitOp, worker: Worker, chunks: list[tuple[int, int, int]]) -> None:

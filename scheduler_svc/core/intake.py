@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline.v1.common_pb2 import FinishReason, ModelInfo, RetentionRange, SamplingParams
@@ -31,6 +31,7 @@ from scheduler_svc.core.types import SchedulerConfig
 MAX_CHARS = 256
 MAX_RETENTION_RANGES = 64
 MAX_RETENTION = 100
+MAX_TOKEN_INDEX = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +74,15 @@ def check_submission(submission: Submission, sampling: SamplingParams, prompt: b
     if deadline_s < 0:
         raise invalid("deadline_s", f"{deadline_s} is negative; 0 means no deadline")
     if ranges := submission.cache_retention:
-        _check_retention(ranges)
+        _check_retention(ranges, len(prompt) // TOKEN_BYTES)
     return changes_logits
 
 
-def _check_retention(ranges: Sequence[RetentionRange]) -> None:
+def _check_retention(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -> None:
     if len(ranges) > MAX_RETENTION_RANGES:
         raise invalid("cache_retention", f"has {len(ranges)} ranges, {MAX_RETENTION_RANGES} are possible")
     reached = 0.0
-    for one in sorted(ranges, key=lambda r: r.start):
+    for one in sorted(_in_tokens(ranges, num_prompt_tokens), key=lambda r: r.start):
         if one.priority > MAX_RETENTION:
             raise invalid("cache_retention", f"priority: {one.priority} is not within 0..{MAX_RETENTION}")
         if one.end and one.end <= one.start:
@@ -169,13 +170,16 @@ def new_request(
         place=seniority,
         extra_stop_ids=frozenset(stops) if stops else NO_TOKENS,
         cache_salt=submission.cache_salt,
-        cache_retention=_own_copies(submission.cache_retention),
+        cache_retention=tuple(_in_tokens(submission.cache_retention, len(prompt) // TOKEN_BYTES)),
     )
 
 
-def _own_copies(ranges: Sequence[RetentionRange]) -> tuple[RetentionRange, ...]:
-    """That do not keep the submission in memory."""
-    return tuple(RetentionRange.FromString(one.SerializeToString()) for one in ranges)
+def _in_tokens(ranges: Iterable[RetentionRange], num_prompt_tokens: int) -> Iterator[RetentionRange]:
+    """Copies (which do not keep the submission in memory) that count from the first token of the prompt."""
+    for one in ranges:
+        offset = num_prompt_tokens if one.decode else 0
+        start, end = min(one.start + offset, MAX_TOKEN_INDEX), min(one.end + offset, MAX_TOKEN_INDEX) if one.end else 0
+        yield RetentionRange(start=start, end=end, priority=one.priority, duration_ms=one.duration_ms)
 
 
 def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, budgets: Budgets) -> None:

@@ -60,6 +60,10 @@ class Lifecycle:
     def next_seniority(self) -> int:
         return next(self._ranks)
 
+    def next_sequence(self) -> int:
+        """A name for the cache that was never used."""
+        return next(self._sequences)
+
     def accept(self, session: Session, request: Request, enqueue: bool = True) -> None:
         self.counters.accepted += 1
         session.live[request.handle] = request
@@ -81,7 +85,7 @@ class Lifecycle:
 
     def ask_match(self, request: Request) -> None:
         """Make the request known to the cache, by a new name."""
-        request.sequence, request.matches = next(self._sequences), None
+        request.sequence, request.matches = self.next_sequence(), None
         request.num_registered, request.num_committed = request.num_tokens, 0
         self._cache.matches[request.sequence] = self._matched[request.sequence] = request
 

@@ -257,6 +257,7 @@ class Planner:
             block_table=block_table,
             sampling=request.sampling,
             request_id=request.request_id,
+            cache_salt=request.cache_salt,
         )
 
     def _run(self, worker: Worker, plan: StepPlan, sizes: dict[int, int]) -> bool:

@@ -18,20 +18,40 @@ claim that is refused costs its request a recomputation, and only that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from paceline.v1.cache_pb2 import (
-    AddWorkerOp,
+    CacheOp,
     CacheServiceLinkRequest,
     CacheServiceLinkResponse,
     RestoredSequence,
     RestoreOp,
 )
+from paceline.v1.worker_pb2 import KeptSequence
 from scheduler_svc.core.cache_link import MAX_EXCHANGE_BYTES, CacheLink, Sent
 from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.worker import Worker
+
+
+def kept_op(worker: int, kept: Iterable[KeptSequence], model: str, next_sequence: Callable[[], int]) -> RestoreOp:
+    """What a worker has brought with it from a link before (to a scheduler that is gone, say): it is cached. A gateway
+    that submits again what ran there finds all of it, whatever the request is called now."""
+    op = RestoreOp(worker=worker, cached=True)
+    num_bytes = 0
+    for one in kept:
+        num_bytes += one.ByteSize()
+        if num_bytes > MAX_EXCHANGE_BYTES:
+            break
+        claim = op.sequences.add(
+            sequence=next_sequence(),
+            token_ids=one.token_ids,
+            num_computed_tokens=one.num_computed_tokens,
+            block_table=one.block_table,
+        )
+        claim.namespace.model, claim.namespace.cache_salt = model, one.cache_salt
+    return op
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +69,18 @@ class Recovery:
             self.life.recompute(request for request in worker.swapped.values() if not request.host_blocks)
         self.life.forget_matches()
 
-    def begin(self, added: Iterable[AddWorkerOp]) -> None:
-        """The link to a cache that knows nothing: first come the workers, and what runs on them."""
+    def begin(self, added: dict[int, list[CacheOp]]) -> None:
+        """The link to a cache that knows nothing: first come the workers, and what runs on them. `added`: as in
+        CacheLink."""
         for worker in self.workers.values():
             if claimants := {request.sequence: request for request in self._claimants(worker)}:
                 self.cache.restoring[worker.id] = claimants
         if not self.cache.restoring:
-            self.cache.added.extend(added)
+            self.cache.added.update(added)
             return
         message = self._next_message()
-        for worker_op in added:
-            message.ops.add().add_worker.MergeFrom(worker_op)
+        for add_worker, *_ in added.values():  # what somebody has kept who has just come is not worth a message more
+            message.ops.add().MergeFrom(add_worker)
         num_bytes = 0
         for worker_id, claimants in self.cache.restoring.items():
             op = self._next_op(message, worker_id)

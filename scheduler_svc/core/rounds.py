@@ -73,6 +73,8 @@ class Rounds:
             if step is None:
                 if worker.parked:
                     self._groups.give_up_blocks(worker)
+                elif not worker.running:  # it ran alone, and gave way to itself
+                    self._cache.unpins[worker.id] = None
                 askers.append(worker)  # somebody gave way
                 return
             if self._accept(worker, step, drafts, is_trial=bool(tried)):
@@ -101,10 +103,10 @@ class Rounds:
         self._life.journal.decided(step.held_back, self._life.now_s)
         if step.is_empty:
             self._life.counters.barren_steps += preempted
-            if not is_trial:
+            if not (self._ask_for_pins(worker, step) or is_trial):
                 self._watch_progress(step)
             return preempted  # what gave way may be all that there is to run
-        self._refusals = 0
+        self._refusals, worker.asked_for_pins = 0, False
         draft = Draft(worker.id, step.decision(), worker.slots.num_releases)
         if len(draft.decision.growth) or draft.decision.admissions:
             for admission in draft.decision.admissions:
@@ -113,6 +115,17 @@ class Rounds:
             drafts.append((worker, draft))
         else:
             self._finish_draft(worker, draft, None)
+        return True
+
+    def _ask_for_pins(self, worker: Worker, step: Step) -> bool:
+        """Whether pins are in the way: nothing runs on the worker, blocks of it are in use all the same, and somebody
+        waits for blocks. Then they are given up, and the next step may let him in."""
+        busy = worker.running or worker.in_flight or worker.draft or worker.parked
+        lacks_blocks = any(reason in ("capacity", "blocks") for _, reason, _ in step.held_back)
+        if busy or not lacks_blocks or worker.asked_for_pins or worker.available_blocks == worker.num_blocks:
+            return False
+        worker.asked_for_pins = True
+        self._cache.unpins[worker.id] = None
         return True
 
     def _watch_progress(self, step: Step) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paceline.v1.cache_pb2 import AddWorkerOp, CacheServiceLinkResponse
+from paceline.v1.cache_pb2 import AddWorkerOp, CacheOp, CacheServiceLinkResponse
 from paceline.v1.common_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR, PromptLogprobs
 from paceline.v1.inference_pb2 import SchedulerStatus, SessionOpened, SessionRequest, Submission
 from paceline.v1.worker_pb2 import (
@@ -40,7 +40,7 @@ from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import Policies
-from scheduler_svc.core.recovery import Recovery
+from scheduler_svc.core.recovery import Recovery, kept_op
 from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, Rejection, invalid
 from scheduler_svc.core.request import Phase, Request
 from scheduler_svc.core.results import ResultReader
@@ -195,14 +195,16 @@ class SchedulerCore:
             last_heard_s=now_s,
             available_blocks=0,  # until the cache has answered
             prefix_caching=self.config.prefix_caching,
+            kept=list(registration.kept),
         )
+        registration.ClearField("kept")  # it may be large, and is of use once
         self._next_worker += 1
         self.workers[worker.id] = worker
         registered = WorkerRegistered(worker=worker.id, epoch=self.epoch, window=worker.window)
         self._outbox.to_workers.append((worker.id, WorkerServiceLinkResponse(registered=registered)))
-        if self._cache.connected:
-            self._cache.added.append(self._add_worker_op(worker))
         self._workers_changed()
+        if self._cache.connected:
+            self._cache.added[worker.id] = self._add_worker_ops(worker)
         return worker.id
 
     def worker_result(self, worker_id: int, result: StepResult, now_s: float) -> None:
@@ -303,7 +305,7 @@ class SchedulerCore:
         """A new link: the cache knows nothing, so everything is added again."""
         self._cache.forget()
         self._cache.epoch, self._cache.connected = epoch, True
-        self._recovery.begin([self._add_worker_op(worker) for worker in self.workers.values()])
+        self._recovery.begin({worker.id: self._add_worker_ops(worker) for worker in self.workers.values()})
         self.life.ask_all_matches()
         self._workers_changed()
 
@@ -334,6 +336,14 @@ class SchedulerCore:
             if (worker := self.workers.get(moves.worker)) is not None:
                 worker.add_demotions(moves.device_blocks, moves.host_blocks)
         self._rounds.answered(sent, response)
+
+    def _add_worker_ops(self, worker: Worker) -> list[CacheOp]:
+        """What tells a cache that there is this worker, and what it brings with it."""
+        kept, worker.kept = worker.kept, []
+        ops = [CacheOp(add_worker=self._add_worker_op(worker))]
+        if kept:
+            ops.append(CacheOp(restore=kept_op(worker.id, kept, self._cache.model, self.life.next_sequence)))
+        return ops
 
     def _add_worker_op(self, worker: Worker) -> AddWorkerOp:
         return AddWorkerOp(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paceline.v1.worker_pb2 import StepPlan, WorkerRegistration, WorkerServiceLinkResponse
+from paceline.v1.worker_pb2 import KeptSequence, StepPlan, WorkerRegistration, WorkerServiceLinkResponse
 from scheduler_svc.core.arrays import Slots, packed, unpacked
 from scheduler_svc.core.calendar import Calendar
 from scheduler_svc.core.request import Phase, Request
@@ -84,6 +84,7 @@ class Worker:
     last_heard_s: float
     available_blocks: int
     prefix_caching: bool = True
+    kept: list[KeptSequence] = field(default_factory=list)  # what it has brought with it, until the cache is told
     steps_sent: int = 0
     decode_step: int = 0  # the next one
     in_flight: deque[StepInFlight] = field(default_factory=deque)
@@ -97,6 +98,7 @@ class Worker:
     released: bool = False
     preempted: list[Request] = field(default_factory=list)  # while the next step was composed
     knows_cache: bool = False  # since the last plan, the cache has answered what had been gathered then
+    asked_for_pins: bool = False  # of the cache, to give them up, since it ran something
     held: dict[int, int] = field(default_factory=dict)  # decode, but not now: slot -> tokens
     parked: dict[int, Request] = field(default_factory=dict)  # beams that keep their blocks here, by seniority
     swapped: dict[int, Request] = field(default_factory=dict)  # wait with their KV in host memory, by sequence

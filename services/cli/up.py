@@ -51,7 +51,7 @@ class UpSettings(ServiceSettings, section="up"):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="type of weights and KV")
     block_size: int = Field(16, ge=1, le=128, description="tokens in a KV block")
     num_blocks: int = Field(0, ge=0, description="KV blocks of each worker; 0: as memory allows")
-    host_gib: float = Field(0.0, ge=0, description="host memory of each worker to swap preempted requests to, in GiB")
+    host_gib: float = Field(0.0, ge=0, description="host memory of each worker for preempted and evicted KV, in GiB")
     max_model_len: int = Field(0, ge=0, description="longest sequence; 0: the model's")
     window: int = Field(2, ge=1, le=8, description="steps in flight per worker")
     preset: str = Field("", description="scheduling policies, as those of a known system; empty: paceline's own")

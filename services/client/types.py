@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
@@ -33,12 +34,14 @@ class Beam:
 @dataclass(frozen=True, slots=True)
 class Retention:
     """Keep tokens start ... end - 1 (0: all that follow) for reuse with a priority of 0 to 100, for ever or so long
-    after their last use. Lower ones are evicted first; what nobody says anything of has 35."""
+    after their last use. Lower ones are evicted first; what nobody says anything of has 35. With `decode` they count
+    from the first generated token on."""
 
     priority: int
     start: int = 0
     end: int = 0
     duration_ms: int = 0
+    decode: bool = False
 
 
 class Sampling(TypedDict, total=False):
@@ -66,6 +69,7 @@ class Sampling(TypedDict, total=False):
 
 
 _SAMPLING = Sampling.__annotations__.keys()
+_MIN_FLOAT32 = 2.0**-149
 
 
 class Options(Sampling, total=False):
@@ -199,9 +203,7 @@ def make_request(
             request.beam.CopyFrom(_beam(value))
         elif name == "cache_retention":
             for one in value:
-                request.cache_retention.add(
-                    start=one.start, end=one.end, priority=one.priority, duration_ms=one.duration_ms
-                )
+                request.cache_retention.add(**dataclasses.asdict(one))
         elif name in _TERMS:
             setattr(request, name, value)
         else:
@@ -221,6 +223,8 @@ def _sampling_options(values: dict[str, Any]) -> inference_pb2.SamplingOptions:
     if "allowed_token_ids" in values and not values["allowed_token_ids"]:
         raise TypeError("allowed_token_ids is empty: nothing could be sampled")
     words = values.pop("bad_words", ())
+    # Above 0, but 0 in the 32 bits in which they travel.
+    values |= {name: _MIN_FLOAT32 for name in ("top_p", "typical_p") if 0 < (values.get(name) or 0) < _MIN_FLOAT32}
     return inference_pb2.SamplingOptions(
         **values,
         bad_words=[word for word in words if isinstance(word, str)],

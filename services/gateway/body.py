@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
+import math
 from typing import Any
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
 
 from services.gateway.errors import ApiError, invalid
+
+# Of a body that is no JSON: up to here it is looked for the field that is no number.
+_MAX_LOOKED_THROUGH_BYTES = 2**16
 
 
 async def read_json(request: Request, *, max_bytes: int, timeout_s: float) -> Any:
@@ -26,10 +32,44 @@ async def read_json(request: Request, *, max_bytes: int, timeout_s: float) -> An
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", code="request_timeout") from None
     try:
-        # Refuses NaN, Infinity, lone surrogates, a byte order mark and deep nesting.
-        return orjson.loads(body)
+        return _decode(body)
     except orjson.JSONDecodeError as error:
-        raise invalid(None, f"the body is not valid JSON: {error}", code="invalid_json") from None
+        name = _field_without_number(body)
+        where = "" if name is None else f"{name} has a number that is none in JSON (NaN, or infinite): "
+        raise invalid(name, f"{where}the body is not valid JSON: {error}", code="invalid_json") from None
+
+
+def _decode(body: bytes) -> Any:
+    """Refuses NaN, Infinity, lone surrogates, a byte order mark and deep nesting."""
+    # Millions of new lists set the garbage collector off again and again, which takes far longer than making them, and
+    # none of them is garbage yet.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return orjson.loads(body)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _field_without_number(body: bytes) -> str | None:
+    """The first field with a NaN or an infinity in it, 1e999 among them; None if that is not what is wrong."""
+    if len(body) > _MAX_LOOKED_THROUGH_BYTES:
+        return None
+    try:
+        fields = json.loads(body)  # which takes them
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict):
+        return None
+    return next((name for name, value in fields.items() if _lacks_number(value)), None)
+
+
+def _lacks_number(value: Any) -> bool:
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(map(_lacks_number, entries))
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

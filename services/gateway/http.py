@@ -174,8 +174,9 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
         return _json(card())
 
 
-async def _body(gateway: Gateway, request: Request) -> Any:
-    return await read_json(request, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
+async def _parsed(cls: type[schema.R], gateway: Gateway, request: Request) -> schema.R:
+    body = await read_json(request, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
+    return schema.parse(cls, body, gateway.builder.max_model_len)
 
 
 def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -184,7 +185,7 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a chat."""
-        body = schema.parse(schema.TokenizeRequest, await _body(gateway, request))
+        body = await _parsed(schema.TokenizeRequest, gateway, request)
         gateway.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
@@ -200,7 +201,7 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """Text of token ids."""
-        body = schema.parse(schema.DetokenizeRequest, await _body(gateway, request))
+        body = await _parsed(schema.DetokenizeRequest, gateway, request)
         gateway.check_model(body.model)
         return _json({"prompt": builder.tokenizer.decode(builder.check_token_ids(body.tokens, "tokens"))})
 
@@ -260,7 +261,7 @@ def _submit(gateway: Gateway, jobs: Sequence[GenerateJob]) -> list[Generation]:
 
 async def _completion_jobs(gateway: Gateway, request: Request) -> _Jobs:
     arrival_s = time.perf_counter()
-    body = schema.parse(schema.CompletionRequest, await _body(gateway, request))
+    body = await _parsed(schema.CompletionRequest, gateway, request)
     gateway.check_model(body.model)
     builder = gateway.builder
     prompts: Sequence[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
@@ -306,7 +307,7 @@ def check_scored_prompts(body: schema.SamplingFields, jobs: Sequence[GenerateJob
 
 async def _chat_jobs(gateway: Gateway, request: Request) -> _Jobs:
     arrival_s = time.perf_counter()
-    body = schema.parse(schema.ChatRequest, await _body(gateway, request))
+    body = await _parsed(schema.ChatRequest, gateway, request)
     gateway.check_model(body.model)
     names = _CHAT
     if body.max_completion_tokens is not None:

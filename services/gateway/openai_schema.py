@@ -8,10 +8,11 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
 from paceline.v1 import common_pb2
 from services.gateway.errors import ApiError, invalid
+from services.gateway.list_limits import check_lengths
 from services.gateway.request import (
     MAX_TENANT_CHARS,
     GenerateJob,
@@ -24,7 +25,6 @@ from services.gateway.request import (
 from services.gateway.sampling import SamplingChoices
 from services.gateway.session_core import Terms
 
-MAX_PROMPTS = 128
 Uint32 = Annotated[int, Field(ge=0, lt=2**32)]
 
 # Fields that change the result and that we cannot honour: the values with which they change nothing (null always is
@@ -59,19 +59,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def _prompt(value: Any) -> Any:
-    """Checks by hand: a union's own errors name branches, not what is wrong."""
+    """Checks all of it by hand: a union's own errors name branches, not what is wrong, and it tries one after another.
+    How many there may be: list_limits.py."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
     if not value:
         raise ValueError("must not be an empty list")
-    kinds = {type(entry) for entry in value}
-    if kinds == {int}:
-        return value
-    if kinds == {str} or (kinds == {list} and all({type(i) for i in entry} <= {int} for entry in value)):
-        if len(value) > MAX_PROMPTS:
-            raise ValueError(f"has {len(value)} prompts; at most {MAX_PROMPTS} are possible")
+    kinds = set(map(type, value))
+    if kinds in ({int}, {str}) or (kinds == {list} and all(set(map(type, entry)) <= {int} for entry in value)):
         return value
     raise ValueError("must hold strings only, or token ids (integers) only, or lists of token ids only")
 
@@ -121,7 +118,7 @@ def _logit_bias(value: Any) -> Any:
 
 def _bad_words(value: Any) -> Any:
     if isinstance(value, list) and all(
-        isinstance(word, str) or (isinstance(word, list) and {type(token) for token in word} <= {int}) for word in value
+        isinstance(word, str) or (isinstance(word, list) and set(map(type, word)) <= {int}) for word in value
     ):
         return value
     raise ValueError("must be a list of strings and lists of token ids")
@@ -150,12 +147,15 @@ class _Request(BaseModel):
 
 class Retention(_Request):
     """Tokens start ... end - 1 (0: all that follow) are kept with a priority of 0 to 100, for ever or so long after
-    their last use. What nobody says anything of has 35."""
+    their last use. What nobody says anything of has 35. With `decode` they count from the first generated token on."""
+
+    model_config = ConfigDict(extra="forbid")
 
     start: Uint32 = 0
     end: Uint32 = 0
     priority: Uint32
     duration_ms: Uint32 = 0
+    decode: bool = False
 
 
 class StreamOptions(_Request):
@@ -180,7 +180,7 @@ class SamplingFields(_Request):
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] | None = None
     # Strings (banned as they stand and after a space), or token ids.
-    bad_words: Annotated[list[str | list[int]], BeforeValidator(_bad_words)] | None = None
+    bad_words: Annotated[list[str | list[int]], PlainValidator(_bad_words)] | None = None
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     seed: int | None = None
@@ -259,7 +259,7 @@ class SamplingFields(_Request):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(_prompt)]
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]], PlainValidator(_prompt)]
     add_special_tokens: bool | None = None
     logprobs: Annotated[int | None, BeforeValidator(_no_logprobs)] = None
 
@@ -318,10 +318,11 @@ class DetokenizeRequest(_Request):
 R = TypeVar("R", bound=_Request)
 
 
-def parse(cls: type[R], body: Any) -> R:
+def parse(cls: type[R], body: Any, max_model_len: int) -> R:
     """The request in a decoded JSON body. Raises ApiError 400 naming the first field that is wrong."""
     if not isinstance(body, dict):
         raise invalid(None, "the body must be a JSON object")
+    check_lengths(body, max_model_len)
     if issubclass(cls, SamplingFields):
         _refuse_unsupported(body)
     try:

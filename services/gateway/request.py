@@ -134,7 +134,7 @@ class RequestBuilder:
         # No token is longer than the longest, so this many characters cannot fit: not worth encoding them to say so.
         least = num_chars // self.tokenizer.longest_token_chars
         if least > self.max_model_len:
-            raise _too_long(names.prompt, f"at least {least}", self.max_model_len)
+            raise too_long(names.prompt, f"at least {least}", self.max_model_len)
 
     # -- jobs --------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class RequestBuilder:
         if not prompt_ids:
             raise invalid(names.prompt, "the prompt is empty: it needs at least one token")
         if room < 1:
-            raise _too_long(names.prompt, str(len(prompt_ids)), self.max_model_len)
+            raise too_long(names.prompt, str(len(prompt_ids)), self.max_model_len)
         max_tokens = choices.max_tokens
         if max_tokens is None:
             max_tokens = room if default_max_tokens is None else min(default_max_tokens, room)
@@ -270,7 +270,8 @@ def check_terms(
     )
 
 
-def _too_long(param: str, num_tokens: str, max_model_len: int) -> ApiError:
+def too_long(param: str, num_tokens: str, max_model_len: int) -> ApiError:
+    """For a prompt that leaves no room for a token."""
     return invalid(
         param,
         f"this model's context is {max_model_len} tokens, but the prompt has {num_tokens}"

@@ -29,6 +29,7 @@ MAX_BAD_WORD_TOKENS = 64  # of one
 MAX_BAD_WORDS_TOKENS = 4096  # of all, in both spellings
 MAX_ALLOWED_TOKENS = 8192
 MAX_TOP_LOGPROBS = 20
+MIN_FLOAT32 = 2.0**-149  # above 0
 # Below this a softmax overflows float32; it is greedy for all purposes.
 _GREEDY_TEMPERATURE = 1e-5
 
@@ -182,7 +183,8 @@ def _share(value: float | None, default: float, name: str) -> float:
         return default
     if not 0.0 < value <= 1.0:
         raise invalid(name, f"{name} must be above 0 and at most 1, not {value:g}")
-    return value
+    # As it travels, in 32 bits, a smaller one would be 0, which is no share, or says that nothing is asked for.
+    return max(value, MIN_FLOAT32)
 
 
 def _temperature(choices: SamplingChoices, default: float, names: FieldNames) -> float:

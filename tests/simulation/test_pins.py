@@ -8,8 +8,10 @@ from cache_svc.core import admin
 from cache_svc.core.errors import OpError
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.policy import Policies
+from scheduler_svc.policies.presets import PRESETS
 from scheduler_svc.policies.registry import build, choose
-from simulator.toy_worker import expected_output
+from simulator.system import LocalSystem
+from simulator.toy_worker import ToyWorker, expected_output
 from tests.simulation.test_control_plane import Run
 from tests.unit.cache import driver as d
 
@@ -18,8 +20,8 @@ class PinRun(Run):
     pinned = given_up = 0
 
     def policies(self) -> Policies:
-        """Those that start a request when there is room for its prompt (docs/cache.md says why)."""
-        preset = self.rng.choice(["vllm-v1", "vllm-v1-priority", "paceline", "trtllm-max-util"])
+        """Those that reserve a request's whole room among them."""
+        preset = self.rng.choice([*PRESETS])
         return build(choose(preset, {}, {"chunked_prefill": True, "watermark": self.rng.choice([0.0, 0.2])}))
 
     def play(self) -> None:
@@ -73,3 +75,22 @@ def test_every_stream_is_the_undisturbed_one(first: int) -> None:
         given_up += run.given_up
     assert pinned > 100
     assert given_up > 3
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_pins_keep_nobody_waiting_who_has_room_without_them(preset: str) -> None:
+    system = LocalSystem(policies=build(choose(preset, {}, {"chunked_prefill": True})))
+    system.attach(ToyWorker(block_size=4, num_blocks=24, max_num_seqs=4, max_batched_tokens=64))
+    client = system.open("a")
+    sampling = SamplingParams(top_p=1, max_tokens=1)
+    pinned = list(range(100, 148))
+    system.submit("a", 1, pinned, sampling)
+    system.run()
+    admin.pin(system.cache, "system", d.pack(pinned))
+    long = SamplingParams(top_p=1, max_tokens=70, ignore_eos=True, seed=1)  # in 20 blocks of 24; 12 are pinned
+    for handle in (2, 3):
+        system.submit("a", handle, [9] * 8, long)
+    system.run()
+    for handle in (2, 3):
+        assert client.tokens[handle] == expected_output([9] * 8, long)
+    assert system.cache.counters.pins_given_up == 1

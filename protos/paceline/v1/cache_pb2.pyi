@@ -91,6 +91,7 @@ class CacheOp(_message.Message):
     SWAP_OUT_FIELD_NUMBER: _builtins.int
     SWAP_IN_FIELD_NUMBER: _builtins.int
     RESTORE_FIELD_NUMBER: _builtins.int
+    GIVE_UP_PINS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def add_worker(self) -> Global___AddWorkerOp: ...
     @_builtins.property
@@ -113,6 +114,8 @@ class CacheOp(_message.Message):
     def swap_in(self) -> Global___SwapInOp: ...
     @_builtins.property
     def restore(self) -> Global___RestoreOp: ...
+    @_builtins.property
+    def give_up_pins(self) -> Global___GiveUpPinsOp: ...
     def __init__(
         self,
         *,
@@ -127,12 +130,13 @@ class CacheOp(_message.Message):
         swap_out: Global___SwapOutOp | None = ...,
         swap_in: Global___SwapInOp | None = ...,
         restore: Global___RestoreOp | None = ...,
+        give_up_pins: Global___GiveUpPinsOp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker", "restore", b"restore", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "give_up_pins", b"give_up_pins", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker", "restore", b"restore", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker", "restore", b"restore", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "give_up_pins", b"give_up_pins", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker", "restore", b"restore", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["add_worker", "remove_worker", "match", "admit", "extend", "commit", "free", "rematch", "swap_out", "swap_in", "restore"]  # noqa: Y015
+    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["add_worker", "remove_worker", "match", "admit", "extend", "commit", "free", "rematch", "swap_out", "swap_in", "restore", "give_up_pins"]  # noqa: Y015
     _WhichOneofArgType_op: _TypeAlias = _typing.Literal["op", b"op"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_op) -> _WhichOneofReturnType_op | None: ...
 
@@ -203,6 +207,29 @@ class RemoveWorkerOp(_message.Message):
 Global___RemoveWorkerOp: _TypeAlias = RemoveWorkerOp  # noqa: Y015
 
 @_typing.final
+class GiveUpPinsOp(_message.Message):
+    """Somebody waits for blocks of the worker, on which nothing runs: all that is pinned there makes way. Nothing is changed if
+    nothing is.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    worker: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GiveUpPinsOp: _TypeAlias = GiveUpPinsOp  # noqa: Y015
+
+@_typing.final
 class RestoreOp(_message.Message):
     """What the worker has in its blocks, as the scheduler knows it, after the cache has forgotten: its sequences are admitted
     or swapped out again, with the blocks that they had, and whole computed blocks are stored. To come right after the
@@ -214,9 +241,12 @@ class RestoreOp(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     INCOMPLETE_FIELD_NUMBER: _builtins.int
+    CACHED_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     incomplete: _builtins.bool
     """More of them follow, in a later RestoreOp for this worker, which is then the one that is executed and answered."""
+    cached: _builtins.bool
+    """None of them runs any more: what they have computed is cached, and their names are free again."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___RestoredSequence]: ...
     def __init__(
@@ -225,10 +255,11 @@ class RestoreOp(_message.Message):
         worker: _builtins.int = ...,
         sequences: _abc.Iterable[Global___RestoredSequence] | None = ...,
         incomplete: _builtins.bool = ...,
+        cached: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incomplete", b"incomplete", "sequences", b"sequences", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "incomplete", b"incomplete", "sequences", b"sequences", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -405,6 +436,7 @@ class AdmitOp(_message.Message):
     FORK_OF_FIELD_NUMBER: _builtins.int
     NUM_PLANNED_TOKENS_FIELD_NUMBER: _builtins.int
     NO_REUSE_FIELD_NUMBER: _builtins.int
+    AGAIN_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     worker: _builtins.int
     num_new_tokens: _builtins.int
@@ -424,6 +456,8 @@ class AdmitOp(_message.Message):
     """Reuse nothing: all of it is to be computed, whatever is cached. Its blocks are stored up to those of which equal ones
     are cached.
     """
+    again: _builtins.bool
+    """Its request was admitted before: what it finds now says nothing about hits, and is not counted as such. (Nor are forks.)"""
     def __init__(
         self,
         *,
@@ -433,10 +467,11 @@ class AdmitOp(_message.Message):
         fork_of: _builtins.int = ...,
         num_planned_tokens: _builtins.int = ...,
         no_reuse: _builtins.bool = ...,
+        again: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fork_of", b"fork_of", "no_reuse", b"no_reuse", "num_new_tokens", b"num_new_tokens", "num_planned_tokens", b"num_planned_tokens", "sequence", b"sequence", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "fork_of", b"fork_of", "no_reuse", b"no_reuse", "num_new_tokens", b"num_new_tokens", "num_planned_tokens", b"num_planned_tokens", "sequence", b"sequence", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

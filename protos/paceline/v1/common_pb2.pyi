@@ -233,12 +233,15 @@ class RetentionRange(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     DURATION_MS_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     end: _builtins.int
     priority: _builtins.int
     """0..100; 35 is what those have of whom nothing is said. Lower ones are evicted first."""
     duration_ms: _builtins.int
     """For so long after the last use; 0: for ever."""
+    decode: _builtins.bool
+    """Of a request: start and end count from the first generated token on, whatever the prompt's length. Not to the cache."""
     def __init__(
         self,
         *,
@@ -246,10 +249,11 @@ class RetentionRange(_message.Message):
         end: _builtins.int = ...,
         priority: _builtins.int = ...,
         duration_ms: _builtins.int = ...,
+        decode: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_ms", b"duration_ms", "end", b"end", "priority", b"priority", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "duration_ms", b"duration_ms", "end", b"end", "priority", b"priority", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

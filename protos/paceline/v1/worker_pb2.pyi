@@ -75,6 +75,7 @@ class WorkerRegistration(_message.Message):
     MAX_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_LORAS_FIELD_NUMBER: _builtins.int
     NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """For logs."""
     block_size: _builtins.int
@@ -93,6 +94,12 @@ class WorkerRegistration(_message.Message):
     """
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo: ...
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptSequence]:
+        """What was on the worker when its last link ended, and is there still: whoever comes again need not have it computed
+        anew. At most 8 MiB of it count.
+        """
+
     def __init__(
         self,
         *,
@@ -104,14 +111,46 @@ class WorkerRegistration(_message.Message):
         max_batched_tokens: _builtins.int = ...,
         max_loras: _builtins.int = ...,
         num_host_blocks: _builtins.int = ...,
+        kept: _abc.Iterable[Global___KeptSequence] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_batched_tokens", b"max_batched_tokens", "max_loras", b"max_loras", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "kept", b"kept", "max_batched_tokens", b"max_batched_tokens", "max_loras", b"max_loras", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerRegistration: _TypeAlias = WorkerRegistration  # noqa: Y015
+
+@_typing.final
+class KeptSequence(_message.Message):
+    """The KV of a sequence's first tokens, in the blocks that begin its table. Blocks may be in several tables."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_TABLE_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    token_ids: _builtins.bytes
+    num_computed_tokens: _builtins.int
+    block_table: _builtins.bytes
+    """Packed int32."""
+    cache_salt: _builtins.str
+    def __init__(
+        self,
+        *,
+        token_ids: _builtins.bytes = ...,
+        num_computed_tokens: _builtins.int = ...,
+        block_table: _builtins.bytes = ...,
+        cache_salt: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "cache_salt", b"cache_salt", "num_computed_tokens", b"num_computed_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptSequence: _TypeAlias = KeptSequence  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
@@ -153,7 +192,7 @@ Global___WorkerDrain: _TypeAlias = WorkerDrain  # noqa: Y015
 @_typing.final
 class StepFailure(_message.Message):
     """A forward pass raised, is overdue, or has broken the device. No result of it comes, nor of the steps behind it, and
-    nothing that the link's sequences have in blocks is to be used again.
+    nothing that the link's sequences have in blocks is to be used again (nor does KeptSequence name it).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -355,6 +394,7 @@ class NewSequence(_message.Message):
     BLOCK_TABLE_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     token_ids: _builtins.bytes
     """Prompt, then the output so far (a resumed sequence has some)."""
@@ -364,6 +404,8 @@ class NewSequence(_message.Message):
     block_table: _builtins.bytes
     request_id: _builtins.str
     """The request it belongs to, for logs."""
+    cache_salt: _builtins.str
+    """Of the request: for KeptSequence."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     def __init__(
@@ -376,10 +418,11 @@ class NewSequence(_message.Message):
         block_table: _builtins.bytes = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         request_id: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "num_cached_tokens", b"num_cached_tokens", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "cache_salt", b"cache_salt", "num_cached_tokens", b"num_cached_tokens", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

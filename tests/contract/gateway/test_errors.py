@@ -97,6 +97,23 @@ async def test_broken_json(running: Running, content: bytes) -> None:
     assert (await post(running, "/v1/completions", content=content, headers=headers))[0] == 400
 
 
+@pytest.mark.parametrize(
+    ("content", "field"),
+    [
+        (b'{"prompt": "NaN", "temperature": NaN}', "temperature"),
+        (b'{"prompt": "x", "logit_bias": {"5": -Infinity}, "top_p": NaN}', "logit_bias"),
+        (b'{"prompt": "x", "top_p": 1e999}', "top_p"),
+        (b'{"prompt": "NaN", "temperature": 1', None),
+        (b"NaN", None),
+        (b"[" * 60_000 + b"NaN", None),
+    ],
+)
+async def test_a_number_that_is_none_is_named(running: Running, content: bytes, field: str | None) -> None:
+    headers = {"content-type": "application/json"}
+    status, error = await post(running, "/v1/completions", content=content, headers=headers)
+    assert (status, error["param"], error["code"]) == (400, field, "invalid_json")
+
+
 async def test_bodies_that_are_no_json(running: Running) -> None:
     body = b'{"prompt": "x"}'
     for headers in ({"content-type": "text/plain"}, {"content-encoding": "gzip", "content-type": "application/json"}):

@@ -231,5 +231,8 @@ def restored(
     return claim
 
 
-def restore_op(worker: int, claims: Iterable[pb.RestoredSequence], incomplete: bool = False) -> pb.CacheOp:
-    return pb.CacheOp(restore=pb.RestoreOp(worker=worker, sequences=claims, incomplete=incomplete))
+def restore_op(
+    worker: int, claims: Iterable[pb.RestoredSequence], incomplete: bool = False, cached: bool = False
+) -> pb.CacheOp:
+    op = pb.RestoreOp(worker=worker, sequences=claims, incomplete=incomplete, cached=cached)
+    return pb.CacheOp(restore=op)

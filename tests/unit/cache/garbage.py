@@ -34,7 +34,7 @@ class Garbage:
         return ops
 
     def _some(self) -> list[pb.CacheOp]:
-        rare = self.rng.choice(["add_worker", "rematch", "empty", "remove_worker", "restore"])
+        rare = self.rng.choice(["add_worker", "rematch", "empty", "remove_worker", "restore", "give_up_pins"])
         usual = ["start", "start", "branch", *["commit"] * 3, "match", "admit", "fork", "extend", "free"]
         name = self.rng.choice([*usual, "swap_out", "swap_in", rare])
         if name == "start":
@@ -87,6 +87,9 @@ class Garbage:
     def _remove_worker(self) -> pb.CacheOp:
         return d.remove_worker_op(self.worker())
 
+    def _give_up_pins(self) -> pb.CacheOp:
+        return pb.CacheOp(give_up_pins=pb.GiveUpPinsOp(worker=self.worker()))
+
     def _match(self, sequence: int | None = None) -> pb.CacheOp:
         rng = self.rng
         match = pb.MatchOp(sequence=self.sequence() if sequence is None else sequence, token_ids=self.tokens())
@@ -114,6 +117,7 @@ class Garbage:
         """Claims that may well agree, as there are few tokens and few blocks."""
         rng, tree = self.rng, self.core.tree
         restore = pb.RestoreOp(worker=self.worker() if worker is None else worker, incomplete=not rng.randrange(6))
+        restore.cached = not rng.randrange(3)
         size = min(tree.block_size, 4) if tree is not None else 2
         for _ in range(rng.choice([0, 1, 2, 4])):
             tokens = self.tokens()

@@ -328,7 +328,8 @@ class Model:
         sequence = self.running.pop(s)
         worker = self.workers[sequence.worker]
         ends_within = sequence.computed > sequence.begun and sequence.computed % self.block_size
-        if worker.partial_reuse and ends_within and not (discard or sequence.planned):
+        all_stored = len(sequence.prefixes) == sequence.computed // self.block_size
+        if worker.partial_reuse and ends_within and all_stored and not (discard or sequence.planned):
             tail = (sequence.terms.salt, *sequence.tokens[: sequence.computed])
             block = sequence.table[sequence.computed // self.block_size]
             worker.keep_tail(tail, block, sequence.terms.priority, sequence.terms.retention)

@@ -364,6 +364,18 @@ def test_a_reset_forgets_everything_but_the_totals(link: Driver) -> None:
     assert link.core.counters.prefix_query_tokens == 16
 
 
+def test_only_the_first_admission_of_a_request_counts_as_a_hit_or_a_miss(link: Driver) -> None:
+    link.start(1, A[:9])
+    link.commit(1, [], 9)
+    link.exchange(d.match_op(2, [*A[:9], 5]), d.fork_op(2, 0, 1))
+    assert 2 in link.core.admitted
+    op = d.admit_op(3, 0)
+    op.admit.again = True
+    link.exchange(d.match_op(3, A), op)
+    assert 3 in link.core.admitted
+    assert (link.core.counters.prefix_query_tokens, link.core.counters.prefix_hit_tokens) == (9, 0)
+
+
 def test_counters_tell_hits_and_evictions_even_of_workers_that_left(link: Driver) -> None:
     link.run(1, A)
     link.run(2, A)

@@ -12,6 +12,7 @@ from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import Code, OpError
 from cache_svc.core.pins import Pin
 from cache_svc.core.tree import Namespace
+from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 from tests.unit.cache.follower import Follower, stored_in
 
@@ -163,6 +164,23 @@ def test_a_reset_leaves_what_is_used_and_what_is_pinned(link: d.Driver) -> None:
     assert link.probe(B) == {0: (16, 16)}
 
 
+def test_the_metrics_show_it_before_the_next_exchange(link: d.Driver) -> None:
+    def shown() -> tuple[int, int, int]:
+        (pool,) = link.core.pool_counters()
+        return pool.free_blocks, pool.cached_blocks, pool.used_blocks
+
+    link.run(1, A)
+    assert shown() == (12, 4, 0)
+    pin(link, "a", A[:8])
+    assert shown() == (12, 2, 2)
+    admin.forget_unused(link.core)
+    assert shown() == (14, 0, 2)
+    admin.unpin(link.core, "a")
+    assert shown() == (14, 2, 0)
+    link.exchange()
+    assert link.pools[0][:3] == (14, 2, 0)  # the scheduler hears of it all the same
+
+
 def test_waiting_sequences_learn_of_a_reset(link: d.Driver) -> None:
     link.run(1, A)
     assert link.match(2, [*A, 1]) == {0: (16, 0)}
@@ -171,36 +189,23 @@ def test_waiting_sequences_learn_of_a_reset(link: d.Driver) -> None:
     assert (update.sequence, list(update.matches)) == (2, [])
 
 
-def test_pins_give_way_to_a_request_that_has_no_room_beside_them(link: d.Driver) -> None:
-    link.run(1, A[:12])
+def test_the_pins_of_a_worker_are_given_up(link: d.Driver) -> None:
+    """All of them; those of other workers stay."""
+    link.add_worker(1, 16)
+    for worker in (0, 1):
+        link.run(1, A[:12], worker=worker)
     link.run(2, B)
     pin(link, "a", A[:12])
     pin(link, "b", B)
-    link.exchange(d.match_op(3, [*B, *[7] * 36]))  # 13 blocks: 4 are pinned, and 9 are left
-    assert len(link.core.pins.by_name) == 2
-    link.exchange(d.match_op(4, [7] * 40))
-    assert not link.core.pins.by_name
+    link.exchange(pb.CacheOp(give_up_pins=pb.GiveUpPinsOp(worker=0)))
+    assert link.pools[0][2] == 0
+    assert link.core.pins.by_name.keys() == {"a"}
+    assert link.pools[1][2] == 3
+    link.exchange(pb.CacheOp(give_up_pins=pb.GiveUpPinsOp(worker=0)))
     assert link.core.counters.pins_given_up == 1
-    assert link.pools[0][:3] == (9, 7, 0)
-
-
-def test_pins_give_way_to_the_last_sequence_that_runs(link: d.Driver) -> None:
-    link.run(1, A)
-    pin(link, "a", A)
-    link.start(2, [7] * 44)
-    link.commit(2, [8] * 0, 44)
-    assert link.core.pins.by_name
-    link.extend(2)
-    link.commit(2, [8] * 1, 44)
-    assert not link.core.pins.by_name
-
-
-def test_pins_stay_while_there_is_somebody_else_to_make_way(link: d.Driver) -> None:
-    link.run(1, A)
-    pin(link, "a", A)
-    link.start(2, [7] * 24)
-    link.start(3, [6] * 24)
-    assert link.core.pins.by_name
+    with pytest.raises(d.Refused) as error:
+        link.one(pb.CacheOp(give_up_pins=pb.GiveUpPinsOp(worker=7)))
+    assert error.value.code is Code.NOT_FOUND
 
 
 def test_a_reset_link_forgets_its_pins(link: d.Driver) -> None:
@@ -303,6 +308,12 @@ class PinMachine(RuleBasedStateMachine):
         for name in expired:
             del self.pinned[name]
         self.check()
+
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.core.workers)))
+        self.do(pb.CacheOp(give_up_pins=pb.GiveUpPinsOp(worker=worker)))
+        assert not self.core.pins.num_blocks(self.core.workers[worker])
 
     @rule()
     def reset(self) -> None:

@@ -320,3 +320,39 @@ def test_parts_go_with_their_worker() -> None:
     link.add_worker(0, 16)
     link.one(d.restore_op(0, [d.restored(2, A[:4], 4, [1])]))
     assert link.core.admitted.keys() == {2}
+
+
+def test_what_no_longer_runs_is_cached() -> None:
+    """Also what two of them share, and the beginning of a block (with partial reuse)."""
+    link = Driver()
+    link.add_worker(0, 16, num_host_blocks=4, partial_reuse=True)
+    claims = [
+        d.restored(1, A, 15, [1, 2, 3, 4]),
+        d.restored(2, B, 16, [1, 2, 5, 6, 7]),
+        d.restored(3, A[:8], 8, [1, 8]),  # its first block is shared, its second one equal to one that is
+        d.restored(4, A[:5], 5, host=[2, 3]),
+        d.restored(5, A[:8], 9, [1, 2]),  # contradicts itself
+    ]
+    refused = link.one(d.restore_op(0, claims, cached=True)).restore.refused
+    assert [one.sequence for one in refused] == [5]
+    assert not [*link.core.admitted, *link.core.swapped, *link.core.waiting]
+    free, cached, used, _ = link.pools[0]
+    assert (free, cached, used) == (10, 6, 0)
+    assert link.probe(A) == {0: (15, 0)}
+    assert link.probe(B) == {0: (16, 0)}
+    assert link.start(1, [*A, 7])[1][:3] == [1, 2, 3]  # the name is free, and the blocks are those
+    link.core.check_invariants()
+
+
+def test_what_is_cached_is_of_its_namespace() -> None:
+    link = Driver()
+    link.add_worker(0, 16)
+    link.one(d.restore_op(0, [d.restored(1, A, 16, [1, 2, 3, 4], salt="pepper")], cached=True))
+    assert link.probe(A) == {}
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    link = Driver()
+    link.add_worker(0, 16, prefix_caching=False)
+    link.one(d.restore_op(0, [d.restored(1, A, 16, [1, 2, 3, 4]), d.restored(2, A, 16, [1, 2, 5, 6])], cached=True))
+    assert link.pools[0] == (16, 0, 0, 0)

@@ -33,6 +33,14 @@ def test_only_what_was_given_is_sent() -> None:
     assert list(make_request(None, None, [1, 2], "", {}).token_ids.ids) == [1, 2]
 
 
+def test_a_share_above_zero_arrives_above_zero() -> None:
+    """They travel in 32 bits."""
+    given: dict[str, Any] = {"top_p": 1e-46, "typical_p": 1e-300}
+    sampling = make_request("hi", None, None, "", given).sampling  # type: ignore[arg-type]
+    assert (sampling.top_p, sampling.typical_p) == (2.0**-149, 2.0**-149)
+    assert make_request("hi", None, None, "", {"top_p": 0.0}).sampling.top_p == 0.0, "refused by the server"
+
+
 def test_every_sampling_option_is_sent() -> None:
     given: dict[str, Any] = {
         "min_p": 0.5, "typical_p": 0.25, "repetition_penalty": 2, "presence_penalty": 0.5, "frequency_penalty": -0.5,

@@ -219,6 +219,8 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [True]}, "prompt"),
     ({"prompt": [[1], ["a"]]}, "prompt"),
     ({"prompt": ["x"] * 129}, "prompt"),
+    ({"cache_retention": [{"priority": 1, "duration": 5}]}, "cache_retention.0.duration"),
+    ({"cache_retention": [{"priority": 1, "decode": 1}]}, "cache_retention.0.decode"),
     ({"temperature": "1"}, "temperature"),
     ({"temperature": True}, "temperature"),
     ({"max_tokens": 1.5}, "max_tokens"),
@@ -285,7 +287,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("wrong", "field"), BAD_BODIES)
 def test_bodies_of_completions_are_strict(wrong: dict[str, Any], field: str) -> None:
     with pytest.raises(ApiError) as caught:
-        schema.parse(schema.CompletionRequest, COMPLETION | wrong)
+        schema.parse(schema.CompletionRequest, COMPLETION | wrong, 1024)
     assert (caught.value.status, caught.value.param) == (400, field)
     json.dumps(caught.value.body())
 
@@ -293,14 +295,14 @@ def test_bodies_of_completions_are_strict(wrong: dict[str, Any], field: str) -> 
 @pytest.mark.parametrize(("wrong", "field"), BAD_CHATS)
 def test_bodies_of_chats_are_strict(wrong: dict[str, Any], field: str) -> None:
     with pytest.raises(ApiError) as caught:
-        schema.parse(schema.ChatRequest, CHAT | wrong)
+        schema.parse(schema.ChatRequest, CHAT | wrong, 1024)
     assert (caught.value.status, caught.value.param) == (400, field)
 
 
 @pytest.mark.parametrize("body", [None, [], "x", 5])
 def test_a_body_is_an_object(body: Any) -> None:
     with pytest.raises(ApiError, match="JSON object"):
-        schema.parse(schema.ChatRequest, body)
+        schema.parse(schema.ChatRequest, body, 1024)
 
 
 def test_values_that_change_nothing_are_fine() -> None:
@@ -310,9 +312,9 @@ def test_values_that_change_nothing_are_fine() -> None:
         "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "user": "me", "unknown": {"a": [1]},
         "response_format": {"type": "text"}, "stop": None, "seed": None, "temperature": 1,
     }  # fmt: skip
-    assert schema.parse(schema.CompletionRequest, COMPLETION | neutral).sampling().temperature == 1.0
+    assert schema.parse(schema.CompletionRequest, COMPLETION | neutral, 1024).sampling().temperature == 1.0
     chat = CHAT | {"logprobs": False, "top_logprobs": 0, "tools": None, "tool_choice": "none"}
-    assert schema.parse(schema.ChatRequest, chat).messages[0].content == "x"
+    assert schema.parse(schema.ChatRequest, chat, 1024).messages[0].content == "x"
 
 
 @pytest.mark.parametrize(
@@ -327,7 +329,7 @@ def test_values_that_change_nothing_are_fine() -> None:
 )
 def test_what_is_not_supported_is_named_in_json(name: str, value: Any, wanted: str) -> None:
     with pytest.raises(ApiError) as error:
-        schema.parse(schema.CompletionRequest, COMPLETION | {name: value})
+        schema.parse(schema.CompletionRequest, COMPLETION | {name: value}, 1024)
     assert error.value.code == "unsupported_value"
     assert error.value.message == f"{name} is not supported yet (leave it out, or {wanted})"
 
@@ -335,9 +337,69 @@ def test_what_is_not_supported_is_named_in_json(name: str, value: Any, wanted: s
 def test_typed_parts_and_both_names_of_max_tokens() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = {"messages": [{"role": "developer", "content": parts}], "max_tokens": 3, "max_completion_tokens": 4}
-    request = schema.parse(schema.ChatRequest, body)
+    request = schema.parse(schema.ChatRequest, body, 1024)
     assert request.messages[0].for_template() == {"role": "system", "content": "a\nb"}
     assert request.sampling().max_tokens == 4
+
+
+class Untouched(list[Any]):
+    """Has a length and a first entry."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("a list that is too long was gone through")
+
+
+class UntouchedObject(dict[str, Any]):
+    def __iter__(self) -> Any:
+        raise AssertionError("an object that is too large was gone through")
+
+    items = values = keys = __iter__
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "limit"),
+    [
+        ("prompt", Untouched([1] * 1025), "context is 1024 tokens, but the prompt has 1025"),
+        ("prompt", [[1], Untouched([1] * 1025)], "context is 1024 tokens, but the prompt has 1025"),
+        ("prompt", Untouched(["a"] * 129), "at most 128"),
+        ("prompt", Untouched([[1]] * 129), "at most 128"),
+        ("stop", Untouched(["a"] * 17), "at most 16"),
+        ("stop_token_ids", Untouched([1] * 257), "at most 256"),
+        ("logit_bias", UntouchedObject({str(i): 1 for i in range(1025)}), "at most 1024"),
+        ("bad_words", Untouched(["a"] * 257), "at most 256"),
+        ("bad_words", ["a", Untouched([1] * 257)], "256 are possible"),
+        ("allowed_token_ids", Untouched([1] * 8193), "at most 8192"),
+        ("cache_retention", Untouched([{"priority": 1}] * 65), "at most 64"),
+        ("messages", Untouched([{"role": "user", "content": "a"}] * 16385), "at most 16384"),
+        ("messages", [{"role": "user", "content": Untouched(["a"] * 16385)}], "at most 16384"),
+        ("chat_template_kwargs", UntouchedObject({str(i): 1 for i in range(1025)}), "at most 1024"),
+    ],
+)
+def test_a_list_that_is_too_long_is_refused_by_its_length(name: str, value: Any, limit: str) -> None:
+    cls, body = (schema.ChatRequest, CHAT) if name in ("messages", "chat_template_kwargs") else (
+        schema.CompletionRequest, COMPLETION)  # fmt: skip
+    with pytest.raises(ApiError, match=limit) as caught:
+        schema.parse(cls, body | {name: value}, 1024)
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
+def test_lists_as_long_as_may_be_are_taken() -> None:
+    body = {
+        "prompt": [1] * 1024, "stop": ["a"] * 16, "stop_token_ids": [1] * 256, "bad_words": [[1] * 64] * 256,
+        "logit_bias": {str(i): 1 for i in range(1024)}, "allowed_token_ids": [1] * 8192,
+        "cache_retention": [{"priority": 1}] * 64,
+    }  # fmt: skip
+    assert len(schema.parse(schema.CompletionRequest, body, 1024).prompt) == 1024
+    assert len(schema.parse(schema.CompletionRequest, {"prompt": [[1] * 1024] * 128}, 1024).prompt) == 128
+    chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 16384}]}
+    assert len(schema.parse(schema.ChatRequest, chat, 1024).messages[0].content) == 16383
+
+
+@pytest.mark.parametrize("name", ["top_p", "typical_p"])
+@pytest.mark.parametrize("given", [1e-45, 1e-46, 1e-300])
+def test_the_smallest_shares_stay_above_zero(builder: RequestBuilder, name: str, given: float) -> None:
+    """They travel in 32 bits, where 0 is no share, or none asked for."""
+    assert getattr(make_job(builder, **{name: given}).sampling, name) == 2.0**-149
 
 
 # -- errors and files

@@ -13,6 +13,7 @@ import pytest
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions
+from paceline.v1.worker_pb2 import KeptSequence
 from scheduler_svc.core import cache_link, recovery, slots
 from scheduler_svc.core.beam_groups import make_search
 from scheduler_svc.core.request import Request
@@ -300,3 +301,47 @@ def test_tables_are_those_that_were_granted(noted: int, monkeypatch: pytest.Monk
             assert {slot: request.block_table.tolist() for slot, request in seated.items()} == right
             checks += 1
     assert checks > 50
+
+
+def test_another_scheduler_finds_what_the_worker_has_computed() -> None:
+    before = make()
+    worker = begin(before, num_moves=60).worker
+    assert isinstance(worker, ToyWorker)
+    delivered = {handle: before.clients["s"].tokens[handle] for handle in PROMPTS}
+    assert all(len(tokens) > 3 for tokens in delivered.values())
+    computed = worker.num_computed
+    worker.registration.kept.extend(worker.kept())
+    after = make()
+    after.attach(worker, keeps_blocks=True)
+    assert not worker.registration.kept, "they are of use once"
+    for handle, prompt in PROMPTS.items():
+        after.submit("s", handle, prompt, SAMPLING, output_token_ids=pack(delivered[handle]), accepted_before=True)
+    after.run()
+    for handle, prompt in PROMPTS.items():
+        assert delivered[handle] + after.clients["s"].tokens[handle] == expected_output(prompt, SAMPLING)
+    left = sum(SAMPLING.max_tokens - len(tokens) for tokens in delivered.values())
+    assert worker.num_computed - computed <= left, "each token is computed once, the last delivered one among them"
+    after.assert_at_rest()
+
+
+def test_what_a_worker_claims_wrongly_costs_nothing() -> None:
+    """Nonsense is refused one by one, and what is too much is left out."""
+    system = make()
+    worker = toy()
+    good = KeptSequence(token_ids=pack(SHARED), num_computed_tokens=8, block_table=pack([1, 2]))
+    bad = [
+        KeptSequence(token_ids=b"123", num_computed_tokens=1, block_table=pack([3])),
+        KeptSequence(token_ids=pack(SHARED), num_computed_tokens=8, block_table=pack([3])),
+        KeptSequence(token_ids=pack(SHARED), num_computed_tokens=8, block_table=pack([3, 9999])),
+        KeptSequence(token_ids=pack([*SHARED, 1]), num_computed_tokens=8, block_table=pack([2, 1])),
+    ]
+    huge = KeptSequence(token_ids=bytes(cache_link.MAX_EXCHANGE_BYTES), num_computed_tokens=0)
+    worker.registration.kept.extend([*bad, good, huge, good])
+    system.attach(worker, keeps_blocks=True)
+    for _ in range(2):
+        request = system.to_cache.popleft() if system.to_cache else None
+        if request is not None:
+            system.from_cache.append(system.cache.exchange(request))
+            system.move("answer", None)
+    assert (system.cache.counters.restored_sequences, system.cache.counters.refused_claims) == (1, 4)
+    system.assert_at_rest()

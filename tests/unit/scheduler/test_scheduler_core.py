@@ -302,6 +302,18 @@ def test_what_is_retained_is_there_when_all_else_has_gone(system: LocalSystem, c
     assert [client.endings[handle].cached_tokens for handle in (8, 9)] == [16, 0]
 
 
+def test_ranges_of_what_is_generated_count_from_the_end_of_the_prompt(system: LocalSystem, client: Client) -> None:
+    """As TensorRT-LLM's decode retention: whoever asks by text does not know how many tokens the prompt has."""
+    system.attach(toy(num_blocks=16))
+    kept = [RetentionRange(end=16, priority=0), RetentionRange(decode=True, start=4, end=8, priority=90)]
+    submit_raw(system, 1, prompt_token_ids=pack(*range(10, 26)), sampling=params(9), cache_retention=kept)
+    submit_raw(system, 2, prompt_token_ids=pack(*range(10, 26)), sampling=params(9), cache_retention=[kept[0], *kept])
+    (request,) = system.scheduler.queue
+    assert list(request.cache_retention) == [RetentionRange(end=16), RetentionRange(start=20, end=24, priority=90)]
+    system.run()
+    assert "start: 0 lies within the range before" in client.endings[2].message
+
+
 @pytest.mark.parametrize(
     ("fields", "field", "said"),
     [

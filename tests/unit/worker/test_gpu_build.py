@@ -128,4 +128,20 @@ def test_what_steps_take_is_what_a_trial_took(
     monkeypatch.setattr(memory, "CudaCapture", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     needed = memory.bytes_for_steps(lambda: TrialRunner(free), sizes, torch.device("cpu"))
-    assert needed == ((400 + 300 + graphs_mib) << 20) + memory.SAMPLER_BYTES_PER_LOGIT * 10 * 1000
+    sampling = 10 * (memory.SAMPLER_BYTES_PER_LOGIT * 1000 + memory.SAMPLER_BYTES_PER_ROW)
+    assert needed == ((400 + 300 + graphs_mib) << 20) + sampling
+
+
+def test_scoring_prompts_counts_where_it_takes_more_than_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of 256 MiB of logits, if a step has that many rows, and one sequence."""
+    free = [5000]
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: free[0] << 20)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    def make_runner() -> TrialRunner:
+        runner = TrialRunner(free)
+        runner.limits = SlotLimits(1, 8192, 8192, 16, 1, 2**17, ())
+        return runner
+
+    needed = memory.bytes_for_steps(make_runner, [], torch.device("cpu"))
+    assert needed == (700 << 20) + (memory.SCORER_BYTES_PER_LOGIT * 256 << 20) // 4

@@ -10,6 +10,8 @@ import torch
 
 from gpu_worker.build import BuiltWorker
 from gpu_worker.runner import NO_NUMBER
+from gpu_worker.sampling import prompt_scores
+from gpu_worker.sampling.prompt_scores import ScoredChunk, score_prompts
 from paceline.v1.common_pb2 import PromptLogprobs, SamplingParams
 from tests.unit.worker.driver import Driver
 from tests.unit.worker.families import Reference
@@ -87,3 +89,35 @@ def test_a_place_without_a_number_fails_the_request_that_asks(
     result = driver.run_step()
     assert [(error.slot, error.message) for error in result.errors] == [(sequence.slot, NO_NUMBER)]
     assert other.output
+
+
+@pytest.mark.parametrize("rows", [1, 7, 19, 20, 64])
+def test_slices_score_what_the_whole_scores(rows: int) -> None:
+    """Of some chunks at once, whose borders are not those of the slices, and no slice is larger than it may be."""
+    hidden = torch.randn(60, 16, generator=torch.Generator().manual_seed(0))
+    head = torch.randn(16, 300, generator=torch.Generator().manual_seed(1))
+    chunks = [ScoredChunk(slot, 1, np.arange(20, dtype=np.int32) * 7, top) for slot, top in enumerate((3, 0, 5))]
+    sizes: list[int] = []
+
+    def logits(part: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(part))
+        return (part.unsqueeze(-1) * head).sum(1)  # row by row the same sums, unlike a product of matrices
+
+    whole = list(score_prompts(hidden, logits, 300, chunks).by_chunk())
+    assert sizes == [60]
+    sizes.clear()
+    sliced = list(score_prompts(hidden, logits, 300, chunks, slice_bytes=rows * 300 * 4 + 3).by_chunk())
+    assert max(sizes) == min(rows, 60)
+    assert sliced == whole
+    assert [len(scores.logprobs.top_logprobs) for scores, _ in whole] == [4 * 20 * top for top in (3, 0, 5)]
+
+
+def test_prompts_in_slices_through_the_runner(
+    reference: Callable[[str], Reference], build: Callable[..., BuiltWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_scores, "rows_at_once", lambda vocab_size, slice_bytes: 7)
+    checkpoint = reference("qwen2")
+    driver = Driver(build(checkpoint.folder).runner, chunk_tokens=33)
+    driver.add(PROMPT, 9, SCORED)
+    parts = [item.logprobs for _ in range(2) for item in driver.run_step().prompt_logprobs]
+    check(parts, expected(checkpoint, PROMPT), PROMPT, 4)

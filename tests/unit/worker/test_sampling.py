@@ -52,7 +52,7 @@ def test_filters_are_those_of_transformers(temperature: float, top_k: int, top_p
     if top_p < 1:
         theirs.append(TopPLogitsWarper(top_p))
     expected = theirs(torch.zeros(8, 1, dtype=torch.int64), logits.clone())
-    ours = mask_top_k(apply_temperature(logits, torch.full((8,), temperature)), torch.full((8,), top_k))
+    ours = mask_top_k(apply_temperature(logits, torch.full((8,), temperature)), torch.full((8,), top_k), top_k)
     if top_p < 1:
         ours = mask_top_p(ours, torch.full((8,), top_p))
     assert torch.equal(ours.isinf(), expected.isinf())
@@ -88,6 +88,23 @@ def test_draws_follow_the_distribution() -> None:
     tokens = sample(logits, make_rows(20_000, seed=np.full(20_000, 3, np.uint64), position=np.arange(20_000))).tokens
     shares = torch.bincount(tokens, minlength=4) / 20_000
     torch.testing.assert_close(shares, torch.tensor([0.5, 0.2, 0.2, 0.1]), atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["top_p", "typical_p"])
+def test_the_smallest_share_keeps_one_token(
+    name: str, reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
+) -> None:
+    """As it comes out of a message, in 32 bits; for typical_p the token is not always the likeliest."""
+    outputs = []
+    for seed in (1, 2):
+        driver = Driver(build(reference("qwen2").folder).runner)
+        smallest = SamplingParams(**{"top_p": 1.0, "temperature": 1.0, "seed": seed, name: 2.0**-149})
+        sequence = driver.add([5, 6, 7], 12, smallest)
+        driver.run()
+        outputs.append(sequence.output)
+    assert outputs[0] == outputs[1]
+    if name == "top_p":
+        assert outputs[0] == reference("qwen2").greedy([5, 6, 7], 12)
 
 
 def test_a_token_without_probability_is_never_drawn() -> None:

@@ -1,0 +1,75 @@
+"""Lengths of the lists in a JSON body, looked at before anything goes through their entries: a body within its limit of
+bytes has room for millions, and the event loop would go through them while nobody else is served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.gateway.errors import invalid
+from services.gateway.request import MAX_STOP_STRINGS, too_long
+from services.gateway.sampling import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_BIASED_TOKENS,
+    MAX_STOP_TOKEN_IDS,
+)
+
+MAX_PROMPTS = 128
+MAX_MESSAGES = 16384
+MAX_PARTS = 16384  # of one message
+MAX_RETENTION_RANGES = 64  # as the scheduler has it
+MAX_TEMPLATE_VARIABLES = 1024
+
+# Entries at the most, and what they are called.
+_ENTRIES = {
+    "stop": (MAX_STOP_STRINGS, "stop strings"),
+    "stop_token_ids": (MAX_STOP_TOKEN_IDS, "stop tokens"),
+    "logit_bias": (MAX_BIASED_TOKENS, "tokens"),
+    "bad_words": (MAX_BAD_WORDS, "entries"),
+    "allowed_token_ids": (MAX_ALLOWED_TOKENS, "tokens"),
+    "cache_retention": (MAX_RETENTION_RANGES, "ranges"),
+    "chat_template_kwargs": (MAX_TEMPLATE_VARIABLES, "entries"),
+}
+
+
+def check_lengths(body: Mapping[str, Any], max_model_len: int) -> None:
+    """Raises ApiError 400 for a list that cannot be. What is no list, or holds the wrong things, is for the schema."""
+    for name in _ENTRIES.keys() & body.keys():
+        value = body[name]
+        most, things = _ENTRIES[name]
+        if isinstance(value, list | dict) and len(value) > most:
+            raise invalid(name, f"{name} has {len(value)} {things}; at most {most} are possible")
+    for word in _list(body, "bad_words"):
+        if isinstance(word, list) and len(word) > MAX_BAD_WORD_CHARS:
+            raise invalid("bad_words", f"bad_words: an entry has {len(word)} tokens; {MAX_BAD_WORD_CHARS} are possible")
+    _check_prompt(_list(body, "prompt"), max_model_len)
+    _check_chat(_list(body, "messages"))
+
+
+def _check_prompt(prompt: list[Any], max_model_len: int) -> None:
+    if not prompt:
+        return
+    if isinstance(prompt[0], int):
+        if len(prompt) > max_model_len:
+            raise too_long("prompt", str(len(prompt)), max_model_len)
+        return
+    if len(prompt) > MAX_PROMPTS:
+        raise invalid("prompt", f"prompt: has {len(prompt)} prompts; at most {MAX_PROMPTS} are possible")
+    for one in prompt:
+        if isinstance(one, list) and len(one) > max_model_len:
+            raise too_long("prompt", str(len(one)), max_model_len)
+
+
+def _check_chat(messages: list[Any]) -> None:
+    if len(messages) > MAX_MESSAGES:
+        raise invalid("messages", f"messages: has {len(messages)}; at most {MAX_MESSAGES} are possible")
+    for message in messages:
+        if len(parts := _list(message, "content")) > MAX_PARTS:
+            raise invalid("messages", f"messages: a content has {len(parts)} parts; at most {MAX_PARTS} are possible")
+
+
+def _list(holder: Any, name: str) -> list[Any]:
+    value = holder.get(name) if isinstance(holder, dict) else None
+    return value if isinstance(value, list) else []

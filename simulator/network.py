@@ -1,0 +1,213 @@
+"""A network under a virtual clock: parties, and connections between them that delay, break and fall silent.
+
+Nothing here knows what the messages mean. All chance comes from one seeded generator, and what falls on the same moment
+happens in the order in which it was arranged, so a run can be repeated bit for bit (FoundationDB's way of testing).
+
+What a party may rely on is what TCP and gRPC give it: messages of one connection arrive in order, once each, or the
+connection ends; an end that dies is noticed; one that falls silent is noticed after the keepalive. Between connections
+there is no order at all.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, Self
+
+KEEPALIVE_S = 4.0  # two seconds to the next ping, two for its answer: services/runtime/rpc.py
+Action = Callable[[], None]
+
+
+class Message(Protocol):
+    def SerializeToString(self) -> bytes: ...
+
+    @classmethod
+    def FromString(cls, data: bytes) -> Self: ...
+
+
+class Party:
+    """A process. What is arranged for it happens while it runs, later while it is frozen, never once it is dead."""
+
+    def __init__(self, network: Network, name: str) -> None:
+        self.network = network
+        self.name = name
+        self.alive = True
+        self.frozen = False
+        self._backlog: list[Action] = []
+        self.connections: list[Connection] = []
+
+    def perform(self, action: Action) -> None:
+        if not self.alive:
+            return
+        if self.frozen:
+            self._backlog.append(action)
+        else:
+            action()
+
+    def after(self, delay_s: float, action: Action) -> None:
+        """A timer of this process."""
+        self.network.after(delay_s, lambda: self.perform(action))
+
+    def every(self, period_s: float, action: Action) -> None:
+        def again() -> None:
+            action()
+            self.after(period_s, again)
+
+        self.after(period_s, again)
+
+    def die(self) -> None:
+        """SIGKILL: the operating system closes its connections."""
+        self.alive, self.frozen = False, False
+        self._backlog.clear()
+        for connection in list(self.connections):
+            connection.cut()
+
+    def freeze(self) -> None:
+        """SIGSTOP: it stays connected until the others' pings have waited long enough."""
+        self.frozen = True
+        for connection in list(self.connections):
+            self.network.after(KEEPALIVE_S, partial(self._given_up, connection))
+
+    def _given_up(self, connection: Connection) -> None:
+        if self.frozen:
+            connection.cut()
+
+    def thaw(self) -> None:
+        """SIGCONT: all that came in meanwhile is there at once."""
+        self.frozen = False
+        backlog, self._backlog = self._backlog, []
+        for action in backlog:
+            self.perform(action)
+
+    # ── what a party does about its connections ──────────────────────────────────────────────────────────────────────
+
+    def accepted(self, connection: Connection) -> None:
+        """Somebody has connected to it."""
+        raise NotImplementedError
+
+    def connected(self, connection: Connection) -> None:
+        """It has connected to somebody."""
+        raise NotImplementedError
+
+    def received(self, connection: Connection, message: Any) -> None:
+        raise NotImplementedError
+
+    def closed(self, connection: Connection) -> None:
+        """It is over, or never came about. Not called at the end that closed it."""
+        raise NotImplementedError
+
+
+class Connection:
+    """A stream of messages in either direction, from the moment at which `client` dialled."""
+
+    def __init__(self, network: Network, client: Party, server: Party) -> None:
+        self.network = network
+        self.client = client
+        self.server = server
+        self.silent = False
+        self._open = {client: True, server: True}
+        self._last_arrival_s = {client: 0.0, server: 0.0}
+
+    def __repr__(self) -> str:
+        return f"{self.client.name}-{self.server.name}"
+
+    def is_open(self, party: Party) -> bool:
+        return self._open[party]
+
+    def send(self, sender: Party, message: Message) -> None:
+        """Later changes of the message do not travel with it."""
+        if self._open[sender]:
+            data, kind = message.SerializeToString(), type(message)
+            receiver = self.other(sender)
+            self._deliver(receiver, lambda: receiver.received(self, kind.FromString(data)))
+
+    def close(self, party: Party) -> None:
+        """This end hangs up."""
+        self._leave(party)
+        other = self.other(party)
+        self._deliver(other, lambda: self._end(other))
+
+    def cut(self) -> None:
+        """The connection breaks: what is under way is lost, and each end learns of it in its own time."""
+        for party in (self.client, self.server):
+            self.network.after(self.network.delay_s(), partial(party.perform, partial(self._end, party)))
+        self.silent = True
+
+    def fall_silent(self) -> None:
+        """Nothing comes through any more, in either direction; pings go unanswered, too."""
+        self.silent = True
+        self.network.after(KEEPALIVE_S, self.cut)
+
+    def other(self, party: Party) -> Party:
+        return self.server if party is self.client else self.client
+
+    def establish(self) -> None:
+        """The server takes it, if there is one; then the client knows."""
+
+        def accept() -> None:
+            self.server.connections.append(self)
+            self.server.accepted(self)
+            self._deliver(self.client, lambda: self.client.connected(self))
+
+        if not self.server.alive:
+            self.cut()
+            return
+        self.network.after(KEEPALIVE_S, lambda: self.cut() if self not in self.server.connections else None)
+        self._deliver(self.server, accept)
+
+    def _deliver(self, receiver: Party, action: Action) -> None:
+        """In the order of sending."""
+        arrival_s = max(self._last_arrival_s[receiver], self.network.now_s + self.network.delay_s())
+        self._last_arrival_s[receiver] = arrival_s
+
+        def arrive() -> None:
+            if not self.silent and self._open[receiver]:
+                action()
+
+        self.network.at(arrival_s, lambda: receiver.perform(arrive))
+
+    def _end(self, party: Party) -> None:
+        if self._open[party]:
+            self._leave(party)
+            party.closed(self)
+
+    def _leave(self, party: Party) -> None:
+        self._open[party] = False
+        if self in party.connections:
+            party.connections.remove(self)
+
+
+class Network:
+    """The clock, and the chance of all delays. `num_events` counts what has happened."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.now_s = 0.0
+        self.num_events = 0
+        self._arranged: list[tuple[float, int, Action]] = []
+        self._order = itertools.count()
+
+    def delay_s(self) -> float:
+        """Mostly a millisecond, now and then much more: so messages of different links overtake each other."""
+        return self.rng.expovariate(1000.0) if self.rng.random() < 0.95 else self.rng.uniform(0.0, 0.3)
+
+    def at(self, moment_s: float, action: Action) -> None:
+        heapq.heappush(self._arranged, (max(moment_s, self.now_s), next(self._order), action))
+
+    def after(self, delay_s: float, action: Action) -> None:
+        self.at(self.now_s + delay_s, action)
+
+    def connect(self, client: Party, server: Party) -> None:
+        """`client` is told when it is connected, or that it is not."""
+        connection = Connection(self, client, server)
+        client.connections.append(connection)
+        connection.establish()
+
+    def step(self) -> None:
+        """The next thing happens."""
+        self.now_s, _, action = heapq.heappop(self._arranged)
+        self.num_events += 1
+        action()

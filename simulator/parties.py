@@ -1,0 +1,304 @@
+"""The services as parties of a simulated network: real cores, and around them what their asyncio shells do.
+
+GatewayParty     services/gateway/session.py around SessionCore
+SchedulerParty   scheduler_svc/server.py around SchedulerCore
+CacheParty       cache_svc/server.py around CacheCore
+WorkerParty      gpu_worker/link.py around a toy worker (toy_worker.py)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from cache_svc.core.cache import CacheCore
+from cache_svc.core.errors import Code, LinkError
+from paceline.v1.cache_pb2 import CacheServiceLinkRequest, CacheServiceLinkResponse
+from paceline.v1.inference_pb2 import SessionRequest, SessionResponse
+from paceline.v1.worker_pb2 import (
+    Heartbeat,
+    StepPlan,
+    WorkerDrain,
+    WorkerServiceLinkRequest,
+    WorkerServiceLinkResponse,
+)
+from scheduler_svc.core.cache_link import ProtocolError
+from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.scheduler import SchedulerCore
+from scheduler_svc.core.types import SchedulerConfig
+from services.gateway.session_core import LiveRequest, SessionCore
+from simulator.network import Action, Connection, Network, Party
+from simulator.toy_worker import ToyWorker
+
+Find = Callable[[], Party]  # the process that goes by a name now
+
+RETRY_S = 0.2
+TICK_S = 0.25
+HEARTBEAT_S = 1.0
+
+
+class SchedulerParty(Party):
+    def __init__(self, network: Network, name: str, core: SchedulerCore, cache: Find) -> None:
+        super().__init__(network, name)
+        self.core = core
+        self._cache = cache
+        self._epochs = itertools.count(core.epoch)
+        self._cache_link: Connection | None = None
+        self._sessions: dict[str, Connection] = {}
+        self._workers: dict[int, Connection] = {}
+        self._names: dict[Connection, str | int] = {}  # of the session or the worker at the other end
+        self.every(TICK_S, lambda: self._event(self.core.tick, self.network.now_s))
+        network.connect(self, cache())
+
+    def _event(self, handle: Callable[..., object], *args: object) -> None:
+        try:
+            handle(*args)
+        finally:
+            outbox = self.core.poll(self.network.now_s)
+            for exchange in outbox.to_cache:
+                assert self._cache_link is not None
+                self._cache_link.send(self, exchange)
+            for worker, message in outbox.to_workers:
+                if worker in self._workers:
+                    self._workers[worker].send(self, message)
+            for session, response in outbox.to_sessions:
+                if session in self._sessions:
+                    self._sessions[session].send(self, response)
+            for worker, _ in outbox.lost_workers:
+                if worker in self._workers:
+                    self._hang_up(self._workers[worker])
+
+    def accepted(self, connection: Connection) -> None:
+        pass  # its first message says who it is
+
+    def connected(self, connection: Connection) -> None:
+        self._cache_link = connection
+        self._event(self.core.cache_connected, next(self._epochs))
+
+    def received(self, connection: Connection, message: Any) -> None:
+        if isinstance(message, CacheServiceLinkResponse):
+            self._from_cache(connection, message)
+        elif isinstance(message, SessionRequest):
+            self._from_session(connection, message)
+        else:
+            self._from_worker(connection, message)
+
+    def closed(self, connection: Connection) -> None:
+        if connection.client is self:
+            if connection is self._cache_link:
+                self._cache_link = None
+                self._event(self.core.cache_lost)
+            self.after(RETRY_S, lambda: self.network.connect(self, self._cache()))
+            return
+        who = self._names.pop(connection, None)
+        if isinstance(who, str):
+            del self._sessions[who]
+            self._event(self.core.close_session, who)
+        elif isinstance(who, int):
+            del self._workers[who]
+            self._event(self.core.worker_lost, who)
+
+    def _hang_up(self, connection: Connection) -> None:
+        connection.close(self)
+        self.closed(connection)
+
+    def _from_cache(self, connection: Connection, response: CacheServiceLinkResponse) -> None:
+        try:
+            self._event(self.core.cache_response, response)
+        except ProtocolError:
+            self._hang_up(connection)
+
+    def _from_session(self, connection: Connection, request: SessionRequest) -> None:
+        if connection not in self._names:
+            session = self._names[connection] = request.open.session_id
+            self._sessions[session] = connection
+            self._event(self.core.open_session, session, request.open.response_window)
+        self._event(self.core.session_message, self._names[connection], request, self.network.now_s)
+
+    def _from_worker(self, connection: Connection, message: WorkerServiceLinkRequest) -> None:
+        now_s = self.network.now_s
+        if message.HasField("registration"):
+            name = self._names[connection] = self.core.register_worker(message.registration, now_s)
+            self._workers[name] = connection
+            self._event(lambda: None)
+            return
+        worker = self._names[connection]
+        assert isinstance(worker, int)
+        if worker not in self.core.workers:
+            return
+        try:
+            match message.WhichOneof("message"):
+                case "result":
+                    self._event(self.core.worker_result, worker, message.result, now_s)
+                case "heartbeat":
+                    self._event(self.core.worker_heartbeat, worker, now_s)
+                case "drain":
+                    self._event(self.core.worker_drain, worker)
+        except ProtocolError:
+            self._hang_up(connection)
+
+
+class CacheParty(Party):
+    """Its core checks every invariant after every exchange."""
+
+    def __init__(self, network: Network, name: str) -> None:
+        super().__init__(network, name)
+        self.core = CacheCore(debug=True)
+        self._link: Connection | None = None
+
+    def accepted(self, connection: Connection) -> None:
+        if self._link is not None:
+            self._link.close(self)
+        self._link = connection
+        self.core.reset()
+
+    def received(self, connection: Connection, request: CacheServiceLinkRequest) -> None:
+        if connection is not self._link:
+            return
+        try:
+            response = self.core.exchange(request)
+        except LinkError:
+            connection.close(self)
+            self.closed(connection)
+            return
+        for op, result in zip(request.ops, response.results, strict=True):
+            # Only blocks may run short; any other refusal is a mistake of the scheduler, and would leak.
+            kind, refused = op.WhichOneof("op"), result.HasField("error")
+            short = kind in ("admit", "extend") or result.error.code in (Code.RESOURCE_EXHAUSTED, Code.ABORTED)
+            assert short or not refused, f"the cache refused {kind}: {result.error.message}"
+            assert not result.restore.refused, f"the cache refused to restore {result.restore.refused}"
+        connection.send(self, response)
+
+    def closed(self, connection: Connection) -> None:
+        if connection is self._link:
+            self._link = None
+            self.core.reset()
+
+
+class WorkerParty(Party):
+    """Steps are run one after the other, each in its time, and for the link by which they came. Told to leave, it asks
+    to be let go; `on_released` is called when it is."""
+
+    def __init__(self, network: Network, name: str, toy: ToyWorker, scheduler: Find) -> None:
+        super().__init__(network, name)
+        self.toy = toy
+        self.on_released: Action = lambda: None
+        self._scheduler = scheduler
+        self._link: Connection | None = None
+        self._plans: deque[StepPlan] = deque()
+        self._leaving = False
+        self.every(HEARTBEAT_S, self._beat)
+        network.connect(self, scheduler())
+
+    def drain(self) -> None:
+        """SIGTERM."""
+        self._leaving = True
+        self._say(WorkerServiceLinkRequest(drain=WorkerDrain()))
+
+    def connected(self, connection: Connection) -> None:
+        self._link = connection
+        registration = WorkerServiceLinkRequest(registration=self.toy.registration)
+        registration.registration.kept.extend(self.toy.kept())
+        self._say(registration)
+        if self._leaving:
+            self._say(WorkerServiceLinkRequest(drain=WorkerDrain()))
+
+    def received(self, connection: Connection, message: WorkerServiceLinkResponse) -> None:
+        match message.WhichOneof("message"):
+            case "registered":
+                self.toy.reset(keeps_blocks=True)
+                self._plans.clear()
+            case "plan":
+                self._plans.append(message.plan)
+                if len(self._plans) == 1:
+                    self._begin(connection)
+            case "released":
+                assert not self._plans, "released with a plan to run"
+                self.on_released()
+
+    def closed(self, connection: Connection) -> None:
+        self._link = None
+        self._plans.clear()
+        self.after(RETRY_S, lambda: self.network.connect(self, self._scheduler()))
+
+    def _begin(self, connection: Connection) -> None:
+        seconds = 0.002 + self.network.delay_s()
+
+        def run() -> None:
+            if connection is not self._link:
+                return  # what is left of a link that is gone: its results are of no use to anybody
+            result = self.toy.run(self._plans[0])
+            self._plans.popleft()
+            self._say(WorkerServiceLinkRequest(result=result))
+            if self._plans:
+                self._begin(connection)
+
+        self.after(seconds, run)
+
+    def _beat(self) -> None:
+        self._say(WorkerServiceLinkRequest(heartbeat=Heartbeat(step=self.toy.step)))
+
+    def _say(self, message: WorkerServiceLinkRequest) -> None:
+        if self._link is not None:
+            self._link.send(self, message)
+
+
+class GatewayParty(Party):
+    """`on_news` is called with every request that has got a token or its ending."""
+
+    def __init__(
+        self, network: Network, name: str, core: SessionCore, scheduler: Find, on_news: Callable[[LiveRequest], None]
+    ) -> None:
+        super().__init__(network, name)
+        self.core = core
+        self._scheduler = scheduler
+        self._on_news = on_news
+        self._link: Connection | None = None
+        self.every(TICK_S, self._tick)
+        network.connect(self, scheduler())
+
+    def submit(self, **fields: Any) -> LiveRequest:
+        request = self.core.submit(now_s=self.network.now_s, **fields)
+        self._flush()
+        return request
+
+    def cancel(self, request: LiveRequest) -> None:
+        self.core.cancel(request)
+        self._flush()
+
+    def connected(self, connection: Connection) -> None:
+        self._link = connection
+        self._tell(self.core.connect())
+        self._flush()
+
+    def received(self, connection: Connection, response: SessionResponse) -> None:
+        self._tell(self.core.receive(response))
+        self._flush()
+
+    def closed(self, connection: Connection) -> None:
+        self._link = None
+        self.core.disconnect(self.network.now_s)
+        self.after(RETRY_S, lambda: self.network.connect(self, self._scheduler()))
+
+    def _tick(self) -> None:
+        self._tell(self.core.tick(self.network.now_s))
+        self._flush()
+
+    def _tell(self, requests: list[LiveRequest]) -> None:
+        for request in requests:
+            self._on_news(request)
+
+    def _flush(self) -> None:
+        while self._link is not None and (message := self.core.take_request()) is not None:
+            self._link.send(self, message)
+
+
+def new_scheduler_core(config: SchedulerConfig, policies: Callable[[], Policies], epoch: int) -> SchedulerCore:
+    """A policy that fails is a failure of the run."""
+
+    def fail(error: Exception) -> None:
+        raise AssertionError(f"policy failed: {error!r}") from error
+
+    return SchedulerCore(config, policies(), policies, epoch, on_policy_error=fail)

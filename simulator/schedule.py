@@ -1,0 +1,153 @@
+"""What happens in a simulated run, as data: who asks for what, which party meets with what, and when.
+
+A schedule comes from a seed, travels as JSON, and can lose any of its parts and still be played: that is how a failing
+one is shrunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+FaultKind = Literal["kill", "freeze", "drain", "cut", "silence"]
+
+NUM_GATEWAYS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A client's request, and when it loses patience."""
+
+    at_s: float
+    gateway: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int = 0
+    n: int = 1
+    ignore_eos: bool = False
+    logprobs: bool = False
+    beam_width: int = 0  # 0: no beam search
+    cancel_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What befalls a party: it is killed or told to leave (and started again after `for_s`), or frozen for so long; or
+    one of its connections, the `which`-th that it has at that moment, is cut or falls silent."""
+
+    at_s: float
+    kind: FaultKind
+    target: str
+    for_s: float = 0.0
+    which: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """`seed` gives the sizes of the parties and every delay of the network."""
+
+    seed: int
+    asks: tuple[Ask, ...]
+    faults: tuple[Fault, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        """Raises ValueError, KeyError or TypeError if it is none."""
+        data = json.loads(text)
+        asks = tuple(Ask(**{**ask, "prompt": tuple(ask["prompt"])}) for ask in data["asks"])
+        return cls(data["seed"], asks, tuple(Fault(**fault) for fault in data["faults"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of the parties; any of them may differ in all but the model and the size of a block."""
+
+    block_size: int
+    num_blocks: int
+    num_host_blocks: int
+    num_workers: int
+    window: int
+    response_window: int
+    preset: str
+    mode: str
+
+    @classmethod
+    def of(cls, seed: int) -> Sizes:
+        rng = random.Random(f"sizes {seed}")
+        block_size = rng.choice([1, 2, 4, 8])
+        num_blocks = rng.choice([48, 56, 72, 300]) // block_size + 2
+        return cls(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_host_blocks=rng.choice([0, num_blocks // 2, 2 * num_blocks]),
+            num_workers=rng.choice([1, 1, 2, 3]),
+            window=rng.choice([1, 2]),
+            response_window=rng.choice([2, 64]),
+            preset=rng.choice(["paceline", "paceline", "vllm-v1", "vllm-v0", "sglang-lpm", "trtllm-max-util"]),
+            mode=rng.choice(["recompute", "swap", "swap"]),
+        )
+
+
+def random_schedule(seed: int) -> Schedule:
+    rng = random.Random(f"schedule {seed}")
+    families = [[rng.randrange(8, 100) for _ in range(24)] for _ in range(2)]
+    asks = tuple(_random_ask(rng, families) for _ in range(rng.randrange(2, 8)))
+    faults = [_random_fault(rng, Sizes.of(seed).num_workers) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 4]))]
+    return Schedule(seed, asks, tuple(sorted(faults, key=lambda fault: fault.at_s)))
+
+
+def _random_ask(rng: random.Random, families: list[list[int]]) -> Ask:
+    shared = rng.choice(families)[: rng.randrange(25)]
+    prompt = (*shared, *(rng.randrange(8, 1000) for _ in range(rng.randrange(1, 6))))
+    beam_width = rng.randrange(1, 4) if rng.random() < 0.08 else 0
+    return Ask(
+        at_s=round(rng.uniform(0.1, 0.4), 4),
+        gateway=rng.randrange(NUM_GATEWAYS),
+        prompt=prompt,
+        max_tokens=rng.randrange(1, 8 if beam_width else 20),
+        seed=rng.randrange(4),
+        n=1 if beam_width else rng.choice([1, 1, 1, 2, 3]),
+        ignore_eos=rng.random() < 0.3,
+        logprobs=not beam_width and rng.random() < 0.2,
+        beam_width=beam_width,
+        cancel_after_s=round(rng.uniform(0.0, 0.4), 4) if rng.random() < 0.15 else None,
+    )
+
+
+def _random_fault(rng: random.Random, num_workers: int) -> Fault:
+    """Mostly while the requests run; more often than not something that is over soon."""
+    workers = [f"worker-{i}" for i in range(num_workers)]
+    gateways = [f"gateway-{i}" for i in range(NUM_GATEWAYS)]
+    target = rng.choice([*workers, *workers, "cache", "cache", "scheduler", "scheduler", *gateways])
+    kinds: list[FaultKind] = ["kill", "kill", "freeze", "cut", "silence"]
+    if target in workers:
+        kinds.append("drain")
+    return Fault(
+        at_s=round(rng.uniform(0.1, 0.8), 4),
+        kind=rng.choice(kinds),
+        target=target,
+        for_s=round(rng.choice([rng.uniform(0.0, 0.3), rng.uniform(0.3, 8.0)]), 4),
+        which=rng.randrange(4),
+    )
+
+
+def shrink(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
+    """A schedule that still fails, of which no single request or fault can be left out."""
+    smaller = True
+    while smaller:
+        smaller = False
+        for field in ("faults", "asks"):
+            parts = getattr(schedule, field)
+            for i in range(len(parts)):
+                without = dataclasses.replace(schedule, **{field: parts[:i] + parts[i + 1 :]})
+                if fails(without):
+                    schedule, smaller = without, True
+                    break
+    return schedule

@@ -1,0 +1,249 @@
+"""A whole Paceline under a virtual clock: gateways, scheduler, cache and workers, and everything that may befall them.
+
+A run plays one schedule (schedule.py). Whatever happens in it, every client has to get the tokens of an undisturbed
+run, each once and in order, and when all is quiet nothing may be left anywhere (DESIGN §5).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from paceline.v1.common_pb2 import FinishReason, SamplingParams
+from paceline.v1.inference_pb2 import BeamOptions
+from scheduler_svc.core.beam_groups import make_search
+from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.types import SchedulerConfig
+from scheduler_svc.policies.registry import build, choose
+from services.gateway.session_core import LiveRequest, SessionCore, Terms
+from simulator.network import KEEPALIVE_S, Network, Party
+from simulator.parties import CacheParty, GatewayParty, SchedulerParty, WorkerParty, new_scheduler_core
+from simulator.schedule import NUM_GATEWAYS, Ask, Fault, Schedule, Sizes
+from simulator.toy_worker import EOS, ToyWorker, expected_hypotheses, expected_output, toy_logprob
+
+# Workers are killed at random, and often: several coincidences in a row are none of a request's doing.
+POISON_FAILURES = 20
+WORKER_TIMEOUT_S = 3.0
+PATIENCE_S = 120.0  # after the last thing of the schedule; then what has not ended never will
+QUIET_S = 2 * KEEPALIVE_S + 1  # in which everybody notices whom it has lost
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """What a client has asked for, and what it has got."""
+
+    ask: Ask
+    gateway: GatewayParty
+    request: LiveRequest
+    right: list[int]  # the tokens of an undisturbed run
+    num_checked: int = 0
+    cancelled: bool = False
+    gone: bool = False  # with its gateway
+
+
+class World:
+    """Raises AssertionError, at the latest from `run`, if any promise is broken."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.sizes = Sizes.of(schedule.seed)
+        self.network = Network(schedule.seed)
+        self.parties: dict[str, Party] = {}
+        self.streams: list[Stream] = []
+        self._by_request: dict[int, Stream] = {}
+        self._leaving: set[Party] = set()  # told to, and not gone yet
+        self._epochs = itertools.count(1)
+        self._num_gateways = itertools.count(1)
+        self._last_s = max([0.0, *(f.at_s + f.for_s for f in schedule.faults), *(ask.at_s for ask in schedule.asks)])
+        self._pending = len(schedule.asks) + len(schedule.faults)  # of the schedule, as far as not over
+        names = [f"worker-{i}" for i in range(self.sizes.num_workers)] + [f"gateway-{i}" for i in range(NUM_GATEWAYS)]
+        for name in ["cache", "scheduler", *names]:
+            self._start(name)
+        for ask in schedule.asks:
+            self.network.at(ask.at_s, partial(self._ask, ask))
+        for fault in schedule.faults:
+            self.network.at(fault.at_s, partial(self._befall, fault))
+
+    def run(self) -> None:
+        while self._pending or self._leaving or self._unfinished():
+            self._step()
+        quiet_s = self.network.now_s + QUIET_S
+        while self.network.now_s < quiet_s:
+            self._step()
+        self._check_rest()
+
+    def _step(self) -> None:
+        self.network.step()
+        assert self.network.now_s < self._last_s + PATIENCE_S, f"does not come to rest: {self._unfinished()}"
+
+    def _unfinished(self) -> list[str]:
+        """Who still waits for something: those told to leave, and clients."""
+        clients = [s.request.request_id for s in self.streams if not (s.gone or s.request.ending)]
+        return [party.name for party in self._leaving] + clients
+
+    # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _find(self, name: str) -> Callable[[], Party]:
+        return lambda: self.parties[name]
+
+    def _start(self, name: str) -> None:
+        """A process of that name, which knows nothing of any before it."""
+        match name.partition("-")[0]:
+            case "cache":
+                party: Party = CacheParty(self.network, name)
+            case "scheduler":
+                config = SchedulerConfig(
+                    window=self.sizes.window,
+                    worker_timeout_s=WORKER_TIMEOUT_S,
+                    poison_failures=POISON_FAILURES,
+                )
+                core = new_scheduler_core(config, self._policies, 1000 * next(self._epochs))
+                party = SchedulerParty(self.network, name, core, self._find("cache"))
+            case "worker":
+                party = WorkerParty(self.network, name, self._toy(), self._find("scheduler"))
+            case _:
+                window = self.sizes.response_window
+                name_of_session = f"{name}-{next(self._num_gateways)}"
+                session = SessionCore(name_of_session, response_window=window, max_live=100, wait_s=1000.0)
+                party = GatewayParty(self.network, name, session, self._find("scheduler"), self._news)
+        self.parties[name] = party
+
+    def _policies(self) -> Policies:
+        options = {"mode": self.sizes.mode, "watermark": 0.0, "chunked_prefill": True}
+        return build(choose(self.sizes.preset, {}, options))
+
+    def _toy(self) -> ToyWorker:
+        sizes = self.sizes
+        return ToyWorker(
+            block_size=sizes.block_size,
+            num_blocks=sizes.num_blocks,
+            max_num_seqs=4,
+            max_batched_tokens=32,
+            num_host_blocks=sizes.num_host_blocks,
+        )
+
+    # ── what befalls them ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _befall(self, fault: Fault) -> None:
+        party = self.parties[fault.target]
+        match fault.kind:
+            case "kill" if party.alive:
+                self._restart(party, fault.for_s)
+            case "freeze" if party.alive:
+                party.freeze()
+                self._later(fault.for_s, party.thaw)
+            case "drain" if isinstance(party, WorkerParty) and party.alive and party not in self._leaving:
+                self._leaving.add(party)
+                party.on_released = lambda: self._restart(party, fault.for_s)
+                party.perform(party.drain)
+            case "cut" | "silence" if party.connections:
+                connection = party.connections[fault.which % len(party.connections)]
+                connection.cut() if fault.kind == "cut" else connection.fall_silent()
+        self._pending -= 1
+
+    def _restart(self, party: Party, for_s: float) -> None:
+        party.die()
+        self._leaving.discard(party)
+        for stream in self.streams:
+            stream.gone = stream.gone or stream.gateway is party
+        self._later(for_s, lambda: self._start(party.name))
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """What has to happen before the run can end."""
+        self._pending += 1
+
+        def happen() -> None:
+            self._pending -= 1
+            action()
+
+        self.network.after(delay_s, happen)
+
+    # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _ask(self, ask: Ask) -> None:
+        gateway = self.parties[f"gateway-{ask.gateway}"]
+        assert isinstance(gateway, GatewayParty)
+        gateway.perform(lambda: self._submit(gateway, ask))
+        self._pending -= 1
+
+    def _submit(self, gateway: GatewayParty, ask: Ask) -> None:
+        first = 0
+        for i in range(ask.n):
+            sampling = SamplingParams(
+                top_p=1, max_tokens=ask.max_tokens, seed=ask.seed + i, ignore_eos=ask.ignore_eos, logprobs=ask.logprobs
+            )
+            beam = None
+            if ask.beam_width:
+                beam = BeamOptions(width=ask.beam_width, num_return=ask.beam_width)
+            request = gateway.submit(
+                request_id=f"{gateway.name}-{len(self.streams)}",
+                prompt_token_ids=np.array(ask.prompt, np.int32).tobytes(),
+                sampling=sampling,
+                final_tokens=frozenset() if ask.ignore_eos else frozenset([EOS]),
+                terms=Terms(fork_of=first),
+                beam=beam,
+            )
+            first = first or request.handle
+            stream = Stream(ask, gateway, request, expected_output(list(ask.prompt), sampling))
+            self.streams.append(stream)
+            self._by_request[id(request)] = stream
+            if ask.cancel_after_s is not None:
+                gateway.after(ask.cancel_after_s, partial(self._cancel, stream))
+
+    def _cancel(self, stream: Stream) -> None:
+        stream.cancelled = True
+        stream.gateway.cancel(stream.request)
+
+    def _news(self, request: LiveRequest) -> None:
+        """What has come is looked at once, when it comes."""
+        stream = self._by_request[id(request)]
+        got, right, i = request.tokens, stream.right, stream.num_checked
+        if not stream.ask.beam_width:
+            assert got[i:] == right[i : len(got)], f"{request.request_id} got {got[i:]} after {i} tokens of {right}"
+        stream.num_checked = len(got)
+        if request.ending is not None:
+            self._check_ending(stream)
+
+    def _check_ending(self, stream: Stream) -> None:
+        request, ask, ending = stream.request, stream.ask, stream.request.ending
+        assert ending is not None
+        prompt = list(ask.prompt)
+        if ask.logprobs:
+            right = [toy_logprob([*prompt, *request.tokens[: i + 1]]) for i in range(len(request.tokens))]
+            assert [score.logprob for score in request.scores] == right, f"log probabilities of {request.request_id}"
+        if stream.cancelled:  # what came after that is not looked at, even if it was all
+            return
+        done = (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH)
+        assert ending.reason in done, f"{request.request_id} ended with {ending}"
+        if request.beam is None:
+            assert request.tokens == stream.right, f"{request.request_id} ended early: {request.tokens}"
+            return
+        found = [(np.frombuffer(h.token_ids, np.int32).tolist(), h.score) for h in ending.hypotheses]
+        expected = expected_hypotheses(prompt, make_search(request.beam, request.sampling, [EOS]))
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected], "another search"
+        assert np.allclose([score for _, score in found], [score for _, score in expected])
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _check_rest(self) -> None:
+        """Everybody has found everybody else again, and nothing is left anywhere."""
+        scheduler, cache = self.parties["scheduler"], self.parties["cache"]
+        assert isinstance(scheduler, SchedulerParty)
+        assert isinstance(cache, CacheParty)
+        core = scheduler.core
+        assert not len(core.queue)
+        assert len(core.workers) == self.sizes.num_workers, "not every worker is back"
+        assert len(core.sessions) == NUM_GATEWAYS, "not every gateway is back, or one is there twice"
+        for session in core.sessions.values():
+            assert not session.live
+        for worker in core.workers.values():
+            busy = [worker.running, worker.in_flight, worker.swapped, worker.swap_outs]
+            assert not any(busy), f"worker {worker.id} is busy"
+            assert worker.available_blocks == worker.num_blocks, "blocks are still in use"
+            assert worker.free_host_blocks == worker.registration.num_host_blocks, "host blocks are still in use"
+        known = [*cache.core.waiting, *cache.core.admitted, *cache.core.swapped]
+        assert not known, f"the cache still knows of sequences {known}"

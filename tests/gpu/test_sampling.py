@@ -1,0 +1,64 @@
+"""Sampling on a GPU: nothing waits for it, and what comes out is what a CPU gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from gpu_worker.device import fetch
+from gpu_worker.sampling.controls import Controls
+from gpu_worker.sampling.filters import beyond_by_radix, draw, mask_top_p, mask_typical_p, whole_weights
+from gpu_worker.sampling.sampler import sample
+from tests.unit.worker.test_controls import seat
+from tests.unit.worker.test_no_waiting import ASKED, BANS, PER_ROW, ROWS, SCORES, VOCAB
+from tests.unit.worker.test_sampling import make_rows
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+
+
+def test_torch_sees_no_wait() -> None:
+    """With everything that can be asked for; twice, so that nothing has to be set up any more."""
+    controls = Controls(VOCAB, DEVICE)
+    seat(controls, range(4), [[1, 2, 3]] * 4, [2] * 4, list(ASKED.values()))
+    for mode in ("default", "error"):
+        batch = controls.of(np.arange(ROWS, dtype=np.int32))
+        assert batch is not None
+        logits = torch.randn(ROWS, VOCAB, device=DEVICE)
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            sampled = sample(logits, make_rows(ROWS, **PER_ROW, **BANS, **SCORES), batch)
+            batch.record(sampled.tokens)
+            tokens = fetch(sampled.tokens)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert ((tokens >= 0) & (tokens < VOCAB)).all()
+
+
+@pytest.mark.parametrize("vocab", [1000, 128_256])
+def test_weights_decide_the_same_on_both_devices(vocab: int) -> None:
+    """From equal weights: an exp() differs in its last bit between them."""
+    logits = (3 * torch.randn(40, vocab, generator=torch.Generator().manual_seed(0))).bfloat16().float()
+    weights = whole_weights(logits)
+    wanted = torch.linspace(0.01, 1, 40, dtype=torch.float64).unsqueeze(-1) * weights.double().sum(-1, keepdim=True)
+    here = beyond_by_radix(logits, weights, wanted)
+    there = beyond_by_radix(logits.to(DEVICE), weights.to(DEVICE), wanted.to(DEVICE))
+    assert torch.equal(here, there.cpu())
+
+
+def test_a_row_is_filtered_and_drawn_alike_in_any_batch() -> None:
+    """Bit for bit, again and again: running sums of floats on a GPU would not be."""
+    row = (3 * torch.randn(1, 128_256, device=DEVICE)).bfloat16().float()
+    others = 3 * torch.randn(200, 128_256, device=DEVICE)
+    share, number = torch.full((201,), 0.9, device=DEVICE), torch.full((201,), 0.37, dtype=torch.float64, device=DEVICE)
+    for mask in (mask_top_p, mask_typical_p):
+        alone = mask(row, share[:1])
+        token = draw(alone, number[:1])
+        for place in (0, 1, 7, 64, 200):
+            batch = torch.cat((others[:place], row, others[: (place * 7) % 50]))
+            kept = mask(batch, share[: len(batch)])
+            assert torch.equal(kept[place], alone[0])
+            assert draw(kept, number[: len(batch)])[place] == token[0]

@@ -1,0 +1,249 @@
+"""Mistakes to plant in the real cores: what the simulation is worth is how soon it meets with them.
+
+docs/simulation.md lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from cache_svc.core.cache import CacheCore
+from cache_svc.core.eviction import EvictionQueue
+from cache_svc.core.memory import Memory
+from cache_svc.core.operations import Operations
+from cache_svc.core.tree import Holding, PrefixNode
+from cache_svc.core.worker import Worker as CachedWorker
+from paceline.v1.inference_pb2 import Submission
+from scheduler_svc.core.cache_link import CacheLink
+from scheduler_svc.core.lifecycle import Lifecycle
+from scheduler_svc.core.planner import Planner
+from scheduler_svc.core.recovery import Recovery
+from scheduler_svc.core.scheduler import SchedulerCore
+from scheduler_svc.core.sessions import Session
+from scheduler_svc.core.worker import Worker
+from services.gateway.session_core import SessionCore
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    mistake: str
+    plant: Callable[[Patch], None]
+    caught_by: int  # the first seed that fails with it
+
+    @property
+    def name(self) -> str:
+        return self.plant.__name__
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Instead of a method: what it would have done stays undone."""
+
+
+def freed_too_early(patch: Patch) -> None:
+    leave_path = Memory.leave_path
+
+    def mistaken(self: Memory, node: PrefixNode) -> None:
+        at = node
+        while at.parent is not None:
+            at.holdings[self.index].users, at = 1, at.parent
+        leave_path(self, node)
+
+    patch.setattr(Memory, "leave_path", mistaken)
+
+
+def user_not_counted(patch: Patch) -> None:
+    use = Memory.use
+
+    def mistaken(self: Memory, holding: Holding, priority: float = 0.0) -> None:
+        shared = bool(holding.users)
+        use(self, holding, priority)
+        holding.users -= shared
+
+    patch.setattr(Memory, "use", mistaken)
+
+
+def used_block_evicted(patch: Patch) -> None:
+    patch.setattr(EvictionQueue, "use", nothing)
+
+
+def fork_without_copy(patch: Patch) -> None:
+    fork = CachedWorker.fork
+    patch.setattr(CachedWorker, "fork", lambda self, *args: (fork(self, *args)[0], 0))
+
+
+def old_epoch_kept(patch: Patch) -> None:
+    def mistaken(self: CacheCore) -> None:
+        if not hasattr(self, "last_exchange"):
+            Operations.reset(self)
+        self.last_exchange = self.epoch = 0
+
+    patch.setattr(CacheCore, "reset", mistaken)
+
+
+def _plan_without(patch: Patch, *fields: str) -> None:
+    seat = Planner._seat
+
+    def mistaken(self: Planner, *args: Any) -> None:
+        seat(self, *args)
+        for field in fields:
+            args[4].ClearField(field)
+
+    patch.setattr(Planner, "_seat", mistaken)
+
+
+def copy_lost(patch: Patch) -> None:
+    _plan_without(patch, "copy_from", "copy_to")
+
+
+def swap_in_lost(patch: Patch) -> None:
+    _plan_without(patch, "swap_in_from", "swap_in_to")
+
+
+def demotion_lost(patch: Patch) -> None:
+    patch.setattr(Worker, "add_demotions", nothing)
+
+
+def slot_not_freed(patch: Patch) -> None:
+    vacate = Worker.vacate
+
+    def mistaken(self: Worker, slot: int) -> Any:
+        request = vacate(self, slot)
+        self.frees.remove(slot)
+        return request
+
+    patch.setattr(Worker, "vacate", mistaken)
+
+
+def tokens_forgotten(patch: Patch) -> None:
+    patch.setattr(Lifecycle, "recall_tokens", nothing)
+
+
+def sequence_leaked(patch: Patch) -> None:
+    patch.setattr(CacheLink, "forget_sequence", nothing)
+
+
+def lost_wake_up(patch: Patch) -> None:
+    patch.setattr(Lifecycle, "unanswered", nothing)
+
+
+def dropped_with_worker(patch: Patch) -> None:
+    patch.setattr(Lifecycle, "lost_worker", nothing)
+
+
+def claim_too_long(patch: Patch) -> None:
+    fill = Recovery._fill
+
+    def mistaken(self: Recovery, claim: Any, request: Any) -> None:
+        fill(self, claim, request)
+        claim.num_computed_tokens = min(claim.num_computed_tokens + 1, request.num_tokens)
+
+    patch.setattr(Recovery, "_fill", mistaken)
+
+
+def never_released(patch: Patch) -> None:
+    patch.setattr(SchedulerCore, "_release_drained", nothing)
+
+
+def token_twice(patch: Patch) -> None:
+    submissions = SessionCore._submissions
+
+    def mistaken(self: SessionCore) -> Iterator[Submission]:
+        for submission in submissions(self):
+            submission.output_token_ids = submission.output_token_ids[:-4]
+            yield submission
+
+    patch.setattr(SessionCore, "_submissions", mistaken)
+
+
+def not_resubmitted(patch: Patch) -> None:
+    connect = SessionCore.connect
+
+    def mistaken(self: SessionCore) -> Any:
+        unsent = self._unsent
+        ended = connect(self)
+        self._unsent = unsent
+        return ended
+
+    patch.setattr(SessionCore, "connect", mistaken)
+
+
+def credit_lost(patch: Patch) -> None:
+    message = SchedulerCore.session_message
+
+    def mistaken(self: SchedulerCore, session_id: str, request: Any, now_s: float) -> None:
+        request.responses_read = min(request.responses_read, 1)
+        message(self, session_id, request, now_s)
+
+    patch.setattr(SchedulerCore, "session_message", mistaken)
+
+
+def slow_reader_misses(patch: Patch) -> None:
+    next_message = Session.next_message
+
+    def mistaken(self: Session) -> Any:
+        if self.sent - self.read >= self.window:
+            self._handles.clear()
+            self._tokens.clear()
+        return next_message(self)
+
+    patch.setattr(Session, "next_message", mistaken)
+
+
+def beam_not_unparked(patch: Patch) -> None:
+    patch.setattr(Lifecycle, "unpark", nothing)
+
+
+def planned_counts_as_written(patch: Patch) -> None:
+    plan = CachedWorker.plan
+
+    def mistaken(self: CachedWorker, sequence: Any, num_computed_tokens: int) -> None:
+        plan(self, sequence, num_computed_tokens)
+        self.written(sequence)
+
+    patch.setattr(CachedWorker, "plan", mistaken)
+
+
+def matches_outlive_cache(patch: Patch) -> None:
+    patch.setattr(Lifecycle, "forget_matches", nothing)
+
+
+def draft_lost_with_worker(patch: Patch) -> None:
+    patch.setattr(Worker, "drop_draft", lambda self: [])
+
+
+def copied_block_granted(patch: Patch) -> None:
+    patch.setattr(Memory, "_withhold", nothing)
+
+
+MUTANTS = [
+    Mutant("a block goes with the first of its users", freed_too_early, 0),
+    Mutant("a second user of a block is not counted", user_not_counted, 0),
+    Mutant("a block that is used again can still be evicted", used_block_evicted, 1),
+    Mutant("a fork does not copy the last block", fork_without_copy, 0),
+    Mutant("the cache keeps the state of the link before", old_epoch_kept, 6),
+    Mutant("a copy-on-write never reaches the worker", copy_lost, 0),
+    Mutant("a swap-in never reaches the worker", swap_in_lost, 23),
+    Mutant("an eviction to host memory never reaches the worker", demotion_lost, 25),
+    Mutant("a worker is not told that a slot is free", slot_not_freed, 0),
+    Mutant("a preempted request forgets what it has generated", tokens_forgotten, 1),
+    Mutant("the cache is not told that a request has ended", sequence_leaked, 0),
+    Mutant("who waits for the cache's answer when it dies waits for ever", lost_wake_up, 10),
+    Mutant("what ran on a lost worker is not queued again", dropped_with_worker, 1),
+    Mutant("a new cache is told of a token more than was computed", claim_too_long, 12),
+    Mutant("a worker that is to leave is never let go", never_released, 5),
+    Mutant("a gateway resubmits without the last token that it has", token_twice, 6),
+    Mutant("a gateway does not resubmit what it had submitted", not_resubmitted, 2),
+    Mutant("a session's credit is not given back", credit_lost, 2),
+    Mutant("tokens for which a reader has no credit are dropped", slow_reader_misses, 2),
+    Mutant("a beam nobody forks from keeps its blocks", beam_not_unparked, 26),
+    Mutant("what a step is to write counts as written before it is sent", planned_counts_as_written, 0),
+    Mutant("what a cache said of a waiting request outlives it", matches_outlive_cache, 4),
+    Mutant("a step that waits for the cache is lost with its worker", draft_lost_with_worker, 10),
+    Mutant("a block that is to be copied is granted in the same exchange", copied_block_granted, 37),
+]

@@ -1,0 +1,93 @@
+"""All services, one clock, a network that delays, breaks and falls silent, and parties that die, freeze and come back:
+every client gets the tokens of an undisturbed run, once each and in order, and nothing is left behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache_svc.core.cache import CacheCore
+from scheduler_svc.core.scheduler import SchedulerCore
+from simulator.schedule import Schedule, random_schedule, shrink
+from simulator.soak import explain, play, play_seed
+from simulator.world import World
+from tests.simulation.mutants import MUTANTS, Mutant, token_twice
+
+NUM_SEEDS, BATCH = 2000, 50
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, BATCH))
+def test_every_stream_is_the_undisturbed_one_whatever_dies(first: int) -> None:
+    for seed in range(first, first + BATCH):
+        outcome = play_seed(seed)
+        if outcome.error:
+            pytest.fail(explain(outcome), pytrace=False)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_planted_mistake_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not play_seed(mutant.caught_by).error
+    mutant.plant(monkeypatch)
+    assert play_seed(mutant.caught_by).error
+
+
+def test_the_documented_mutants_are_these() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "simulation.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert rows == [f"| `{mutant.name}` | {mutant.mistake} | {mutant.caught_by} |" for mutant in MUTANTS]
+
+
+def test_the_seeds_reach_what_they_are_meant_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without this, the test above might show little."""
+    schedulers, caches = _made(monkeypatch, SchedulerCore), _made(monkeypatch, CacheCore)
+    seen: Counter[str] = Counter()
+    for seed in range(100):
+        world = World(random_schedule(seed))
+        world.run()
+        seen.update(f"fault: {fault.kind}" for fault in world.schedule.faults)
+        seen["resubmitted"] += sum(stream.request.attempt > 1 for stream in world.streams)
+        seen["gone with a gateway"] += sum(stream.gone for stream in world.streams)
+    for name in ("preempted", "swapped_in", "requeued", "restored"):
+        seen[name] = sum(getattr(core.counters, name) for core in schedulers)
+    for name in ("copied_blocks", "forked_sequences", "evicted_blocks", "demoted_blocks", "promoted_blocks"):
+        seen[name] = sum(getattr(core.counters, name) for core in caches)
+    assert len(seen) == 5 + 2 + 4 + 5
+    assert min(seen.values()) >= 5, seen
+
+
+def _made(monkeypatch: pytest.MonkeyPatch, kind: Any) -> list[Any]:
+    """All of this kind that are made from now on."""
+    made: list[Any] = []
+    init = kind.__init__
+
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(kind, "__init__", recorded)
+    return made
+
+
+def test_a_run_can_be_repeated_event_by_event() -> None:
+    for seed in (6, 10):
+        runs = [World(random_schedule(seed)) for _ in range(2)]
+        for world in runs:
+            world.run()
+        first, second = ((w.network.num_events, w.network.now_s, [s.request.tokens for s in w.streams]) for w in runs)
+        assert first == second
+
+
+def test_a_failing_schedule_is_shrunk_and_can_be_played_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    token_twice(monkeypatch)
+    outcome = play_seed(next(mutant.caught_by for mutant in MUTANTS if mutant.plant is token_twice))
+    small = shrink(outcome.schedule, lambda schedule: bool(play(schedule).error))
+    assert len(small.asks) == 1
+    assert len(small.faults) == 1
+    assert Schedule.from_json(small.to_json()) == small
+    message = explain(outcome)
+    again = Schedule.from_json(message.split("echo '")[1].split("'")[0])
+    assert again == small
+    assert play(again).error

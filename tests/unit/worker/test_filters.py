@@ -1,0 +1,116 @@
+"""Top-p and typical-p by either of their two ways, and the draw: the same everywhere, ties and edges included."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import TopPLogitsWarper, TypicalLogitsWarper
+
+from gpu_worker.sampling import filters
+from gpu_worker.sampling.filters import (
+    beyond_by_radix,
+    beyond_by_sorting,
+    draw,
+    mask_top_p,
+    mask_typical_p,
+    whole_weights,
+)
+from gpu_worker.sampling.uniform import uniforms
+
+SHARES = (1e-45, 1e-6, 0.1, 0.5, 0.9, 0.999, 1.0)
+
+
+def by_definition(values: Tensor, weights: Tensor, wanted: float) -> list[bool]:
+    """A token is beyond if all that come before it, which are those of larger value, have what is wanted."""
+    return [
+        sum(int(w) for v, w in zip(values.tolist(), weights.tolist(), strict=True) if v > value) >= wanted
+        for value in values.tolist()
+    ]
+
+
+def any_row(vocab: int) -> st.SearchStrategy[list[float]]:
+    """Few different values, so that there are ties; zeros of both signs, what a filter took out, and anything else."""
+    value = st.one_of(
+        st.sampled_from([0.0, -0.0, 1.0, -1.0, 1.5, -torch.inf]), st.floats(-3e4, 3e4, width=32, allow_nan=False)
+    )
+    return st.lists(value, min_size=vocab, max_size=vocab).filter(lambda row: max(row) > -torch.inf)
+
+
+@given(rows=st.lists(any_row(80), min_size=1, max_size=3), share=st.sampled_from(SHARES))
+@settings(max_examples=80, deadline=None)
+def test_both_ways_are_the_definition(rows: list[list[float]], share: float) -> None:
+    values = torch.tensor(rows)
+    weights = whole_weights(values)
+    wanted = torch.full((len(rows), 1), share, dtype=torch.float32).double() * weights.double().sum(-1, keepdim=True)
+    expected = [by_definition(v, w, float(x)) for v, w, x in zip(values, weights, wanted, strict=True)]
+    assert beyond_by_sorting(values, weights, wanted).tolist() == expected
+    assert beyond_by_radix(values, weights, wanted).tolist() == expected
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 2.0, 8.0])
+@pytest.mark.parametrize("vocab", [5, 1000, 32_003])
+def test_both_ways_are_one_on_large_rows(vocab: int, spread: float) -> None:
+    """Rounded like bfloat16's, so that many are equal; with and without filtered tokens; some need a full sort."""
+    values = (spread * torch.randn(8, vocab, generator=torch.Generator().manual_seed(vocab))).bfloat16().float()
+    values[::2, 3 : vocab // 2] = -torch.inf
+    values[1, 0] = 30.0
+    weights = whole_weights(values)
+    shares = torch.tensor([0.9, 0.9, 0.99999, 0.5, 0.1, 1.0, 1e-45, 0.3], dtype=torch.float64).unsqueeze(-1)
+    wanted = shares * weights.double().sum(-1, keepdim=True)
+    sorting, radix = beyond_by_sorting(values, weights, wanted), beyond_by_radix(values, weights, wanted)
+    assert torch.equal(sorting, radix)
+    assert not sorting.all(-1).any(), "one token stays at least"
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.2, 0.7, 0.95, 0.999])
+@pytest.mark.parametrize("by_radix", [False, True])
+def test_both_ways_are_transformers(top_p: float, by_radix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by_radix:  # as on a GPU
+        monkeypatch.setattr(filters, "beyond_by_sorting", beyond_by_radix)
+    ids = torch.zeros(6, 1, dtype=torch.int64)
+    logits = 2 * torch.randn(6, 5000, generator=torch.Generator().manual_seed(3))
+    ours = mask_top_p(logits, torch.full((6,), top_p))
+    assert torch.equal(ours, TopPLogitsWarper(top_p)(ids, logits.clone()))
+    if top_p:
+        ours = mask_typical_p(logits, torch.full((6,), top_p))
+        assert torch.equal(ours, TypicalLogitsWarper(top_p)(ids, logits.clone()))
+
+
+@pytest.mark.parametrize("vocab", [2, 50, 1000, 128_256, 2**18])
+def test_sums_of_weights_do_not_hang_on_their_order(vocab: int) -> None:
+    """Flat rows are the heaviest."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.stack((torch.zeros(vocab), torch.randn(vocab, generator=generator)))
+    weights = whole_weights(logits)
+    assert torch.equal(weights, weights.round())
+    exact = [sum(int(w) for w in row) for row in weights.tolist()]
+    assert max(exact) <= 2**53
+    shuffled = weights[:, torch.randperm(vocab, generator=generator)]
+    for order in (weights, weights.flip(-1), shuffled):
+        assert [int(total) for total in order.sum(-1, dtype=torch.float64)] == exact
+        assert [int(total) for total in order.cumsum(-1, dtype=torch.float64)[:, -1]] == exact
+
+
+@pytest.mark.parametrize("vocab", [1, 3, 511, 512, 513, 5000])
+def test_the_draw_is_the_inverse_of_the_sums(vocab: int) -> None:
+    """Over blocks, and for random numbers that are next to nothing and next to one; never what has been filtered."""
+    logits = 3 * torch.randn(40, vocab, generator=torch.Generator().manual_seed(vocab))
+    logits[::3, 1::2] = -torch.inf
+    numbers = uniforms(np.arange(40, dtype=np.uint64), np.arange(40))
+    numbers[:8] = [0.5 / 2**32, 1 - 0.5 / 2**32] * 4
+    tokens = draw(logits, torch.from_numpy(numbers)).tolist()
+    for row, (token, number) in enumerate(zip(tokens, numbers.tolist(), strict=True)):
+        upto = np.cumsum(whole_weights(logits[row : row + 1])[0].double().numpy())
+        assert token == int(np.searchsorted(upto, number * upto[-1], side="right"))
+        assert logits[row, token] > -torch.inf
+
+
+def test_a_row_without_numbers_does_not_break_the_draw() -> None:
+    """What a division by a small temperature can make of large logits; the token means nothing, but it is one."""
+    logits = torch.full((2, 700), torch.inf)
+    logits[1, 5] = torch.nan
+    assert all(0 <= token < 700 for token in draw(logits, torch.full((2,), 0.9, dtype=torch.float64)).tolist())

@@ -1,0 +1,144 @@
+"""Sampling on a device asks it nothing: the host tells it what to do and goes on. Without a GPU (see no_wait.py)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gpu_worker.device import upload
+from gpu_worker.sampling import filters, sampler
+from gpu_worker.sampling.controls import Controls
+from gpu_worker.sampling.prompt_scores import ScoredChunk, score_prompts
+from gpu_worker.sampling.sampler import sample
+from paceline.v1.common_pb2 import SamplingParams
+from tests.unit.worker.driver import pack
+from tests.unit.worker.no_wait import DEVICE, HostWaits, NoWaiting
+from tests.unit.worker.test_controls import seat
+from tests.unit.worker.test_sampling import make_rows
+
+VOCAB = 700
+ROWS = 6
+PER_ROW = {
+    "temperature": np.array([0, 1, 0.5, 1, 1, 2], np.float32),
+    "top_p": np.array([1, 0.9, 0.1, 1, 0.999, 0.5], np.float32),
+    "top_k": np.array([0, 0, 5, 300, VOCAB, 2]),
+    "min_p": np.array([0, 0.1, 0, 0, 0.5, 0.2], np.float32),
+    "typical_p": np.array([1, 0.9, 1, 0.3, 1, 0.5], np.float32),
+}
+BANS = {"banned_rows": np.array([0, 0, 4]), "banned_tokens": np.array([3, 4, 3])}
+SCORES = {"scored": np.array([1, 5]), "num_top": np.array([0, 20])}
+ASKED = {
+    "penalties": SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2),
+    "bias": SamplingParams(logit_bias={3: 2.0, 5: -1.0}),
+    "bad_words": SamplingParams(bad_words=[pack([4]), pack([5, 6, 7])]),
+    "allowed": SamplingParams(allowed_token_ids=pack(range(100))),
+}
+
+
+def rows_asking(names: tuple[str, ...], everyone: bool) -> dict[str, np.ndarray]:
+    """Of all rows, so that nothing has to be picked out, or of some."""
+    values = {name: PER_ROW[name] for name in names}
+    return {name: np.repeat(value[-1:], ROWS) for name, value in values.items()} if everyone else values
+
+
+@pytest.mark.parametrize("everyone", [False, True])
+@pytest.mark.parametrize("others", [{}, BANS, SCORES, BANS | SCORES])
+def test_no_combination_of_filters_waits_for_the_device(everyone: bool, others: dict[str, np.ndarray]) -> None:
+    for count in range(len(PER_ROW) + 1):
+        for names in itertools.combinations(PER_ROW, count):
+            rows = make_rows(ROWS, **rows_asking(names, everyone), **others)
+            with NoWaiting():
+                sampled = sample(torch.zeros(ROWS, VOCAB, dtype=torch.bfloat16, device=DEVICE), rows)
+            assert sampled.tokens.device == DEVICE
+            assert sampled.tokens.shape == (ROWS,)
+
+
+@pytest.mark.parametrize("names", [n for count in (1, 2, 4) for n in itertools.combinations(ASKED, count)])
+def test_no_combination_of_controls_waits_for_the_device(names: tuple[str, ...]) -> None:
+    """From the seat in a slot to the note of what was sampled, among rows that ask for nothing."""
+    sampling = SamplingParams()
+    for name in names:
+        sampling.MergeFrom(ASKED[name])
+    with NoWaiting():
+        controls = Controls(VOCAB, DEVICE)
+        seat(controls, [2, 0], [[1, 2, 3, 4], [9]], [3, 1], [sampling, ASKED[names[0]]])
+        for slots in ([0, 1, 2, 3, 4, 5], [2, 1, 0, 3, 4, 5]):
+            batch = controls.of(np.array(slots, np.int32))
+            assert batch is not None
+            logits = torch.zeros(ROWS, VOCAB, device=DEVICE)
+            sampled = sample(logits, make_rows(ROWS, **PER_ROW, **BANS, **SCORES), batch)
+            batch.record(sampled.tokens)
+            assert sampled.ruled_out is not None
+
+
+def test_scoring_a_prompt_does_not_wait_for_the_device() -> None:
+    chunks = [ScoredChunk(0, 1, np.arange(5, dtype=np.int32), 3), ScoredChunk(4, 9, np.arange(4, dtype=np.int32), 0)]
+    with NoWaiting():
+        scores = score_prompts(torch.zeros(9, VOCAB, device=DEVICE), lambda hidden: hidden * 2, VOCAB, chunks, 9000)
+    assert scores.top_tokens.shape == (9, 3)
+
+
+MISTAKES: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x.amax().item(),
+    "int": lambda x: int(x.amax()),
+    "branch": lambda x: 1 if x.amax() > 0 else 2,
+    "all": lambda x: bool((x > 0).all()),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "numpy": lambda x: x.numpy(force=True),
+    "nonzero": lambda x: x.nonzero(),
+    "flatnonzero": lambda x: torch.where(x > 0),
+    "mask": lambda x: x[x > 0],
+    "put by mask": lambda x: x.index_put_((x > 0,), torch.zeros((), device=DEVICE)),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "equal": lambda x: torch.equal(x, x),
+    "unique": lambda x: x.unique(),
+    "repeats": lambda x: x.repeat_interleave(torch.ones(4, dtype=torch.int64, device=DEVICE), 0),
+    "bincount": lambda x: x[0].to(torch.int64).bincount(),
+    "copy out": lambda x: torch.zeros(4, 5).copy_(x),
+    "plain upload": lambda x: torch.zeros(4).to(DEVICE),
+    "made of a list": lambda x: torch.tensor([1, 2], device=DEVICE),
+    "copy in": lambda x: x.copy_(torch.zeros(4, 5)),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_waits_is_noticed(name: str) -> None:
+    with NoWaiting(), pytest.raises(HostWaits):
+        MISTAKES[name](torch.zeros(4, 5, device=DEVICE))
+
+
+def _top_k_that_asks(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
+    return filters.mask_top_k(logits, top_k, int(top_k.max()))
+
+
+def _upload_that_waits(array: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "mistake"),
+    [
+        (sampler, "mask_top_k", _top_k_that_asks),
+        (filters, "beyond_by_radix", filters.beyond_by_sorting),
+        (sampler, "upload", _upload_that_waits),
+    ],
+)
+def test_a_planted_mistake_is_noticed(
+    module: object, name: str, mistake: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, name, mistake)
+    with NoWaiting(), pytest.raises(HostWaits):
+        sample(torch.zeros(ROWS, VOCAB, device=DEVICE), make_rows(ROWS, **PER_ROW))
+
+
+def test_what_is_allowed_is_not_refused() -> None:
+    with NoWaiting():
+        there = upload(np.arange(4), DEVICE)
+        assert there.device == DEVICE
+        torch.zeros(4, 5, device=DEVICE).masked_fill_(torch.zeros(4, 5, dtype=torch.bool, device=DEVICE), 0.0)
