@@ -25,6 +25,8 @@ from simulator.parties import CacheParty, GatewayParty, SchedulerParty, WorkerPa
 from simulator.schedule import NUM_GATEWAYS, Ask, Fault, Schedule, Sizes
 from simulator.toy_worker import EOS, ToyWorker, expected_hypotheses, expected_output, toy_logprob
 
+# Workers are killed at random, and often: several coincidences in a row are none of a request's doing.
+POISON_FAILURES = 20
 WORKER_TIMEOUT_S = 3.0
 PATIENCE_S = 120.0  # after the last thing of the schedule; then what has not ended never will
 QUIET_S = 2 * KEEPALIVE_S + 1  # in which everybody notices whom it has lost
@@ -94,7 +96,11 @@ class World:
             case "cache":
                 party: Party = CacheParty(self.network, name)
             case "scheduler":
-                config = SchedulerConfig(window=self.sizes.window, worker_timeout_s=WORKER_TIMEOUT_S)
+                config = SchedulerConfig(
+                    window=self.sizes.window,
+                    worker_timeout_s=WORKER_TIMEOUT_S,
+                    poison_failures=POISON_FAILURES,
+                )
                 core = new_scheduler_core(config, self._policies, 1000 * next(self._epochs))
                 party = SchedulerParty(self.network, name, core, self._find("cache"))
             case "worker":

@@ -192,7 +192,7 @@ Global___WorkerDrain: _TypeAlias = WorkerDrain  # noqa: Y015
 @_typing.final
 class StepFailure(_message.Message):
     """A forward pass raised, is overdue, or has broken the device. No result of it comes, nor of the steps behind it, and
-    nothing that the link's sequences have in blocks is to be used again.
+    nothing that the link's sequences have in blocks is to be used again (nor does KeptSequence name it).
     """
 
     DESCRIPTOR: _descriptor.Descriptor

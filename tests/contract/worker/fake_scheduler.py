@@ -90,6 +90,8 @@ class FakeScheduler(WorkerServiceServicer):
         async for message in requests:
             await self.reading.wait()
             link.inbox.put_nowait(message)
+            if message.HasField("failure"):
+                link.over.set()  # as the real one does: nothing comes after that
 
     async def accept(self, timeout_s: float = 15.0) -> WorkerLink:
         return await asyncio.wait_for(self.links.get(), timeout_s)
