@@ -42,7 +42,7 @@ $(VENV)/flashinfer-api/packages: scripts/flashinfer_api.sh | $(VENV)/serve.stamp
 	@scripts/flashinfer_api.sh $(VENV)/flashinfer-api || echo 'setup: it could not be fetched' >&2
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 # Simulated runs with new seeds until Ctrl-C: docs/simulation.md.
 soak: setup

@@ -38,8 +38,8 @@ class ModelWorker:
             num_host_blocks=limits.num_host_blocks,
         )
 
-    def reset(self) -> None:
-        self.runner.reset()
+    def reset(self, keeps_blocks: bool = False) -> None:
+        self.runner.reset()  # what is in the blocks stays there in any case
 
     def run(self, plan: StepPlan) -> StepResult:
         self.num_steps += 1
