@@ -1,4 +1,5 @@
-"""For all tests: no hub, one thread per torch, and the repository on the path (tests.support)."""
+"""For all tests: no hub, one thread per torch, the repository on the path (tests.support), and the same examples in every
+run of the property tests. `pytest --hypothesis-profile default` draws new ones."""
 
 from __future__ import annotations
 
@@ -6,7 +7,12 @@ import os
 import sys
 from pathlib import Path
 
+from hypothesis import settings
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")

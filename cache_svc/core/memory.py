@@ -22,6 +22,7 @@ connected to the root. check_invariants asserts it.
 
 from __future__ import annotations
 
+import math
 from array import array
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,10 @@ from cache_svc.core.tree import TOKEN_BYTES, Holding, PrefixNode, PrefixTree, Ta
 if TYPE_CHECKING:
     from cache_svc.core.events import Recorder
     from cache_svc.core.host import HostMemory
+
+
+# The priority of a use that is nobody's request's: it changes that of no block.
+NO_REQUEST = -math.inf
 
 
 class Memory:
@@ -163,15 +168,15 @@ class Memory:
                 self._withhold(dropped)
                 self.pool.give_back(dropped)
 
-    def use(self, holding: Holding, priority: float = 0.0) -> None:
-        """One user more."""
+    def use(self, holding: Holding, priority: float = NO_REQUEST) -> None:
+        """One user more, of a request of that priority."""
         if not holding.users:
             self.cached_blocks -= len(holding.blocks)
             self.queue.use(holding)
         holding.users += 1
         holding.priority = max(holding.priority, priority)
 
-    def use_path(self, node: PrefixNode, priority: float = 0.0) -> array[int]:
+    def use_path(self, node: PrefixNode, priority: float = NO_REQUEST) -> array[int]:
         """One user more of the node and all above it; returns the blocks from the root to its end."""
         path = []
         while node.parent is not None:

@@ -293,3 +293,18 @@ def test_what_is_evicted_block_by_block_is_a_run_again() -> None:
     link.match(4, prompt[:29])
     admit = link.one(d.admit_op(4, 0)).admit
     assert (admit.num_cached_tokens, d.unpack(admit.host_blocks)) == (28, [8, 7, 6, 5, 4, 3, 2])
+
+
+def test_what_comes_and_goes_keeps_the_priority_that_its_requests_gave_it() -> None:
+    """Also one below 0, when it is evicted for the second time and the host has it already."""
+    cache = link(eviction="priority")
+    for sequence in (1, 3):
+        cache.exchange(d.match_op(sequence, [*A, 5], priority=-2.0), d.admit_op(sequence, 0))
+        cache.commit(sequence, [], 17)
+        cache.free(sequence)
+        cache.run(sequence + 1, FILL)
+    host = cache.core.workers[0].host
+    held = [
+        node.holdings[host.index] for node in subtree(*cache.core.tree.roots.values()) if host.index in node.holdings
+    ]
+    assert {holding.priority for holding in held if holding.node.key == d.pack(A)} == {-2.0}
