@@ -1,5 +1,5 @@
-"""For all tests: no hub, one thread per torch, the repository on the path (tests.support), and the same examples in every
-run of the property tests. `pytest --hypothesis-profile default` draws new ones."""
+"""For all tests: no hub, one thread per torch, the repository on the path (tests.support), and the same examples in
+every run of the property tests. `pytest --hypothesis-profile default` draws new ones."""
 
 from __future__ import annotations
 
