@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline.v1.common_pb2 import FinishReason, ModelInfo, RetentionRange, SamplingParams
@@ -81,12 +81,13 @@ def check_submission(submission: Submission, sampling: SamplingParams, prompt: b
 def _check_retention(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -> None:
     if len(ranges) > MAX_RETENTION_RANGES:
         raise invalid("cache_retention", f"has {len(ranges)} ranges, {MAX_RETENTION_RANGES} are possible")
-    reached = 0.0
-    for one in sorted(_in_tokens(ranges, num_prompt_tokens), key=lambda r: r.start):
+    for one in ranges:
         if one.priority > MAX_RETENTION:
             raise invalid("cache_retention", f"priority: {one.priority} is not within 0..{MAX_RETENTION}")
         if one.end and one.end <= one.start:
             raise invalid("cache_retention", f"end: {one.end} is not after start, {one.start}")
+    reached = 0.0
+    for one in sorted(_in_tokens(ranges, num_prompt_tokens), key=lambda r: r.start):
         if one.start < reached:
             raise invalid("cache_retention", f"start: {one.start} lies within the range before")
         reached = one.end or math.inf
@@ -174,11 +175,19 @@ def new_request(
     )
 
 
-def _in_tokens(ranges: Iterable[RetentionRange], num_prompt_tokens: int) -> Iterator[RetentionRange]:
-    """Copies (which do not keep the submission in memory) that count from the first token of the prompt."""
+def _in_tokens(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -> Iterator[RetentionRange]:
+    """Copies (which do not keep the submission in memory) that count from the first token of the prompt. Where there
+    are ranges of what is generated, the others end with the prompt."""
+    about_output = any(one.decode for one in ranges)
     for one in ranges:
-        offset = num_prompt_tokens if one.decode else 0
-        start, end = min(one.start + offset, MAX_TOKEN_INDEX), min(one.end + offset, MAX_TOKEN_INDEX) if one.end else 0
+        start, end = one.start, one.end
+        if one.decode:
+            start = min(start + num_prompt_tokens, MAX_TOKEN_INDEX)
+            end = min(end + num_prompt_tokens, MAX_TOKEN_INDEX) if end else 0
+        elif about_output:
+            end = min(end or num_prompt_tokens, num_prompt_tokens)
+            if start >= end:
+                continue
         yield RetentionRange(start=start, end=end, priority=one.priority, duration_ms=one.duration_ms)
 
 
