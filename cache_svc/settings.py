@@ -22,4 +22,4 @@ class CacheSettings(ServiceSettings, section="cache"):
         10_000, ge=1, le=10_000_000, description="events kept for watchers that read slowly or come back"
     )
     max_pinned_share: float = Field(0.5, ge=0.0, le=1.0, description="of a worker's blocks, how many may be pinned")
-    debug: bool = Field(False, description="check every invariant after every exchange (slow)")
+    debug: bool = Field(False, description="check every invariant after every operation (slow)")

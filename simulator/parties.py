@@ -145,7 +145,7 @@ class CacheParty(Party):
 
     def __init__(self, network: Network, name: str) -> None:
         super().__init__(network, name)
-        self.core = CacheCore(debug=True)
+        self.core = CacheCore()
         self._link: Connection | None = None
 
     def accepted(self, connection: Connection) -> None:
@@ -163,6 +163,7 @@ class CacheParty(Party):
             connection.close(self)
             self.closed(connection)
             return
+        self.core.check_invariants()
         for op, result in zip(request.ops, response.results, strict=True):
             # Only blocks may run short; any other refusal is a mistake of the scheduler, and would leak.
             kind, refused = op.WhichOneof("op"), result.HasField("error")

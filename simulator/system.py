@@ -102,7 +102,7 @@ class LocalSystem:
             epoch=1,
             on_policy_error=on_policy_error,
         )
-        self.cache = CacheCore(debug=True)
+        self.cache = CacheCore()
         self.cache_epoch, self.has_cache = 0, False
         self.to_cache: deque[CacheServiceLinkRequest] = deque()
         self.from_cache: deque[CacheServiceLinkResponse] = deque()
@@ -128,7 +128,7 @@ class LocalSystem:
     def connect_cache(self) -> None:
         """To a cache that knows nothing."""
         self.has_cache = True
-        self.cache = CacheCore(debug=True)
+        self.cache = CacheCore()
         self.cache_epoch += 1
         self.scheduler.cache_connected(self.cache_epoch)
         self.poll()
@@ -187,6 +187,7 @@ class LocalSystem:
         if kind == "exchange":
             request = self.to_cache.popleft()
             response = self.cache.exchange(request)
+            self.cache.check_invariants()
             for op, result in zip(request.ops, response.results, strict=True):
                 # Only blocks may run short; any other refusal is a mistake of the scheduler, and would leak.
                 name, refused = op.WhichOneof("op"), result.HasField("error")

@@ -6,7 +6,7 @@ from array import array
 
 from cache_svc.core.errors import Code, LinkError, OpError
 from cache_svc.core.events import EventLog
-from cache_svc.core.invariants import check_state
+from cache_svc.core.invariants import check_no_copies_due, check_state
 from cache_svc.core.messages import add_matches, pool_counters
 from cache_svc.core.operations import Operations
 from cache_svc.core.pins import DEFAULT_SHARE
@@ -17,7 +17,7 @@ from paceline.v1 import cache_pb2 as pb
 
 
 class CacheCore(Operations):
-    """Exchanges of operations over one link. `debug` checks every invariant after every exchange (slow); `eviction`
+    """Exchanges of operations over one link. `debug` checks every invariant after every operation (slow); `eviction`
     names one of eviction.STRATEGIES."""
 
     def __init__(
@@ -65,6 +65,8 @@ class CacheCore(Operations):
                 self.counters.refused_ops += 1
                 result.error.code = refused.code
                 result.error.message = refused.message
+            if self.debug:
+                self.check_invariants(amid_exchange=True)
         self._stepless.clear()
         for worker in self._touched.values():
             worker.end_exchange()
@@ -76,9 +78,11 @@ class CacheCore(Operations):
             self.check_invariants()
         return response
 
-    def check_invariants(self) -> None:
+    def check_invariants(self, amid_exchange: bool = False) -> None:
         """Raises InvariantError if the state contradicts itself. Costs time proportional to all there is."""
         check_state(self.tree, self.workers, self.waiting, self.admitted, self.swapped, self.pins)
+        if not amid_exchange:
+            check_no_copies_due(self.workers)
 
     def pool_counters(self) -> list[pb.PoolCounters]:
         """The counters of every worker as of the last exchange or admin call. May be called from another thread at any

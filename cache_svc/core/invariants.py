@@ -131,9 +131,10 @@ def _check_device(worker: Worker, pins: Pins) -> None:
 def _check_memory(name: str, worker: Worker, memory: Memory, private: list[int]) -> None:
     """Each block in one state; a stored block is never one that somebody still writes."""
     holdings, pool = _holdings(worker, memory.index), memory.pool
-    _require(not memory.sources, f"{name}: is to be copied from in the next exchange")
     stored = [block for holding in holdings for block in holding.blocks]
-    states = [*pool.given_back(), *stored, *private]
+    withheld = list(memory.withheld)
+    _require(memory.sources <= set(stored), f"{name}: is to be copied from a block that is not stored")
+    states = [*pool.given_back(), *stored, *private, *withheld]
     handed_out = pool.first_untouched - 1
     _require(sorted(states) == list(range(1, handed_out + 1)), f"{name}: a block is lost, or in two states")
     _require(handed_out <= pool.num_blocks, f"{name}: block {handed_out} is beyond the pool")
@@ -141,10 +142,18 @@ def _check_memory(name: str, worker: Worker, memory: Memory, private: list[int])
     _require(memory.keeps or not unused, f"{name}: keeps what nobody uses")
     cached = sum(len(holding.blocks) for holding in unused)
     _require(memory.cached_blocks == cached, f"{name}: cached_blocks is {memory.cached_blocks}, not {cached}")
-    used = len(private) + len(stored) - cached
+    used = len(private) + len(stored) - cached + len(withheld)
     _require(memory.used_blocks == used, f"{name}: used_blocks is {memory.used_blocks}, not {used}")
     order = memory.queue.upcoming(memory.index)
     _require(len(order) == len(unused) and set(order) == set(unused), f"{name}: what is unused is not to be evicted")
+
+
+def check_no_copies_due(workers: dict[int, Worker]) -> None:
+    """Those that an exchange has asked for come before all that the next one grants."""
+    for worker in workers.values():
+        for memory in (worker.device, worker.host):
+            due = bool(memory.sources or memory.withheld or worker.host.moves)
+            _require(not due, f"worker {worker.worker_id}: a block is still to be copied from after the exchange")
 
 
 def _check_host(worker: Worker) -> None:

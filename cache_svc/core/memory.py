@@ -45,7 +45,6 @@ class Memory:
 
     __slots__ = (
         "_num_stored",
-        "_withheld",
         "cached_blocks",
         "events",
         "evicted_blocks_total",
@@ -57,6 +56,7 @@ class Memory:
         "queue",
         "sources",
         "tree",
+        "withheld",
     )
 
     def __init__(self, index: int, tree: PrefixTree, num_blocks: int, keeps: bool, eviction: str = "lru") -> None:
@@ -73,7 +73,7 @@ class Memory:
         self._num_stored = 0
         # Blocks that are to be copied before anything else is written: nobody gets them in this exchange.
         self.sources: set[int] = set()
-        self._withheld = array("i")  # what was evicted of them
+        self.withheld = array("i")  # what was evicted of them
 
     @property
     def free_blocks(self) -> int:
@@ -115,17 +115,17 @@ class Memory:
         for block in [block for block in blocks if block in self.sources]:
             blocks.remove(block)
             self.sources.remove(block)
-            self._withheld.append(block)
+            self.withheld.append(block)
 
     def give_back_later(self, blocks: array[int]) -> None:
         """These are free, but are to be copied from in this exchange."""
-        self._withheld += blocks
+        self.withheld += blocks
 
     def end_exchange(self) -> None:
         """The copies that this exchange has asked for come before all that the next one grants."""
-        if self._withheld:
-            self.pool.give_back(self._withheld)
-            self._withheld = array("i")
+        if self.withheld:
+            self.pool.give_back(self.withheld)
+            self.withheld = array("i")
         self.sources.clear()
 
     def _evict(self, holding: Holding, count: int) -> array[int]:

@@ -229,4 +229,4 @@ def digest(core: CacheCore) -> object:
 
 def _of_memory(memory: Memory) -> object:
     order = [block for holding in memory.queue.upcoming(memory.index) for block in reversed(holding.blocks)]
-    return memory.pool.given_back(), memory.pool.first_untouched, order, set(memory.sources), list(memory._withheld)
+    return memory.pool.given_back(), memory.pool.first_untouched, order, set(memory.sources), list(memory.withheld)
