@@ -22,7 +22,7 @@ from paceline.v1 import cache_pb2 as pb
 from paceline.v1 import cache_pb2_grpc
 from services.runtime.logs import get_logger
 from services.runtime.metrics import start_metrics_server
-from services.runtime.rpc import GrpcServer
+from services.runtime.rpc import GrpcServer, link_options
 from services.runtime.service import Addresses
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
@@ -131,7 +131,7 @@ async def serve(
     collector = CacheCollector(core)
     REGISTRY.register(collector)
     metrics = None
-    server = GrpcServer(settings.host, settings.port)
+    server = GrpcServer(settings.host, settings.port, link_options(settings.ping_timeout_s))
     servicer = CacheServicer(core)
     server.add(SERVICE_NAME, lambda target: cache_pb2_grpc.add_CacheServiceServicer_to_server(servicer, target))
     admin = CacheAdmin(core)

@@ -42,7 +42,10 @@ async def serve(
     model whose files cannot be read.
     """
     session = SchedulerSession(
-        settings.scheduler, max_live=settings.max_live_requests, wait_s=settings.scheduler_wait_s
+        settings.scheduler,
+        max_live=settings.max_live_requests,
+        wait_s=settings.scheduler_wait_s,
+        ping_timeout_s=settings.ping_timeout_s,
     )
     with interruptible():
         gateway = await asyncio.to_thread(_load, settings, session)

@@ -148,7 +148,6 @@ def test_a_deadline_that_passes_in_host_memory() -> None:
     while not system.scheduler.counters.swapped_out:
         system.move(*system.moves()[0])
     system.now_s = 6.0
-    system.scheduler.worker_heartbeat(end.id, 6.0)
     system.scheduler.tick(6.0)
     system.poll()
     system.run()
