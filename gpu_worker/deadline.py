@@ -17,6 +17,8 @@ NUM_REMEMBERED = 200
 FEW_TOKENS = 64
 # So many steps with more of them, and what one costs is known.
 NUM_LONG_STEPS = 20
+# Fields of a plan that make the device do something that it may not have done before.
+COMPUTED = {"prefill_tokens", "copy_from", "skip_decodes"}
 
 
 @dataclass(slots=True)
@@ -24,9 +26,9 @@ class Pace:
     """What steps have taken of late, and so what the next one may take. It outlives links.
 
     A step that does something for the first time may compile kernels for minutes. So nothing is known until
-    NUM_REMEMBERED steps after the last plan that had a field, of its own or of a sequence's sampling, which no plan had
-    before it (a long prompt samples many steps after the plan that brings it). And nothing is ever known of plans that
-    copy between device and host, whose size is not their tokens.
+    NUM_REMEMBERED steps after the last plan that had a field, one of COMPUTED or of a sequence's sampling, which no
+    plan had before it (a long prompt samples many steps after the plan that brings it). And nothing is ever known of
+    plans that copy between device and host, whose size is not their tokens.
     """
 
     hang_s: float  # 0: nothing is ever known
@@ -111,7 +113,7 @@ class StepWatch:
 
 
 def _fields_of(plan: StepPlan) -> set[str]:
-    names = {descriptor.name for descriptor, _ in plan.ListFields()}
+    names = COMPUTED & {descriptor.name for descriptor, _ in plan.ListFields()}
     for sequence in plan.new_sequences:
         names.update(f"sampling.{descriptor.name}" for descriptor, _ in sequence.sampling.ListFields())
     return names

@@ -118,7 +118,6 @@ class SchedulerParty(Party):
         self._event(self.core.session_message, self._names[connection], request, self.network.now_s)
 
     def _from_worker(self, connection: Connection, message: WorkerServiceLinkRequest) -> None:
-        now_s = self.network.now_s
         if message.HasField("registration"):
             name = self._names[connection] = self.core.register_worker(message.registration)
             self._workers[name] = connection

@@ -52,7 +52,6 @@ from scheduler_svc.core.trials import Trials
 from scheduler_svc.core.types import Counters, Failure, Outbox, SchedulerConfig
 from scheduler_svc.core.worker import Worker
 
-
 # Of the time between two ticks, no more counts as a worker's silence: when the scheduler itself comes late, what the
 # worker has said meanwhile still lies in the inbox.
 MOST_SILENCE_S = 0.5

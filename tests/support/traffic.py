@@ -1,4 +1,4 @@
-"""Constant mixed load on several gateways, as behind a load balancer: what is not what an undisturbed run got is told."""
+"""Constant mixed load on several gateways, as behind a load balancer; it notes what an undisturbed run did not get."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 
 
-
 def allowance(hang_s: float = 0.0) -> Allowance:
     return Allowance(first_step_s=30.0, step_s=2.0, token_s=0.1, max_num_seqs=10, pace=Pace(hang_s))
 
