@@ -48,7 +48,7 @@ class Bench:
             max_num_seqs=max_num_seqs,
             max_batched_tokens=max_batched_tokens,
         )
-        self.worker = self.core.register_worker(registration, 0.0)
+        self.worker = self.core.register_worker(registration)
         self.handle = 0
         self.sample = new_sample()
         self.plan: StepPlan | None = None
@@ -99,7 +99,7 @@ class Bench:
         message = StepResult(step=self.plan.step, token_ids=tokens).SerializeToString()
         self.plan = None
         result = self.timed("wire", StepResult.FromString, message)
-        self.timed("scheduler", self.core.worker_result, self.worker, result, 0.0)
+        self.timed("scheduler", self.core.worker_result, self.worker, result)
         self.settle()
 
     # ── what the servers do ──────────────────────────────────────────────────────────────────────────────────────────

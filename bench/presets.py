@@ -76,7 +76,7 @@ class Replay:
             max_num_seqs=MAX_NUM_SEQS,
             max_batched_tokens=MAX_BATCHED_TOKENS,
         )
-        self.worker = self.core.register_worker(registration, 0.0)
+        self.worker = self.core.register_worker(registration)
         self.arrivals, self.now_s, self.num_in = arrivals, 0.0, 0
         self.handles: list[int] = []
         self.plan: StepPlan | None = None
@@ -126,7 +126,7 @@ class Replay:
 
     def _finish(self, result: StepResult) -> None:
         self.plan = None
-        self.core.worker_result(self.worker, result, self.now_s)
+        self.core.worker_result(self.worker, result)
 
     def _take(self, response: SessionResponse) -> None:
         self.handles = list(response.handles) or self.handles

@@ -22,10 +22,13 @@ from paceline.v1 import cache_pb2 as pb
 from paceline.v1 import cache_pb2_grpc
 from services.runtime.logs import get_logger
 from services.runtime.metrics import start_metrics_server
-from services.runtime.rpc import GrpcServer
+from services.runtime.rpc import GrpcServer, link_options
 from services.runtime.service import Addresses
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
+
+# What short calls get to end after SIGTERM; a link never does by itself.
+LAST_CALLS_S = 0.2
 
 log = get_logger("cache_svc.server")
 
@@ -115,7 +118,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 async def serve(
     settings: CacheSettings, stop: asyncio.Event, *, on_ready: Callable[[Addresses], None] | None = None
 ) -> None:
-    """Serve until `stop` is set, then give the link `drain_s` seconds to end.
+    """Serve until `stop` is set. The link is ended soon then: what it knows is the scheduler's to tell the next cache,
+    and until there is one no step is planned.
 
     Raises OSError (metrics) or RuntimeError (gRPC) if a port is taken.
     """
@@ -127,7 +131,7 @@ async def serve(
     collector = CacheCollector(core)
     REGISTRY.register(collector)
     metrics = None
-    server = GrpcServer(settings.host, settings.port)
+    server = GrpcServer(settings.host, settings.port, link_options(settings.ping_timeout_s))
     servicer = CacheServicer(core)
     server.add(SERVICE_NAME, lambda target: cache_pb2_grpc.add_CacheServiceServicer_to_server(servicer, target))
     admin = CacheAdmin(core)
@@ -143,9 +147,8 @@ async def serve(
         await stop.wait()
         server.set_serving(False)
         servicer.events.close()
-        log.info("draining", drain_s=settings.drain_s)
     finally:
-        await server.stop(settings.drain_s)
+        await server.stop(min(settings.drain_s, LAST_CALLS_S))
         if metrics is not None:
             metrics.close()
         REGISTRY.unregister(collector)

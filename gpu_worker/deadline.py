@@ -9,23 +9,76 @@ from paceline.v1.worker_pb2 import StepPlan
 
 # Of the time between two calls of passed(), no more counts: a process that was stopped, or a machine that slept, is
 # late without a fault of the step's.
-MOST_AT_ONCE_S = 2.0
+MOST_AT_ONCE_S = 0.5
+# A step may take so many times as long as the slowest of so many before it, and hang_s.
+TIMES_SLOWEST = 10.0
+NUM_REMEMBERED = 200
+# Fewer prompt tokens than that say little about what one costs: such a step counts with the decodes.
+FEW_TOKENS = 64
+# So many steps with more of them, and what one costs is known.
+NUM_LONG_STEPS = 20
+# Fields of a plan that make the device do something that it may not have done before.
+COMPUTED = {"prefill_tokens", "copy_from", "skip_decodes"}
+
+
+@dataclass(slots=True)
+class Pace:
+    """What steps have taken of late, and so what the next one may take. It outlives links.
+
+    A step that does something for the first time may compile kernels for minutes. So nothing is known until
+    NUM_REMEMBERED steps after the last plan that had a field, one of COMPUTED or of a sequence's sampling, which no
+    plan had before it (a long prompt samples many steps after the plan that brings it). And nothing is ever known of
+    plans that copy between device and host, whose size is not their tokens.
+    """
+
+    hang_s: float  # 0: nothing is ever known
+    _fields: set[str] = field(default_factory=set)  # that some plan had
+    _num_alike: int = 0  # steps since the last of these was new
+    _short_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
+    _token_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))  # per token, of long steps
+
+    def allowed_s(self, plan: StepPlan, num_prefill: int) -> float | None:
+        """None: nobody knows. To be asked once for each plan, in order."""
+        new = _fields_of(plan) - self._fields
+        if new:
+            self._fields |= new
+            self._num_alike = 0
+        known = self.hang_s and self._num_alike >= NUM_REMEMBERED and len(self._short_s) == NUM_REMEMBERED
+        if not known or plan.swap_out_to or plan.swap_in_to:
+            return None
+        expected_s = max(self._short_s)
+        if num_prefill >= FEW_TOKENS:
+            if len(self._token_s) < NUM_LONG_STEPS:
+                return None
+            expected_s += max(self._token_s) * num_prefill
+        return self.hang_s + TIMES_SLOWEST * expected_s
+
+    def took(self, num_prefill: int, seconds: float) -> None:
+        """A step with so many prompt tokens is done."""
+        self._num_alike += 1
+        if num_prefill < FEW_TOKENS:
+            self._short_s.append(seconds)
+        else:
+            self._token_s.append(seconds / num_prefill)
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
     """Seconds that a step may take: so many, and so many more for each token that it may compute. The first of a link,
-    which may compile kernels, at least `first_step_s`."""
+    which may compile kernels, at least `first_step_s`; later ones less, when the worker knows its pace."""
 
     first_step_s: float
     step_s: float
     token_s: float
     max_num_seqs: int  # decodes in a step at the most: a plan does not name them
+    pace: Pace
 
-    def of(self, plan: StepPlan) -> float:
-        num_prefill = sum(memoryview(plan.prefill_tokens).cast("i")) if plan.prefill_tokens else 0
+    def of(self, plan: StepPlan, num_prefill: int) -> float:
         allowed_s = self.step_s + self.token_s * (num_prefill + self.max_num_seqs)
-        return max(allowed_s, self.first_step_s) if plan.step == 1 else allowed_s
+        known_s = self.pace.allowed_s(plan, num_prefill)
+        if plan.step == 1:
+            return max(allowed_s, self.first_step_s)
+        return allowed_s if known_s is None else min(allowed_s, known_s)
 
 
 @dataclass(slots=True)
@@ -33,16 +86,20 @@ class StepWatch:
     """The steps in flight of one link. Only the oldest one runs, or is overdue."""
 
     allowance: Allowance
-    _in_flight: deque[tuple[int, float]] = field(default_factory=deque)  # step, allowed seconds
+    _in_flight: deque[tuple[int, int, float]] = field(default_factory=deque)  # step, prompt tokens, allowed seconds
     _age_s: float = 0.0  # of the oldest one
 
     def begun(self, plan: StepPlan) -> None:
         if not self._in_flight:
             self._age_s = 0.0
-        self._in_flight.append((plan.step, self.allowance.of(plan)))
+        num_prefill = sum(memoryview(plan.prefill_tokens).cast("i")) if plan.prefill_tokens else 0
+        self._in_flight.append((plan.step, num_prefill, self.allowance.of(plan, num_prefill)))
 
-    def finished(self) -> None:
-        self._in_flight.popleft()
+    def finished(self, seconds: float) -> None:
+        """The oldest one is done, and has taken so long."""
+        step, num_prefill, _ = self._in_flight.popleft()
+        if step > 1:
+            self.allowance.pace.took(num_prefill, seconds)
         self._age_s = 0.0
 
     def passed(self, elapsed_s: float) -> tuple[int, float] | None:
@@ -51,5 +108,12 @@ class StepWatch:
         if not self._in_flight:
             return None
         self._age_s += min(elapsed_s, MOST_AT_ONCE_S)
-        step, allowed_s = self._in_flight[0]
+        step, _, allowed_s = self._in_flight[0]
         return (step, allowed_s) if self._age_s > allowed_s else None
+
+
+def _fields_of(plan: StepPlan) -> set[str]:
+    names = COMPUTED & {descriptor.name for descriptor, _ in plan.ListFields()}
+    for sequence in plan.new_sequences:
+        names.update(f"sampling.{descriptor.name}" for descriptor, _ in sequence.sampling.ListFields())
+    return names

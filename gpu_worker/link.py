@@ -26,7 +26,8 @@ from paceline.v1.worker_pb2 import (
 )
 from paceline.v1.worker_pb2_grpc import WorkerServiceStub
 
-HEARTBEAT_S = 1.0
+# How often the scheduler hears of us, and how often an overdue step is looked for.
+HEARTBEAT_S = 0.25
 # How long the report of a failed step may take to be read.
 REPORT_S = 2.0
 
@@ -115,7 +116,7 @@ class _Progress:
 
     def on_result(self, result: StepResult, stats: StepStats) -> None:
         self.last_step = result.step
-        self.watch.finished()
+        self.watch.finished((result.finished_us - result.started_us) / 1e6)
         self.outbox.put_nowait(WorkerServiceLinkRequest(result=result))
         record_step(result, stats)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import structlog
 
 from gpu_worker.build import BuiltWorker, build_worker
-from gpu_worker.deadline import Allowance
+from gpu_worker.deadline import Allowance, Pace
 from gpu_worker.errors import DeviceError, ModelError, StepFailed, StepOverdue
 from gpu_worker.link import Link, LinkBroken
 from gpu_worker.metrics import FAILED_STEPS, KV_BLOCKS, LINK_FAILURES, LINK_UP
@@ -22,7 +22,7 @@ from gpu_worker.settings import WorkerSettings
 from paceline.v1.worker_pb2 import WorkerRegistered, WorkerRegistration
 from services.runtime.logs import get_logger
 from services.runtime.metrics import start_metrics_server
-from services.runtime.rpc import GrpcServer, open_channel
+from services.runtime.rpc import GrpcServer, link_options, open_channel
 from services.runtime.service import Addresses, interruptible
 
 log: structlog.stdlib.BoundLogger = get_logger(__name__)
@@ -116,9 +116,13 @@ async def _keep_link(
     keeper = _Keeper(settings.scheduler, server, on_first)
     registration = _registration(settings, built)
     allowance = Allowance(
-        settings.first_step_deadline_s, settings.step_deadline_s, settings.step_deadline_token_s, settings.max_num_seqs
+        settings.first_step_deadline_s,
+        settings.step_deadline_s,
+        settings.step_deadline_token_s,
+        settings.max_num_seqs,
+        Pace(settings.step_hang_s),
     )
-    channel = open_channel(settings.scheduler)
+    channel = open_channel(settings.scheduler, link_options(settings.ping_timeout_s))
     try:
         while not stop.is_set():
             del registration.kept[:]

@@ -45,6 +45,11 @@ class WorkerSettings(ServiceSettings, section="worker"):
     step_deadline_token_s: float = Field(
         0.1, ge=0, description="so much longer for each token of its prompts, and for each of max_num_seqs"
     )
+    step_hang_s: float = Field(
+        1.5,
+        ge=0,
+        description="when its pace is known: what a step may take beyond 10 times the slowest of late; 0: any time",
+    )
     first_step_deadline_s: float = Field(
         600.0, gt=0, description="what the first step after a registration may take, which may compile kernels"
     )

@@ -28,7 +28,7 @@ from scheduler_svc.policy_errors import PolicyErrors
 from scheduler_svc.settings import SchedulerSettings
 from services.runtime.logs import get_logger
 from services.runtime.metrics import start_metrics_server
-from services.runtime.rpc import GrpcServer, open_channel
+from services.runtime.rpc import GrpcServer, Options, link_options, open_channel
 from services.runtime.service import Addresses, CannotStart
 
 log = get_logger(__name__)
@@ -63,9 +63,10 @@ class Outgoing(Generic[M]):
 class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_grpc.WorkerServiceServicer):
     """Serves InferenceService and WorkerService; keeps the link to the cache."""
 
-    def __init__(self, core: SchedulerCore, cache_target: str) -> None:
+    def __init__(self, core: SchedulerCore, cache_target: str, transport: Options) -> None:
         self.core = core
         self.cache_target = cache_target
+        self._transport = transport
         self.core_seconds = 0.0  # spent in the core
         self._sessions: dict[str, Outgoing[SessionResponse]] = {}
         self._workers: dict[int, Outgoing[WorkerServiceLinkResponse]] = {}
@@ -174,7 +175,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "registration: must be the first message of the link")
         outgoing: Outgoing[WorkerServiceLinkResponse] = Outgoing()
         try:
-            worker = self.core.register_worker(first.registration, time.monotonic())
+            worker = self.core.register_worker(first.registration)
         except Rejection as rejection:
             log.warning("worker refused", name=first.registration.name, reason=rejection.message)
             await context.abort(STATUS_BY_CODE[rejection.code], rejection.message)
@@ -203,12 +204,11 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
             log.info("worker detached", worker=worker, name=first.registration.name)
 
     def _worker_message(self, worker: int, message: WorkerServiceLinkRequest) -> None:
-        now_s = time.monotonic()
         match message.WhichOneof("message"):
             case "result":
-                self.core.worker_result(worker, message.result, now_s)
+                self.core.worker_result(worker, message.result)
             case "heartbeat":
-                self.core.worker_heartbeat(worker, now_s)
+                self.core.worker_heartbeat(worker)
             case "failure":
                 self.core.worker_failed(worker, message.failure)
             case "drain":
@@ -221,7 +221,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
 
     async def keep_cache_link(self) -> None:
         """Hold a link to the cache, for ever: when it breaks, a new one with a new epoch."""
-        async with open_channel(self.cache_target) as channel:
+        async with open_channel(self.cache_target, self._transport) as channel:
             stub = cache_pb2_grpc.CacheServiceStub(channel)
             for epoch in itertools.count(self.core.epoch):
                 try:
@@ -299,9 +299,10 @@ async def serve(
     # Later schedulers have larger epochs, so that a peer can tell an old one.
     epoch = time.time_ns() // 1_000_000
     core = SchedulerCore(config, policies, lambda: build(choose()), epoch, on_policy_error=PolicyErrors(log.error))
-    server = SchedulerServer(core, settings.cache)
+    transport = link_options(settings.ping_timeout_s)
+    server = SchedulerServer(core, settings.cache, transport)
     admin = Admin(core, choice)
-    grpc_server = GrpcServer(settings.host, settings.port)
+    grpc_server = GrpcServer(settings.host, settings.port, transport)
     grpc_server.add(
         "paceline.v1.InferenceService", lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(server, s)
     )

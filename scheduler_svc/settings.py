@@ -19,7 +19,7 @@ class SchedulerSettings(ServiceSettings, section="scheduler"):
     window: int = Field(2, ge=1, le=8, description="steps in flight per worker")
     max_queued_requests: int = Field(4096, ge=1, description="waiting requests before new ones are refused")
     max_queued_tokens: int = Field(4_000_000, ge=1, description="waiting tokens before new requests are refused")
-    worker_timeout_s: float = Field(10.0, gt=0, description="a worker that is silent for so long is taken for dead")
+    worker_timeout_s: float = Field(3.0, gt=0, description="a worker that is silent for so long is taken for dead")
     poison_failures: int = Field(
         2, ge=1, description="a request is failed that was alone in so many failed steps, or lost workers, in a row"
     )

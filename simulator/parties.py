@@ -118,9 +118,8 @@ class SchedulerParty(Party):
         self._event(self.core.session_message, self._names[connection], request, self.network.now_s)
 
     def _from_worker(self, connection: Connection, message: WorkerServiceLinkRequest) -> None:
-        now_s = self.network.now_s
         if message.HasField("registration"):
-            name = self._names[connection] = self.core.register_worker(message.registration, now_s)
+            name = self._names[connection] = self.core.register_worker(message.registration)
             self._workers[name] = connection
             self._event(lambda: None)
             return
@@ -131,9 +130,9 @@ class SchedulerParty(Party):
         try:
             match message.WhichOneof("message"):
                 case "result":
-                    self._event(self.core.worker_result, worker, message.result, now_s)
+                    self._event(self.core.worker_result, worker, message.result)
                 case "heartbeat":
-                    self._event(self.core.worker_heartbeat, worker, now_s)
+                    self._event(self.core.worker_heartbeat, worker)
                 case "drain":
                     self._event(self.core.worker_drain, worker)
         except ProtocolError:

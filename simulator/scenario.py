@@ -148,7 +148,7 @@ class Run:
             max_batched_tokens=scenario.max_batched_tokens,
             max_loras=loras,
         )
-        self.worker_id = self.core.register_worker(registration, 0.0)
+        self.worker_id = self.core.register_worker(registration)
         self.generated: dict[str, int] = {request.id: 0 for request in scenario.requests}
         self.requests: list[Request] = []
         self._submissions = self._make_submissions()
@@ -181,7 +181,7 @@ class Run:
                 self._plan = None
             self._observe(step)
             if result is not None:
-                self.core.worker_result(self.worker_id, result, 0.0)
+                self.core.worker_result(self.worker_id, result)
                 self._endings(step)
             pending = any(at > self._arrived_until for at in arrivals)
             if not (step.scheduled or step.waiting or step.running or step.rejected or pending):

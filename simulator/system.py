@@ -135,7 +135,7 @@ class LocalSystem:
 
     def attach(self, worker: StepWorker, keeps_blocks: bool = False) -> WorkerEnd:
         worker.reset(keeps_blocks)
-        end = WorkerEnd(worker, self.scheduler.register_worker(worker.registration, self.now_s))
+        end = WorkerEnd(worker, self.scheduler.register_worker(worker.registration))
         self.workers.append(end)
         self.poll()
         return end
@@ -209,7 +209,7 @@ class LocalSystem:
                 self.workers.remove(end)
                 self.scheduler.worker_failed(end.id, news)
             else:
-                self.scheduler.worker_result(end.id, news, self.now_s)
+                self.scheduler.worker_result(end.id, news)
         self.poll()
 
     def _step(self, end: WorkerEnd) -> None:

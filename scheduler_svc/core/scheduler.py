@@ -52,6 +52,10 @@ from scheduler_svc.core.trials import Trials
 from scheduler_svc.core.types import Counters, Failure, Outbox, SchedulerConfig
 from scheduler_svc.core.worker import Worker
 
+# Of the time between two ticks, no more counts as a worker's silence: when the scheduler itself comes late, what the
+# worker has said meanwhile still lies in the inbox.
+MOST_SILENCE_S = 0.5
+
 
 class SchedulerCore:
     def __init__(
@@ -73,6 +77,7 @@ class SchedulerCore:
         self._outbox = Outbox()
         self._next_worker = self._next_session = 1
         self._told: bytes = b""
+        self._last_tick_s = 0.0
         self._cache = CacheLink(epoch)
         self._composer = Composer(policies, fallback, self.counters, on_policy_error)
         self.queue = self._composer.queue
@@ -182,7 +187,7 @@ class SchedulerCore:
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def register_worker(self, registration: WorkerRegistration, now_s: float) -> int:
+    def register_worker(self, registration: WorkerRegistration) -> int:
         """Attach a worker; returns its id. Raises Rejection if it does not fit those attached."""
         others = [worker.registration for worker in self.workers.values()]
         live = any(session.live for session in self.sessions.values())
@@ -192,7 +197,6 @@ class SchedulerCore:
             registration=registration,
             window=self.config.window,
             slots=SlotTable(min(registration.max_num_seqs, registration.max_batched_tokens), registration.block_size),
-            last_heard_s=now_s,
             available_blocks=0,  # until the cache has answered
             prefix_caching=self.config.prefix_caching,
             kept=list(registration.kept),
@@ -207,14 +211,14 @@ class SchedulerCore:
             self._cache.added[worker.id] = self._add_worker_ops(worker)
         return worker.id
 
-    def worker_result(self, worker_id: int, result: StepResult, now_s: float) -> None:
+    def worker_result(self, worker_id: int, result: StepResult) -> None:
         """Raises ProtocolError; then the worker's link is to be closed."""
         worker = self.workers[worker_id]
-        worker.last_heard_s = now_s
+        worker.silent_s = 0.0
         self.counters.tokens += self._results.apply(worker, result)
 
-    def worker_heartbeat(self, worker_id: int, now_s: float) -> None:
-        self.workers[worker_id].last_heard_s = now_s
+    def worker_heartbeat(self, worker_id: int) -> None:
+        self.workers[worker_id].silent_s = 0.0
 
     def worker_drain(self, worker_id: int) -> None:
         self.workers[worker_id].draining = True
@@ -362,10 +366,11 @@ class SchedulerCore:
         """To be called a few times a second."""
         self.life.now_s = now_s
         self.life.budgets.measure(now_s)
+        elapsed_s, self._last_tick_s = min(now_s - self._last_tick_s, MOST_SILENCE_S), now_s
         for worker in list(self.workers.values()):
-            silent_s = now_s - worker.last_heard_s
-            if silent_s > self.config.worker_timeout_s:
-                self._outbox.lost_workers.append((worker.id, f"nothing heard for {silent_s:.1f} s"))
+            worker.silent_s += elapsed_s
+            if worker.silent_s > self.config.worker_timeout_s:
+                self._outbox.lost_workers.append((worker.id, f"nothing heard for {worker.silent_s:.1f} s"))
                 self.worker_lost(worker.id)
         self.life.end_late(now_s)
         self._announce()

@@ -14,7 +14,7 @@ class SchedulerConfig:
     window: int = 2
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_000_000
-    worker_timeout_s: float = 10.0
+    worker_timeout_s: float = 3.0
     poison_failures: int = 2  # a request is failed that was alone in so many failures in a row
     prefix_caching: bool = True
     partial_reuse: bool = True  # of the beginning of a cached block

@@ -81,9 +81,9 @@ class Worker:
     registration: WorkerRegistration
     window: int
     slots: SlotTable
-    last_heard_s: float
     available_blocks: int
     prefix_caching: bool = True
+    silent_s: float = 0.0  # since it was last heard of
     kept: list[KeptSequence] = field(default_factory=list)  # what it has brought with it, until the cache is told
     steps_sent: int = 0
     decode_step: int = 0  # the next one

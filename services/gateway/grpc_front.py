@@ -77,7 +77,6 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
     async def _job(
         self, request: inference_pb2.GenerateRequest, request_id: str, arrival_s: float, key: RequestKey | None
     ) -> GenerateJob:
-        self._gateway.check_open()
         self._gateway.check_model(request.model)
         builder = self._gateway.builder
         kind = request.WhichOneof("prompt")

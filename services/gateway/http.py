@@ -241,7 +241,6 @@ _MakeJobs = Callable[[Gateway, _R, _Asked], Awaitable[list[GenerateJob]]]
 async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R], make_jobs: _MakeJobs[_R]) -> Response:
     arrival_s = time.perf_counter()
     try:
-        gateway.check_open()
         name = check_key(request.headers.getlist(IDEMPOTENCY_KEY), IDEMPOTENCY_KEY)
         body = await _body(gateway, request)
         parsed = schema.parse(cls, body, gateway.builder.max_model_len)

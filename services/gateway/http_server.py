@@ -23,6 +23,11 @@ _REFUSAL_LINGER_S = 1.0
 _BODY_LINGER_S = 5.0
 
 
+class _Config(uvicorn.Config):
+    # No connection outlives the answer to its next request.
+    closing = False
+
+
 class _CloseAfterBody:
     """The transport of an exchange on a connection that ends with it, while its request may still be arriving."""
 
@@ -42,6 +47,7 @@ class _CloseAfterBody:
 class _Protocol(HttpToolsProtocol):
     """Bounds the head of a request and answers what cannot be parsed in OpenAI's error shape."""
 
+    config: _Config
     _head_bytes = 0
     _refused = False
     body_is_here = False
@@ -65,6 +71,8 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self.body_is_here = False
         super().on_headers_complete()
+        if self.cycle is not None and self.config.closing:
+            self.cycle.keep_alive = False
         if self.cycle is not None and not self.cycle.keep_alive:
             self.cycle.transport = _CloseAfterBody(self)  # type: ignore[assignment]
 
@@ -109,7 +117,7 @@ class HttpServer:
     """Serves an ASGI app until `stop`."""
 
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
-        config = uvicorn.Config(
+        self._config = _Config(
             app,
             http=_Protocol,
             ws="none",
@@ -122,13 +130,24 @@ class HttpServer:
             timeout_graceful_shutdown=1,
             backlog=4096,
         )
-        self._server = _Server(config)
+        self._server = _Server(self._config)
         self._host, self._port = host, port
         self._task: asyncio.Task[Any] | None = None
+        self._socket: socket.socket | None = None
+
+    @property
+    def num_running(self) -> int:
+        """Requests whose answers have not ended."""
+        return len(self._server.server_state.tasks)
+
+    @property
+    def num_connections(self) -> int:
+        """Open ones, with or without a request."""
+        return len(self._server.server_state.connections)
 
     async def start(self) -> int:
         """Listen; returns the port really bound. Raises OSError if it is taken."""
-        sock = _listen(self._host, self._port)
+        self._socket = sock = _listen(self._host, self._port)
         self._task = asyncio.create_task(self._server.serve(sockets=[sock]))
         while not self._server.started:
             if self._task.done():
@@ -137,6 +156,23 @@ class HttpServer:
             await asyncio.sleep(0.005)
         port: int = sock.getsockname()[1]
         return port
+
+    async def close_listener(self) -> None:
+        """From now on connections are refused, so that clients and balancers go elsewhere at once. Those that are open
+        already are served: each gets `connection: close` with its next answer."""
+        assert self._socket is not None, "start() comes first"
+        self._config.closing = True
+        # Connections that wait for us to accept them would be reset.
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = self._socket.accept()
+                await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connection)
+        for server in self._server.servers:
+            server.close()
+
+    def _protocol(self) -> _Protocol:
+        state = self._server.lifespan.state
+        return _Protocol(config=self._config, server_state=self._server.server_state, app_state=state)
 
     async def stop(self) -> None:
         """Close the listener; answers that still run get a second to end."""

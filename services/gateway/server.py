@@ -26,6 +26,10 @@ from services.runtime.service import Addresses, CannotStart, interruptible
 _log = get_logger(__name__)
 
 _DRAIN_POLL_S = 0.05
+# Whoever is about to send a request on a connection that it has used before gets so long to do so.
+_IDLE_CONNECTIONS_S = 1.0
+# What has not ended when the drain time is over is told so.
+_LAST_WORDS_S = 0.5
 _TICK_S = 0.2
 
 
@@ -38,7 +42,10 @@ async def serve(
     model whose files cannot be read.
     """
     session = SchedulerSession(
-        settings.scheduler, max_live=settings.max_live_requests, wait_s=settings.scheduler_wait_s
+        settings.scheduler,
+        max_live=settings.max_live_requests,
+        wait_s=settings.scheduler_wait_s,
+        ping_timeout_s=settings.ping_timeout_s,
     )
     with interruptible():
         gateway = await asyncio.to_thread(_load, settings, session)
@@ -59,13 +66,13 @@ async def serve(
             on_ready(Addresses(grpc=f"{settings.host}:{grpc_port}", http=http, metrics=http))
         await stop.wait()
         gateway.draining = True
-        grpc_server.set_serving(False)
         gateway.requests.drain()
-        await _drain(gateway, settings.drain_s)
+        await http_server.close_listener()
+        await _drain(gateway, http_server, grpc_server, settings.drain_s)
     finally:
         ticking.cancel()
         await session.close()
-        await grpc_server.stop(0.5)
+        await grpc_server.stop(_LAST_WORDS_S)
         await http_server.stop()
 
 
@@ -103,14 +110,18 @@ async def _tick(requests: RequestStore) -> None:
         requests.tick()
 
 
-async def _drain(gateway: Gateway, drain_s: float) -> None:
-    """New requests are refused by now; wait for the others."""
-    metrics = gateway.metrics
+async def _drain(gateway: Gateway, http_server: HttpServer, grpc_server: GrpcServer, drain_s: float) -> None:
+    """Nobody can connect any more; answer those who have."""
     loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + drain_s
-    if metrics.live_requests:
-        _log.info("draining", live=metrics.live_requests, drain_s=drain_s)
-    while metrics.live_requests and loop.time() < deadline_s:  # noqa: ASYNC110 - polled once in a gateway's life
+    began_s = loop.time()
+    _log.info("draining", live=gateway.metrics.live_requests, drain_s=drain_s)
+    calls_ended = asyncio.create_task(grpc_server.stop(drain_s + _LAST_WORDS_S))
+
+    def drained() -> bool:
+        idle_over = loop.time() >= began_s + _IDLE_CONNECTIONS_S or not http_server.num_connections
+        return calls_ended.done() and not http_server.num_running and idle_over
+
+    while not drained() and loop.time() < began_s + drain_s:  # noqa: ASYNC110 - polled once in a gateway's life
         await asyncio.sleep(_DRAIN_POLL_S)
-    if metrics.live_requests:
-        _log.warning("drain time is over; the rest fails", live=metrics.live_requests)
+    if gateway.metrics.live_requests:
+        _log.warning("drain time is over; the rest fails", live=gateway.metrics.live_requests)

@@ -14,7 +14,7 @@ from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.errors import ApiError
 from services.gateway.session_core import NO_TERMS, LiveRequest, SessionCore, SessionFull, SessionProtocolError, Terms
 from services.runtime.logs import get_logger
-from services.runtime.rpc import open_channel
+from services.runtime.rpc import link_options, open_channel
 
 _log = get_logger(__name__)
 
@@ -37,8 +37,10 @@ class SchedulerSession:
         response_window: int = 64,
         max_live: int = 4096,
         wait_s: float = 30.0,
+        ping_timeout_s: float = 2.0,
     ) -> None:
         self._target = target
+        self._transport = link_options(ping_timeout_s)
         self._core = SessionCore(
             f"gateway-{uuid.uuid4().hex[:12]}", response_window=response_window, max_live=max_live, wait_s=wait_s
         )
@@ -118,7 +120,7 @@ class SchedulerSession:
             opened = False
             try:
                 # A channel of its own per attempt: a channel that failed sits out gRPC's back-off of seconds.
-                async with open_channel(self._target) as channel:
+                async with open_channel(self._target, self._transport) as channel:
                     await self._run_stream(channel)
             except SessionProtocolError as error:
                 _log.error("scheduler broke the session protocol", error=str(error))

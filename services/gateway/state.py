@@ -30,7 +30,7 @@ class Gateway:
 
     @property
     def ready(self) -> bool:
-        """A worker is attached, and we take requests."""
+        """A worker is attached, and more requests are welcome."""
         return self.session.ready and not self.draining
 
     def check_model(self, name: str | None) -> None:
@@ -42,11 +42,6 @@ class Gateway:
                 param="model",
                 code="model_not_found",
             )
-
-    def check_open(self) -> None:
-        """Raises ApiError 503 while the gateway drains."""
-        if self.draining:
-            raise ApiError(503, "the server is shutting down", retry_after_s=1.0)
 
     def open(self, jobs: Sequence[GenerateJob], key: RequestKey | None) -> Reading:
         """Read these jobs' output; those of a key that is known already are not submitted again.

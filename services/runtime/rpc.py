@@ -60,6 +60,12 @@ def transport_options(ping_interval_s: float = PING_INTERVAL_S, ping_timeout_s: 
     ]
 
 
+def link_options(ping_timeout_s: float) -> Options:
+    """As transport_options(), for the links between services: frozen peers are given up after the timeout and, at
+    most, a quarter of it."""
+    return transport_options(ping_timeout_s / 4, ping_timeout_s)
+
+
 def open_channel(target: str, options: Options | None = None) -> grpc.aio.Channel:
     """A channel to host:port that reconnects quickly and notices a dead peer. One per peer and process."""
     reconnect = [

@@ -103,6 +103,9 @@ class ServiceSettings(BaseSettings):
     )
     host: str = Field("127.0.0.1", description="address to listen on")
     metrics_port: int = Field(0, ge=0, le=65535, description="port of Prometheus /metrics; 0 takes a free one")
+    ping_timeout_s: float = Field(
+        2.0, ge=0.1, description="another service that does not answer a ping for so long is taken for dead"
+    )
     drain_s: float = Field(30.0, ge=0, description="seconds that running requests get to end after SIGTERM")
 
     @property

@@ -154,7 +154,7 @@ Global___KeptSequence: _TypeAlias = KeptSequence  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Sent once a second whatever the device does, so that a long step is not taken for a dead worker."""
+    """Sent four times a second whatever the device does, so that a long step is not taken for a dead worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.client import AsyncPacelineClient
 from services.gateway.tokenizer import TextTokenizer
 from tests.contract.gateway.conftest import MODEL, Running, Start, until
 from tests.contract.gateway.test_openai import CHECKPOINT
@@ -184,13 +186,40 @@ async def test_a_gateway_that_stops_finishes_what_runs(start: Start) -> None:
     task = asyncio.create_task(running.http.post("/v1/completions", json=body(max_tokens=200)))
     await until(lambda: running.scheduler.num_running == 1)
     running.stop.set()
-    await running.until_ready(503)
-    assert (await running.http.get("/ready")).json()["reason"] == "draining"
-    refused = await running.http.post("/v1/completions", json=body())
-    assert refused.status_code == 503
-    assert refused.headers["retry-after"] == "1"
     answer = await task
     assert answer.json()["choices"][0]["text"] == expected_text(running, [7, 8, 9], 200)
+    await asyncio.wait_for(running.task, 5)
+
+
+async def test_while_a_gateway_stops_open_connections_are_served_and_new_ones_refused(start: Start) -> None:
+    running = await start(step_s=0.003)
+    limits = httpx.Limits(max_connections=2)
+    async with httpx.AsyncClient(base_url=running.http.base_url, limits=limits, trust_env=False) as http:
+        await asyncio.gather(http.get("/health"), http.get("/health"))
+        task = asyncio.create_task(http.post("/v1/completions", json=body(max_tokens=200)))
+        await until(lambda: running.scheduler.num_running == 1)
+        # Between the kernel's queue and us when the listener goes: it must not be reset.
+        reader, writer = await asyncio.open_connection(running.http.base_url.host, running.http.base_url.port)
+        running.stop.set()
+        served = await http.get("/ready")  # on the connection that is left
+        assert (served.status_code, served.json()["reason"]) == (503, "draining")
+        assert served.headers["connection"] == "close"
+        writer.write(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 OK\r\n")  # to the end: it is closed
+        writer.close()
+        with pytest.raises(httpx.ConnectError):
+            await http.get("/ready")
+        assert (await task).json()["choices"][0]["text"] == expected_text(running, [7, 8, 9], 200)
+    await asyncio.wait_for(running.task, 5)
+
+
+async def test_a_gateway_that_stops_ends_its_grpc_calls(start: Start) -> None:
+    running = await start(step_s=0.003)
+    async with AsyncPacelineClient(running.addresses.grpc or "") as client:
+        task = asyncio.create_task(client.generate(token_ids=[7, 8, 9], max_tokens=200, ignore_eos=True, seed=1))
+        await until(lambda: running.scheduler.num_running == 1)
+        running.stop.set()
+        assert (await task).text == expected_text(running, [7, 8, 9], 200)
     await asyncio.wait_for(running.task, 5)
 
 

@@ -184,8 +184,10 @@ async def test_a_long_step_does_not_stop_the_heart(rig: Rig, monkeypatch: pytest
     slow_steps(monkeypatch, 2.5)
     link = await rig.accept()
     await link.plan(1, **first_plan())
-    kinds = [(await link.next()).WhichOneof("message") for _ in range(3)]
-    assert kinds == ["heartbeat", "heartbeat", "result"]
+    num_beats = 0
+    while (await link.next()).WhichOneof("message") == "heartbeat":
+        num_beats += 1
+    assert num_beats > 2
 
 
 async def test_a_cut_link_is_made_anew_with_empty_slots_and_what_is_in_the_blocks(rig: Rig) -> None:

@@ -233,12 +233,26 @@ def test_resubmission_goes_on_after_the_delivered_tokens(system: LocalSystem, cl
     assert client.tokens[1] == right[4:]
 
 
+def test_silence_counts_while_the_scheduler_is_awake(system: LocalSystem) -> None:
+    """Stopped, or starved of its core, it has not read what a worker has said."""
+    end = system.attach(toy())
+    for now_s in (0.25, 1000.25, 1000.5, 1000.75):
+        system.scheduler.tick(now_s)
+    system.scheduler.worker_heartbeat(end.id)
+    for quarter in range(12):
+        system.scheduler.tick(1001 + quarter / 4)
+    assert not system.scheduler.poll(1004.0).lost_workers
+    system.scheduler.tick(1004.0)
+    assert system.scheduler.poll(1004.0).lost_workers == [(end.id, "nothing heard for 3.2 s")]
+
+
 def test_a_silent_worker_is_lost_and_its_work_goes_elsewhere(system: LocalSystem, client: Client) -> None:
     end = system.attach(toy())
     system.submit("s", 1, [9], params(10))
     system.run_for(8)
-    system.now_s = 100.0
-    system.scheduler.tick(system.now_s)
+    for _ in range(13):
+        system.now_s += 0.25
+        system.scheduler.tick(system.now_s)
     outbox = system.scheduler.poll(system.now_s)
     assert [worker for worker, _ in outbox.lost_workers] == [end.id]
     system.to_cache.extend(outbox.to_cache)
@@ -259,7 +273,7 @@ def test_a_failed_row_ends_its_request_alone(system: LocalSystem, client: Client
     tokens[0] = -1
     result.token_ids = tokens.tobytes()
     result.errors.add(slot=0, message="logits are not finite")
-    system.scheduler.worker_result(end.id, result, system.now_s)
+    system.scheduler.worker_result(end.id, result)
     system.poll()
     system.run()
     failed = [ending for ending in client.endings.values() if ending.reason == FinishReason.FINISH_REASON_ERROR]
@@ -271,12 +285,12 @@ def test_a_failed_row_ends_its_request_alone(system: LocalSystem, client: Client
 def test_wrong_results_are_protocol_errors(system: LocalSystem, client: Client) -> None:
     end = system.attach(toy())
     with pytest.raises(ProtocolError, match="no step is in flight"):
-        system.scheduler.worker_result(end.id, StepResult(step=1), 0.0)
+        system.scheduler.worker_result(end.id, StepResult(step=1))
     system.submit("s", 1, [9], params())
     while not end.plans:
         system.move(*system.moves()[0])
     with pytest.raises(ProtocolError, match="expected 1"):
-        system.scheduler.worker_result(end.id, StepResult(step=9, token_ids=pack(1)), 0.0)
+        system.scheduler.worker_result(end.id, StepResult(step=9, token_ids=pack(1)))
 
 
 def test_nothing_is_shared_between_salts(system: LocalSystem, client: Client) -> None:
@@ -471,10 +485,10 @@ def test_a_worker_that_does_not_fit_is_refused(system: LocalSystem) -> None:
     other = toy()
     other.registration.model.fingerprint = "another"
     with pytest.raises(Rejection) as refused:
-        system.scheduler.register_worker(other.registration, 0.0)
+        system.scheduler.register_worker(other.registration)
     assert (refused.value.code, refused.value.field) == (CODE_FAILED_PRECONDITION, "model")
     with pytest.raises(Rejection, match="block_size"):
-        system.scheduler.register_worker(toy(block_size=8).registration, 0.0)
+        system.scheduler.register_worker(toy(block_size=8).registration)
 
 
 def test_what_a_failed_row_computed_is_not_reused(system: LocalSystem, client: Client) -> None:

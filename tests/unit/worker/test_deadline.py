@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from gpu_worker.deadline import MOST_AT_ONCE_S, Allowance, StepWatch
-from paceline.v1.worker_pb2 import StepPlan
+from gpu_worker.deadline import FEW_TOKENS, MOST_AT_ONCE_S, NUM_LONG_STEPS, NUM_REMEMBERED, Allowance, Pace, StepWatch
+from paceline.v1.common_pb2 import SamplingParams
+from paceline.v1.worker_pb2 import NewSequence, StepPlan
 
-ALLOWANCE = Allowance(first_step_s=30.0, step_s=2.0, token_s=0.1, max_num_seqs=10)
+
+def allowance(hang_s: float = 0.0) -> Allowance:
+    return Allowance(first_step_s=30.0, step_s=2.0, token_s=0.1, max_num_seqs=10, pace=Pace(hang_s))
 
 
 def plan(step: int, *prefill_tokens: int) -> StepPlan:
@@ -15,43 +20,159 @@ def plan(step: int, *prefill_tokens: int) -> StepPlan:
 
 
 def passed(watch: StepWatch, seconds: float) -> tuple[int, float] | None:
-    """In pieces of a second."""
+    """In pieces of a quarter of a second."""
     overdue = None
     while seconds > 0:
-        overdue = watch.passed(min(1.0, seconds))
-        seconds -= 1.0
+        overdue = watch.passed(min(0.25, seconds))
+        seconds -= 0.25
     return overdue
 
 
 def test_more_tokens_may_take_longer_and_the_first_step_longest() -> None:
-    assert ALLOWANCE.of(plan(1)) == 30.0
-    assert ALLOWANCE.of(plan(2)) == 3.0
-    assert ALLOWANCE.of(plan(2, 100, 20)) == 15.0
-    assert ALLOWANCE.of(plan(1, 1000)) == 103.0
+    assert allowance().of(plan(1), 0) == 30.0
+    assert allowance().of(plan(2), 0) == 3.0
+    assert allowance().of(plan(2, 100, 20), 120) == 15.0
+    assert allowance().of(plan(1, 1000), 1000) == 103.0
 
 
 def test_a_step_counts_from_when_the_one_before_is_done() -> None:
-    watch = StepWatch(ALLOWANCE)
+    watch = StepWatch(allowance())
     assert watch.passed(MOST_AT_ONCE_S) is None
     watch.begun(plan(2))
     watch.begun(plan(3, 20))
     assert passed(watch, 2.5) is None
-    watch.finished()
+    watch.finished(0.01)
     assert passed(watch, 4.5) is None
     assert passed(watch, 1.0) == (3, 5.0)
 
 
 def test_an_idle_worker_is_never_late() -> None:
-    watch = StepWatch(ALLOWANCE)
+    watch = StepWatch(allowance())
     watch.begun(plan(2))
-    watch.finished()
+    watch.finished(0.01)
     assert passed(watch, 100.0) is None
     watch.begun(plan(3))
     assert passed(watch, 2.9) is None
 
 
 def test_time_in_which_the_process_was_stopped_is_not_the_steps() -> None:
-    watch = StepWatch(ALLOWANCE)
+    watch = StepWatch(allowance())
     watch.begun(plan(2))
     assert watch.passed(1000.0) is None
-    assert watch.passed(1.5) == (2, 3.0)
+    assert passed(watch, 3.0 - MOST_AT_ONCE_S) is None
+    assert watch.passed(0.25) == (2, 3.0)
+
+
+HANG_S = 1.5
+
+
+class Steps:
+    """A worker's steps, one after the other; the configured deadlines are minutes."""
+
+    def __init__(self, hang_s: float = HANG_S) -> None:
+        self.pace = Pace(hang_s)
+        self.watch = StepWatch(Allowance(600.0, 60.0, 0.1, 256, self.pace))
+        self.step = 0
+
+    def begin(self, *prefill_tokens: int, **fields: Any) -> None:
+        self.step += 1
+        message = plan(self.step, *prefill_tokens)
+        message.MergeFrom(StepPlan(**fields))
+        self.watch.begun(message)
+
+    def run(self, count: int, seconds: float, *prefill_tokens: int, **fields: Any) -> None:
+        for _ in range(count):
+            self.begin(*prefill_tokens, **fields)
+            self.watch.finished(seconds)
+
+    def known(self) -> Steps:
+        """Decodes of 10 ms, and prefills of 100 tokens in 0.1 s."""
+        self.run(NUM_LONG_STEPS + 1, 0.1, 60, 40)
+        self.run(NUM_REMEMBERED, 0.01)
+        return self
+
+    def overdue_after_s(self) -> float:
+        """Of the step that has begun; to a quarter of a second."""
+        seconds = 0.0
+        while self.watch.passed(0.25) is None:
+            seconds += 0.25
+        return seconds
+
+
+def test_a_worker_that_knows_its_pace_takes_a_step_for_hung_in_less_than_two_seconds() -> None:
+    steps = Steps().known()
+    steps.begin()
+    assert steps.overdue_after_s() == 1.5
+
+
+def test_a_long_prefill_is_not_a_hang() -> None:
+    steps = Steps().known()
+    steps.begin(20_000)  # of which 20 s are expected
+    assert steps.overdue_after_s() >= 10 * 20
+
+
+def test_before_that_the_configured_deadlines_hold() -> None:
+    steps = Steps()
+    steps.run(NUM_REMEMBERED, 0.01)  # and the first step of a link counts for nothing
+    steps.begin()
+    assert steps.overdue_after_s() > 60
+
+
+def test_what_a_prompt_token_costs_has_to_be_known_for_itself() -> None:
+    steps = Steps()
+    steps.run(NUM_REMEMBERED + 1, 0.01, FEW_TOKENS - 1)
+    steps.begin(FEW_TOKENS)
+    assert steps.overdue_after_s() > 60
+
+
+def test_the_slowest_of_late_counts_and_is_forgotten_in_time() -> None:
+    steps = Steps().known()
+    steps.run(1, 1.0)  # a machine with too much to do
+    steps.begin()
+    assert steps.overdue_after_s() == 11.5
+    steps.watch.finished(1.0)
+    steps.run(NUM_REMEMBERED, 0.01)
+    steps.begin()
+    assert steps.overdue_after_s() == 1.5
+
+
+def test_what_no_step_has_done_before_may_compile() -> None:
+    steps = Steps().known()
+    for fields in (
+        {"new_sequences": [NewSequence(sampling=SamplingParams(repetition_penalty=1.1))]},
+        {"copy_from": b"....", "copy_to": b"...."},
+    ):
+        steps.begin(**fields)
+        assert steps.overdue_after_s() > 60
+        steps.watch.finished(60.0)
+        steps.run(NUM_REMEMBERED - 2, 0.01)
+        steps.begin()  # the sampler may be asked for the first time only now
+        assert steps.overdue_after_s() > 60
+        steps.watch.finished(0.01)
+        steps.run(1, 0.01)
+        steps.begin(**fields)
+        assert steps.overdue_after_s() == 1.5
+        steps.watch.finished(0.01)
+
+
+def test_the_time_of_copies_to_the_host_is_not_known() -> None:
+    steps = Steps()
+    steps.run(2 * NUM_REMEMBERED, 0.01, swap_out_from=b"....", swap_out_to=b"....")
+    steps.begin(swap_out_from=b"....", swap_out_to=b"....")
+    assert steps.overdue_after_s() > 60
+
+
+def test_with_hang_0_the_configured_deadlines_hold_for_ever() -> None:
+    steps = Steps(hang_s=0.0).known()
+    steps.begin()
+    assert steps.overdue_after_s() > 60
+
+
+def test_a_new_link_knows_what_the_last_one_knew() -> None:
+    steps = Steps().known()
+    steps.watch, steps.step = StepWatch(steps.watch.allowance), 0
+    steps.begin()
+    assert steps.overdue_after_s() == 600  # its first step may take its time
+    steps.watch.finished(300.0)
+    steps.begin()
+    assert steps.overdue_after_s() == 1.5
