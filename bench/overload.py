@@ -1,10 +1,10 @@
 """The whole server under more than it can do, and under clients that mean it ill: `--part overload`.
 
-The demo model behind the real services on this machine, the clients in this process. At first what the server does at its
-best (`peak`): as many requests at once as have a place. Then ten times as many requests as it can serve, by the clock,
-from clients that never come again (`10x`), and from such as come again when they were told to (`10x, come back`). Then
-readers that do not read, heads of requests that come byte by byte, connections that ask nothing, and clients that go
-away as soon as they have asked.
+The demo model behind the real services on this machine, the clients in this process. At first what the server does at
+its best (`peak`): as many requests at once as have a place. Then ten times as many requests as it can serve, by the
+clock, from clients that never come again (`10x`), and from such as come again when they were told to (`10x, come
+back`). Then readers that do not read, heads of requests that come byte by byte, connections that ask nothing, and
+clients that go away as soon as they have asked.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 16, 128
 SEATS, QUEUE = 32, 64
 OVERLOAD = 10
 SECONDS = 12.0
-IDLE_CONNECTIONS, SLOW_HEADS, STALLED_READERS = 10_000, 500, 32
+IDLE_CONNECTIONS, SLOW_HEADS, STALLED_READERS = 10_000, 500, 8
 STORM_PER_S, STORM_S = 1000, 5.0
 
 
@@ -64,13 +64,13 @@ def percentile_ms(values_s: list[float], share: float) -> float | None:
     return round(1000 * ordered[min(len(ordered) - 1, int(len(ordered) * share))], 1) if ordered else None
 
 
-def completion(rng: random.Random, stream: bool = False, num_tokens: int = OUTPUT_TOKENS) -> bytes:
+def completion(rng: random.Random, **options: Any) -> bytes:
     fields = {
         "prompt": [rng.randrange(8, 900) for _ in range(PROMPT_TOKENS)],
-        "max_tokens": num_tokens,
+        "max_tokens": OUTPUT_TOKENS,
         "temperature": 0,
         "ignore_eos": True,
-        "stream": stream,
+        **options,
     }
     body = json.dumps(fields).encode()
     return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
@@ -233,13 +233,14 @@ class Measurement:
 
     async def stalled(self) -> Tally:
         """Others' tokens beside streams that nobody reads."""
-        writers = []
+        # A few MB of events, which is more than sockets hold.
+        writers, wanted = [], completion(self.rng, stream=True, max_tokens=2000, logprobs=20)
         for _ in range(STALLED_READERS):
             sock = socket.socket()
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.setblocking(False)
             await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.stack.http_port))
-            await asyncio.get_running_loop().sock_sendall(sock, completion(self.rng, stream=True, num_tokens=2000))
+            await asyncio.get_running_loop().sock_sendall(sock, wanted)
             writers.append(sock)
         tally = await self.closed_loop(SEATS)
         for sock in writers:
@@ -328,7 +329,7 @@ def overload() -> list[dict[str, Any]]:
             "--threads",
             "1",
             "--max-num-seqs",
-            str(SEATS + STALLED_READERS),
+            str(SEATS),
             "--log-level",
             "warning",
         ]

@@ -32,8 +32,8 @@ MAX_CHARS = 256
 MAX_RETENTION_RANGES = 64
 MAX_RETENTION = 100
 MAX_TOKEN_INDEX = 2**32 - 1
-# What a worker may say of itself. Slots and the offsets in a block have tables here, which are made when it comes; ids of
-# blocks are int32.
+# What a worker may say of itself. Slots and the offsets in a block have tables here, which are made when it comes; ids
+# of blocks are int32.
 MAX_WORKER_SIZES = {
     "block_size": 2**16,
     "num_blocks": 2**31 - 1,
@@ -206,7 +206,8 @@ def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, 
         excess, tenant = queued + tokens - limit, request.tenant
     else:
         return
-    raise Rejection(CODE_RESOURCE_EXHAUSTED, why, retry_after_s=budgets.retry_after_s(excess, tenant))
+    retry_after_s = budgets.retry_after_s(excess, tokens, request.arrival_s, tenant)
+    raise Rejection(CODE_RESOURCE_EXHAUSTED, why, retry_after_s=retry_after_s)
 
 
 def recheck(request: Request, limits: Limits) -> Rejection | None:

