@@ -231,14 +231,14 @@ async def test_whatever_is_sent_to_a_method(stack: Stack, server: str) -> None:
 
 @pytest.mark.parametrize("server", SERVERS)
 async def test_what_no_method_takes(stack: Stack, server: str) -> None:
-    """A method that is none, metadata without end, a deadline that is none, a message beyond the limit."""
+    """A method that is none, metadata without end, a deadline that is past or in thirty years, a message beyond the limit."""
     right = await tokens(stack)
     async with open_channel(target(stack, server), [("grpc.max_send_message_length", -1)]) as channel:
         check = "/grpc.health.v1.Health/Check"
         cases = [
             ("/paceline.v1.Nothing/Nowhere", b"", (), 5.0, grpc.StatusCode.UNIMPLEMENTED),
             (check, b"", (), -1.0, grpc.StatusCode.DEADLINE_EXCEEDED),
-            (check, b"", (), 99_999_999 * 3600.0, grpc.StatusCode.OK),
+            (check, b"", (), 1e9, grpc.StatusCode.OK),
             (check, b"", (("x", "y" * 2**20),), 5.0, grpc.StatusCode.RESOURCE_EXHAUSTED),
             (check, bytes(MAX_MESSAGE_BYTES + 1), (), 20.0, grpc.StatusCode.RESOURCE_EXHAUSTED),
             (check, b"\xff" * 9, (), 5.0, grpc.StatusCode.INVALID_ARGUMENT),
