@@ -59,7 +59,7 @@ async def test_ten_times_what_there_is_room_for(own_stack: Stack) -> None:
                     served += 1
             assert (await http.get("/health")).status_code == 200
             assert (await http.get("/ready")).status_code == 200
-    assert served >= 3 * 6, "all that there was room for"
+    assert served >= 3 * 4, "a full queue each time"
     await check_at_rest(stack, before)
 
 
