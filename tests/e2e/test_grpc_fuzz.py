@@ -231,7 +231,7 @@ async def test_whatever_is_sent_to_a_method(stack: Stack, server: str) -> None:
 
 @pytest.mark.parametrize("server", SERVERS)
 async def test_what_no_method_takes(stack: Stack, server: str) -> None:
-    """A method that is none, metadata without end, a deadline that is past or in thirty years, a message beyond the limit."""
+    """A method that is none, metadata without end, a deadline that is past or far off, a message beyond the limit."""
     right = await tokens(stack)
     async with open_channel(target(stack, server), [("grpc.max_send_message_length", -1)]) as channel:
         check = "/grpc.health.v1.Health/Check"
