@@ -1,7 +1,7 @@
 """`make bench`: the control plane's cores and the prefix cache beside their peers, then the whole path on this machine
-with the demo model.
+with the demo model, and the same under overload.
 
-Tables on the terminal, JSON in bench/results/. `--part` runs one of the three; `--sweep` compares ways to share the
+Tables on the terminal, JSON in bench/results/. `--part` runs one of them; `--sweep` compares ways to share the
 cores on the whole path (torch threads, window, workers).
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import tables, whole_path
+from bench import overload, tables, whole_path
 from bench.cache import cache
 from bench.control_plane import ABORTS, COUNTED, RUNNING, measure_abort, measure_admission, measure_decode
 from bench.cores import BLOCK_SIZE
@@ -27,7 +27,7 @@ from bench.orders import measure_orders
 from bench.peers.peer import ROOT, Peer
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("control-plane", "cache", "whole-path")
+PARTS = ("control-plane", "cache", "whole-path", "overload")
 
 
 def control_plane(environments: Path, console: Console) -> dict[str, Any]:
@@ -86,6 +86,10 @@ def main(argv: list[str] | None = None) -> int:
         rows = [row for t, w, n in ways for row in whole_path.serve_and_measure(t, w, n, options.running)]
         whole_path.show(rows, console)
         write("whole_path_sweep" if options.sweep else "whole_path", {"rows": rows}, console)
+    if options.part in (None, "overload") and not options.sweep:
+        note, rows = load_note(os.getloadavg()[0]), overload.overload()
+        overload.show(rows, console)
+        write("overload", {"note": note, "rows": rows}, console)
     return 0
 
 

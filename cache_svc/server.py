@@ -74,23 +74,26 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self._core.reset()
         log.info("link opened", peer=link.peer)
         try:
-            await self._serve(request_iterator, context)
+            fault = await self._serve(request_iterator, context)
         except asyncio.CancelledError:
             if not link.superseded:
                 raise
             task.uncancel()
-            await context.abort(grpc.StatusCode.ABORTED, "a newer link to the cache has begun")
+            fault = grpc.StatusCode.ABORTED, "a newer link to the cache has begun"
         finally:
             if self._current is link:
                 self._current = None
                 self._core.reset()
             log.info("link closed", peer=link.peer)
+        if fault is not None:  # only here, where it cannot be superseded any more: aborting is done once
+            await context.abort(*fault)
 
     async def _serve(
         self,
         requests: AsyncIterator[pb.CacheServiceLinkRequest],
         context: grpc.aio.ServicerContext[pb.CacheServiceLinkRequest, pb.CacheServiceLinkResponse],
-    ) -> None:
+    ) -> tuple[grpc.StatusCode, str] | None:
+        """Until the client has said its last, or with what is wrong."""
         async for request in requests:
             started_s = time.perf_counter()
             try:
@@ -98,13 +101,14 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                     expire_pins(self._core, now_ms())
                 response = self._core.exchange(request)
             except LinkError as error:
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+                return grpc.StatusCode.FAILED_PRECONDITION, str(error)
             except Exception:
                 # The state is lost with the link; the scheduler connects again and adds everything anew.
                 log.exception("exchange failed", epoch=request.epoch, exchange=request.exchange)
-                await context.abort(grpc.StatusCode.INTERNAL, f"exchange {request.exchange} failed inside the cache")
+                return grpc.StatusCode.INTERNAL, f"exchange {request.exchange} failed inside the cache"
             EXCHANGE_DURATION.observe(time.perf_counter() - started_s)
             await context.write(response)
+        return None
 
     async def WatchEvents(  # type: ignore[override]
         self,

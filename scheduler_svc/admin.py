@@ -52,8 +52,8 @@ class Admin(AdminServiceServicer):
         for name, text in wanted.options.items():
             try:
                 options[name] = json.loads(text)
-            except ValueError:
-                await _invalid(context, f"options.{name}: {text!r} is not JSON")
+            except (ValueError, RecursionError):
+                await _invalid(context, f"options.{name}: {text[:80]!r} is not JSON")
         try:
             choice = choose(wanted.preset, {kind: getattr(wanted, kind) for kind in KINDS}, options, self.choice)
             policies = build(choice)

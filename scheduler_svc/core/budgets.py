@@ -12,6 +12,9 @@ from scheduler_svc.core.types import SchedulerConfig
 
 # What a client is told at the least and at the most to wait, in seconds.
 RETRY_AFTER_S = (0.1, 600.0)
+# Over how many seconds those who are refused are told to come back, one behind the other. Not all of them will, and the
+# place of one who does not is free for somebody else: who is told more than this waits in vain.
+MAX_SPREAD_S = 30.0
 # Share of a new measurement in the average.
 RATE_SMOOTHING = 0.3
 # Tenants whose rates are kept: those that were there last.
@@ -28,6 +31,8 @@ class Budgets:
     _taken_tokens: Counter[str | None] = field(default_factory=Counter)  # out of the queue, by tenant; None: in all
     _tokens_per_s: dict[str | None, float] = field(default_factory=dict)
     _measured_s: float | None = None
+    # When there is room for all who were refused up to now, by tenant; None: who was refused for the queue's sake.
+    _room_s: dict[str | None, float] = field(default_factory=dict)
 
     def bind(self, request: Request) -> None:
         tenant, taken = request.tenant, self._taken_tokens
@@ -77,12 +82,22 @@ class Budgets:
             self._tokens_per_s[name] = before + RATE_SMOOTHING * (rate - before)
         while len(self._tokens_per_s) > MAX_RATES:
             del self._tokens_per_s[next(iter(self._tokens_per_s))]
+        self._room_s = {tenant: room_s for tenant, room_s in self._room_s.items() if room_s > now_s}
         self._measured_s = now_s
         self._taken_tokens.clear()
 
-    def retry_after_s(self, excess_tokens: int, tenant: str | None = None) -> float:
+    def retry_after_s(self, excess_tokens: int, num_tokens: int, now_s: float, tenant: str | None = None) -> float:
         """When so many tokens will have left the queue, at the rate at which they left it lately: the tenant's own, or
-        those of all. A second, if nothing is known."""
+        those of all. A second, if nothing is known.
+
+        Others were refused before and will come back, too: the request's own `num_tokens` come behind theirs, else all
+        would come at the same moment, and all but one in vain.
+        """
         rate = self._tokens_per_s.get(tenant, 0.0)
         low, high = RETRY_AFTER_S
-        return min(max(excess_tokens / rate, low), high) if rate else 1.0
+        if not rate:
+            return 1.0
+        first_s = now_s + excess_tokens / rate
+        room_s = max(first_s, min(self._room_s.get(tenant, 0.0) + num_tokens / rate, first_s + MAX_SPREAD_S))
+        self._room_s[tenant] = room_s
+        return min(max(room_s - now_s, low), high)

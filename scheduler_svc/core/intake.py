@@ -32,6 +32,15 @@ MAX_CHARS = 256
 MAX_RETENTION_RANGES = 64
 MAX_RETENTION = 100
 MAX_TOKEN_INDEX = 2**32 - 1
+# What a worker may say of itself. Slots and the offsets in a block have tables here, which are made when it comes; ids
+# of blocks are int32.
+MAX_WORKER_SIZES = {
+    "block_size": 2**16,
+    "num_blocks": 2**31 - 1,
+    "max_num_seqs": 2**16,
+    "max_batched_tokens": 2**31 - 1,
+    "num_host_blocks": 2**31 - 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +215,8 @@ def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, 
         excess, tenant = queued + tokens - limit, request.tenant
     else:
         return
-    raise Rejection(CODE_RESOURCE_EXHAUSTED, why, retry_after_s=budgets.retry_after_s(excess, tenant))
+    retry_after_s = budgets.retry_after_s(excess, tokens, request.arrival_s, tenant)
+    raise Rejection(CODE_RESOURCE_EXHAUSTED, why, retry_after_s=retry_after_s)
 
 
 def recheck(request: Request, limits: Limits) -> Rejection | None:
@@ -220,9 +230,10 @@ def recheck(request: Request, limits: Limits) -> Rejection | None:
 
 def check_registration(new: WorkerRegistration, others: list[WorkerRegistration], promised: Limits | None) -> None:
     """A worker serves the model of the others, or of the live requests, in blocks of their size. Raises Rejection."""
-    for name in ("block_size", "num_blocks", "max_num_seqs", "max_batched_tokens"):
-        if not getattr(new, name):
-            raise invalid(name, "must be at least 1")
+    for name, most in MAX_WORKER_SIZES.items():
+        size, least = getattr(new, name), 0 if name == "num_host_blocks" else 1
+        if not least <= size <= most:
+            raise invalid(name, f"must be between {least} and {most}, not {size}")
     expected = others[0].model if others else promised.model if promised else None
     if expected is not None and new.model.fingerprint != expected.fingerprint:
         raise Rejection(

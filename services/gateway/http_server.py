@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -21,11 +22,8 @@ _MAX_HEAD_BYTES = 64 * 1024
 # answer away.
 _REFUSAL_LINGER_S = 1.0
 _BODY_LINGER_S = 5.0
-
-
-class _Config(uvicorn.Config):
-    # No connection outlives the answer to its next request.
-    closing = False
+# Open files that are no HTTP connections.
+_RESERVED_FILES = 256
 
 
 class _CloseAfterBody:
@@ -44,13 +42,35 @@ class _CloseAfterBody:
             self._protocol.refuse(_BODY_LINGER_S)
 
 
+class _Config(uvicorn.Config):
+    """With what uvicorn has not."""
+
+    closing = False  # no connection outlives the answer to its next request
+    max_connections: int
+    head_timeout_s: float
+
+
 class _Protocol(HttpToolsProtocol):
-    """Bounds the head of a request and answers what cannot be parsed in OpenAI's error shape."""
+    """Bounds the head of a request in size and time, and the number of connections; answers what cannot be parsed in
+    OpenAI's error shape."""
 
     config: _Config
     _head_bytes = 0
+    _head_timer: asyncio.TimerHandle | None = None
     _refused = False
     body_is_here = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.config.max_connections:
+            message = f"the server has {self.config.max_connections} connections, and takes no more"
+            self._answer(b"503 Service Unavailable", ApiError(503, message, code="too_many_connections"))
+        else:
+            self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_is_here()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if not self._refused:
@@ -58,6 +78,8 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
+        if self._head_timer is None:  # not the first request of this connection
+            self._expect_head()
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -65,11 +87,12 @@ class _Protocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value))
+        self._count(len(name) + len(value) + len(b": \r\n"))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self.body_is_here = False
+        self._head_is_here()
         super().on_headers_complete()
         if self.cycle is not None and self.config.closing:
             self.cycle.keep_alive = False
@@ -84,12 +107,32 @@ class _Protocol(HttpToolsProtocol):
         too_large = self._head_bytes > _MAX_HEAD_BYTES
         status = b"431 Request Header Fields Too Large" if too_large else b"400 Bad Request"
         message = f"the request line and headers are larger than {_MAX_HEAD_BYTES} bytes" if too_large else msg
-        body = orjson.dumps(ApiError(431 if too_large else 400, message, code="invalid_http").body())
+        error = ApiError(431 if too_large else 400, message, code="invalid_http")
+        self._answer(status, error)
+
+    def _answer(self, status: bytes, error: ApiError) -> None:
+        body = orjson.dumps(error.body())
         self.transport.write(
             b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
             % (status, len(body), body)
         )
         self.refuse(_REFUSAL_LINGER_S)
+
+    def _expect_head(self) -> None:
+        self._head_timer = self.loop.call_later(self.config.head_timeout_s, self._head_is_late)
+
+    def _head_is_here(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if not self._head_bytes:  # nothing was asked
+            self.transport.close()
+            return
+        message = f"the headers did not arrive within {self.config.head_timeout_s:g} s"
+        self._answer(b"408 Request Timeout", ApiError(408, message, code="request_timeout"))
 
     def refuse(self, linger_s: float) -> None:
         """Close, but for the client's side, whose data is dropped for a while."""
@@ -114,10 +157,16 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves an ASGI app until `stop`."""
+    """Serves an ASGI app until `stop`.
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
-        self._config = _Config(
+    A connection whose request's head is not there `head_timeout_s` after it began (or after the connection was made) is
+    closed. One more than `max_connections`, or than files may be open, gets 503.
+    """
+
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, *, max_connections: int = 16384, head_timeout_s: float = 30.0
+    ) -> None:
+        config = self._config = _Config(
             app,
             http=_Protocol,
             ws="none",
@@ -130,7 +179,12 @@ class HttpServer:
             timeout_graceful_shutdown=1,
             backlog=4096,
         )
-        self._server = _Server(self._config)
+        config.head_timeout_s = head_timeout_s
+        open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if open_files != resource.RLIM_INFINITY:
+            max_connections = min(max_connections, max(1, open_files - _RESERVED_FILES))
+        config.max_connections = max_connections
+        self._server = _Server(config)
         self._host, self._port = host, port
         self._task: asyncio.Task[Any] | None = None
         self._socket: socket.socket | None = None

@@ -49,7 +49,13 @@ async def serve(
     )
     with interruptible():
         gateway = await asyncio.to_thread(_load, settings, session)
-    http_server = HttpServer(create_app(gateway), settings.host, settings.port)
+    http_server = HttpServer(
+        create_app(gateway),
+        settings.host,
+        settings.port,
+        max_connections=settings.max_connections,
+        head_timeout_s=settings.head_timeout_s,
+    )
     http_port = await http_server.start()
     grpc_server = GrpcServer(settings.host, settings.grpc_port)
     front = InferenceFront(gateway)

@@ -32,6 +32,12 @@ class GatewaySettings(ServiceSettings, section="gateway"):
     )
     max_body_bytes: int = Field(10 * 2**20, ge=1024, description="largest request body")
     max_live_requests: int = Field(4096, ge=1, description="requests in flight; one more gets 429")
+    max_connections: int = Field(
+        16384, ge=1, description="HTTP connections; one more gets 503 (at most as many as files may be open, but 256)"
+    )
+    head_timeout_s: float = Field(
+        30.0, gt=0, description="seconds for the headers of a request, after which the connection is closed"
+    )
     scheduler_wait_s: float = Field(
         30.0, ge=0, description="seconds a request waits for a scheduler that is away before it fails with 503"
     )

@@ -38,6 +38,13 @@ if TYPE_CHECKING:  # generic in the stubs only
 else:
     _Interceptor = grpc.aio.ServerInterceptor
 
+# By whether requests and responses are streams.
+_MAKE_HANDLER: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler[Any, Any]]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
 CODE_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 Options = list[tuple[str, int]]
 
@@ -118,6 +125,10 @@ class Health(health_pb2_grpc.HealthServicer):
                 return
             await changed.wait()
 
+    async def List(self, request: health_pb2.HealthListRequest, context: Any) -> health_pb2.HealthListResponse:
+        """The status of every service."""
+        return health_pb2.HealthListResponse(statuses={name: self._status(name) for name in self.names})
+
     def _status(self, name: str) -> health_pb2.HealthCheckResponse:
         answer = health_pb2.HealthCheckResponse
         if name not in self.names:
@@ -175,19 +186,13 @@ class CallInterceptor(_Interceptor):
         request_id = dict(handler_call_details.invocation_metadata or ()).get("x-request-id")
         if isinstance(request_id, str) and request_id:
             bind_request_id(request_id[:128])
-        if handler.response_streaming:
-            behaviour = handler.stream_stream or handler.unary_stream
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
-            return make(_watched(behaviour, method), handler.request_deserializer, handler.response_serializer)
-        behaviour = handler.stream_unary or handler.unary_unary
-        make = (
-            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
-        )
-        return make(_watched(behaviour, method), handler.request_deserializer, handler.response_serializer)
+        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        if handler.request_streaming:
+            decode, watched = handler.request_deserializer, _watched(behaviour, method)
+        else:  # grpc would blame us (UNKNOWN) for a request that it cannot decode
+            decode, watched = None, _watched(behaviour, method, handler.request_deserializer)
+        make = _MAKE_HANDLER[handler.request_streaming, handler.response_streaming]
+        return make(watched, decode, handler.response_serializer)
 
 
 def _code_name(code: grpc.StatusCode | int | None) -> str:
@@ -195,13 +200,15 @@ def _code_name(code: grpc.StatusCode | int | None) -> str:
     return code.name if isinstance(code, grpc.StatusCode) else CODE_NAMES.get(code or 0, "UNKNOWN")
 
 
-def _watched(behaviour: Any, method: str) -> Any:
+def _watched(behaviour: Any, method: str, decode: Callable[[bytes], Any] | None = None) -> Any:
+    """`decode`: of the one request, which comes as bytes then."""
+
     async def call(request: Any, context: Any) -> Any:
         began = time.perf_counter()
         STARTED.labels(method).inc()
         cancelled = False
         try:
-            answer = behaviour(request, context)
+            answer = behaviour(decode(request) if decode is not None else request, context)
             if isinstance(answer, AsyncGenerator):
                 async with aclosing(answer):
                     async for message in answer:
@@ -213,7 +220,7 @@ def _watched(behaviour: Any, method: str) -> Any:
         except asyncio.CancelledError:
             cancelled = True
             raise
-        except DecodeError as error:  # of a stream's message; grpc answers for the one of a unary call
+        except DecodeError as error:
             log.warning("not a message", method=method, error=str(error))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a message cannot be decoded: {error}")
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import openai
@@ -258,3 +259,42 @@ async def test_metrics(running: Running) -> None:
     ):
         assert line in text, line
     assert common_pb2.FINISH_REASON_ERROR == 4  # the literal in this file
+
+
+async def test_a_head_that_does_not_come_is_not_waited_for(start: Start) -> None:
+    running = await start(settings={"head_timeout_s": 0.3})
+    assert await raw(running, b"") == b"", "nothing was asked"
+    answer = await raw(running, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-")
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert check_shape(json.loads(answer.partition(b"\r\n\r\n")[2]))["code"] == "request_timeout"
+    # The second one on a connection, too; and a connection between two requests may rest for longer.
+    well = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    reader, writer = await asyncio.open_connection(*str(running.addresses.http).split(":"))
+    for _ in range(2):
+        writer.write(well)
+        assert b"200 OK" in await reader.readuntil(b"}")
+        await asyncio.sleep(0.4)
+    writer.write(well[:20])
+    assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 408")
+    writer.close()
+
+
+async def test_more_connections_than_there_may_be_are_refused(start: Start) -> None:
+    running = await start(settings={"max_connections": 3})
+    assert (await running.http.get("/health")).status_code == 200  # one of the three
+    others = [await asyncio.open_connection(*str(running.addresses.http).split(":")) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    answer = await raw(running, b"")
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert (await running.http.get("/health")).status_code == 200
+    for _, writer in others:
+        writer.close()
+
+    async def served() -> bool:
+        return (await raw(running, b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")).startswith(
+            b"HTTP/1.1 200"
+        )
+
+    async with asyncio.timeout(5):
+        while not await served():  # noqa: ASYNC110 - the server's state, which tells nobody
+            await asyncio.sleep(0.02)

@@ -73,6 +73,7 @@ async def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     for choice, word in (
         ({"preset": "best"}, "preset: 'best' is none of paceline"),
         ({"options": {"watermark": "{"}}, "options.watermark: '{' is not JSON"),
+        ({"options": {"watermark": "[" * 100_000}}, r"options.watermark: '\[{80}' is not JSON"),
         ({"options": {"watermark": "true"}}, "options.watermark: Input should be a valid number"),
         ({"options": {"watermark": "NaN"}}, "options.watermark: Input should be a finite number"),
         ({"order": "json:loads"}, "order: json:loads is no OrderPolicy"),

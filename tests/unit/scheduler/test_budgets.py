@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
+from scheduler_svc.core.budgets import MAX_SPREAD_S, Budgets
 from scheduler_svc.core.policy import CapacityPolicy, Verdict
 from scheduler_svc.core.rejection import (
     CODE_DEADLINE_EXCEEDED,
@@ -265,3 +266,18 @@ def test_who_waits_for_room_to_its_end_is_told_how_much() -> None:
     spans = system.scheduler.journal.explain("s-2")
     assert spans is not None
     assert "needs 2 blocks, 14 are available; up to 12 to its end" in [span.detail for span in spans]
+
+
+def test_those_who_are_refused_are_told_to_come_back_one_behind_the_other() -> None:
+    budgets = Budgets(SchedulerConfig())
+    assert budgets.retry_after_s(10, 10, 0.0) == 1.0, "nothing is known"
+    budgets.measure(0.0)
+    budgets._taken_tokens[None] = 200
+    budgets.measure(10.0)  # 20 tokens a second
+    told = [budgets.retry_after_s(10, 10, 10.0) for _ in range(4)]
+    assert told == pytest.approx([0.5, 1.0, 1.5, 2.0])
+    assert budgets.retry_after_s(10, 10, 11.0) == pytest.approx(1.5), "a second later"
+    for _ in range(1000):
+        last_s = budgets.retry_after_s(10, 10, 11.0)
+    assert last_s == pytest.approx(MAX_SPREAD_S + 0.5), "not all of them will come"
+    assert budgets.retry_after_s(10, 10, 100.0) == pytest.approx(0.5), "nobody is waited for any more"

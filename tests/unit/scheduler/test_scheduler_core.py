@@ -7,8 +7,9 @@ import pytest
 
 from paceline.v1.common_pb2 import FinishReason, PromptLogprobs, RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import SessionRequest, Submission
-from paceline.v1.worker_pb2 import StepPlan, StepResult
+from paceline.v1.worker_pb2 import StepPlan, StepResult, WorkerRegistration
 from scheduler_svc.core.cache_link import ProtocolError
+from scheduler_svc.core.intake import MAX_WORKER_SIZES
 from scheduler_svc.core.rejection import (
     CODE_FAILED_PRECONDITION,
     CODE_INVALID_ARGUMENT,
@@ -489,6 +490,18 @@ def test_a_worker_that_does_not_fit_is_refused(system: LocalSystem) -> None:
     assert (refused.value.code, refused.value.field) == (CODE_FAILED_PRECONDITION, "model")
     with pytest.raises(Rejection, match="block_size"):
         system.scheduler.register_worker(toy(block_size=8).registration)
+
+
+@pytest.mark.parametrize("name", MAX_WORKER_SIZES)
+def test_a_worker_of_impossible_size_is_refused(system: LocalSystem, name: str) -> None:
+    for size in (0, MAX_WORKER_SIZES[name] + 1):
+        registration = WorkerRegistration()
+        registration.CopyFrom(toy().registration)
+        setattr(registration, name, size)
+        if size or name != "num_host_blocks":
+            with pytest.raises(Rejection, match=f"{name}: must be between . and ") as refused:
+                system.scheduler.register_worker(registration, 0.0)
+            assert refused.value.field == name
 
 
 def test_what_a_failed_row_computed_is_not_reused(system: LocalSystem, client: Client) -> None:
