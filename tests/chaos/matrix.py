@@ -2,7 +2,7 @@
 
 python -m tests.chaos.matrix [--cells worker,decode] [--rounds 3] [--out FILE]
 
-`--cells`: only those that these words name, as worker, SIGKILL, decode. A table of pauses goes to FILE.json and FILE.md.
+`--cells`: only those that these words name, as worker, SIGKILL, decode. Pauses go to FILE.json, their table to FILE.md.
 """
 
 from __future__ import annotations
@@ -159,30 +159,31 @@ async def fault(stack: Stack, cell: Cell) -> None:
                 link.heal()
 
 
-def wait_rest(stack: Stack) -> None:
-    """All services there, nothing runs or waits, no block is used."""
+def wait_services(stack: Stack) -> None:
     for name in GATEWAYS:
         stack.wait_ready(f"http://127.0.0.1:{stack.gateway_ports[name][0]}")
-    for name, value in (("num_workers", len(WORKERS)), ("num_requests_running", 0), ("num_requests_waiting", 0)):
-        stack.wait_metric(f"paceline_scheduler_{name}", value)
-    stack.wait_metric("paceline_scheduler_kv_cache_usage_ratio", 0)
+    stack.wait_metric("paceline_scheduler_num_workers", len(WORKERS))
+
+
+def wait_rest(stack: Stack) -> None:
+    """All services there, nothing runs or waits, no block is used."""
+    wait_services(stack)
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio"):
+        stack.wait_metric(f"paceline_scheduler_{name}", 0)
     for name in ("paceline_cache_blocks", "paceline_cache_host_blocks"):
         stack.wait_total(name, 'state="used"', 0, of="cache")
 
 
-async def play_all(stack: Stack, cells: Iterable[Cell], tell: Callable[[Outcome], None]) -> list[Outcome]:
+async def play_all(stack: Stack, cells: Iterable[Cell], tell: Callable[[Outcome], None]) -> None:
     matrix = Matrix(stack)
-    outcomes = []
     for cell in cells:
         try:
             outcome = await matrix.play(cell)
         except AssertionError as error:
             outcome = Outcome(cell, problems=[f"{error}"])
         tell(outcome)
-        outcomes.append(outcome)
         if any(process.poll() is not None for process in stack.processes.values()):
-            break  # what follows would say nothing
-    return outcomes
+            return  # what follows would say nothing
 
 
 def up(stack: Stack) -> Stack:
@@ -196,8 +197,11 @@ def cells_named(words: Iterable[str]) -> list[Cell]:
     wanted = set(words)
     if unknown := wanted - {*SERVICES, *FAULTS, *WORKLOADS}:
         raise SystemExit(f"matrix: no such service, fault or workload: {', '.join(sorted(unknown))}")
-    places = [[name for name in names if name in wanted] or names for names in (SERVICES, FAULTS, WORKLOADS)]
-    return [Cell(*cell) for cell in itertools.product(*places)]
+    places = [[name for name in names if name in wanted] or list(names) for names in (SERVICES, FAULTS, WORKLOADS)]
+    pairs, workloads = list(itertools.product(*places[:2])), places[2]
+    # A run that is ended early has seen each fault, and each workload.
+    turns = itertools.product(range(len(workloads)), enumerate(pairs))
+    return [Cell(*pair, workloads[(turn + i) % len(workloads)]) for turn, (i, pair) in turns]
 
 
 def table(outcomes: list[Outcome]) -> str:
@@ -227,23 +231,26 @@ def main() -> int:
     print(f"{len(cells)} cells; logs in {folder}")
     began_s = time.monotonic()
 
+    outcomes: list[Outcome] = []
+
     def tell(outcome: Outcome) -> None:
+        outcomes.append(outcome)
         worst = f"{outcome.pauses_s[-1]:5.1f} s" if outcome.pauses_s else "      -"
-        told = (
+        line = (
             f"{time.monotonic() - began_s:6.0f} s  {' '.join(outcome.cell):28} {worst}  breaks {outcome.num_breaks:3}"
         )
-        print(told, *outcome.problems, sep="\n         ", flush=True)
+        print(line, *outcome.problems, sep="\n         ", flush=True)
+        if arguments.out is not None:
+            arguments.out.with_suffix(".md").write_text(table(outcomes))
+            told = json.dumps([asdict(outcome) for outcome in outcomes], indent=1)
+            arguments.out.with_suffix(".json").write_text(f"{told}\n")
 
     stack = new_stack(folder)
     try:
-        outcomes = asyncio.run(play_all(up(stack), cells, tell))
+        asyncio.run(play_all(up(stack), cells, tell))
     finally:
         stack.down()
-    text = table(outcomes)
-    print(text)
-    if arguments.out is not None:
-        arguments.out.with_suffix(".md").write_text(text)
-        arguments.out.with_suffix(".json").write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
+    print(table(outcomes))
     return int(any(outcome.problems for outcome in outcomes) or len(outcomes) < len(cells))
 
 
