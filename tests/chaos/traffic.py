@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ class Seen:
         """Without anything from the server, within these moments."""
         inside = [time for time in (self.began_s, *self.times, self.ended_s) if begin_s < time < end_s]
         times = [max(begin_s, self.began_s), *inside, min(end_s, self.ended_s)]
-        return max(after - before for before, after in zip(times, times[1:], strict=False))
+        return max(after - before for before, after in itertools.pairwise(times))
 
 
 def _questions(rng: random.Random) -> Iterator[Question]:
@@ -75,9 +76,9 @@ class Traffic:
 
     async def learn(self) -> None:
         """The answers while nothing happens."""
-        alone = [[await self._answer(question)] for question in _questions(random.Random(1))]
-        chats = [await self._chat(seed) for seed in range(4)]
-        self._known = alone + chats
+        alone = asyncio.gather(*(self._answer(question) for question in _questions(random.Random(1))))
+        chats = await asyncio.gather(*(self._chat(seed) for seed in range(4)))
+        self._known = [*([answer] for answer in await alone), *chats]
 
     async def run(self, num_clients: int) -> None:
         """Until `stop`."""
