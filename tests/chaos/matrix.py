@@ -91,7 +91,8 @@ class Matrix:
             caught = [answer for answer in answers if not answer.is_done]
             await fault(self.stack, cell)
             await asyncio.wait([serving], timeout=TIMEOUT_S)
-        outcome.pauses_s = sorted(answer.longest_pause_s(faulted_s) for answer in caught)
+        streams = [answer for answer in caught if answer.question.body["stream"]]
+        outcome.pauses_s = sorted(answer.longest_pause_s(faulted_s) for answer in streams)
         if not caught:
             outcome.problems.append("all had ended before")
         for number, (answer, whole) in enumerate(zip(answers, right, strict=True)):
