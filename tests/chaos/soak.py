@@ -15,7 +15,6 @@ import statistics
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,14 +82,18 @@ async def kill(stack: Stack, rng: random.Random, moments: list[Moment], end_s: f
         await asyncio.sleep(rng.uniform(0.0, MOST_BETWEEN_S))
 
 
-def report(moments: Iterable[Moment], seen: list[Seen]) -> str:
-    """Markdown: of each kind of moment, what the clients saw from its beginning until it was over and settled."""
+def report(moments: list[Moment], seen: list[Seen]) -> str:
+    """Markdown: of each kind of moment, what the clients saw from its beginning until it was over and settled, or until
+    the next one.
+    """
     rows: dict[str, list[tuple[float, list[float], int, int]]] = defaultdict(list)
-    for moment in moments:
-        end_s = moment.end_s + SETTLE_S
-        there = [one for one in seen if one.began_s < moment.begin_s + 0.5 and one.ended_s > moment.begin_s]
+    nexts_s = [moment.begin_s for moment in moments[1:]] + [float("inf")]
+    for moment, next_s in zip(moments, nexts_s, strict=True):
+        end_s = min(moment.end_s + SETTLE_S, next_s)
+        there = [one for one in seen if one.began_s < moment.begin_s and one.ended_s > moment.begin_s]
         pauses = [one.longest_pause_s(moment.begin_s, end_s) for one in there]
-        breaks, wrong = sum(one.num_breaks > 0 for one in there), sum(bool(one.problem) for one in there)
+        breaks = sum(any(moment.begin_s < time < end_s for time in one.break_times) for one in there)
+        wrong = sum(bool(one.problem) for one in there)
         what = moment.what if " and " not in moment.what else "two at once"
         rows[what].append((moment.end_s - moment.begin_s, pauses, breaks, wrong))
     lines = [
@@ -114,7 +117,7 @@ def totals(seen: list[Seen], memory: Memory, leak: str) -> dict[str, Any]:
         "requests": len(seen),
         "kinds": dict(sorted(kinds.items())),
         "cancelled": sum(one.is_cancelled for one in seen),
-        "resumed": sum(one.num_breaks > 0 for one in seen),
+        "resumed": sum(bool(one.break_times) for one in seen),
         "wrong": [f"{one.name}: {one.problem}"[:600] for one in seen if one.problem],
         "leaked": leak,
         "memory_mib": {name: [round(first), round(last)] for name, (first, last) in memory.halves().items()},

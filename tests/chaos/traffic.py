@@ -28,9 +28,8 @@ class Seen:
     began_s: float
     ended_s: float
     times: list[float]
-    num_breaks: int
+    break_times: list[float]
     is_cancelled: bool
-    num_choices: int
     problem: str
 
     def longest_pause_s(self, begin_s: float, end_s: float) -> float:
@@ -117,9 +116,8 @@ class Traffic:
                 began_s,
                 loop.time(),
                 answer.times,
-                len(answer.breaks),
+                answer.break_times,
                 answer.is_cancelled,
-                question.body.get("n", 1),
                 answer.differs(right),
             )
         )

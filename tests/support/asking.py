@@ -35,6 +35,7 @@ class Answer:
     events: list[Event] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)  # why it had to be asked for again
+    break_times: list[float] = field(default_factory=list)
     is_done: bool = False
     is_cancelled: bool = False
 
@@ -95,6 +96,7 @@ async def ask(http: httpx.AsyncClient, urls: Sequence[str], key: str, answer: An
         if answer.is_done or answer.is_cancelled:
             return
         answer.breaks.append(why)
+        answer.break_times.append(asyncio.get_running_loop().time())
         await asyncio.sleep(PAUSE_S)
 
 
