@@ -60,9 +60,8 @@ class Proxy:
     async def _close(self) -> None:
         self._server.close()
         self._cut()
-        for task in self._connections:
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        self._passing.set()
+        await asyncio.gather(*self._connections)
 
     def _cut(self) -> None:
         self._is_cut = True
@@ -95,6 +94,8 @@ class Proxy:
         """Until either side ends."""
         there, back = await asyncio.open_connection("127.0.0.1", self._target_port)
         self._writers.add(back)
+        if self._is_cut:  # meanwhile
+            _reset(back)
         ways = [asyncio.create_task(self._pass(reader, back)), asyncio.create_task(self._pass(there, writer))]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
