@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -57,7 +58,13 @@ class Answer:
         if not self.is_done:
             return f"did not end: {self.breaks}"
         different = [name for name in mine if not alike(mine[name], whole[name])]
-        return "; ".join(f"{name}: {mine[name]} instead of {whole[name]}" for name in different)
+        return "; ".join(f"{name}: {_apart(str(mine[name]), str(whole[name]))}" for name in different)
+
+
+def _apart(mine: str, whole: str) -> str:
+    """Where they part."""
+    at = len(os.path.commonprefix([mine, whole]))
+    return f"{mine[max(0, at - 30) : at + 50]!r} instead of {whole[max(0, at - 30) : at + 50]!r}"
 
 
 def _knowledge(answer: Answer) -> dict[str, Any]:
