@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -63,7 +62,8 @@ class Answer:
 
 def _apart(mine: str, whole: str) -> str:
     """Where they part."""
-    at = len(os.path.commonprefix([mine, whole]))
+    pairs = enumerate(zip(mine, whole, strict=False))
+    at = next((i for i, (one, other) in pairs if one != other), min(len(mine), len(whole)))
     return f"{mine[max(0, at - 30) : at + 50]!r} instead of {whole[max(0, at - 30) : at + 50]!r}"
 
 
