@@ -84,22 +84,23 @@ class Matrix:
         outcome = Outcome(cell)
         right = await self._undisturbed(cell.workload)
         loop = asyncio.get_running_loop()
-        urls = self._urls if cell.service == "gateway" else self._urls[:1]
-        async with self._asked(cell.workload, urls, PATIENCE_S if len(urls) > 1 else TIMEOUT_S) as (answers, serving):
+        is_left = cell.service == "gateway" and cell.fault in ("SIGKILL", "SIGSTOP", "silent")
+        urls, patience_s = (self._urls, PATIENCE_S) if is_left else (self._urls[:1], TIMEOUT_S)
+        async with self._asked(cell.workload, urls, patience_s) as (answers, serving):
             await self._until(lambda: WORKLOADS[cell.workload].is_reached(self.stack, answers), serving)
             faulted_s = loop.time()
             caught = [answer for answer in answers if not answer.is_done]
             await fault(self.stack, cell)
             await asyncio.wait([serving], timeout=TIMEOUT_S)
         streams = [answer for answer in caught if answer.question.body["stream"]]
-        outcome.pauses_s = sorted(answer.longest_pause_s(faulted_s) for answer in streams)
+        outcome.pauses_s = sorted(round(answer.longest_pause_s(faulted_s), 3) for answer in streams)
         if not caught:
             outcome.problems.append("all had ended before")
         for number, (answer, whole) in enumerate(zip(answers, right, strict=True)):
             outcome.num_breaks += len(answer.breaks)
             if difference := answer.differs(whole):
                 outcome.problems.append(f"request {number}: {difference}"[:600])
-            if cell.service != "gateway" and answer.breaks:
+            if answer.breaks and not is_left:
                 outcome.problems.append(f"request {number}: {answer.breaks}")
         await asyncio.to_thread(wait_rest, self.stack)
         return outcome
@@ -243,8 +244,8 @@ def main() -> int:
         print(line, *outcome.problems, sep="\n         ", flush=True)
         if arguments.out is not None:
             arguments.out.with_suffix(".md").write_text(table(outcomes))
-            told = json.dumps([asdict(outcome) for outcome in outcomes], indent=1)
-            arguments.out.with_suffix(".json").write_text(f"{told}\n")
+            told = ",\n".join(json.dumps(asdict(outcome)) for outcome in outcomes)
+            arguments.out.with_suffix(".json").write_text(f"[\n{told}\n]\n")
 
     stack = new_stack(folder)
     try:
