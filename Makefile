@@ -10,10 +10,10 @@ WORKERS ?=
 ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: up setup test soak lint fmt proto bench bench-gpu peer-test compose-test clean help
+.PHONY: up setup test soak chaos chaos-soak lint fmt proto bench bench-gpu peer-test compose-test clean help
 
 help:
-	@echo 'make up [MODEL=path PORT=n WORKERS=n ARGS=...] | test | soak | lint | fmt | proto | bench | bench-gpu | peer-test | compose-test | clean'
+	@echo 'make up [MODEL=path PORT=n WORKERS=n ARGS=...] | test | soak | chaos | chaos-soak | lint | fmt | proto | bench | bench-gpu | peer-test | compose-test | clean'
 
 up: $(VENV)/serve.stamp
 	@exec $(BIN)/paceline up $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
@@ -47,6 +47,14 @@ test: setup
 # Simulated runs with new seeds until Ctrl-C: docs/simulation.md.
 soak: setup
 	$(BIN)/python -m simulator.soak $(ARGS)
+
+# Every service × fault × workload on real processes (half an hour), and a table of the pauses: docs/reliability.md.
+chaos: setup
+	$(BIN)/python -m tests.chaos.matrix --out bench/results/chaos $(ARGS)
+
+# Random kills of real processes under mixed traffic: ARGS='--minutes 30'.
+chaos-soak: setup
+	$(BIN)/python -m tests.chaos.soak $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

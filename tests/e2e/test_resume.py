@@ -15,7 +15,7 @@ from examples.resuming_stream import resuming_stream
 from services.client import AsyncPacelineClient, Piece, Unavailable
 from services.client.types import result_from
 from tests.support import load
-from tests.support.sse import Event, Told, parse_events, told
+from tests.support.sse import Event, Told, alike, parse_events, told
 from tests.support.stack import Stack
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -42,15 +42,6 @@ def knowledge(chunks: list[Any]) -> Told:
     assert len(known.heads) == 1
     known.heads.clear()
     return known
-
-
-def alike(one: Any, other: Any) -> bool:
-    """The same but for the last bits of log probabilities, which depend on who else is in a step."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(alike, one, other))
-    return bool(one == (pytest.approx(other, abs=1e-4) if isinstance(one, float) else other))
 
 
 async def answers(cases: dict[str, tuple[str, dict[str, Any]]], gateways: list[str], got: dict[str, list[Any]]) -> None:

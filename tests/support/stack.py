@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.ports import free_port
+from tests.support.proxy import Proxy
 
 START_TIMEOUT_S = 60.0
 
@@ -28,11 +29,13 @@ class Stack:
     scheduler_flags: list[str] = field(default_factory=list)
     gateway_flags: list[str] = field(default_factory=list)
     worker_module: str = "services.cli"  # another one may have faults planted
+    proxied: bool = False  # each service dials through a proxy of its own, which `links` has by the service's name
 
     def __post_init__(self) -> None:
         self.http_port, self.grpc_port, self.scheduler_port, self.cache_port = (free_port() for _ in range(4))
         self.metrics_ports = {name: free_port() for name in ("scheduler", "cache", "worker-1")}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.links: dict[str, Proxy] = {}
         self.url = f"http://127.0.0.1:{self.http_port}"
         # HTTP and gRPC port of each gateway; further ones are put in by who starts them.
         self.gateway_ports = {"gateway": (self.http_port, self.grpc_port)}
@@ -41,18 +44,27 @@ class Stack:
     def scheduler(self) -> str:
         return f"127.0.0.1:{self.scheduler_port}"
 
+    def dialled(self, name: str) -> str:
+        """Where this service finds the one that it dials: the cache for the scheduler, the scheduler for all others."""
+        port = self.cache_port if name == "scheduler" else self.scheduler_port
+        if self.proxied:
+            if name not in self.links:
+                self.links[name] = Proxy(port)
+            port = self.links[name].port
+        return f"127.0.0.1:{port}"
+
     def flags(self, name: str) -> list[str]:
         model = ["--model", self.model] if self.model else []
         if name.startswith("worker"):
             metrics = ["--metrics-port", str(self.metrics_ports.get(name, 0))]
-            return ["--scheduler", self.scheduler, *metrics, *model, *(self.worker_flags or ["--threads", "1"])]
+            return ["--scheduler", self.dialled(name), *metrics, *model, *(self.worker_flags or ["--threads", "1"])]
         if name.startswith("gateway"):
             http_port, grpc_port = self.gateway_ports[name]
             ports = ["--port", str(http_port), "--grpc-port", str(grpc_port)]
-            return [*ports, "--scheduler", self.scheduler, *model, *self.gateway_flags]
+            return [*ports, "--scheduler", self.dialled(name), *model, *self.gateway_flags]
         if name == "scheduler":
             ports = ["--port", str(self.scheduler_port), "--metrics-port", str(self.metrics_ports[name])]
-            return [*ports, "--cache", f"127.0.0.1:{self.cache_port}", *self.scheduler_flags]
+            return [*ports, "--cache", self.dialled(name), *self.scheduler_flags]
         return ["--port", str(self.cache_port), "--metrics-port", str(self.metrics_ports[name])]
 
     def start(self, name: str) -> None:
@@ -89,11 +101,20 @@ class Stack:
     def wait_metric(self, name: str, value: float, timeout_s: float = START_TIMEOUT_S, of: str = "scheduler") -> None:
         self._wait(lambda: self.metric(name, of) == value, f"{name} = {value}", timeout_s)
 
+    def wait_total(self, name: str, labels: str, value: float, of: str) -> None:
+        self._wait(lambda: self.total(name, labels, of) == value, f"{name} of {labels} = {value}")
+
     def metric(self, name: str, of: str = "scheduler") -> float | None:
         """A series without labels of one service; None if there is none."""
         status, text = self._get(f"http://127.0.0.1:{self.metrics_ports[of]}/metrics")
         values = [line.split()[1] for line in text.splitlines() if line.startswith(f"{name} ")]
         return float(values[0]) if status == 200 and values else None
+
+    def total(self, name: str, labels: str, of: str) -> float:
+        """Of a service's series with this name whose labels contain `labels`; infinite while it does not answer."""
+        status, text = self._get(f"http://127.0.0.1:{self.metrics_ports[of]}/metrics")
+        lines = [line for line in text.splitlines() if line.startswith(f"{name}{{") and labels in line]
+        return sum(float(line.split()[-1]) for line in lines) if status == 200 else float("inf")
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Send the signal and wait for the end of the process."""
@@ -106,6 +127,8 @@ class Stack:
             process.kill()
         for process in self.processes.values():
             process.wait()
+        for link in self.links.values():
+            link.close()
 
     def logs(self) -> str:
         paths = sorted(self.folder.glob("*.log"))

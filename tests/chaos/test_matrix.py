@@ -1,0 +1,32 @@
+"""The cells of the kill matrix that are worth most beside the other tests here: zombies and silence.
+
+All of them: `make chaos`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.chaos.matrix import Cell, Outcome, new_stack, play_all, up
+from tests.support.stack import Stack
+
+CELLS = [
+    Cell("worker", "SIGSTOP", "swapped"),
+    Cell("scheduler", "silent", "seeded"),
+    Cell("gateway", "SIGSTOP", "streaming"),
+]
+
+
+@pytest.mark.timeout(300)
+async def test_streams_are_those_that_nothing_happened_to(stack: Stack) -> None:
+    outcomes: list[Outcome] = []
+    stack = new_stack(stack.folder)
+    try:
+        await asyncio.to_thread(up, stack)
+        await play_all(stack, CELLS, outcomes.append)
+    finally:
+        stack.down()
+    assert not [outcome for outcome in outcomes if outcome.problems]
+    assert [outcome.cell for outcome in outcomes] == CELLS

@@ -1,0 +1,133 @@
+"""Mixed traffic without end: streams, whole answers, samples, chats of several turns, long prompts, cancels."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+
+from tests.chaos.workloads import CHAT, VOCAB, completion
+from tests.support.asking import Answer, Question, ask
+from tests.support.sse import told
+
+TURNS = ("Tell me of a fox.", "And then?", "Who was with it?")
+CANCELLED_SHARE = 0.15
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a client saw of one request, on the loop's clock."""
+
+    name: str
+    began_s: float
+    ended_s: float
+    times: list[float]
+    break_times: list[float]
+    is_cancelled: bool
+    problem: str
+
+    def longest_pause_s(self, begin_s: float, end_s: float) -> float:
+        """Without anything from the server, within these moments."""
+        inside = [time for time in (self.began_s, *self.times, self.ended_s) if begin_s < time < end_s]
+        times = [max(begin_s, self.began_s), *inside, min(end_s, self.ended_s)]
+        return max(after - before for before, after in itertools.pairwise(times))
+
+
+def _questions(rng: random.Random) -> Iterator[Question]:
+    """All but the chats, whose later turns follow from answers."""
+
+    def prompt(num_tokens: int) -> list[int]:
+        return [rng.randrange(8, VOCAB) for _ in range(num_tokens)]
+
+    system = prompt(100)  # which several begin with
+    for i in range(4):
+        yield completion("short", prompt(12), 40)
+        yield completion("long", [*system, *prompt(20)], 250)
+        yield completion("long prompt", prompt(700), 20)
+        yield completion("seeded", [*system, *prompt(9)], 150, temperature=1.0, top_p=0.9, seed=i)
+        yield completion("whole", prompt(30), 80, temperature=1.0, seed=i, stream=False)
+        yield completion("n=4", [*system, *prompt(5)], 80, temperature=1.0, seed=i, n=4)
+        yield completion("scored", "Once there was", 100, temperature=1.0, seed=i, logprobs=2, presence_penalty=0.5)
+        yield completion("stop", "One day", 120, temperature=1.0, seed=i, stop=["no such end", "e no such"])
+
+
+class Traffic:
+    """Clients that ask, each one question after the other, and compare what they get with the undisturbed answers."""
+
+    def __init__(self, urls: list[str], http: httpx.AsyncClient, seed: int) -> None:
+        self.seen: list[Seen] = []
+        self._urls = urls
+        self._http = http
+        self._rng = random.Random(seed)
+        self._known: list[list[Answer]] = []  # the turns of a chat, or one answer
+        self._num_asked = 0
+        self._stopping = False
+
+    @property
+    def num_asked(self) -> int:
+        return self._num_asked
+
+    async def learn(self) -> None:
+        """The answers while nothing happens."""
+        alone = asyncio.gather(*(self._answer(question) for question in _questions(random.Random(1))))
+        chats = await asyncio.gather(*(self._chat(seed) for seed in range(4)))
+        self._known = [*([answer] for answer in await alone), *chats]
+
+    async def run(self, num_clients: int) -> None:
+        """Until `stop`."""
+        await asyncio.gather(*(self._client() for _ in range(num_clients)))
+
+    def stop(self) -> None:
+        """Requests that have begun are brought to their end."""
+        self._stopping = True
+
+    async def _chat(self, seed: int) -> list[Answer]:
+        messages: list[dict[str, str]] = []
+        turns = []
+        for text in TURNS:
+            messages = [*messages, {"role": "user", "content": text}]
+            options: dict[str, Any] = {"max_tokens": 60, "seed": seed, "stream": True}
+            turns.append(await self._answer(Question("chat", CHAT, {"messages": messages, **options})))
+            messages = [*messages, {"role": "assistant", "content": told(turns[-1].events).texts[0]}]
+        return turns
+
+    async def _client(self) -> None:
+        while not self._stopping:
+            for right in self._rng.choice(self._known):
+                await self._ask_and_check(right)
+                if self._stopping:
+                    return
+
+    async def _ask_and_check(self, right: Answer) -> None:
+        loop = asyncio.get_running_loop()
+        question, began_s = right.question, loop.time()
+        if question.body["stream"] and self._rng.random() < CANCELLED_SHARE:
+            question = replace(question, cancel_after=self._rng.randrange(1, max(2, len(right.events) - 2)))
+        answer = await self._answer(question)
+        self.seen.append(
+            Seen(
+                question.name,
+                began_s,
+                loop.time(),
+                answer.times,
+                answer.break_times,
+                answer.is_cancelled,
+                answer.differs(right),
+            )
+        )
+
+    async def _answer(self, question: Question) -> Answer:
+        self._num_asked += 1
+        answer = Answer(question)
+        urls = self._rng.sample(self._urls, len(self._urls))
+        try:
+            await ask(self._http, urls, f"traffic-{self._num_asked}", answer)
+        except (AssertionError, json.JSONDecodeError) as error:  # refused for good, or not what a server should say
+            answer.breaks.append(repr(error))
+        return answer

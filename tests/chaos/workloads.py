@@ -1,0 +1,93 @@
+"""What is asked for while something dies, and how to tell that the moment for it has come."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.support.asking import Answer, Question
+from tests.support.stack import Stack
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+VOCAB = 1000
+WORKERS = ("worker-1", "worker-2")
+GATEWAYS = ("gateway", "gateway-2")
+# Small enough for queues, chunks and swaps with few requests: 16 run at once, and 4,096 tokens have room.
+WORKER_FLAGS = [
+    *("--threads", "1", "--block-size", "16", "--num-blocks", "128", "--num-host-blocks", "256"),
+    *("--max-num-seqs", "8", "--max-batched-tokens", "128"),
+]
+# What random kills do to workers must not be laid at the door of the requests.
+SCHEDULER_FLAGS = ["--preset", "vllm-v1", "--policy-options", '{"mode": "swap"}', "--poison-failures", "1000"]
+GATEWAY_FLAGS = ["--resume-grace-s", "3", "--resume-keep-s", "0"]
+MESSAGES = [{"role": "user", "content": "Tell me of a fox."}]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`is_reached`: the moment that the name stands for; `Stack` may be asked for metrics, so not on an event loop."""
+
+    questions: list[Question]
+    is_reached: Callable[[Stack, list[Answer]], bool]
+
+
+def completion(name: str, prompt: list[int] | str, max_tokens: int, **options: Any) -> Question:
+    """Streamed, greedy and of exactly this length unless the options say otherwise."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    usage = {} if options.get("stream") is False else {"stream_options": {"include_usage": True}}
+    return Question(name, COMPLETION, body | usage | options)
+
+
+def _greedy(name: str, count: int, prompt_tokens: int, max_tokens: int, **options: Any) -> list[Question]:
+    """Of different prompts, which the name decides."""
+    rng = random.Random(name)
+    prompts = [[rng.randrange(8, VOCAB) for _ in range(prompt_tokens)] for _ in range(count)]
+    return [completion(name, prompt, max_tokens, **options) for prompt in prompts]
+
+
+def _streaming() -> list[Question]:
+    """Everything that makes text of tokens, and a request that is not streamed."""
+    sampled: dict[str, Any] = {"temperature": 1.0, "seed": 7}
+    chat = {"messages": MESSAGES, "max_tokens": 150, "ignore_eos": True, "stream": True, "logprobs": True, "seed": 3}
+    return [
+        completion("streaming", "Once there was", 200, logprobs=2, presence_penalty=0.5, **sampled),
+        completion("streaming", "Once there was", 200, stop=["no such end", "e no such"], frequency_penalty=0.4),
+        completion("streaming", "One day", 200, ignore_eos=False, min_tokens=150, repetition_penalty=1.1, **sampled),
+        completion("streaming", ["A fox", "A hen"], 150, **sampled),
+        completion("streaming", "A fox", 200, stream=False, **sampled),
+        Question("streaming", CHAT, chat | {"n": 2, "top_logprobs": 1}),
+    ]
+
+
+def _all_have(num_events: int) -> Callable[[Stack, list[Answer]], bool]:
+    def is_reached(_: Stack, answers: list[Answer]) -> bool:
+        streams = [answer for answer in answers if answer.question.body["stream"]]
+        return all(len(answer.events) >= num_events for answer in streams)
+
+    return is_reached
+
+
+def _is_queued(stack: Stack, answers: list[Answer]) -> bool:
+    waiting = stack.metric("paceline_scheduler_num_requests_waiting") or 0
+    return waiting > 0 and any(answer.events for answer in answers)
+
+
+def _is_prefilling(stack: Stack, answers: list[Answer]) -> bool:
+    return (stack.metric("paceline_scheduler_num_requests_running") or 0) > 0
+
+
+def _is_swapped(stack: Stack, answers: list[Answer]) -> bool:
+    return stack.total("paceline_cache_host_blocks", 'state="used"', "cache") > 0
+
+
+WORKLOADS: dict[str, Workload] = {
+    "queued": Workload(_greedy("queued", 36, 20, 80), _is_queued),
+    "prefill": Workload(_greedy("prefill", 8, 800, 24), _is_prefilling),
+    "decode": Workload(_greedy("decode", 6, 12, 300), _all_have(20)),
+    "n=4": Workload(_greedy("n=4", 3, 40, 160, n=4, temperature=1.0, seed=3), _all_have(10)),
+    "seeded": Workload(_greedy("seeded", 6, 12, 250, temperature=1.0, top_p=0.95, seed=11), _all_have(20)),
+    "streaming": Workload(_streaming(), _all_have(10)),
+    "swapped": Workload(_greedy("swapped", 16, 60, 280), _is_swapped),
+}

@@ -1,0 +1,132 @@
+"""A client that gets its answer whatever dies, and notes when it got what."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import httpx
+
+from tests.support.sse import Event, alike, told
+
+ATTEMPTS = 200
+PAUSE_S = 0.2
+
+
+@dataclass(frozen=True)
+class Question:
+    """`name` is of the kind, for reports."""
+
+    name: str
+    path: str
+    body: dict[str, Any]
+    cancel_after: int | None = None  # events
+
+
+@dataclass
+class Answer:
+    """What has come so far; `times` (of the loop's clock) has one entry for each event."""
+
+    question: Question
+    events: list[Event] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    breaks: list[str] = field(default_factory=list)  # why it had to be asked for again
+    break_times: list[float] = field(default_factory=list)
+    is_done: bool = False
+    is_cancelled: bool = False
+
+    def add(self, event: Event) -> None:
+        self.events.append(event)
+        self.times.append(asyncio.get_running_loop().time())
+
+    def longest_pause_s(self, since_s: float) -> float:
+        """Between events, or between `since_s` and the first after it."""
+        times = [since_s, *(time for time in self.times if time >= since_s)]
+        return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
+
+    def differs(self, right: Answer) -> str:
+        """From the undisturbed one: how; empty if it does not. One that was cancelled must be its beginning."""
+        mine, whole = _knowledge(self), _knowledge(right)
+        if self.is_cancelled:
+            wrong = [text for index, text in mine["texts"].items() if not whole["texts"][index].startswith(text)]
+            return f"{wrong} is not what {whole['texts']} begins with" if wrong else ""
+        if not self.is_done:
+            return f"did not end: {self.breaks}"
+        different = [name for name in mine if not alike(mine[name], whole[name])]
+        return "; ".join(f"{name}: {_apart(str(mine[name]), str(whole[name]))}" for name in different)
+
+
+def _apart(mine: str, whole: str) -> str:
+    """Where they part."""
+    pairs = enumerate(zip(mine, whole, strict=False))
+    at = next((i for i, (one, other) in pairs if one != other), min(len(mine), len(whole)))
+    return f"{mine[max(0, at - 30) : at + 50]!r} instead of {whole[max(0, at - 30) : at + 50]!r}"
+
+
+def _knowledge(answer: Answer) -> dict[str, Any]:
+    known = asdict(told(answer.events))
+    for usage in known["rest"]:
+        if isinstance(usage, dict):
+            usage.pop("prompt_tokens_details", None)  # what was found in the cache is no part of the answer
+    known["heads"] = len(known["heads"])
+    return known
+
+
+def asker(read_timeout_s: float) -> httpx.AsyncClient:
+    """`read_timeout_s`: what is silent for longer is asked for again."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    timeout = httpx.Timeout(10.0, read=read_timeout_s)
+    return httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+
+
+async def ask(http: httpx.AsyncClient, urls: Sequence[str], key: str, answer: Answer) -> None:
+    """Ask one gateway after the other, from the last event that arrived on, until the answer is whole.
+
+    AssertionError for a refusal that no other attempt would change.
+    """
+    question = answer.question
+    headers = {"Idempotency-Key": key}
+    for url in itertools.islice(itertools.cycle(urls), ATTEMPTS):
+        try:
+            async with http.stream("POST", url + question.path, json=question.body, headers=headers) as response:
+                if response.status_code == 200:
+                    why = await _read(response, answer, headers)
+                else:
+                    why = f"{response.status_code} {(await response.aread()).decode()}"
+                    assert response.status_code in (409, 429) or response.status_code >= 500, why
+        except httpx.TransportError as error:
+            why = repr(error)
+        if answer.is_done or answer.is_cancelled:
+            return
+        answer.breaks.append(why)
+        answer.break_times.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(PAUSE_S)
+
+
+async def _read(response: httpx.Response, answer: Answer, headers: dict[str, str]) -> str:
+    """Until the end, or until it breaks: then it says why."""
+    if not answer.question.body.get("stream"):
+        answer.add(Event("", (await response.aread()).decode()))
+        answer.is_done = True
+        return ""
+    fields: dict[str, str] = {}
+    async for line in response.aiter_lines():
+        if line:
+            name, _, fields[name] = line.partition(": ")
+            continue
+        event, fields = Event(fields.get("id", ""), fields["data"]), {}
+        if event.data != "[DONE]" and "error" in json.loads(event.data):
+            return event.data
+        answer.add(event)
+        headers["Last-Event-ID"] = event.id
+        if event.data == "[DONE]":
+            answer.is_done = True
+            return ""
+        if answer.question.cancel_after is not None and len(answer.events) >= answer.question.cancel_after:
+            answer.is_cancelled = True
+            return ""
+    return "the stream ended early"
