@@ -50,6 +50,7 @@ soak: setup
 
 # Every service × fault × workload on real processes (half an hour), and a table of the pauses: docs/reliability.md.
 chaos: setup
+	PACELINE_CHAOS=1 $(BIN)/python -m pytest -s tests/chaos/test_hangs.py
 	$(BIN)/python -m tests.chaos.matrix --out bench/results/chaos $(ARGS)
 
 # Random kills of real processes under mixed traffic: ARGS='--minutes 30'.

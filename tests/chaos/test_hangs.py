@@ -6,15 +6,19 @@ How long it took is printed (`pytest -s`), not asserted: the machine may have ot
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from pathlib import Path
+
+import pytest
 
 from tests.chaos.test_poison import restarted
 from tests.support import load
 from tests.support.faulty_worker import Fault, poison
 from tests.support.stack import Stack
 
+pytestmark = pytest.mark.skipif("PACELINE_CHAOS" not in os.environ, reason="takes a minute: run by make chaos")
 VOCAB = 900
 NUM_TOKENS = 300
 RUNNING = "paceline_scheduler_num_requests_running"

@@ -20,7 +20,7 @@ from scheduler_svc.policies.registry import KINDS, build, choose, names
 from simulator.system import LocalSystem, raise_policy_error
 from simulator.toy_worker import EOS, ToyWorker, expected_hypotheses, expected_output, toy_logprob
 
-NUM_SEEDS = 150
+NUM_SEEDS = 50  # many more, with all services and their networks: test_world.py
 MAX_MOVES = 50_000
 
 
@@ -255,7 +255,7 @@ class SwapRun(Run):
             self.attach()
 
 
-@pytest.mark.parametrize("first", range(0, 100, 50))
+@pytest.mark.parametrize("first", [0])
 def test_every_stream_is_the_undisturbed_one_also_swapped(first: int) -> None:
     swapped = 0
     for seed in range(first, first + 50):

@@ -61,7 +61,7 @@ class PinRun(Run):
         core.check_invariants()
 
 
-@pytest.mark.parametrize("first", range(0, 100, 50))
+@pytest.mark.parametrize("first", [0])
 def test_every_stream_is_the_undisturbed_one(first: int) -> None:
     pinned = given_up = 0
     for seed in range(first, first + 50):
