@@ -150,7 +150,7 @@ class Api:
         finish_reason = None
         for line in response:
             if not line.startswith(b"data: "):
-                assert not line.strip(), f"not an event: {line!r}"
+                assert not line.strip() or line.startswith(b"id: "), f"not an event: {line!r}"
                 continue
             if line.strip() == b"data: [DONE]":
                 assert finish_reason, "the stream ended without a finish reason"
