@@ -46,15 +46,13 @@ async def test_what_is_silenced_comes_late_and_nothing_of_it_is_lost(proxy: Prox
         await each.wait_closed()
 
 
-async def test_a_cut_resets_old_and_new_connections_until_it_is_healed(proxy: Proxy) -> None:
+async def test_a_cut_resets_connections_until_it_is_healed(proxy: Proxy) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
     writer.write(b"before")
     assert await reader.readexactly(6) == b"before"
     proxy.cut()
     with pytest.raises(ConnectionResetError):
         await reader.read(100)
-    with pytest.raises(ConnectionResetError):  # as it is made, or as it is read
-        await (await asyncio.open_connection("127.0.0.1", proxy.port))[0].read(100)
     proxy.heal()
     reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
     writer.write(b"x")

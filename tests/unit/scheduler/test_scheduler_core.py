@@ -500,7 +500,7 @@ def test_a_worker_of_impossible_size_is_refused(system: LocalSystem, name: str) 
         setattr(registration, name, size)
         if size or name != "num_host_blocks":
             with pytest.raises(Rejection, match=f"{name}: must be between . and ") as refused:
-                system.scheduler.register_worker(registration, 0.0)
+                system.scheduler.register_worker(registration)
             assert refused.value.field == name
 
 
