@@ -44,18 +44,3 @@ async def test_what_is_silenced_comes_late_and_nothing_of_it_is_lost(proxy: Prox
     for each in (writer, late[1]):
         each.close()
         await each.wait_closed()
-
-
-async def test_a_cut_resets_connections_until_it_is_healed(proxy: Proxy) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
-    writer.write(b"before")
-    assert await reader.readexactly(6) == b"before"
-    proxy.cut()
-    with pytest.raises(ConnectionResetError):
-        await reader.read(100)
-    proxy.heal()
-    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
-    writer.write(b"x")
-    assert await reader.readexactly(1) == b"x"
-    writer.close()
-    await writer.wait_closed()
