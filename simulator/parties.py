@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cache_svc.core.cache import CacheCore
-from cache_svc.core.errors import Code, LinkError
+from cache_svc.core.errors import LinkError
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest, CacheServiceLinkResponse
 from paceline.v1.inference_pb2 import SessionRequest, SessionResponse
 from paceline.v1.worker_pb2 import (
@@ -29,6 +29,7 @@ from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
 from services.gateway.session_core import LiveRequest, SessionCore
+from simulator.exchanges import check_exchange
 from simulator.network import Action, Connection, Network, Party
 from simulator.toy_worker import ToyWorker
 
@@ -162,13 +163,7 @@ class CacheParty(Party):
             connection.close(self)
             self.closed(connection)
             return
-        self.core.check_invariants()
-        for op, result in zip(request.ops, response.results, strict=True):
-            # Only blocks may run short; any other refusal is a mistake of the scheduler, and would leak.
-            kind, refused = op.WhichOneof("op"), result.HasField("error")
-            short = kind in ("admit", "extend") or result.error.code in (Code.RESOURCE_EXHAUSTED, Code.ABORTED)
-            assert short or not refused, f"the cache refused {kind}: {result.error.message}"
-            assert not result.restore.refused, f"the cache refused to restore {result.restore.refused}"
+        check_exchange(self.core, request, response)
         connection.send(self, response)
 
     def closed(self, connection: Connection) -> None:

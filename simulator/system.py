@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from cache_svc.core.cache import CacheCore
-from cache_svc.core.errors import Code
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest, CacheServiceLinkResponse
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import Ending, SessionRequest, SessionResponse, Submission
@@ -23,6 +22,7 @@ from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose
+from simulator.exchanges import check_exchange
 from simulator.toy_worker import StepRaised, WorkerDied
 
 
@@ -187,13 +187,7 @@ class LocalSystem:
         if kind == "exchange":
             request = self.to_cache.popleft()
             response = self.cache.exchange(request)
-            self.cache.check_invariants()
-            for op, result in zip(request.ops, response.results, strict=True):
-                # Only blocks may run short; any other refusal is a mistake of the scheduler, and would leak.
-                name, refused = op.WhichOneof("op"), result.HasField("error")
-                short = name in ("admit", "extend") or result.error.code in (Code.RESOURCE_EXHAUSTED, Code.ABORTED)
-                assert short or not refused, f"the cache refused {name}: {result.error.message}"
-                assert not result.restore.refused, f"the cache refused to restore {result.restore.refused}"
+            check_exchange(self.cache, request, response)
             self.from_cache.append(response)
             return
         if kind == "step":

@@ -213,6 +213,7 @@ async def test_a_gateway_that_stops_does_not_wait_for_lost_clients(start: Start)
     running.stop.set()
     await until(lambda: running.scheduler.num_running == 0)
     await asyncio.wait_for(running.task, 3)
+    assert running.task.exception() is None
 
 
 # -- over gRPC -----------------------------------------------------------------------------------------
