@@ -62,7 +62,7 @@ class OurCache:
     def to_insert_rest(self, tokens: Tokens) -> Sequence:
         """One that was admitted, with what of it is stored."""
         key = packed(tokens)
-        sequence, _, _ = self.worker.admit(self.waiter(key), *self.tree.walk(key, self.root, 0), 0, copies=False)
+        sequence = self.worker.admit(self.waiter(key), *self.tree.walk(key, self.root, 0), 0, copies=False).sequence
         sequence.num_computed_tokens = len(tokens)
         return sequence
 

@@ -65,7 +65,7 @@ def replay(requests: Iterable[list[int]], num_blocks: int, eviction: str) -> int
         tokens = np.array(ids, np.int32).tobytes() + COMPUTED
         waiter = Waiter(number, tokens, Namespace(), NO_TERMS)
         waiter.root = root
-        sequence, _, _ = worker.admit(waiter, *tree.walk(tokens, root, 0), num_new_tokens=0, copies=False)
+        sequence = worker.admit(waiter, *tree.walk(tokens, root, 0), num_new_tokens=0, copies=False).sequence
         hits += sequence.num_computed_tokens
         sequence.num_computed_tokens = len(ids)
         worker.store(sequence)

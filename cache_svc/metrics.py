@@ -45,6 +45,9 @@ class CacheCollector(Collector):
             host_blocks.add_metric([worker, "used"], pool.used_host_blocks)
         yield blocks
         yield host_blocks
+        yield GaugeMetricFamily("paceline_cache_pins", "Pinned prefixes.", value=len(self._core.pins.by_name))
+        watchers = len(self._core.events.watchers)
+        yield GaugeMetricFamily("paceline_cache_event_watchers", "Streams of WatchEvents.", value=watchers)
         counters = self._core.counters
         for name, text, value in (
             ("exchanges", "Exchanges of operations with the scheduler.", counters.exchanges),
@@ -60,12 +63,19 @@ class CacheCollector(Collector):
             ("refused_claims", "Sequences that contradicted others and were not restored.", counters.refused_claims),
             ("evicted_blocks", "Cached blocks that were taken for something else.", counters.evicted_blocks),
             (
+                "evicted_host_blocks",
+                "Cached blocks of host memory that were taken for something else.",
+                counters.evicted_host_blocks,
+            ),
+            (
                 "sharing_sequences",
                 "Sequences that share what the step that they come in with computes for others.",
                 counters.sharing_sequences,
             ),
             ("copied_blocks", "Blocks whose beginning was reused, by copying it.", counters.copied_blocks),
+            ("copied_host_blocks", "Of these, blocks of host memory.", counters.copied_host_blocks),
             ("demoted_blocks", "Evicted blocks that were copied to host memory.", counters.demoted_blocks),
+            ("demoted_tails", "Of these, blocks that were begun and not filled.", counters.demoted_tails),
             ("promoted_blocks", "Blocks reused from host memory, copied back.", counters.promoted_blocks),
             ("prefix_query_tokens", "Tokens of admitted sequences.", counters.prefix_query_tokens),
             ("prefix_hit_tokens", "Tokens of admitted sequences whose KV was reused.", counters.prefix_hit_tokens),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from prometheus_client import REGISTRY
@@ -20,6 +20,8 @@ from cache_svc.metrics import EXCHANGE_DURATION, CacheCollector
 from cache_svc.settings import CacheSettings
 from paceline.v1 import cache_pb2 as pb
 from paceline.v1 import cache_pb2_grpc
+from services.runtime.fence import Fence, StaleScheduler, from_metadata
+from services.runtime.liveness import Silent, Watch, beat, first_of
 from services.runtime.logs import get_logger
 from services.runtime.metrics import start_metrics_server
 from services.runtime.rpc import GrpcServer, link_options
@@ -27,10 +29,16 @@ from services.runtime.service import Addresses
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
 
+# A scheduler may be silent for so many times what others may: nobody waits for its end (another one just takes over),
+# and with its link the prefix tree goes.
+PATIENCE = 4.0
 # What short calls get to end after SIGTERM; a link never does by itself.
 LAST_CALLS_S = 0.2
 
 log = get_logger("cache_svc.server")
+
+if TYPE_CHECKING:  # generic in the stubs only
+    _Context = grpc.aio.ServicerContext[pb.CacheServiceLinkRequest, pb.CacheServiceLinkResponse]
 
 
 class _Link:
@@ -50,20 +58,30 @@ class _Link:
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     """CacheService over one core. The core belongs to the youngest link and is empty when there is none."""
 
-    def __init__(self, core: CacheCore) -> None:
+    def __init__(self, core: CacheCore, heartbeat_timeout_s: float) -> None:
         self._core = core
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self.events = EventStreams(core)
         self._current: _Link | None = None
+        self._fence = Fence()
 
     # The generated type knows generators only. In a coroutine that writes, every wait is where superseding can end it.
     async def Link(  # type: ignore[override]
         self,
         request_iterator: AsyncIterator[pb.CacheServiceLinkRequest],
-        context: grpc.aio.ServicerContext[pb.CacheServiceLinkRequest, pb.CacheServiceLinkResponse],
+        context: _Context,
     ) -> None:
         """See cache.proto. Ends with ABORTED when a newer link begins, with FAILED_PRECONDITION when an exchange is
-        out of order, with INTERNAL when the core contradicts itself.
+        out of order, with PERMISSION_DENIED when the scheduler has been succeeded by another one, with INTERNAL when
+        the core contradicts itself, with DEADLINE_EXCEEDED when the scheduler is silent.
         """
+        try:
+            self._fence.check(from_metadata(context.invocation_metadata() or ()))
+        except StaleScheduler as error:
+            log.warning("link refused", peer=context.peer(), reason=str(error))
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         task = asyncio.current_task()
         assert task is not None  # a handler runs in a task
         link = _Link(task, context.peer())
@@ -74,7 +92,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self._core.reset()
         log.info("link opened", peer=link.peer)
         try:
-            fault = await self._serve(request_iterator, context)
+            fault = await self._serve_living(link, request_iterator, context)
         except asyncio.CancelledError:
             if not link.superseded:
                 raise
@@ -88,10 +106,50 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         if fault is not None:  # only here, where it cannot be superseded any more: aborting is done once
             await context.abort(*fault)
 
+    async def _serve_living(
+        self, link: _Link, requests: AsyncIterator[pb.CacheServiceLinkRequest], context: _Context
+    ) -> tuple[grpc.StatusCode, str] | None:
+        """As _serve(), with heartbeats beside it, if the scheduler reads them; until it is silent."""
+        clock = asyncio.get_running_loop().time
+        watch = Watch(PATIENCE * self._heartbeat_timeout_s, clock(), opened=True)
+        writing = asyncio.Lock()  # gRPC takes one message at a time
+        wants, due = asyncio.Event(), asyncio.Event()
+        fault: tuple[grpc.StatusCode, str] | None = None
+
+        async def read() -> AsyncIterator[pb.CacheServiceLinkRequest]:
+            async for request in requests:
+                watch.heard(clock())
+                if request.heartbeats:
+                    wants.set()
+                if request.heartbeat:
+                    watch.promised = True
+                elif link.superseded:
+                    return
+                else:
+                    yield request
+
+        async def answer() -> None:
+            nonlocal fault
+            fault = await self._serve(read(), context, writing)
+
+        async def keep() -> None:
+            await wants.wait()
+            await first_of(write_heartbeats(), beat(watch, due.set))
+
+        async def write_heartbeats() -> None:
+            while await due.wait():
+                due.clear()
+                async with writing:
+                    await context.write(pb.CacheServiceLinkResponse(heartbeat=True))
+
+        try:
+            await first_of(answer(), keep())
+        except Silent as silent:
+            return grpc.StatusCode.DEADLINE_EXCEEDED, f"the scheduler is silent: {silent}"
+        return fault
+
     async def _serve(
-        self,
-        requests: AsyncIterator[pb.CacheServiceLinkRequest],
-        context: grpc.aio.ServicerContext[pb.CacheServiceLinkRequest, pb.CacheServiceLinkResponse],
+        self, requests: AsyncIterator[pb.CacheServiceLinkRequest], context: _Context, writing: asyncio.Lock
     ) -> tuple[grpc.StatusCode, str] | None:
         """Until the client has said its last, or with what is wrong."""
         async for request in requests:
@@ -107,7 +165,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 log.exception("exchange failed", epoch=request.epoch, exchange=request.exchange)
                 return grpc.StatusCode.INTERNAL, f"exchange {request.exchange} failed inside the cache"
             EXCHANGE_DURATION.observe(time.perf_counter() - started_s)
-            await context.write(response)
+            async with writing:
+                await context.write(response)
         return None
 
     async def WatchEvents(  # type: ignore[override]
@@ -136,7 +195,7 @@ async def serve(
     REGISTRY.register(collector)
     metrics = None
     server = GrpcServer(settings.host, settings.port, link_options(settings.ping_timeout_s))
-    servicer = CacheServicer(core)
+    servicer = CacheServicer(core, settings.heartbeat_timeout_s)
     server.add(SERVICE_NAME, lambda target: cache_pb2_grpc.add_CacheServiceServicer_to_server(servicer, target))
     admin = CacheAdmin(core)
     server.add(ADMIN_SERVICE_NAME, lambda target: cache_pb2_grpc.add_CacheAdminServiceServicer_to_server(admin, target))

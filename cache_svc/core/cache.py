@@ -109,20 +109,22 @@ class CacheCore(Operations):
     def _report_demotions(self, worker: Worker, response: pb.CacheServiceLinkResponse) -> None:
         moves = worker.host.moves
         self.counters.demoted_blocks += len(moves)
+        self.counters.demoted_tails += worker.host.moved_tails
         response.demotions.add(
             worker=worker.worker_id,
             device_blocks=pack_int32(array("i", moves.values())),
             host_blocks=pack_int32(array("i", moves)),
         )
         moves.clear()
+        worker.host.moved_tails = 0
 
     def _report_matches(self, response: pb.CacheServiceLinkResponse) -> None:
         """As it is now, of those that were asked for or whose place has changed: what differs from the last report."""
         tree, asked = self.tree, self._asked
         if tree is not None and tree.stale:
             for waiter in list(tree.stale.values())[:MAX_SETTLED]:
-                if waiter.settle(tree):
-                    asked.setdefault(waiter.sequence_id, False)
+                waiter.settle(tree)
+                asked.setdefault(waiter.sequence_id, False)
         for sequence_id, always in asked.items():
             if sequence_id not in self.waiting:  # admitted or freed since
                 continue

@@ -31,6 +31,7 @@ from cache_svc.core.retention import DEFAULT_RETENTION
 from cache_svc.core.tree import Holding
 
 PROTECTED_REUSES = 2
+FEW_EXPIRIES = 64
 GONE = -1
 
 STRATEGIES: dict[str, Callable[[Holding], float]] = {
@@ -54,19 +55,22 @@ class Rank(OrderedDict[Holding, None]):
 class EvictionQueue:
     """The unused holdings of one memory. Raises KeyError for a strategy that there is not."""
 
-    __slots__ = ("_count", "_expiries", "_lowest", "_now_ms", "_rank_of", "_ranks")
+    __slots__ = ("_count", "_expiries", "_lowest", "_most_expiries", "_now_ms", "_rank_of", "_ranks")
 
     def __init__(self, strategy: str) -> None:
         self._rank_of = STRATEGIES[strategy]
         self._now_ms = 0
         self._count = itertools.count()
-        self._expiries: list[tuple[int, int, Holding]] = []  # a heap, the first to expire first
+        self._expiries: list[tuple[int, int, int, Holding]] = []  # a heap, the first to expire first; of equals by turn
+        self._most_expiries = FEW_EXPIRIES  # with so many, those are thrown out that concern nobody any more
         self._ranks: SortedDict[tuple[int, float], Rank] = SortedDict()
         self._lowest: Rank | None = None  # of these, as it is looked at most
 
     def add(self, holding: Holding, first: bool = False, renew: bool = True) -> None:
         """Its last user has left; or (first) it was set aside, and its last child has gone. With `renew`, the time that
         it is retained for begins now."""
+        if not first:
+            holding.turn = next(self._count)
         if holding.duration_ms:
             self._add_expiry(holding, again=first or not renew)
         key = self._key(holding)
@@ -92,7 +96,8 @@ class EvictionQueue:
 
     def forget(self, holding: Holding) -> None:
         """It is gone."""
-        self.remove(holding)
+        if holding.queue is not None:
+            self.remove(holding)
         holding.users = GONE  # no expiry finds it unused
 
     def remove(self, holding: Holding) -> None:
@@ -103,24 +108,30 @@ class EvictionQueue:
         del rank[holding]
         holding.queue = None
         if not rank:
-            del self._ranks[rank.key]
-            self._lowest = self._ranks.peekitem(0)[1] if self._ranks else None
+            self._drop(rank)
 
-    def oldest(self) -> Holding | None:
-        """The next one to be evicted, if there is one."""
-        while self._lowest is not None:
-            holding = next(iter(self._lowest))
+    def pop(self) -> Holding | None:
+        """The next one to be evicted, if there is one. It stands here no more."""
+        while (rank := self._lowest) is not None:
+            holding, _ = rank.popitem(last=False)
+            holding.queue = None
+            if not rank:
+                self._drop(rank)
             if not holding.num_children:
                 return holding
-            self.remove(holding)
         return None
+
+    def _drop(self, rank: Rank) -> None:
+        """Nobody stands there."""
+        del self._ranks[rank.key]
+        self._lowest = self._ranks.peekitem(0)[1] if self._ranks else None
 
     def expire(self, now_ms: int) -> None:
         """Time has passed: what was retained long enough stands with the others."""
         self._now_ms = now_ms
         while self._expiries and self._expiries[0][0] <= now_ms:
-            expires_ms, _, holding = heapq.heappop(self._expiries)
-            if holding.expires_ms == expires_ms and not holding.users:  # else it was used since, or is gone
+            expires_ms, _, _, holding = heapq.heappop(self._expiries)
+            if _is_due(holding, expires_ms):
                 self.remove(holding)
                 self._end_retention(holding)
                 self.add(holding)
@@ -129,9 +140,18 @@ class EvictionQueue:
         if not again:
             holding.expires_ms = self._now_ms + holding.duration_ms
         if holding.expires_ms > self._now_ms:
-            heapq.heappush(self._expiries, (holding.expires_ms, next(self._count), holding))
+            if len(self._expiries) >= self._most_expiries:
+                self._forget_expiries()
+            heapq.heappush(self._expiries, (holding.expires_ms, holding.turn, next(self._count), holding))
         else:  # while it stood nowhere
             self._end_retention(holding)
+
+    def _forget_expiries(self) -> None:
+        """Those of what was used since, or is gone: else each use would be remembered as long as it is retained for."""
+        due = {one[3]: one for one in self._expiries if _is_due(one[3], one[0])}
+        self._expiries = list(due.values())
+        heapq.heapify(self._expiries)
+        self._most_expiries = 2 * len(due) + FEW_EXPIRIES
 
     def _end_retention(self, holding: Holding) -> None:
         holding.retention, holding.duration_ms = DEFAULT_RETENTION, 0
@@ -164,3 +184,8 @@ class EvictionQueue:
 
     def _key(self, holding: Holding) -> tuple[int, float]:
         return holding.retention, self._rank_of(holding)
+
+
+def _is_due(holding: Holding, expires_ms: int) -> bool:
+    """Whether a retention is to end then: not if it was used since, nor twice."""
+    return holding.duration_ms > 0 and holding.expires_ms == expires_ms and not holding.users

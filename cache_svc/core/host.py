@@ -19,19 +19,20 @@ from __future__ import annotations
 from array import array
 
 from cache_svc.core.memory import Memory
-from cache_svc.core.tree import Holding, PrefixNode, PrefixTree
+from cache_svc.core.tree import Holding, PrefixNode, PrefixTree, Tail
 
 
 class HostMemory(Memory):
     """`above` is the index of the worker's device."""
 
-    __slots__ = ("above", "demoted_blocks_total", "moves")
+    __slots__ = ("above", "moved_tails", "moves", "orphans")
 
     def __init__(self, index: int, above: int, tree: PrefixTree, num_blocks: int, eviction: str) -> None:
         super().__init__(index, tree, num_blocks, True, eviction)
         self.above = above
-        self.demoted_blocks_total = 0
         self.moves: dict[int, int] = {}  # of this exchange: device blocks, by the host block that they are copied to
+        self.moved_tails = 0  # of these
+        self.orphans: dict[PrefixNode, int] = {}  # of nodes that are not held here: how many of their children are
 
     def take(self, count: int) -> array[int]:
         blocks = super().take(count)
@@ -74,7 +75,7 @@ class HostMemory(Memory):
         """What the device evicts block by block, from the end of a run, becomes a run again, if nothing tells the parts
         from each other and they are to be evicted one after the other anyhow."""
         node = holding.node
-        if len(node.children) != 1 or len(node.holdings) != 1:
+        if len(node.children) != 1 or len(node.holdings) != 1 or node.num_tails:
             return
         (child,) = node.children.values()
         below = child.holdings.get(self.index)
@@ -91,18 +92,23 @@ class HostMemory(Memory):
         node, size = gone.node, len(gone.blocks)
         parent = node.parent
         assert parent is not None
-        reached = parent.parent is None or self.above in parent.holdings or self.index in parent.holdings
-        count = min(size, max(0, self.available_blocks)) if reached else 0
+        wanted = parent.parent is None or self.above in parent.holdings or self.index in parent.holdings
+        if isinstance(node, Tail) and wanted:
+            wanted = self.tree.covering(parent, node.key, self.index) == (None, True)
+        count = min(size, max(0, self.available_blocks)) if wanted else 0
         blocks = self._take_below(parent, count)
         count = len(blocks)
         if 0 < count < size:
             node = self.tree.split(node, node.start + count)
         if count:
-            self.hold(node, blocks, gone.priority)
-            holding = node.holdings[self.index]
-            holding.num_children = sum(self.index in child.holdings for child in node.children.values())
+            if isinstance(node, Tail):
+                self.drop_covered(node.key, parent)
+                self.moved_tails += 1
+            holding = self.hold(node, blocks, gone.priority)
+            holding.num_children = self.orphans.pop(node, 0)
+            if parent.parent is not None and self.index not in parent.holdings:
+                self.orphans[parent] = self.orphans.get(parent, 0) + 1
             self.moves.update(zip(blocks, gone.blocks[:count], strict=True))
-            self.demoted_blocks_total += count
         if count < size:
             self._drop_below(gone.node, batch)
         return holding if count else None
@@ -133,10 +139,21 @@ class HostMemory(Memory):
             self._let_go(holding)
             if not node.holdings and node not in batch:
                 self.tree.remove(node)
+        self.evicted_blocks_total += len(dropped)
         if dropped:
             dropped = array("i", sorted(dropped))
             self._withhold(dropped)
             self.pool.give_back(dropped)
+
+    def _let_go(self, holding: Holding) -> None:
+        super()._let_go(holding)
+        parent = holding.node.parent
+        assert parent is not None
+        count = self.orphans.get(parent)
+        if count is not None and count > 1:
+            self.orphans[parent] = count - 1
+        elif count is not None:
+            del self.orphans[parent]
 
     def _refresh(self, node: PrefixNode) -> None:
         """What is held of the way to the node stands behind what was used before now, children before their parents."""

@@ -92,7 +92,7 @@ def _check_waiter(waiter: Waiter, tree: PrefixTree) -> None:
     watched = waiter.watch.waiting.get(waiter.wanted, {}).get(waiter.sequence_id)
     _require(watched is waiter, f"{name}: its watch does not know of it")
     _require(
-        waiter.wanted == tree.next_block(waiter.token_ids, depth), f"{name}: waits for another block than its next"
+        waiter.wanted == tree.next_tokens(waiter.token_ids, depth), f"{name}: waits for other tokens than its next"
     )
 
 
@@ -168,6 +168,9 @@ def _check_host(worker: Worker) -> None:
     holdings = _holdings(worker, worker.host.index)
     _require(worker.host_tier or not holdings, f"{name}: keeps what was evicted")
     _require(not any(holding.users for holding in holdings), f"{name}: somebody uses a node there")
+    above = Counter(holding.node.parent for holding in holdings)
+    orphans = {node: n for node, n in above.items() if node and node.parent and worker.host.index not in node.holdings}
+    _require(worker.host.orphans == orphans, f"{name}: wrong number of children of what is not held there")
     private = [block for swapped in worker.swapped.values() for block in swapped.host_blocks]
     _check_memory(name, worker, worker.host, private)
 
@@ -228,7 +231,7 @@ def _check_tail(tail: Tail, tree: PrefixTree) -> None:
     _require(not (tail.children or tail.watches), "something comes after a tail")
     assert tail.parent is not None
     for index, holding in tail.holdings.items():
-        _require(index % 2 == 0 and not holding.users, "a tail is on a host, or in use")
+        _require(not holding.users, "a tail is in use")
         for key, other in tail.parent.children.items():
             covers = other is not tail and key.startswith(tail.key) and index in other.holdings
             _require(not covers, "a tail is kept, though another block has all of it")

@@ -8,7 +8,7 @@ from cache_svc.core.tree import PrefixNode, PrefixTree
 from cache_svc.core.waiting import Waiter
 from cache_svc.core.worker import Worker
 
-# Worker id; tokens on the device; of these, tokens in blocks that live sequences use; tokens behind them on the host.
+# Worker id; tokens on the device; of these, those in blocks that live sequences use; tokens on the host behind those.
 Match = tuple[int, int, int, int]
 
 
@@ -33,10 +33,16 @@ def matches_of(waiter: Waiter, tree: PrefixTree, workers: Iterable[Worker]) -> l
         index = worker.index
         node, depth = held.get(index, nothing)
         num_tokens, num_host_tokens = depth * block_size, 0
-        if worker.host_tier:
-            num_host_tokens = max(0, held.get(worker.host.index, nothing)[1] - depth) * block_size
-        if worker.partial_reuse and not num_host_tokens:
-            num_tokens += tree.nearest(node, depth, waiter.token_ids, index)[1]
+        host_node, host_depth = node, depth
+        if worker.host_tier and (behind := held.get(worker.host.index, nothing))[1] > depth:
+            host_node, host_depth = behind
+            num_host_tokens = (host_depth - depth) * block_size
+        if worker.partial_reuse:
+            _, num_copied, on_host = worker.nearest(node, depth, host_node, host_depth, waiter.token_ids)
+            if on_host:
+                num_host_tokens += num_copied
+            else:
+                num_tokens += num_copied
         if num_tokens or num_host_tokens:
             matches.append((worker.worker_id, num_tokens, live.get(index, 0) * block_size, num_host_tokens))
     return matches

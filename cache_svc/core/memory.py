@@ -97,15 +97,19 @@ class Memory:
         if len(blocks) == count:
             return blocks
         evicted = []
-        while len(blocks) < count and (holding := self.queue.oldest()) is not None:
-            gone = self._evict(holding, count - len(blocks))
+        while (missing := count - len(blocks)) > 0 and (holding := self.queue.pop()) is not None:
+            if len(holding.blocks) > missing:
+                self.tree.split(holding.node, holding.node.end - missing)  # it goes from its end
+            gone = holding.blocks[::-1]
+            self.evicted_blocks_total += len(gone)
+            self.cached_blocks -= len(gone)
+            self._let_go(holding)  # the node stays in the tree for the moment
             if self.sources:
                 self._withhold(gone)
             blocks += gone
             evicted.append(holding)
         if self.lower is not None:
-            # Not tails: what the host has is found by whole blocks.
-            self.lower.take_in([holding for holding in evicted if not isinstance(holding.node, Tail)])
+            self.lower.take_in(evicted)
         for holding in evicted:
             if not holding.node.holdings:
                 self.tree.remove(holding.node)
@@ -127,16 +131,6 @@ class Memory:
             self.pool.give_back(self.withheld)
             self.withheld = array("i")
         self.sources.clear()
-
-    def _evict(self, holding: Holding, count: int) -> array[int]:
-        """An unused node, or so many blocks from its end; returns them. It stays in the tree for the moment."""
-        if len(holding.blocks) > count:
-            self.tree.split(holding.node, holding.node.end - count)
-        blocks = holding.blocks[::-1]
-        self.evicted_blocks_total += len(blocks)
-        self.cached_blocks -= len(blocks)
-        self._let_go(holding)
-        return blocks
 
     def hold(self, node: PrefixNode, blocks: array[int], priority: float = 0.0) -> Holding:
         """From now on this memory holds the node, for one user."""

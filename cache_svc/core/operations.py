@@ -9,10 +9,10 @@ import itertools
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from cache_svc.core.commits import checked_commits
+from cache_svc.core.counters import CacheCounters
 from cache_svc.core.errors import Code, OpError
 from cache_svc.core.events import EventLog
 from cache_svc.core.matching import Match, matches_of
@@ -27,29 +27,6 @@ from paceline.v1 import cache_pb2 as pb
 
 MAX_NUM_BLOCKS = 2**31 - 1  # block ids travel as int32
 MAX_NAMED_IN_ERROR = 8
-
-
-@dataclass(slots=True)
-class CacheCounters:
-    """Totals since the core was made; a reset does not set them back."""
-
-    exchanges: int = 0
-    evicted_blocks: int = 0
-    # Of admitted sequences on workers with prefix caching: their tokens, and how many of them were reused.
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    # Copied from the device to the host when they were evicted; and back when they were needed again.
-    demoted_blocks: int = 0
-    promoted_blocks: int = 0
-    forked_sequences: int = 0
-    sharing_sequences: int = 0  # that share what the same step is to compute for others
-    copied_blocks: int = 0  # of which a sequence reused the beginning
-    swapped_out_blocks: int = 0
-    swapped_in_blocks: int = 0
-    refused_ops: int = 0
-    pins_given_up: int = 0  # of a worker, all at once
-    restored_sequences: int = 0
-    refused_claims: int = 0  # to be restored
 
 
 class Operations:
@@ -97,8 +74,10 @@ class Operations:
             worker.shown = worker.counters()
 
     def _count_evictions(self, worker: Worker) -> None:
-        counted_before = worker.reported[3] if worker.reported else 0
-        self.counters.evicted_blocks += worker.device.evicted_blocks_total - counted_before
+        evicted = worker.device.evicted_blocks_total, worker.host.evicted_blocks_total
+        self.counters.evicted_blocks += evicted[0] - worker.counted_evictions[0]
+        self.counters.evicted_host_blocks += evicted[1] - worker.counted_evictions[1]
+        worker.counted_evictions = evicted
 
     # ------------------------------------------------------------------------------------------------- workers
 
@@ -190,6 +169,11 @@ class Operations:
         self.counters.pins_given_up += self.pins.give_up(worker)
         self._touched[op.worker] = worker
 
+    def _is_not(self, sequence_id: int, state: str) -> OpError:
+        if self._is_known(sequence_id):
+            return OpError(Code.FAILED_PRECONDITION, f"sequence {sequence_id} is not {state}")
+        return OpError(Code.NOT_FOUND, f"sequence {sequence_id} is not known")
+
     def _is_known(self, sequence_id: int) -> bool:
         return sequence_id in self.waiting or sequence_id in self.admitted or sequence_id in self.swapped
 
@@ -235,9 +219,7 @@ class Operations:
     def _admit(self, op: pb.AdmitOp, result: pb.CacheOpResult) -> None:
         waiter = self.waiting.get(op.sequence)
         if waiter is None:
-            if op.sequence in self.admitted or op.sequence in self.swapped:
-                raise OpError(Code.FAILED_PRECONDITION, f"sequence {op.sequence} is admitted already")
-            raise OpError(Code.NOT_FOUND, f"sequence {op.sequence} is not known")
+            raise self._is_not(op.sequence, "waiting, but admitted already")
         worker, num_planned = self._worker(op.worker), op.num_planned_tokens
         self._expect_step(worker)
         if num_planned > op.num_new_tokens > 0:
@@ -248,37 +230,40 @@ class Operations:
         host_blocks = array("i")
         if op.fork_of:
             (parent,) = self._all_admitted([op.fork_of])
-            sequence, result.admit.copy_from = worker.fork(waiter, parent)
+            sequence, copy_from = worker.fork(waiter, parent)
+            num_cached_tokens = sequence.num_computed_tokens
             self.counters.forked_sequences += 1
         else:
             if waiter.watch is None:
                 waiter.settle(worker.tree)
             node, depth = (waiter.root, 0) if op.no_reuse else waiter.place()
             new_tokens, copies = op.num_new_tokens, not op.no_reuse
-            sequence, copy_from, host_blocks = worker.admit(waiter, node, depth, new_tokens, copies)
+            sequence, copy_from, host_blocks, num_cached_tokens = worker.admit(waiter, node, depth, new_tokens, copies)
             sequence.alone = op.no_reuse
-            result.admit.copy_from = copy_from
-            self.counters.copied_blocks += bool(copy_from)
+            if num_cached_tokens % worker.tree.block_size:
+                self.counters.copied_blocks += 1
+                self.counters.copied_host_blocks += not copy_from
         waiter.leave(worker.tree)
         del self.waiting[op.sequence]
         self.admitted[op.sequence] = sequence
         self._touched[op.worker] = worker
-        num_cached_tokens = sequence.num_computed_tokens
+        granted = result.admit
+        if copy_from:
+            granted.copy_from = copy_from
         if host_blocks:
             first, end = sequence.node.end, sequence.node.end + len(host_blocks)
-            num_cached_tokens = end * worker.tree.block_size
             self.counters.promoted_blocks += len(host_blocks)
-            result.admit.device_blocks = pack_int32(sequence.table[first:end])
-            result.admit.host_blocks = pack_int32(host_blocks)
-        result.admit.shares_planned = sequence.unwritten
-        self.counters.sharing_sequences += sequence.unwritten
+            granted.device_blocks = pack_int32(sequence.table[first:end])
+            granted.host_blocks = pack_int32(host_blocks)
+        if sequence.unwritten:
+            granted.shares_planned = True
+            self.counters.sharing_sequences += 1
         if num_planned:
             worker.plan(sequence, min(num_cached_tokens + num_planned, sequence.num_tokens))
         if worker.prefix_caching and not (op.no_reuse or op.again or op.fork_of):
             self.counters.prefix_query_tokens += sequence.num_tokens
             self.counters.prefix_hit_tokens += num_cached_tokens
-        result.admit.num_cached_tokens = num_cached_tokens
-        result.admit.block_table = pack_int32(sequence.table)
+        granted.num_cached_tokens, granted.block_table = num_cached_tokens, pack_int32(sequence.table)
 
     def _swap_out(self, op: pb.SwapOutOp, result: pb.CacheOpResult) -> None:
         (sequence,) = self._all_admitted([op.sequence])
@@ -293,9 +278,7 @@ class Operations:
     def _swap_in(self, op: pb.SwapInOp, result: pb.CacheOpResult) -> None:
         swapped = self.swapped.get(op.sequence)
         if swapped is None:
-            if op.sequence in self.waiting or op.sequence in self.admitted:
-                raise OpError(Code.FAILED_PRECONDITION, f"sequence {op.sequence} is not swapped out")
-            raise OpError(Code.NOT_FOUND, f"sequence {op.sequence} is not known")
+            raise self._is_not(op.sequence, "swapped out")
         worker = swapped.worker
         self._expect_step(worker)
         sequence, num_cached = worker.swap_in(swapped)
@@ -347,9 +330,10 @@ class Operations:
         start = 0
         for sequence, num_new, computed in entries:
             end = start + num_new * TOKEN_BYTES
-            sequence.tokens += token_ids[start:end]
-            start = end
-            sequence.num_tokens += num_new
+            if num_new:
+                sequence.tokens += token_ids[start:end]
+                sequence.num_tokens += num_new
+                start = end
             sequence.num_computed_tokens = computed
             worker = sequence.worker
             if sequence.unwritten:
@@ -395,10 +379,7 @@ class Operations:
         try:
             return [self.admitted[sequence_id] for sequence_id in sequence_ids]
         except KeyError as missing:
-            sequence_id = missing.args[0]
-        if sequence_id in self.waiting or sequence_id in self.swapped:
-            raise OpError(Code.FAILED_PRECONDITION, f"sequence {sequence_id} is not admitted, or swapped out")
-        raise OpError(Code.NOT_FOUND, f"sequence {sequence_id} is not known")
+            raise self._is_not(missing.args[0], "admitted, or swapped out") from None
 
 
 def _named(sequence_ids: list[int]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 
+import numpy as np
+
 
 class BlockPool:
     """Block ids 1..num_blocks (0 is the worker's dummy and never ours). The last ones given back go out first.
@@ -36,7 +38,7 @@ class BlockPool:
         blocks.reverse()
         first = self.first_untouched
         self.first_untouched = min(first + count - len(blocks), self.num_blocks + 1)
-        blocks.extend(range(first, self.first_untouched))
+        blocks.frombytes(np.arange(first, self.first_untouched, dtype=np.int32).tobytes())
         return blocks
 
     def give_back(self, blocks: array[int]) -> None:

@@ -308,6 +308,7 @@ def _hold(worker: Worker, claim: Claim, chosen: dict[PrefixNode, array[int]]) ->
         holding = node.holdings.get(worker.index)
         if holding is None:
             worker.device.hold(node, blocks, claim.terms.priority)
+            worker.tree.can_be_copied(node)
         else:
             worker.device.use(holding, claim.terms.priority)
         own = claim.table[node.start : node.end]

@@ -94,7 +94,7 @@ class Sequence:
     ) -> None:
         self.sequence_id = known.sequence_id
         self.worker = worker
-        self.tokens = bytearray(known.token_ids)
+        self.tokens = known.token_ids  # not copied, as most get more of them once at the most, when they leave
         self.root = known.root
         self.num_tokens = len(known.token_ids) // TOKEN_BYTES
         self.table = table

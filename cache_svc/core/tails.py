@@ -3,8 +3,8 @@
 A tail (tree.Tail) is evictable content like any other, found by `PrefixTree.nearest` and copied, never by a walk.
 It hangs where the whole blocks of its sequence end; it falls out of use before they do, so it is evicted before them.
 No memory holds a tail of which another block there has all tokens: such a one is not kept, or is dropped when the other
-is stored (Memory.hold). A tail that is evicted is not demoted: what the host has is found and copied back by whole
-blocks, and a second copy would cost more than the few tokens are worth.
+is stored (Memory.hold); nor one of which too many blocks would have to be looked at to know (PrefixTree.covering). What
+is evicted goes to the host as any block does, and is found and copied from there.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ def keep_tail(device: Memory, sequence: Sequence) -> bool:
     begin, end = node.end * tree.block_size, sequence.num_computed_tokens
     if not begin < end < begin + tree.block_size or end <= sequence.num_begun_tokens:
         return False
-    key = bytes(sequence.tokens[begin * TOKEN_BYTES : end * TOKEN_BYTES])
+    key = sequence.tokens[begin * TOKEN_BYTES : end * TOKEN_BYTES]
     if _has_relatives(node, key):
-        if (covering := tree.covering(node, key, device.index)) is not None:
+        covering, is_known = tree.covering(node, key, device.index)
+        if not is_known:
+            return False
+        if covering is not None:
             if isinstance(covering.node, Tail):
                 device.use(covering, sequence.terms.priority)
                 _leave(device, covering, sequence)
@@ -38,6 +41,8 @@ def keep_tail(device: Memory, sequence: Sequence) -> bool:
         device.drop_covered(key, node)
     tail: PrefixNode = node.children.get(key) or tree.grow_tail(node, key)  # it is there if another memory holds it
     device.hold(tail, sequence.table[node.end : node.end + 1], sequence.terms.priority)
+    if node.watches:
+        tree.can_be_copied(tail)
     _leave(device, tail.holdings[device.index], sequence)
     return True
 

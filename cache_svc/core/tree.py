@@ -21,8 +21,8 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cache_svc.core.retention import DEFAULT_RETENTION
 
@@ -34,6 +34,8 @@ TOKEN_BYTES = 4
 # Longer runs become several nodes: to split one costs a copy of it.
 MAX_NODE_TOKENS = 2048
 NEAREST_TRIED = 8
+COVERING_TRIED = 64
+NO_CHILDREN: Any = MappingProxyType({})  # most nodes are leaves: a dict for each would be memory to fetch and to free
 
 
 class Holding:
@@ -50,6 +52,7 @@ class Holding:
         "queue",
         "retention",
         "serial",
+        "turn",
         "unwritten",
         "users",
     )
@@ -67,6 +70,7 @@ class Holding:
         self.retention = DEFAULT_RETENTION
         self.duration_ms = 0  # that the retention lasts from the last use on; 0: for ever
         self.expires_ms = 0
+        self.turn = 0  # counts up with what falls out of use
         self.queue: Rank | None = None  # in which it stands
 
     def split(self, front: PrefixNode, num_blocks: int) -> Holding:
@@ -76,7 +80,7 @@ class Holding:
         holding.users, holding.num_children, holding.unwritten = self.users, 1, self.unwritten
         holding.num_reuses, holding.priority = self.num_reuses, self.priority
         holding.retention, holding.duration_ms = self.retention, self.duration_ms
-        holding.expires_ms = self.expires_ms
+        holding.expires_ms, holding.turn = self.expires_ms, self.turn
         return holding
 
 
@@ -102,7 +106,8 @@ class PrefixNode:
         # Known here, as the parent may grow once this one has left the tree.
         self.start: int = parent.end if parent is not None else 0
         self.end: int = end
-        self.children: dict[bytes, PrefixNode] = {}  # by the tokens of their first block (a tail: by all it has)
+        # By the tokens of their first block (a tail: by all it has).
+        self.children: dict[bytes, PrefixNode] = NO_CHILDREN
         self.num_tails = 0  # of the children
         # The keys of children that begin with a token, sorted; once somebody has asked.
         self.first_keys: dict[bytes, list[bytes]] | None = None
@@ -140,14 +145,15 @@ class Root(PrefixNode):
 class PrefixTree:
     """Blocks of `block_size` tokens each; a tree for each namespace, so that no walk gets from one into another."""
 
-    __slots__ = ("block_bytes", "block_size", "max_node_blocks", "roots", "stale")
+    __slots__ = ("block_bytes", "block_size", "max_node_blocks", "partial_reuse", "roots", "stale")
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.block_bytes = block_size * TOKEN_BYTES
         self.max_node_blocks = max(1, MAX_NODE_TOKENS // block_size)
         self.roots: dict[Namespace, Root] = {}
-        self.stale: dict[int, Waiter] = {}  # waiting sequences whose place has changed, by id
+        self.partial_reuse = False  # whether any worker copies what a block begins with
+        self.stale: dict[int, Waiter] = {}  # waiting sequences whose match has changed, by id
 
     def enter(self, namespace: Namespace) -> Root:
         """Where the walks of one more sequence begin."""
@@ -170,10 +176,10 @@ class PrefixTree:
         """Blocks that a match may have: never the one with the last token, as a model needs one to compute."""
         return (len(token_ids) // TOKEN_BYTES - 1) // self.block_size
 
-    def next_block(self, token_ids: bytes, depth: int) -> bytes:
-        """The tokens of that block; none if a match cannot have it."""
+    def next_tokens(self, token_ids: bytes, depth: int) -> bytes:
+        """Of that block, the tokens that a match may have: all but the last one of the sequence."""
         begin = depth * self.block_bytes
-        return token_ids[begin : begin + self.block_bytes] if depth < self.max_match(token_ids) else b""
+        return token_ids[begin : min(begin + self.block_bytes, len(token_ids) - TOKEN_BYTES)]
 
     def walk(self, token_ids: bytes, node: PrefixNode, depth: int) -> tuple[PrefixNode, int]:
         """Where the longest stored prefix ends, on whichever worker: a node, and how many blocks from the root.
@@ -193,7 +199,7 @@ class PrefixTree:
                 break
         return node, depth
 
-    def follow(self, node: PrefixNode, token_ids: bytes | bytearray, limit: int) -> int:
+    def follow(self, node: PrefixNode, token_ids: bytes, limit: int) -> int:
         """How many blocks of the tokens the tree has along this node (of which the parent's path has all), up to
         the node's end or the limit."""
         block_bytes, start = self.block_bytes, node.start
@@ -218,15 +224,16 @@ class PrefixTree:
         Of children in order of their tokens the neighbours of the sequence's own share the most with it. The search is
         given up, on each side, behind NEAREST_TRIED of them that the memory does not hold.
         """
-        begin, block_bytes = depth * self.block_bytes, self.block_bytes
-        rest = token_ids[begin : min(begin + block_bytes, len(token_ids) - TOKEN_BYTES)]
+        block_bytes, rest = self.block_bytes, self.next_tokens(token_ids, depth)
         if not rest:
             return 0, 0
         if depth < node.end:
             at = depth - node.start
             common = common_tokens(node.key[at * block_bytes : (at + 1) * block_bytes], rest)
-            holding = node.holdings[index]
-            return (holding.blocks[at], common) if common and not holding.unwritten else (0, 0)
+            holding = node.holdings.get(index)
+            if common and holding is not None and not holding.unwritten:
+                return holding.blocks[at], common
+            return 0, 0
         keys = _first_keys(node).get(rest[:TOKEN_BYTES])
         if keys is None:  # as mostly
             return 0, 0
@@ -242,19 +249,23 @@ class PrefixTree:
                     break
         return best
 
-    def covering(self, node: PrefixNode, tail: bytes, index: int) -> Holding | None:
-        """What a memory holds of the node's children that begin with all these tokens: the first in order of tokens."""
+    def covering(self, node: PrefixNode, tail: bytes, index: int) -> tuple[Holding | None, bool]:
+        """What a memory holds of the node's children that begin with all these tokens: the first in order of tokens.
+        And whether that is known: the search is given up behind COVERING_TRIED that the memory does not hold, for there
+        may be thousands (all that begins as a prompt of one token does)."""
         keys = _first_keys(node).get(tail[:TOKEN_BYTES], [])
         place = bisect_left(keys, tail)
-        for key in islice(keys, place, None):
+        for key in keys[place : place + COVERING_TRIED]:
             if not key.startswith(tail):
-                break
+                return None, True
             if (holding := node.children[key].holdings.get(index)) is not None:
-                return holding
-        return None
+                return holding, True
+        return None, place + COVERING_TRIED >= len(keys)
 
     def grow_tail(self, parent: PrefixNode, key: bytes) -> Tail:
         """As `grow`, of less than a block."""
+        if not parent.children:
+            parent.children = {}
         tail = parent.children[key] = Tail(parent, key, parent.end + 1)
         parent.num_tails += 1
         if parent.first_keys is not None:
@@ -265,6 +276,8 @@ class PrefixTree:
         """A child of `parent` that was not there. It is held by nobody yet."""
         block_bytes = self.block_bytes
         first = key[:block_bytes]
+        if not parent.children:
+            parent.children = {}
         node = parent.children[first] = PrefixNode(parent, key, parent.end + len(key) // block_bytes)
         if parent.first_keys is not None:
             insort(parent.first_keys.setdefault(first[:TOKEN_BYTES], []), first)
@@ -272,6 +285,21 @@ class PrefixTree:
         if watch is not None:
             self.stale.update(watch.drop(first))
         return node
+
+    def can_be_copied(self, node: PrefixNode) -> None:
+        """From now on: whoever waits and could use the beginning of a block, where he had less of it, is stale."""
+        parent = node.parent
+        if not self.partial_reuse or parent is None or not (parent.watches or node.watches):
+            return
+        block_bytes = self.block_bytes
+        if parent.watches and (watch := parent.watches.get(parent.end)) is not None:
+            first = node.key[:block_bytes]
+            if nearest := watch.drop_nearest(first, _most_in_common(parent, first)):
+                self.stale.update(nearest)
+        for depth, watch in list((node.watches or {}).items()):
+            if depth < node.end:
+                begin = (depth - node.start) * block_bytes
+                self.stale.update(watch.drop_nearest(node.key[begin : begin + block_bytes], 0))
 
     def split(self, node: PrefixNode, depth: int) -> PrefixNode:
         """Cut a node in two at a place within it; returns the front part. The node itself becomes the back part, so
@@ -284,7 +312,7 @@ class PrefixTree:
         front = PrefixNode(parent, node.key[:cut], depth)
         parent.children[node.key[:block_bytes]] = front
         node.key, node.parent, node.start = node.key[cut:], front, depth
-        front.children[node.key[:block_bytes]] = node
+        front.children = {node.key[:block_bytes]: node}
         for index, holding in node.holdings.items():
             front.holdings[index] = holding.split(front, num_blocks)
         if node.prefix_ids is not None:
@@ -317,16 +345,19 @@ class PrefixTree:
         assert not node.children, "a node without holders has no children"
         first = node.key[: self.block_bytes]
         del parent.children[first]
-        parent.num_tails -= isinstance(node, Tail)
+        if parent.num_tails:
+            parent.num_tails -= isinstance(node, Tail)
         if parent.first_keys is not None:
             keys = parent.first_keys[first[:TOKEN_BYTES]]
             del keys[bisect_left(keys, first)]
             if not keys:
                 del parent.first_keys[first[:TOKEN_BYTES]]
-        for watch in (node.watches or {}).values():
-            self.stale.update(watch.drop_all())
-        node.watches = None
-        if isinstance(parent, Root):
+        if node.watches:
+            for watch in node.watches.values():
+                self.stale.update(watch.drop_all())
+            node.watches = None
+        if parent.parent is None:
+            assert isinstance(parent, Root)
             self._forget_empty(parent)
 
     def cut(self, node: PrefixNode, depth: int) -> PrefixNode:
@@ -342,6 +373,18 @@ def _first_keys(node: PrefixNode) -> dict[bytes, list[bytes]]:
         for key in node.children:
             insort(node.first_keys.setdefault(key[:TOKEN_BYTES], []), key)
     return node.first_keys
+
+
+def _most_in_common(node: PrefixNode, key: bytes) -> int:
+    """How many tokens a child's first block shares with the nearest others that are written."""
+    keys, most = _first_keys(node)[key[:TOKEN_BYTES]], 0
+    place = bisect_left(keys, key)
+    for side in (keys[place + 1 : place + 1 + NEAREST_TRIED], keys[max(0, place - NEAREST_TRIED) : place][::-1]):
+        for other in side:
+            if not all(holding.unwritten for holding in node.children[other].holdings.values()):
+                most = max(most, common_tokens(other, key))
+                break
+    return most
 
 
 def common_tokens(one: bytes, other: bytes) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import NamedTuple
 
 from cache_svc.core.errors import Code, OpError
 from cache_svc.core.host import HostMemory
@@ -15,10 +16,21 @@ from cache_svc.core.waiting import Waiter
 Counters = tuple[int, int, int, int, int, int, int]
 
 
+class Admission(NamedTuple):
+    """`copy_from` (0: none) is a device block whose content belongs into the first new block of the table; the content
+    of `host_blocks` into as many, from the first new one on. The cached tokens are there when that is done."""
+
+    sequence: Sequence
+    copy_from: int
+    host_blocks: array[int]
+    num_cached_tokens: int
+
+
 class Worker:
     """`number` is unique among the workers of the moment. With `host_tier`, what the device evicts goes to the host."""
 
     __slots__ = (
+        "counted_evictions",
         "device",
         "host",
         "host_tier",
@@ -52,6 +64,7 @@ class Worker:
         self.tree = tree
         self.prefix_caching = prefix_caching
         self.partial_reuse = prefix_caching and partial_reuse
+        tree.partial_reuse |= self.partial_reuse
         self.device = Memory(index, tree, num_blocks, prefix_caching, eviction)
         self.sequences: dict[int, Sequence] = {}
         self.host = HostMemory(index + 1, index, tree, num_host_blocks, eviction)
@@ -59,6 +72,7 @@ class Worker:
         if self.host_tier:
             self.device.lower = self.host
         self.swapped: dict[int, SwappedSequence] = {}
+        self.counted_evictions = 0, 0  # of blocks of the device, and of the host
         self.reported: Counters | None = None  # what the scheduler knows
         self.shown: Counters | None = None  # what the metrics show
 
@@ -92,13 +106,12 @@ class Worker:
 
     def admit(
         self, known: Waiter | SwappedSequence, node: PrefixNode, depth: int, num_new_tokens: int, copies: bool
-    ) -> tuple[Sequence, int, array[int]]:
+    ) -> Admission:
         """A table for the longest prefix that is stored here and so many tokens after it (0: all), in new blocks.
 
         `node` and `depth` are where the tree's walk for the tokens ends. With `copies`, what has to be copied counts as
-        stored too: what the host has behind the device (the host blocks are the third result, for as many of the new
-        blocks, from the first on), or with partial reuse what another block begins with (that block's content belongs
-        into the first new one, and is the second result, else 0). Without, only what is written counts.
+        stored too: what the host has behind the device, and with partial reuse behind all that what another block, on
+        the device or the host, begins with. Without, only what is written counts.
         Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few blocks.
         """
         tree, device = self.tree, self.device
@@ -112,12 +125,13 @@ class Worker:
             last, reached = self.host.behind(last, end, node)
         # What the hit takes out of the unused blocks cannot be evicted for the rest.
         available = device.available_blocks - (cached - live)
-        partial = copies and self.partial_reuse and reached == cached
-        source, num_copied = tree.nearest(node, cached, known.token_ids, self.index) if partial else (0, 0)
+        source, num_copied, on_host = 0, 0, False
+        if copies and self.partial_reuse:
+            source, num_copied, on_host = self.nearest(node, cached, last, reached, known.token_ids)
         num_blocks = self._table_size(known, reached, num_copied, num_new_tokens)
-        if source and num_blocks - cached > available - 1:
+        if source and num_blocks - cached > available - (not on_host):
             source, num_copied = 0, 0
-            num_blocks = self._table_size(known, cached, 0, num_new_tokens)
+            num_blocks = self._table_size(known, reached, 0, num_new_tokens)
         if num_blocks - cached > available:
             raise OpError(
                 Code.RESOURCE_EXHAUSTED,
@@ -127,15 +141,35 @@ class Worker:
         if cached < node.end:
             node = tree.split(node, cached)
         table = device.use_path(node, known.terms.priority)
-        if source:
-            device.sources.add(source)
         host_blocks = array("i")
         if reached > cached:
             if reached < last.end:
                 last = tree.split(last, reached)
             host_blocks = self.host.reuse(last, node, known.terms.priority)
+        num_begun_tokens = cached * tree.block_size
+        if source and on_host:
+            self.host.sources.add(source)
+            host_blocks.append(source)
+            source = 0
+        elif source:
+            device.sources.add(source)
+            num_begun_tokens += num_copied
         table += device.take(num_blocks - cached)
-        return self._begin(known, table, node, cached * tree.block_size + num_copied), source, host_blocks
+        sequence = self._begin(known, table, node, num_begun_tokens)
+        return Admission(sequence, source, host_blocks, reached * tree.block_size + num_copied)
+
+    def nearest(
+        self, node: PrefixNode, depth: int, host_node: PrefixNode, host_depth: int, token_ids: bytes
+    ) -> tuple[int, int, bool]:
+        """Behind a match that ends on the device at the one place, and with what the host has behind that at the other:
+        the block that begins with the most tokens that come next (0: none does), how many, and whether it is on the
+        host. With partial reuse only."""
+        block, count = (0, 0) if host_depth > depth else self.tree.nearest(node, depth, token_ids, self.index)
+        if self.host_tier:
+            host_block, host_count = self.tree.nearest(host_node, host_depth, token_ids, self.host.index)
+            if host_count > count:
+                return host_block, host_count, True
+        return block, count, False
 
     def _table_size(self, known: Waiter | SwappedSequence, cached: int, num_copied: int, num_new_tokens: int) -> int:
         num_blocks = -(-len(known.token_ids) // self.tree.block_bytes)
@@ -202,6 +236,8 @@ class Worker:
         node = sequence.node
         while node.parent is not None and (holding := node.holdings[self.index]).unwritten:
             holding.unwritten = False
+            if node.watches or node.parent.watches:
+                self.tree.can_be_copied(node)
             node = node.parent
 
     def store(self, sequence: Sequence) -> None:
@@ -211,11 +247,13 @@ class Worker:
         depth, end = node.end, sequence.num_computed_tokens // tree.block_size
         while depth < end:
             begin = depth * block_bytes
-            child = node.children.get(bytes(tokens[begin : begin + block_bytes]))
+            child = node.children.get(tokens[begin : begin + block_bytes])
             if child is None:
                 reached = min(end, depth + tree.max_node_blocks)
-                child = tree.grow(node, bytes(tokens[begin : reached * block_bytes]))
+                child = tree.grow(node, tokens[begin : reached * block_bytes])
                 device.hold(child, table[depth:reached], terms.priority).unwritten = sequence.unwritten
+                if node.watches and not sequence.unwritten:
+                    tree.can_be_copied(child)
             else:
                 reached = tree.follow(child, tokens, end)
                 if reached < child.end:
@@ -225,6 +263,8 @@ class Worker:
                     break  # whoever is to write it may be taken out of the step, and then it holds nothing
                 if holding is None:
                     device.hold(child, table[depth:reached], terms.priority).unwritten = sequence.unwritten
+                    if not sequence.unwritten:
+                        tree.can_be_copied(child)
                 else:
                     # Equal blocks are here already: ours stay private, theirs must not go while we hold what is below.
                     device.use(holding, terms.priority)
@@ -278,7 +318,7 @@ class Worker:
         swapped = SwappedSequence(
             sequence.sequence_id,
             self,
-            bytes(sequence.tokens),
+            sequence.tokens,
             sequence.num_computed_tokens,
             self.host.take(num_blocks),
             sequence.root,
@@ -295,7 +335,7 @@ class Worker:
         Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few blocks.
         """
         node, depth = self.tree.walk(swapped.token_ids, swapped.root, 0)
-        sequence, _, _ = self.admit(swapped, node, depth, 0, copies=False)
+        sequence = self.admit(swapped, node, depth, 0, copies=False).sequence
         self.host.give_back_later(swapped.host_blocks[::-1])
         del self.swapped[swapped.sequence_id]
         return sequence, sequence.node.end

@@ -24,7 +24,7 @@ from services.runtime.settings import load_settings
 from tests.unit.cache import driver as d
 
 A = list(range(100, 116))
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 
 
 @dataclass
@@ -34,8 +34,9 @@ class Running:
     stop: asyncio.Event
     task: asyncio.Task[None]
 
-    def link(self) -> grpc.aio.StreamStreamCall:
-        return cache_pb2_grpc.CacheServiceStub(self.channel).Link(timeout=TIMEOUT_S)
+    def link(self, fence: str = "") -> grpc.aio.StreamStreamCall:
+        metadata = (("paceline-fence", fence),) if fence else None
+        return cache_pb2_grpc.CacheServiceStub(self.channel).Link(timeout=TIMEOUT_S, metadata=metadata)
 
     async def metrics(self) -> dict[str, float]:
         text = await asyncio.to_thread(self._get_metrics)
@@ -192,6 +193,8 @@ async def test_metrics_tell_blocks_exchanges_evictions_and_hits(cache: Running) 
     assert after['paceline_cache_blocks{state="used",worker="7"}'] == 5
     assert after["paceline_cache_exchanges_total"] == 2
     assert after["paceline_cache_evicted_blocks_total"] == 1
+    assert after["paceline_cache_evicted_host_blocks_total"] == 0
+    assert (after["paceline_cache_pins"], after["paceline_cache_event_watchers"]) == (0, 0)
     assert after["paceline_cache_prefix_query_tokens_total"] == 25
     assert after["paceline_cache_prefix_hit_tokens_total"] == 8
     assert after["paceline_cache_refused_ops_total"] == 1
@@ -247,3 +250,24 @@ def test_settings_come_from_flags_and_environment(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PACELINE_CACHE_PORT", "6000")
     settings = load_settings(CacheSettings, ["--metrics-port", "0", "--debug"])
     assert (settings.port, settings.metrics_port, settings.debug) == (6000, 0, True)
+
+
+async def test_a_scheduler_that_has_been_succeeded_cannot_take_the_link_over(cache: Running) -> None:
+    old = cache.link("7")
+    await ask(old, 1, d.add_worker_op(0, 8, 4))
+    new = cache.link("8")
+    await ask(new, 1, d.add_worker_op(0, 8, 4))
+    assert await ended(old) == (grpc.StatusCode.ABORTED, "a newer link to the cache has begun")
+    refusal = "a scheduler of epoch {} is refused: there was a master of epoch 8"
+    assert await ended(cache.link("7")) == (grpc.StatusCode.PERMISSION_DENIED, refusal.format(7))
+    assert await ended(cache.link()) == (grpc.StatusCode.PERMISSION_DENIED, refusal.format(0))
+    await ask(new, 2, d.match_op(1, A))  # which goes on
+    again = cache.link("8")
+    await ask(again, 1, d.add_worker_op(0, 8, 4))
+    assert (await ended(new))[0] is grpc.StatusCode.ABORTED
+
+
+@pytest.mark.parametrize("fence", ["x", "-1", "1.5", "18446744073709551616", "9" * 4000])
+async def test_a_fence_that_is_no_number(cache: Running, fence: str) -> None:
+    reason = "paceline-fence: must be a number of 64 bits"
+    assert await ended(cache.link(fence)) == (grpc.StatusCode.INVALID_ARGUMENT, reason)

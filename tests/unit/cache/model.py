@@ -116,9 +116,9 @@ class Model:
             hit = self._hit(worker, salt, tokens)
             behind = self._behind(worker, salt, tokens, len(hit))
             live = [prefix for prefix in hit if worker.users[prefix]]
-            begins = (salt, *tokens[: len(hit) * self.block_size])
-            _, copied = worker.nearest(begins, tokens) if not behind else (0, 0)
-            counts = len(hit) * self.block_size + copied, len(live) * self.block_size, len(behind) * self.block_size
+            _, copied, from_host = self._nearest(worker, (salt, *tokens), hit, behind)
+            on_host = len(behind) * self.block_size + from_host
+            counts = len(hit) * self.block_size + copied, len(live) * self.block_size, on_host
             if any(counts):
                 matches[worker_id] = counts
         return "match", matches
@@ -149,34 +149,39 @@ class Model:
         tokens = self.waiting[sequence]
         terms = self.terms[sequence]
         hit = [p for p in self._hit(worker, terms.salt, tokens) if copies or p not in worker.unwritten]
-        begins = (terms.salt, *tokens[: len(hit) * self.block_size])
         behind = self._behind(worker, terms.salt, tokens, len(hit)) if copies else []
-        source, copied = worker.nearest(begins, tokens) if copies and not behind else (0, 0)
+        source, copied, from_host = 0, 0, 0
+        if copies:
+            source, copied, from_host = self._nearest(worker, (terms.salt, *tokens), hit, behind)
 
         def needed() -> int:
             needed = -(-len(tokens) // self.block_size) - len(hit)
-            return min(needed, len(behind) - (-(copied + new_tokens) // self.block_size)) if new_tokens else needed
+            new = copied + from_host + new_tokens
+            return min(needed, len(behind) - (-new // self.block_size)) if new_tokens else needed
 
         available = worker.available - len([p for p in worker.unused if p in hit])
-        if source and needed() > available - 1:
-            source = copied = 0
+        if source and needed() > available - bool(copied):
+            source = copied = from_host = 0
         if needed() > available:
             raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
         for prefix in hit:
             worker.use_for(prefix, sequence, terms.priority, again=True)
         worker.retain(hit, terms.retention)
-        if source:
+        host_blocks = worker.host.reuse(hit + behind, behind, terms.priority)
+        if copied:
             worker.sources.add(source)
-        from_host = worker.host.reuse(hit + behind, behind, terms.priority)
+        elif from_host:
+            worker.host.sources.add(source)
+            host_blocks.append(source)
         table = [worker.stored[prefix] for prefix in hit] + worker.take(needed())
-        computed, end = len(hit) * self.block_size + copied, len(hit) + len(behind)
+        computed, end = len(hit) * self.block_size + copied, len(hit) + len(host_blocks)
         self.running[sequence] = ModelSequence(worker_id, self.waiting.pop(sequence), table, computed, hit, terms)
         self.running[sequence].planned = any(prefix in worker.unwritten for prefix in hit)
-        cached = computed + len(behind) * self.block_size
-        promoted = list(zip(table[len(hit) : end], from_host, strict=True))
+        cached = computed + len(behind) * self.block_size + from_host
+        promoted = list(zip(table[len(hit) : end], host_blocks, strict=True))
         if planned:
             self._plan(sequence, min(cached + planned, len(tokens)))
-        return "admit", cached, list(table), source, promoted
+        return "admit", cached, list(table), source if copied else 0, promoted
 
     def fork(self, sequence: int, worker_id: int, parent_id: int) -> Result:
         if sequence not in self.waiting:
@@ -366,6 +371,17 @@ class Model:
                 break
             behind.append(prefix)
         return behind
+
+    def _nearest(
+        self, worker: ModelWorker, tokens: Prefix, hit: list[Prefix], behind: list[Prefix]
+    ) -> tuple[int, int, int]:
+        """The block that begins with the most tokens that come next, and how many: on the device, or on the host."""
+        if not worker.partial_reuse:
+            return 0, 0, 0
+        ends = [1 + len(prefixes) * self.block_size for prefixes in (hit, hit + behind)]
+        source, copied = worker.nearest(tokens[: ends[0]], tokens) if not behind else (0, 0)
+        on_host, more = worker.host.nearest(tokens[: ends[1]], tokens) if worker.host_tier else (0, 0)
+        return (on_host, 0, more) if more > copied else (source, copied, 0)
 
     def _worker(self, worker: int) -> ModelWorker:
         if worker not in self.workers:

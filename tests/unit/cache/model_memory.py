@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tests.unit.cache.driver import Retention
@@ -43,6 +42,7 @@ class ModelMemory:
     sources: set[int] = field(default_factory=set)  # to be copied from in this exchange
     withheld: list[int] = field(default_factory=list)  # what was evicted of them
     moves: dict[int, int] = field(default_factory=dict)  # copied here in this exchange: from there
+    unwritten: set[Prefix] = field(default_factory=set)  # planned, and not committed yet: never on a host
 
     def __post_init__(self) -> None:
         self.free = list(range(self.num_blocks, 0, -1))
@@ -68,7 +68,7 @@ class ModelMemory:
         """Again and again the one that goes first of those with nothing behind them; nor what is before `wanted`."""
         order: list[Prefix] = []
         unused = list(self.unused)
-        behind = {p: len(self.behind(p)) + (p == wanted[: -self.block_size]) for p in self.stored}
+        behind = {p: len(self.behind(p)) + (bool(wanted) and p == self.above(wanted)) for p in self.stored}
         while ends := [p for p in unused if not behind[p]]:
             order.append(min(ends, key=lambda p: (self.kept[p].retention, self.kept[p].rank(self.eviction))))
             unused.remove(order[-1])
@@ -138,6 +138,21 @@ class ModelMemory:
         for prefix in prefixes:
             del self.kept[prefix]
 
+    def nearest(self, begins: Prefix, tokens: Prefix) -> tuple[int, int]:
+        """Of the blocks stored behind these, the one that begins with the most tokens that come next, and how many."""
+        reached = len(begins)
+        rest = tokens[reached : min(reached + self.block_size, len(tokens) - 1)]
+        best = 0, 0
+        behind = [prefix for prefix in self.behind(begins) if prefix not in self.unwritten]
+        ahead = sorted(p for p in behind if p[reached:] >= rest)
+        for prefix in ahead + sorted((p for p in behind if p[reached:] < rest), reverse=True):
+            last = prefix[reached:]
+            shorter = min(len(last), len(rest))
+            common = next((i for i in range(shorter) if last[i] != rest[i]), shorter)
+            if common > best[1]:
+                best = self.stored[prefix], common
+        return best
+
     @property
     def available(self) -> int:
         return len(self.free) + len(self.unused) - len(self.sources)
@@ -166,25 +181,9 @@ class ModelHost(ModelMemory):
 class ModelWorker(ModelMemory):
     prefix_caching: bool = True
     users: dict[Prefix, set[int]] = field(default_factory=dict)
-    unwritten: set[Prefix] = field(default_factory=set)  # planned, and not committed yet
     partial_reuse: bool = False
     host: ModelHost = field(default_factory=lambda: ModelHost(0, 0, ""))
     host_tier: bool = False
-
-    def nearest(self, begins: Prefix, tokens: Sequence[int]) -> tuple[int, int]:
-        """Of the blocks stored behind these, the one that begins with the most tokens that come next, and how many."""
-        reached = len(begins) - 1
-        rest = tuple(tokens[reached : min(reached + self.block_size, len(tokens) - 1)])
-        best = 0, 0
-        behind = [prefix for prefix in self.behind(begins) if prefix not in self.unwritten]
-        ahead = sorted(p for p in behind if p[len(begins) :] >= rest)
-        for prefix in ahead + sorted((p for p in behind if p[len(begins) :] < rest), reverse=True):
-            last = prefix[len(begins) :]
-            shorter = min(len(last), len(rest))
-            common = next((i for i in range(shorter) if last[i] != rest[i]), shorter)
-            if common > best[1]:
-                best = self.stored[prefix], common
-        return best if self.partial_reuse else (0, 0)
 
     def forget(self, prefixes: list[Prefix]) -> None:
         super().forget(prefixes)
@@ -199,14 +198,15 @@ class ModelWorker(ModelMemory):
             del self.users[prefix]
         if not self.host_tier:
             return
-        evicted = [(prefix, block, kept) for prefix, block, kept in evicted if not self.is_tail(prefix)]
         known = [prefix for prefix, _, _ in evicted if prefix in host.stored]
         host.unused = [prefix for prefix in host.unused if prefix not in known]
         for prefix, block, _ in reversed(evicted):
-            before = prefix[:-block_size]
+            before = self.above(prefix)
             if prefix in host.stored:
                 continue
             reached = len(before) == 1 or before in self.stored or before in host.stored
+            if self.is_tail(prefix) and any(p[: len(prefix)] == prefix for p in host.behind(before)):
+                continue
             for copy in host.take(1, prefix) if reached and host.available > 0 else ():
                 host.store(prefix, copy)
                 host.moves[copy] = block
@@ -219,8 +219,8 @@ class ModelWorker(ModelMemory):
             kept.reuses, kept.priority = max(kept.reuses, gone.reuses), max(kept.priority, gone.priority)
             kept.retention, kept.duration_ms, kept.expires_ms = gone.retention, gone.duration_ms, gone.expires_ms
             host.unused.append(prefix)
-            if prefix in known and prefix[:-block_size] in self.stored:
-                above = [prefix[:end] for end in range(len(prefix) - block_size, 1, -block_size)]
+            if prefix in known and self.above(prefix) in self.stored:
+                above = [prefix[:end] for end in range(len(self.above(prefix)), 1, -block_size)]
                 host.unused += [p for p in above if p in host.stored]
                 moved = len([p for p in above if p in host.stored])
                 first = len(host.unused) - moved

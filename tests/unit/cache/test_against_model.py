@@ -122,12 +122,13 @@ class CacheMachine(RuleBasedStateMachine):
                         assert sequence in updated or not op.rematch.always
         for sequence in list(self.model.waiting) if self.model.workers else ():
             matches = self.model.matches(sequence)
-            # Nobody is told when only a part of a block comes or goes, or what is evicted is kept (waiting.py).
+            # Nobody is told when a part of a block goes, or what concerns only one of several workers (waiting.py).
             known, longest = (
-                max((device + host for device, _, host in those.values()), default=0) // self.block_size
+                max((device + host for device, _, host in those.values()), default=0)
                 for those in (self.reported[sequence], matches)
             )
-            assert known == longest
+            assert known // self.block_size == longest // self.block_size
+            assert known >= longest or len({worker.partial_reuse for worker in self.model.workers.values()}) > 1
 
     @staticmethod
     def result(result: pb.CacheOpResult) -> Result:

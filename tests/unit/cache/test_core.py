@@ -416,6 +416,6 @@ def test_debug_mode_notices_damage(link: Driver, damage: str) -> None:
         case "lost node":
             node.children.clear()
         case "never evicted":
-            device.queue.remove(device.queue.oldest())
+            device.queue.remove(next(iter(device.queue.upcoming(device.index))))
     with pytest.raises(InvariantError):
         link.exchange()

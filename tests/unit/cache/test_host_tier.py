@@ -47,7 +47,12 @@ def test_what_is_evicted_is_copied_and_found() -> None:
     assert tiers(cache, A) == (0, 16)
     assert (cache.host_pools[0], cache.cached_host[0]) == ((4, 0), 4)
     assert cache.pools[0] == (0, 0, 8, 4)
-    assert cache.core.counters.demoted_blocks == 4
+    counters = cache.core.counters
+    assert (counters.demoted_blocks, counters.evicted_blocks, counters.evicted_host_blocks) == (4, 4, 0)
+    cache.free(2)
+    cache.run(3, [8] * 32)
+    cache.start(4, [9] * 32)
+    assert (counters.demoted_blocks, counters.evicted_blocks, counters.evicted_host_blocks) == (12, 12, 4)
 
 
 def test_it_comes_back_into_new_blocks_and_stays_on_the_host() -> None:
@@ -146,6 +151,21 @@ def test_what_finds_no_room_is_dropped_with_what_only_the_host_has_below_it() ->
     cache.start(5, FILL)
     assert tiers(cache, A)[0] == 0
     assert cache.core.workers[0].host.used_blocks == 3
+
+
+def test_what_is_dropped_with_what_leads_to_it_counts_as_evicted() -> None:
+    cache = link(num_host=4)
+    cache.run(1, A)
+    cache.start(2, FILL[:20])  # the last block of A goes to the host
+    cache.free(2)
+    cache.run(3, [*A, 5])  # it comes back, and stays on the host
+    cache.start(4, C[:10])
+    cache.commit(4, [], 10)
+    cache.swap_out(4)  # takes the other host blocks
+    assert cache.core.counters.evicted_host_blocks == 0
+    cache.start(5, FILL)  # nothing of A may go for its beginning, which finds no room
+    assert tiers(cache, A) == (0, 0)
+    assert cache.core.counters.evicted_host_blocks == 1
 
 
 def test_a_host_without_room_keeps_nothing() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from cache_svc.core.errors import Code
+from cache_svc.core.retention import DEFAULT_RETENTION
 from tests.unit.cache import driver as d
 from tests.unit.cache.driver import Driver, Refused
 
@@ -154,6 +155,21 @@ def test_what_is_cached_under_one_salt_is_not_there_under_another() -> None:
     assert refused.value.code is Code.FAILED_PRECONDITION
 
 
+@pytest.mark.parametrize("name", ["model", "lora", "cache_salt"])
+def test_what_is_cached_under_one_name_is_not_there_under_another(name: str) -> None:
+    cache = link()
+
+    def matched(sequence: int, value: str) -> list[int]:
+        op = d.match_op(sequence, A)
+        setattr(op.match.namespace, name, value)
+        return [match.num_tokens for match in cache.one(op).match.matches]
+
+    assert matched(1, "x") == []
+    cache.admit(1, 0)
+    cache.commit(1, [], 16)
+    assert [matched(sequence, value) for sequence, value in enumerate(["x", "", "xy", "x"], 2)] == [[15], [], [], [15]]
+
+
 def test_a_namespace_with_nothing_in_it_is_forgotten() -> None:
     cache = link(num_blocks=4)
     assert cache.core.tree is not None
@@ -271,3 +287,38 @@ def test_a_retention_that_ends_while_its_block_stands_nowhere() -> None:
     foretold = [block for holding in device.queue.upcoming(device.index) for block in holding.blocks]
     cache.start(4, [7] * 4)  # takes the free one
     assert foretold == [cache.extend(4)[0] for _ in range(3)] == [2, 1, 3]
+
+
+def test_a_retention_ends_once() -> None:
+    """A block that was set aside for a child of it stands where it stood, and its time is over but once."""
+    cache = link(num_blocks=4, partial_reuse=False)
+    stored(cache, 1, A[:8], retention=[(0, 4, 35, 10), (4, 8, 80, 0)])
+    stored(cache, 2, ONE, retention=[(0, 0, 80, 10)])
+    assert cache.start(3, [7] * 8)[1] == [4, 2]  # the free one, and the child's
+    cache.now_ms = 20
+    assert cache.extend(3) == [1]
+    assert cache.extend(3) == [3]
+
+
+def test_retentions_that_end_together_end_in_the_order_of_use() -> None:
+    """Also if the one that was used first has lost its end meanwhile."""
+    cache = link(num_blocks=4, partial_reuse=False)
+    stored(cache, 1, A[:8], retention=[(0, 0, 80, 10)])
+    stored(cache, 2, ONE, retention=[(0, 0, 80, 10)])
+    assert cache.start(3, [7] * 8)[1] == [4, 2]
+    cache.now_ms = 20
+    assert cache.extend(3) == [1]
+    assert cache.extend(3) == [3]
+
+
+def test_uses_of_what_is_retained_are_not_remembered() -> None:
+    """Neither those of a block that is used again and again, nor those of blocks that are gone."""
+    cache = link(num_blocks=6)
+    hour = 3_600_000
+    for i in range(300):
+        stored(cache, i + 1, [*A[:8], i, i, i, i], retention=[(0, 8, 90, hour), (8, 0, 0, hour)])
+    assert len(cache.core.workers[0].device.queue._expiries) < 100
+    cache.now_ms = hour
+    cache.exchange()
+    retentions = {holding.retention for holding in cache.core.workers[0].device.queue.upcoming(0)}
+    assert retentions == {DEFAULT_RETENTION}

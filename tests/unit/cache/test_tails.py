@@ -6,7 +6,7 @@ import pytest
 
 from cache_svc.core import admin
 from cache_svc.core.eviction import STRATEGIES
-from cache_svc.core.tree import Namespace
+from cache_svc.core.tree import COVERING_TRIED, Namespace
 from tests.unit.cache import driver as d
 from tests.unit.cache.driver import Driver
 from tests.unit.cache.test_reuse import admitted, link
@@ -19,12 +19,20 @@ def counts(cache: Driver, worker: int = 0) -> tuple[int, int, int]:
     return cache.pools[worker][:3]
 
 
-def test_a_prompt_that_comes_again_is_reused_to_its_last_token_but_one() -> None:
+@pytest.mark.parametrize("block_size", [2, 16, 64, 128])
+def test_a_prompt_that_comes_again_is_reused_to_its_last_token_but_one(block_size: int) -> None:
     cache = Driver()
-    cache.add_worker(0, 16, 16, partial_reuse=True)
-    prompt = list(range(18))
+    cache.add_worker(0, 16, block_size, partial_reuse=True)
+    prompt = list(range(block_size + 2))
     cache.run(1, prompt)
-    assert admitted(cache, 2, prompt) == (17, [1, 3], 2)
+    assert admitted(cache, 2, prompt) == (block_size + 1, [1, 3], 2)
+
+
+def test_blocks_of_one_token_leave_nothing_over() -> None:
+    cache = Driver()
+    cache.add_worker(0, 16, 1, partial_reuse=True)
+    cache.run(1, A[:3])
+    assert admitted(cache, 2, A[:3]) == (2, [1, 2, 4], 0)
 
 
 def test_shorter_than_a_block() -> None:
@@ -155,10 +163,13 @@ def test_it_is_retained_as_its_first_token_is() -> None:
     assert [cache.match(10 + i, [i, i, 9]) for i in (1, 2)] == [{0: (2, 0)}, {}]
 
 
-def test_it_is_not_demoted() -> None:
+@pytest.mark.parametrize("others", [COVERING_TRIED, COVERING_TRIED + 1])
+def test_no_search_among_all_that_others_have(others: int) -> None:
+    """Thousands may begin with a token that begins every prompt."""
     cache = Driver()
-    cache.add_worker(0, 2, partial_reuse=True, num_host_blocks=8, host_tier=True)
-    cache.run(1, A[:6])
-    cache.start(2, [7] * 8)
-    assert cache.demotions == [(1, 1)]
-    assert cache.pools[0][3] == 2  # both were evicted
+    cache.add_worker(0, 100, partial_reuse=True)
+    cache.add_worker(1, 4, partial_reuse=True)
+    for i in range(others):
+        cache.run(i + 1, [1, i, i, i])
+    cache.run(201, [1], worker=1)
+    assert counts(cache, 1) == ((3, 1, 0) if others == COVERING_TRIED else (4, 0, 0))

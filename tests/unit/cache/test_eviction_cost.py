@@ -1,0 +1,99 @@
+"""Evicting costs what is evicted, whatever else is in the tree. Counted in executed bytecodes: neither the load of the
+machine nor the latency of its memory changes these."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from types import FrameType
+
+import numpy as np
+import pytest
+
+from cache_svc.core.eviction import STRATEGIES
+from cache_svc.core.host import HostMemory
+from cache_svc.core.memory import Memory
+from cache_svc.core.tree import Namespace, PrefixTree
+
+BLOCK_SIZE, RUN, EVICTED = 16, 16, 64  # tokens; blocks of a sequence's own; blocks that are evicted at once
+FEW, MANY = 250, 4_000  # sequences
+
+
+def filled(eviction: str, num_sequences: int) -> Memory:
+    """A memory full of sequences that nobody uses, each behind one of four system prompts."""
+    tree = PrefixTree(BLOCK_SIZE)
+    root = tree.enter(Namespace())
+    memory = Memory(0, tree, (num_sequences + 4) * RUN, True, eviction)
+    rng = np.random.default_rng(1)
+    runs = [row.tobytes() for row in rng.integers(0, 1 << 30, (num_sequences + 4, RUN * BLOCK_SIZE), np.int32)]
+    prompts = [tree.grow(root, run) for run in runs[:4]]
+    for prompt in prompts:
+        memory.hold(prompt, memory.take(RUN))
+    for place, run in enumerate(runs[4:]):
+        prompt = prompts[place % 4]
+        memory.use(prompt.holdings[0])
+        leaf = tree.grow(prompt, run)
+        memory.hold(leaf, memory.take(RUN), priority=place % 7)
+        memory.leave_path(leaf)
+    for prompt in prompts:
+        memory.leave_path(prompt)
+    return memory
+
+
+def bytecodes(memory: Memory, num_blocks: int = EVICTED) -> int:
+    """What it takes to evict so many blocks."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> object:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    gc.disable()  # hypothesis has a callback there
+    sys.settrace(trace)  # type: ignore[arg-type]
+    try:
+        blocks = memory.take(num_blocks)
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    assert len(blocks) == num_blocks
+    return count
+
+
+@pytest.mark.parametrize("eviction", STRATEGIES)
+def test_it_does_not_depend_on_the_size_of_the_tree(eviction: str) -> None:
+    few, many = filled(eviction, FEW), filled(eviction, MANY)
+    for memory in (few, many):
+        assert memory.free_blocks == 0
+        assert memory.cached_blocks == memory.num_blocks
+        memory.take(EVICTED)  # with fifo the prompts are set aside, once
+    costs = [bytecodes(few) for _ in range(10)], [bytecodes(many) for _ in range(10)]
+    assert sum(costs[1]) <= 1.1 * sum(costs[0])
+    if eviction == "lru":
+        assert costs[1] == costs[0]
+
+
+@pytest.mark.parametrize("eviction", STRATEGIES)
+def test_nor_does_demoting_on_what_others_have_behind_the_same_beginning(eviction: str) -> None:
+    costs = []
+    for others in (FEW, MANY):
+        tree = PrefixTree(BLOCK_SIZE)
+        root = tree.enter(Namespace())
+        device, elsewhere = (Memory(index, tree, 2 * others, True, eviction) for index in (0, 2))
+        host = device.lower = HostMemory(1, 0, tree, EVICTED, eviction)
+        prompt = tree.grow(root, np.zeros(BLOCK_SIZE, np.int32).tobytes())
+        elsewhere.hold(prompt, elsewhere.take(1))
+        for place in range(others):
+            behind = tree.grow(prompt, np.full(BLOCK_SIZE, place, np.int32).tobytes())
+            elsewhere.hold(behind, elsewhere.take(1))
+        own = next(iter(prompt.children.values()))
+        for node in (prompt, own):
+            device.hold(node, device.take(1))
+        device.leave_path(own)
+        device.take(device.free_blocks)
+        costs.append(bytecodes(device, 1) + bytecodes(device, 1))
+        assert prompt.holdings[host.index].num_children == 1
+        assert not host.orphans
+    assert costs[0] == costs[1]

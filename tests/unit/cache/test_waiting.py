@@ -1,0 +1,113 @@
+"""What those who wait are told of: as much as orders their queue, no more often than it changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache_svc.core.tree import PrefixTree
+from cache_svc.core.waiting import Waiter
+from paceline.v1 import cache_pb2 as pb
+from tests.unit.cache import driver as d
+from tests.unit.cache.driver import Driver
+
+LONG = list(range(100, 140))
+
+
+def link(workers: int = 1, block_size: int = 16, num_blocks: int = 64, partial_reuse: bool = True) -> Driver:
+    cache = Driver()
+    for worker in range(workers):
+        cache.add_worker(worker, num_blocks, block_size, partial_reuse=partial_reuse)
+    return cache
+
+
+def told(response: pb.CacheServiceLinkResponse) -> dict[int, dict[int, tuple[int, int, int]]]:
+    return {update.sequence: d.tiers(update.matches) for update in response.match_updates}
+
+
+@pytest.mark.parametrize(("num_tokens", "depth"), [(12, 0), (24, 16), (40, 32)])
+def test_the_beginning_of_a_block_that_is_written_now(num_tokens: int, depth: int) -> None:
+    """It is known when the step is sent that computes it: nobody copies what is only planned."""
+    cache = link()
+    leader = [*LONG[:num_tokens], *[50] * 36]
+    cache.exchange(*(d.match_op(s, [*LONG[:num_tokens], s, s]) for s in (1, 2)), d.match_op(3, [7, 7, 7]))
+    planned = told(cache.exchange(d.match_op(9, leader), d.admit_op(9, 0, planned=len(leader))))
+    assert planned == ({1: {0: (depth, depth, 0)}, 2: {0: (depth, depth, 0)}} if depth else {})
+    assert told(cache.exchange(d.commit_op([(9, [], len(leader))]))) == {s: {0: (num_tokens, depth, 0)} for s in (1, 2)}
+
+
+def test_the_tail_of_a_sequence_that_ends() -> None:
+    cache = link()
+    cache.match(1, [*LONG[:12], 5, 5])
+    cache.start(2, LONG[:10])
+    cache.commit(2, [], 10)
+    assert told(cache.exchange(d.free_op([2]))) == {1: {0: (10, 0, 0)}}
+
+
+def test_only_if_it_is_more_than_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody begins with the same token, and what is stored has nothing else in common with most of them."""
+    cache = link()
+    for s in range(1, 100):
+        cache.match(s, [0, s, *LONG])
+    cache.run(1000, [0, 1000, *LONG])
+    settled: list[int] = []
+    settle = Waiter.settle
+
+    def noted(waiter: Waiter, tree: PrefixTree) -> None:
+        settled.append(waiter.sequence_id)
+        settle(waiter, tree)
+
+    monkeypatch.setattr(Waiter, "settle", noted)
+    cache.exchange(d.match_op(1001, [0, 2000, *LONG]), d.admit_op(1001, 0))
+    assert told(cache.exchange(d.commit_op([(1001, [], 42)]))) == {}
+    assert settled == [1001]
+    cache.match(1002, [0, 50, 60, *LONG])
+    cache.admit(1002, 0)
+    assert told(cache.exchange(d.commit_op([(1002, [], 43)]))) == {50: {0: (2, 0, 0)}}
+    assert settled == [1001, 1002, 50]
+
+
+def test_two_that_are_planned_together_hide_nothing_from_each_other() -> None:
+    cache = link()
+    cache.match(1, [*LONG[:12], 5, 5])
+    both = [([*LONG[:12], *[s] * 20], s) for s in (8, 9)]
+    for tokens, s in both:
+        cache.exchange(d.match_op(s, tokens), d.admit_op(s, 0, planned=32))
+    assert told(cache.exchange(d.commit_op([(8, [], 32)]))) == {1: {0: (12, 0, 0)}}
+    assert told(cache.exchange(d.commit_op([(9, [], 32)]))) == {}
+
+
+def test_what_another_worker_writes_first() -> None:
+    cache = link(workers=2)
+    cache.match(1, [*LONG[:12], 5, 5])
+    cache.exchange(d.match_op(2, LONG), d.admit_op(2, 0, planned=40))
+    cache.start(3, LONG, worker=1)
+    assert told(cache.exchange(d.commit_op([(3, [], 40)]))) == {1: {1: (12, 0, 0)}}
+
+
+def test_nobody_is_asked_about_parts_of_blocks_where_nobody_copies_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = link(partial_reuse=False)
+    cache.match(1, [*LONG[:12], 5, 5])
+    cache.start(2, LONG)
+    monkeypatch.setattr(Waiter, "settle", None)
+    assert told(cache.exchange(d.commit_op([(2, [], 40)]))) == {}
+
+
+def test_a_rematch_is_no_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told only to who asks: others that come to hold the same, and users. No tokens are compared for that."""
+    cache = link(workers=2, partial_reuse=False)
+    cache.run(1, LONG)
+    cache.match(2, [*LONG, 1])
+    cache.run(3, LONG, worker=1)
+    cache.start(4, LONG)
+    cache.core.debug = False  # the checks do walk
+    for name in ("walk", "follow"):
+        monkeypatch.setattr(PrefixTree, name, None)
+    response = cache.exchange(d.rematch_op([2]))
+    assert told(response) == {2: {0: (32, 32, 0), 1: (32, 0, 0)}}
+
+
+def test_what_is_registered_anew() -> None:
+    cache = link()
+    cache.match(1, [*LONG[:12], 5, 5])
+    cache.add_worker(1, 64, 16, partial_reuse=True)
+    assert told(cache.exchange(d.restore_op(1, [d.restored(2, LONG, 40, [1, 2, 3])]))) == {1: {1: (12, 0, 0)}}
