@@ -33,9 +33,12 @@ def _refuse_for_gateways(request: GenerateRequest) -> None:
     for name, instead in (("stop", "stop_token_ids"), ("bad_words", "bad_word_ids")):
         if getattr(request.sampling, name):
             raise invalid(name, f"the scheduler knows no text; use {instead}, or the gateway")
-    for name in ("idempotency_key", "resume_after"):
-        if getattr(request, name):
-            raise invalid(name, "the scheduler keeps no keys; use the gateway")
+    if request.resume_after != len(request.resume_token_ids):
+        raise invalid("resume_after", "the scheduler keeps no answers: it needs as many resume_token_ids")
+    is_random = request.sampling.temperature or not request.sampling.HasField("temperature")
+    for name in ("idempotency_key", "resume_token_ids"):
+        if getattr(request, name) and is_random and not request.sampling.HasField("seed"):
+            raise invalid(name, "the scheduler keeps no keys: what is to give the same tokens again needs a seed")
 
 
 def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission:
@@ -62,6 +65,7 @@ def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission
         handle=HANDLE,
         request_id=request.request_id or f"gen-{secrets.token_hex(8)}",
         prompt_token_ids=ids.tobytes(),
+        output_token_ids=np.array(request.resume_token_ids, np.int32).tobytes(),
         sampling=SamplingParams(
             temperature=options.temperature if options.HasField("temperature") else 1.0,
             top_p=options.top_p if options.HasField("top_p") else 1.0,
@@ -81,7 +85,7 @@ def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission
             logit_bias=options.logit_bias,
             bad_words=[np.array(word.ids, np.int32).tobytes() for word in options.bad_word_ids],
             allowed_token_ids=np.array(options.allowed_token_ids, np.int32).tobytes(),
-            prompt_logprobs=options.HasField("prompt_logprobs"),
+            prompt_logprobs=options.HasField("prompt_logprobs") and not request.resume_after,
             num_top_prompt_logprobs=options.prompt_logprobs,
         ),
         priority=request.priority,
@@ -105,8 +109,12 @@ async def generate(
         submission = to_submission(request, limits)
     except Rejection as rejection:
         await abort(context, rejection.code, rejection.message, rejection.retry_after_s)
+    num_tokens, num_read = request.resume_after, 0
+    if (reason := _ended_already(request, submission, limits)) is not None:
+        usage = _usage(submission, num_tokens, Ending())
+        yield GenerateResponse(request_id=submission.request_id, finish_reason=reason, usage=usage, position=num_tokens)
+        return
     send(SessionRequest(submissions=[submission]))
-    num_tokens = num_read = 0
     prompt: dict[int, TokenLogprob] = {}  # by position, until they are delivered with the first token
     async for response in responses:
         num_read += 1
@@ -114,7 +122,10 @@ async def generate(
         tokens = np.frombuffer(response.token_ids, np.int32).tolist()
         num_tokens += len(tokens)
         message = GenerateResponse(
-            request_id=submission.request_id, token_ids=tokens, logprobs=map(_token_logprob, response.scores)
+            request_id=submission.request_id,
+            token_ids=tokens,
+            logprobs=map(_token_logprob, response.scores),
+            position=num_tokens - len(tokens),
         )
         for part in response.prompt_scores:
             prompt.update(_prompt_logprobs(part.logprobs))
@@ -137,6 +148,17 @@ async def generate(
             return
         if tokens:
             yield message
+
+
+def _ended_already(
+    request: GenerateRequest, submission: Submission, limits: Limits | None
+) -> FinishReason.ValueType | None:
+    """Why nothing follows what the client has: only the last message was lost."""
+    tokens, sampling = request.resume_token_ids, submission.sampling
+    eos = limits.model.eos_token_ids if limits and not sampling.ignore_eos else ()
+    if tokens and (tokens[-1] in sampling.stop_token_ids or tokens[-1] in eos):
+        return FinishReason.FINISH_REASON_STOP
+    return FinishReason.FINISH_REASON_LENGTH if tokens and len(tokens) >= sampling.max_tokens else None
 
 
 def _token_logprob(score: TokenScore) -> TokenLogprob:

@@ -26,6 +26,9 @@ class SchedulerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         core = self._server.core
         counters, workers = core.counters, list(core.workers.values())
+        election = self._server.election
+        yield gauge("is_master", "Whether it schedules (1), or stands by (0)", election is None or election.epoch > 0)
+        yield gauge("epoch", "Of this scheduler, higher than those before it; 0 while it stands by", core.epoch)
         yield gauge("num_workers", "Workers attached", len(workers))
         yield gauge("num_requests_waiting", "Requests in the queue", len(core.queue))
         yield gauge("num_tokens_waiting", "Known tokens of the requests in the queue", core.queue.num_tokens)

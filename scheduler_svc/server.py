@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, Generic, TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
@@ -14,7 +14,7 @@ import grpc.aio
 from paceline.v1 import admin_pb2_grpc, cache_pb2_grpc, inference_pb2_grpc, worker_pb2_grpc
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest
 from paceline.v1.inference_pb2 import GenerateRequest, GenerateResponse, SessionRequest, SessionResponse
-from paceline.v1.worker_pb2 import WorkerServiceLinkRequest, WorkerServiceLinkResponse
+from paceline.v1.worker_pb2 import SchedulerHeartbeat, WorkerServiceLinkRequest, WorkerServiceLinkResponse
 from scheduler_svc.admin import Admin
 from scheduler_svc.core.cache_link import ProtocolError
 from scheduler_svc.core.policy import PolicyError
@@ -26,47 +26,45 @@ from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.policies.registry import KINDS, build, choose
 from scheduler_svc.policy_errors import PolicyErrors
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.standby import StandbyGate, open_election, step_down
+from scheduler_svc.streams import Outgoing, keep, stream
+from services.runtime import fence
+from services.runtime.liveness import Silent, Watch, beat, first_of
 from services.runtime.logs import get_logger
 from services.runtime.metrics import start_metrics_server
 from services.runtime.rpc import GrpcServer, Options, link_options, open_channel
 from services.runtime.service import Addresses, CannotStart
 
+if TYPE_CHECKING:
+    from scheduler_svc.election import Election
+
 log = get_logger(__name__)
 
 TICK_S = 0.25
 CACHE_RETRY_S = 0.2
+# Until its first step is done a worker may be silent for so many times as long: it may load kernels, which holds
+# Python's lock.
+FIRST_STEP_PATIENCE = 4.0
 
-M = TypeVar("M")
 STATUS_BY_CODE = {status.value[0]: status for status in grpc.StatusCode}
-
-
-class Outgoing(Generic[M]):
-    """Messages on their way to one peer. Bounded by the protocols: windows, credits, one exchange at a time."""
-
-    def __init__(self) -> None:
-        self._queue: asyncio.Queue[M | None] = asyncio.Queue()
-        self.error: tuple[grpc.StatusCode, str] | None = None
-
-    def put(self, message: M) -> None:
-        self._queue.put_nowait(message)
-
-    def close(self, error: tuple[grpc.StatusCode, str] | None = None) -> None:
-        """End the stream after what is in the queue; with an error, if one is given."""
-        self.error = self.error or error
-        self._queue.put_nowait(None)
-
-    async def __aiter__(self) -> AsyncIterator[M]:
-        while (message := await self._queue.get()) is not None:
-            yield message
 
 
 class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_grpc.WorkerServiceServicer):
     """Serves InferenceService and WorkerService; keeps the link to the cache."""
 
-    def __init__(self, core: SchedulerCore, cache_target: str, transport: Options) -> None:
+    def __init__(
+        self,
+        core: SchedulerCore,
+        cache_target: str,
+        transport: Options,
+        heartbeat_timeout_s: float,
+        election: Election | None = None,
+    ) -> None:
         self.core = core
+        self.election = election
         self.cache_target = cache_target
         self._transport = transport
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self.core_seconds = 0.0  # spent in the core
         self._sessions: dict[str, Outgoing[SessionResponse]] = {}
         self._workers: dict[int, Outgoing[WorkerServiceLinkResponse]] = {}
@@ -76,6 +74,8 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
 
     def event(self, handle: Callable[..., object], *args: object) -> None:
         """Give the core an event and send what follows from it. Raises what the event raises."""
+        if self.election is not None and not self.election.holds:
+            step_down(self.election.why_not)
         began = time.perf_counter()
         try:
             handle(*args)
@@ -84,6 +84,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
             self.core_seconds += time.perf_counter() - began
             if self._cache is not None:
                 for exchange in outbox.to_cache:
+                    exchange.heartbeats = exchange.exchange == 1
                     self._cache.put(exchange)
             for worker, message in outbox.to_workers:
                 if (worker_link := self._workers.get(worker)) is not None:
@@ -104,6 +105,28 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                 if (worker_link := self._workers.get(worker)) is not None:
                     worker_link.close((grpc.StatusCode.DEADLINE_EXCEEDED, reason))
 
+    async def work(self, grpc_server: GrpcServer) -> None:
+        """For ever. Where there is an election, stand by until it is won, and end the process when it is lost."""
+        if self.election is None:
+            grpc_server.set_serving(True)
+            await asyncio.gather(self.tick(), self.keep_cache_link())
+            return
+        grpc_server.set_serving(True, standby=True)
+        epoch = await self.election.campaign()
+        self.core.epoch = self.core.fence = epoch
+        log.info("elected master", epoch=epoch)
+        grpc_server.set_serving(True)
+        await asyncio.gather(self.tick(), self.keep_cache_link(), self._reign(self.election))
+
+    async def _reign(self, election: Election) -> None:
+        step_down(await election.reign())
+
+    def _watch(self, *, promised: bool) -> Watch:
+        """Over a peer whose first message is here."""
+        watch = Watch(self._heartbeat_timeout_s, time.monotonic(), opened=True)
+        watch.promised = promised
+        return watch
+
     async def tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
@@ -121,11 +144,19 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "open: the first message must open the session")
         session_id = first.open.session_id
         outgoing: Outgoing[SessionResponse] = Outgoing()
+        watch = self._watch(promised=first.open.heartbeats)
 
         async def read() -> None:
             self.event(self.core.session_message, session_id, first, time.monotonic())
             async for message in request_iterator:
+                watch.heard(time.monotonic())
+                if session_id not in self.core.sessions:
+                    return  # it was silent for too long
                 self.event(self.core.session_message, session_id, message, time.monotonic())
+
+        def give_up(reason: str) -> None:
+            log.warning("session given up", session=session_id, reason=reason)
+            self.event(self.core.close_session, session_id)
 
         self._sessions.setdefault(session_id, outgoing)
         try:
@@ -136,7 +167,8 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
             await context.abort(STATUS_BY_CODE[rejection.code], rejection.message)
         log.info("session opened", session=session_id)
         try:
-            async for message in stream(context, outgoing, read):
+            heartbeat = SessionResponse(heartbeat=True) if first.open.heartbeats else None
+            async for message in stream(context, outgoing, read, keep(watch, outgoing, heartbeat, give_up)):
                 yield message
         finally:
             del self._sessions[session_id]
@@ -180,11 +212,16 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
             log.warning("worker refused", name=first.registration.name, reason=rejection.message)
             await context.abort(STATUS_BY_CODE[rejection.code], rejection.message)
         self._workers[worker] = outgoing
+        watch = self._watch(promised=True)
+        watch.limit_s *= FIRST_STEP_PATIENCE
         self.event(lambda: None)
         log.info("worker attached", worker=worker, name=first.registration.name, peer=context.peer())
 
         async def read() -> None:
             async for message in request_iterator:
+                watch.heard(time.monotonic())
+                if message.HasField("result"):
+                    watch.limit_s = self._heartbeat_timeout_s
                 if worker not in self.core.workers:
                     return
                 try:
@@ -195,8 +232,14 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                 if message.HasField("failure"):
                     return
 
+        def give_up(reason: str) -> None:
+            log.warning("worker lost", worker=worker, reason=reason)
+            self.event(self.core.worker_lost, worker)
+
         try:
-            async for message in stream(context, outgoing, read):
+            reads_heartbeats = first.registration.heartbeats
+            heartbeat = WorkerServiceLinkResponse(heartbeat=SchedulerHeartbeat()) if reads_heartbeats else None
+            async for message in stream(context, outgoing, read, keep(watch, outgoing, heartbeat, give_up)):
                 yield message
         finally:
             del self._workers[worker]
@@ -208,7 +251,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
             case "result":
                 self.core.worker_result(worker, message.result)
             case "heartbeat":
-                self.core.worker_heartbeat(worker)
+                self.core.worker_heartbeat(worker, message.heartbeat)
             case "failure":
                 self.core.worker_failed(worker, message.failure)
             case "drain":
@@ -227,48 +270,42 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                 try:
                     await channel.channel_ready()
                     await self._cache_link(stub, epoch)
-                except (grpc.aio.AioRpcError, ProtocolError) as error:
+                except (grpc.aio.AioRpcError, ProtocolError, Silent) as error:
+                    code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
                     reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                    if self.election is not None and code is grpc.StatusCode.PERMISSION_DENIED:
+                        step_down(f"the cache says: {reason}")
                     log.warning("cache link broke", target=self.cache_target, reason=reason)
                 await asyncio.sleep(CACHE_RETRY_S)
 
     async def _cache_link(self, stub: cache_pb2_grpc.CacheServiceAsyncStub, epoch: int) -> None:
         self._cache = outgoing = Outgoing[CacheServiceLinkRequest]()
-        call = stub.Link(aiter(outgoing))
+        call = stub.Link(aiter(outgoing), metadata=fence.to_metadata(self.core.fence))
+        # An opening that is not answered ends nothing: there is no other cache to turn to.
+        watch = Watch(self._heartbeat_timeout_s, time.monotonic(), opened=True)
+
+        async def read() -> None:
+            async for response in call:
+                watch.heard(time.monotonic())
+                if response.heartbeat:
+                    watch.promised = True
+                else:
+                    self.event(self.core.cache_response, response)
+            raise ProtocolError("the cache ended the link")
+
+        def send() -> None:
+            if watch.promised:
+                outgoing.beat(CacheServiceLinkRequest(epoch=epoch, heartbeat=True))
+
         try:
             self.event(self.core.cache_connected, epoch)
             log.info("cache connected", target=self.cache_target)
-            async for response in call:
-                self.event(self.core.cache_response, response)
-            raise ProtocolError("the cache ended the link")
+            await first_of(read(), beat(watch, send))
         finally:
             call.cancel()
             outgoing.close()
             self._cache = None
             self.event(self.core.cache_lost)
-
-
-async def stream(
-    context: grpc.aio.ServicerContext[Any, Any], outgoing: Outgoing[M], read: Callable[[], Coroutine[Any, Any, None]]
-) -> AsyncIterator[M]:
-    """What goes out, while `read` takes what comes in. Ends when `read` does or `outgoing` is closed."""
-
-    async def read_then_close() -> None:
-        try:
-            await read()
-        finally:
-            outgoing.close()
-
-    reader = asyncio.create_task(read_then_close())
-    try:
-        async for message in outgoing:
-            yield message
-        if outgoing.error:
-            await context.abort(*outgoing.error)
-        await reader
-    finally:
-        reader.cancel()
-        await asyncio.gather(reader, return_exceptions=True)
 
 
 async def serve(
@@ -279,7 +316,7 @@ async def serve(
         window=settings.window,
         max_queued_requests=settings.max_queued_requests,
         max_queued_tokens=settings.max_queued_tokens,
-        worker_timeout_s=settings.worker_timeout_s,
+        stall_s=settings.heartbeat_timeout_s,
         poison_failures=settings.poison_failures,
         prefix_caching=settings.prefix_caching,
         partial_reuse=settings.partial_reuse,
@@ -296,13 +333,14 @@ async def serve(
         policies = build(choice)
     except PolicyError as error:
         raise CannotStart(str(error)) from error
-    # Later schedulers have larger epochs, so that a peer can tell an old one.
-    epoch = time.time_ns() // 1_000_000
+    # Later schedulers have larger epochs, so that a peer can tell an old one. Who is to be elected has none yet.
+    election = open_election(settings) if settings.etcd else None
+    epoch = 0 if election else time.time_ns() // 1_000_000
     core = SchedulerCore(config, policies, lambda: build(choose()), epoch, on_policy_error=PolicyErrors(log.error))
     transport = link_options(settings.ping_timeout_s)
-    server = SchedulerServer(core, settings.cache, transport)
+    server = SchedulerServer(core, settings.cache, transport, settings.heartbeat_timeout_s, election)
     admin = Admin(core, choice)
-    grpc_server = GrpcServer(settings.host, settings.port, transport)
+    grpc_server = GrpcServer(settings.host, settings.port, transport, [StandbyGate(election)] if election else [])
     grpc_server.add(
         "paceline.v1.InferenceService", lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(server, s)
     )
@@ -313,22 +351,23 @@ async def serve(
     metrics = SchedulerMetrics(server)
     metrics_server = start_metrics_server(settings.host, settings.metrics_port)
     port = await grpc_server.start()
-    background = [asyncio.create_task(server.keep_cache_link()), asyncio.create_task(server.tick())]
+    working = asyncio.create_task(server.work(grpc_server))
+    stopping = asyncio.create_task(stop.wait())
     try:
-        grpc_server.set_serving(True)
         address = f"{settings.host}:{port}"
         log.info("scheduler listens", grpc=address, metrics=metrics_server.port)
         if on_ready:
             on_ready(Addresses(grpc=address, http=None, metrics=f"{settings.host}:{metrics_server.port}"))
-        stopping = asyncio.create_task(stop.wait())
-        done, _ = await asyncio.wait([stopping, *background], return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()  # a background task ends only by failing
+        await asyncio.wait([stopping, working], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()  # it ends only by failing
     finally:
         grpc_server.set_serving(False)
-        for task in background:
-            task.cancel()
-        await asyncio.gather(*background, return_exceptions=True)
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
         await grpc_server.stop(0.5)
         metrics.close()
         metrics_server.close()
+        if election:
+            server.election = None  # what still ends has nobody to talk to
+            await election.close()

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from scheduler_svc.policies.presets import DEFAULT, PRESETS
 from services.runtime.settings import Address, ServiceSettings
+
+
+def _endpoints(value: str) -> str:
+    endpoints = [part.strip().rstrip("/") for part in value.split(",")] if value else []
+    for endpoint in endpoints:
+        parts = urlsplit(endpoint)
+        if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port or endpoint.count("/") != 2:
+            raise ValueError("must be http://host:port (or https), several with commas between them")
+    return ",".join(endpoints)
+
+
+Endpoints = Annotated[str, AfterValidator(_endpoints)]
 
 
 class SchedulerSettings(ServiceSettings, section="scheduler"):
@@ -16,10 +29,23 @@ class SchedulerSettings(ServiceSettings, section="scheduler"):
     port: int = Field(50051, ge=0, le=65535, description="gRPC port for gateways, clients and workers; 0 picks one")
     metrics_port: int = Field(9101, ge=0, le=65535, description="Prometheus port; 0 picks one")
     cache: Address = Field("127.0.0.1:50052", description="host:port of the cache service")
+    etcd: Endpoints = Field(
+        "", description="http://host:port of etcd, of each of its members with commas: elect one of several schedulers"
+    )
+    etcd_key: str = Field(
+        "paceline/scheduler",
+        pattern=r"^[!-~]{1,200}$",
+        description="where in etcd: the same for the schedulers of one server, another one for each server",
+    )
+    etcd_ttl_s: int = Field(
+        5,
+        ge=2,
+        le=60,
+        description="seconds without a word of the master until another one is elected; it ends before",
+    )
     window: int = Field(2, ge=1, le=8, description="steps in flight per worker")
     max_queued_requests: int = Field(4096, ge=1, description="waiting requests before new ones are refused")
     max_queued_tokens: int = Field(4_000_000, ge=1, description="waiting tokens before new requests are refused")
-    worker_timeout_s: float = Field(3.0, gt=0, description="a worker that is silent for so long is taken for dead")
     poison_failures: int = Field(
         2, ge=1, description="a request is failed that was alone in so many failed steps, or lost workers, in a row"
     )

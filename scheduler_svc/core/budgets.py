@@ -31,6 +31,8 @@ class Budgets:
     _taken_tokens: Counter[str | None] = field(default_factory=Counter)  # out of the queue, by tenant; None: in all
     _tokens_per_s: dict[str | None, float] = field(default_factory=dict)
     _measured_s: float | None = None
+    # Whose tokens waited all the time since then, as far as one looked.
+    _waited: set[str | None] = field(default_factory=set)
     # When there is room for all who were refused up to now, by tenant; None: who was refused for the queue's sake.
     _room_s: dict[str | None, float] = field(default_factory=dict)
 
@@ -68,22 +70,31 @@ class Budgets:
                 return f"lora: {len(loras)} adapters are in the batch, the limit is {self.config.max_loras}"
         return None
 
-    def measure(self, now_s: float) -> None:
-        """To be called a few times a second."""
+    def measure(self, now_s: float, waiting: Collection[str] = ()) -> None:
+        """To be called a few times a second, with the tenants of whom something waits.
+
+        The rate of one who always had something waiting is averaged, seconds in which nothing left the queue included.
+        Of others it is known only that it is no lower than what they took.
+        """
+        names: set[str | None] = {*waiting, *([None] if waiting else [])}
         if self._measured_s is None:
-            self._measured_s = now_s
+            self._measured_s, self._waited = now_s, names
             self._taken_tokens.clear()
         elapsed_s = now_s - self._measured_s
+        self._waited &= names
         if elapsed_s < 1.0:
             return
-        for name, taken in self._taken_tokens.items():  # who took nothing may just not have been there
-            rate = taken / elapsed_s
+        taken = self._taken_tokens
+        for name in [*taken, *(name for name in self._tokens_per_s if name in self._waited and name not in taken)]:
+            rate = taken[name] / elapsed_s
             before = self._tokens_per_s.pop(name, rate)
-            self._tokens_per_s[name] = before + RATE_SMOOTHING * (rate - before)
+            if name in self._waited or rate > before:
+                before += RATE_SMOOTHING * (rate - before)
+            self._tokens_per_s[name] = before
         while len(self._tokens_per_s) > MAX_RATES:
             del self._tokens_per_s[next(iter(self._tokens_per_s))]
         self._room_s = {tenant: room_s for tenant, room_s in self._room_s.items() if room_s > now_s}
-        self._measured_s = now_s
+        self._measured_s, self._waited = now_s, names
         self._taken_tokens.clear()
 
     def retry_after_s(self, excess_tokens: int, num_tokens: int, now_s: float, tenant: str | None = None) -> float:

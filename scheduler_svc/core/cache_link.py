@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
@@ -17,6 +18,7 @@ from paceline.v1.cache_pb2 import (
     CommitOp,
     MatchOp,
     RestoredSequence,
+    WorkerMatch,
 )
 from scheduler_svc.core.decision import Admission
 from scheduler_svc.core.request import TOKEN_BYTES, Request
@@ -40,6 +42,13 @@ class Sent:
     restores: list[tuple[int, int]] = field(default_factory=list)  # (operation, worker)
     askers: list[Worker] = field(default_factory=list)  # whose next step waits for the answer
     drafts: list[tuple[Draft, int, list[int]]] = field(default_factory=list)  # (draft, extend or -1, admits)
+
+    def matched(self, response: CacheServiceLinkResponse) -> Iterator[tuple[int, Iterable[WorkerMatch]]]:
+        """Of the sequences that it made known, what the cache holds of them."""
+        for index, sequence in self.matches:
+            result = response.results[index]
+            if result.HasField("match"):
+                yield sequence, result.match.matches
 
 
 @dataclass(slots=True)
@@ -79,6 +88,12 @@ class CacheLink:
         """Whether the cache has yet to hear of something."""
         changed = self._commits[0] or self.swap_outs or self.frees or self.discards or self.matches or self.rematches
         return bool(changed or self.added or self.removed or self.unpins)
+
+    @property
+    def has_only_commits(self) -> bool:
+        """Whether there is nothing else of which the cache has yet to hear."""
+        changed = self.swap_outs or self.frees or self.discards or self.matches or self.rematches
+        return not (changed or self.added or self.removed or self.unpins)
 
     @property
     def idle(self) -> bool:
@@ -176,11 +191,8 @@ class CacheLink:
 
     def compose(
         self, drafts: list[tuple[Worker, Draft]], askers: list[Worker], heads: list[Request], now_s: float
-    ) -> CacheServiceLinkRequest | None:
-        """The next exchange, or None if there is nothing to say. It asks anew for the matches of `heads`, the waiting
-        requests that are looked at next."""
-        if not (drafts or self.has_gathered):
-            return None
+    ) -> CacheServiceLinkRequest:
+        """The next exchange. It asks anew for the matches of `heads`, the waiting requests that are looked at next."""
         self.exchange += 1
         message = CacheServiceLinkRequest(epoch=self.epoch, exchange=self.exchange, now_ms=int(now_s * 1000))
         ops = message.ops  # filled in place: a message that is given to another one is copied, prompt and all

@@ -93,15 +93,22 @@ class Composer:
                 self._failed(error)
 
     def heads(self, workers: dict[int, Worker], now_s: float) -> list[Request]:
-        """The requests that the next composition looks at first."""
+        """The requests that the next composition looks at first, as many as the workers can begin in a step, after what
+        is known to be cached of them."""
         seats = sum(worker.slots.num_free for worker in workers.values())
         count = MAX_HEADS if self.policies.capacity.preempts_for_waiting else min(seats, MAX_HEADS)
         if not count or not len(self.queue):
             return []
+        heads, budget_tokens = list[Request](), sum(worker.max_batched_tokens for worker in workers.values())
         try:
-            return list(itertools.islice(self.queue.ordered(now_s), count))
+            for request in itertools.islice(self.queue.ordered(now_s), count):
+                heads.append(request)
+                budget_tokens -= request.num_tokens - request.best_matched_tokens
+                if budget_tokens <= 0:
+                    break
         except Exception:  # the composition, which asks for the same order, meets it too and says so
             return list(itertools.islice(self.queue, count))
+        return heads
 
     def _waiting(
         self, worker: Worker, workers: dict[int, Worker], ordered_at_s: float | None, closed: bool

@@ -19,6 +19,7 @@ from scheduler_svc.core.rejection import (
 )
 from scheduler_svc.core.request import NO_TOKENS, TOKEN_BYTES, Request
 from scheduler_svc.core.sampling_checks import (
+    MAX_STOP_TOKEN_IDS,
     check_logit_tokens,
     check_prompt_logprobs,
     check_sampling,
@@ -64,26 +65,26 @@ class Limits:
         return min(self.max_model_len, self.pool_tokens)
 
 
-# Prompt, output and sampling are handed on beside their submission: each reading of bytes copies them, and each of a
-# submessage makes an object. The other fields are read once where they are looked at.
+# What is checked is the request, made beforehand of what was submitted: each reading of a message's field makes an
+# object, and of bytes a copy.
 
 
-def check_submission(submission: Submission, sampling: SamplingParams, prompt: bytes, output: bytes) -> bool:
+def check_submission(request: Request, submission: Submission) -> bool:
     """What can be told without knowing the model. Returns whether the sampling changes the logits. Raises Rejection."""
-    _check_sizes(submission, prompt, output)
-    if not prompt:
+    _check_sizes(request)
+    if not request.prompt:
         raise invalid("prompt_token_ids", "at least one token is required")
-    changes_logits = check_sampling(sampling)
-    if sampling.prompt_logprobs:
-        check_prompt_logprobs(sampling, len(prompt) // TOKEN_BYTES)
-    if not math.isfinite(priority := submission.priority):
-        raise invalid("priority", f"{priority} is not a finite number")
+    changes_logits = check_sampling(request.sampling)
+    if request.scores_prompt:
+        check_prompt_logprobs(request.sampling, request.num_prompt_tokens)
+    if not math.isfinite(request.priority):
+        raise invalid("priority", f"{request.priority} is not a finite number")
     if not math.isfinite(deadline_s := submission.deadline_s):
         raise invalid("deadline_s", f"{deadline_s} is not a finite number")
     if deadline_s < 0:
         raise invalid("deadline_s", f"{deadline_s} is negative; 0 means no deadline")
     if ranges := submission.cache_retention:
-        _check_retention(ranges, len(prompt) // TOKEN_BYTES)
+        _check_retention(ranges, request.num_prompt_tokens)
     return changes_logits
 
 
@@ -102,42 +103,41 @@ def _check_retention(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -
         reached = one.end or math.inf
 
 
-def _check_sizes(submission: Submission, prompt: bytes, output: bytes) -> None:
-    if len(prompt) % TOKEN_BYTES:
+def _check_sizes(request: Request) -> None:
+    if len(request.prompt) % TOKEN_BYTES:
         raise invalid("prompt_token_ids", "is not packed int32")
-    if len(output) % TOKEN_BYTES:
+    if len(request.output) % TOKEN_BYTES:
         raise invalid("output_token_ids", "is not packed int32")
-    if len(submission.request_id) > MAX_CHARS:
-        raise _too_long("request_id", submission.request_id)
-    if len(submission.tenant) > MAX_CHARS:
-        raise _too_long("tenant", submission.tenant)
-    if len(submission.lora) > MAX_CHARS:
-        raise _too_long("lora", submission.lora)
-    if len(submission.cache_salt) > MAX_CHARS:
-        raise _too_long("cache_salt", submission.cache_salt)
+    if len(request.request_id) > MAX_CHARS:
+        raise _too_long("request_id", request.request_id)
+    if len(request.tenant) > MAX_CHARS:
+        raise _too_long("tenant", request.tenant)
+    if len(request.lora) > MAX_CHARS:
+        raise _too_long("lora", request.lora)
+    if len(request.cache_salt) > MAX_CHARS:
+        raise _too_long("cache_salt", request.cache_salt)
+    if (count := len(request.sampling.stop_token_ids)) > MAX_STOP_TOKEN_IDS:
+        raise invalid("stop_token_ids", f"has {count} tokens, {MAX_STOP_TOKEN_IDS} are possible")
 
 
 def _too_long(name: str, text: str) -> Rejection:
     return invalid(name, f"has {len(text)} characters, {MAX_CHARS} are possible")
 
 
-def check_limits(
-    prompt: bytes, output: bytes, sampling: SamplingParams, lora: str, limits: Limits, changes_logits: bool = True
-) -> None:
+def check_limits(request: Request, lora: str, limits: Limits, changes_logits: bool = True) -> None:
     """What the model and the pools allow; `changes_logits`: as check_submission found. Raises Rejection."""
     vocab, longest, pool = limits.vocab_size, limits.max_model_len, limits.pool_tokens
-    check_tokens("prompt_token_ids", prompt, vocab)
-    if output:
-        check_tokens("output_token_ids", output, vocab)
-    for token in sampling.stop_token_ids or ():  # most have none, which is quicker to ask than to go through
+    check_tokens("prompt_token_ids", request.prompt, vocab)
+    if request.output:
+        check_tokens("output_token_ids", bytes(request.output), vocab)
+    for token in request.sampling.stop_token_ids if request.extra_stop_ids else ():
         if token >= vocab:
             raise outside("stop_token_ids", token, vocab)
     if changes_logits:
-        check_logit_tokens(sampling, vocab)
+        check_logit_tokens(request.sampling, vocab)
     if lora and not limits.max_loras:
         raise invalid("lora", f"{lora!r}: no attached worker serves adapters")
-    num_tokens, max_tokens = len(prompt) // TOKEN_BYTES, sampling.max_tokens
-    total = num_tokens + max_tokens
+    num_tokens, total = request.num_prompt_tokens, request.max_total_tokens
     # The last token of a sequence is never computed, so it needs no room in the pool.
     if num_tokens >= longest:
         raise invalid("prompt_token_ids", f"{num_tokens} tokens leave no room for output in a length of {longest}")
@@ -149,38 +149,35 @@ def check_limits(
         verdict = f"can never fit a pool of {pool} tokens"
     else:
         return
-    raise invalid("max_tokens", f"prompt of {num_tokens} tokens and max_tokens of {max_tokens} {verdict}")
+    raise invalid("max_tokens", f"prompt of {num_tokens} tokens and max_tokens of {total - num_tokens} {verdict}")
 
 
-def new_request(
-    session_id: str,
-    seniority: int,
-    submission: Submission,
-    sampling: SamplingParams,
-    prompt: bytes,
-    output: bytes,
-    now_s: float,
-) -> Request:
+def new_request(session_id: str, submission: Submission, now_s: float) -> Request:
+    """As it was submitted, unchecked; it has no seniority yet."""
     own = SamplingParams()  # a part of the submission would keep all of it in memory, prompt and all
-    own.CopyFrom(sampling)
-    stops, deadline_s = own.stop_token_ids, submission.deadline_s
+    own.CopyFrom(submission.sampling)
+    prompt, stops = submission.prompt_token_ids, own.stop_token_ids
+    deadline_s, retention = submission.deadline_s, submission.cache_retention
+    # What is too long is refused, and is not gone through: millions would take half a minute.
+    ranges: tuple[RetentionRange, ...] = ()
+    if 0 < len(retention) <= MAX_RETENTION_RANGES:
+        ranges = tuple(_in_tokens(retention, len(prompt) // TOKEN_BYTES))
     return Request(
-        seniority=seniority,
+        seniority=0,
         session_id=session_id,
         handle=submission.handle,
         request_id=submission.request_id,
         prompt=prompt,
-        output=bytearray(output),
+        output=bytearray(submission.output_token_ids),
         sampling=own,
         arrival_s=now_s,
         priority=submission.priority,
         tenant=submission.tenant,
         lora=submission.lora,
         deadline_s=now_s + deadline_s if deadline_s else math.inf,
-        place=seniority,
-        extra_stop_ids=frozenset(stops) if stops else NO_TOKENS,
+        extra_stop_ids=frozenset(stops) if 0 < len(stops) <= MAX_STOP_TOKEN_IDS else NO_TOKENS,
         cache_salt=submission.cache_salt,
-        cache_retention=tuple(_in_tokens(submission.cache_retention, len(prompt) // TOKEN_BYTES)),
+        cache_retention=ranges,
     )
 
 
@@ -198,6 +195,16 @@ def _in_tokens(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -> Iter
             if start >= end:
                 continue
         yield RetentionRange(start=start, end=end, priority=one.priority, duration_ms=one.duration_ms)
+
+
+def is_full(queue: WaitingQueue, config: SchedulerConfig) -> bool:
+    """Whether the queue takes nobody, whoever it may be."""
+    return len(queue) >= config.max_queued_requests or queue.num_tokens >= config.max_queued_tokens
+
+
+def free_places(queue: WaitingQueue, config: SchedulerConfig) -> int:
+    """How many more requests the queue takes, if their tokens fit."""
+    return 0 if is_full(queue, config) else config.max_queued_requests - len(queue)
 
 
 def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, budgets: Budgets) -> None:
@@ -222,7 +229,7 @@ def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, 
 def recheck(request: Request, limits: Limits) -> Rejection | None:
     """The verdict on a request that was accepted before the limits were known."""
     try:
-        check_limits(request.prompt, bytes(request.output), request.sampling, "", limits)
+        check_limits(request, "", limits)
     except Rejection as rejection:
         return rejection
     return None

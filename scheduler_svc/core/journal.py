@@ -48,9 +48,8 @@ class Wait:
 class Record:
     request_id: str
     arrival_s: float
-    # Lists, though only the last MAX_SPANS are kept: most records have a few, and an empty deque takes 600 bytes.
+    # A list, though only the last MAX_SPANS are kept: most records have a few, and an empty deque takes 600 bytes.
     spans: list[Event | Span]
-    waits: list[Wait]
 
     def add(self, span: Event | Span) -> None:
         self.spans.append(span)
@@ -59,6 +58,19 @@ class Record:
 
     def told(self) -> list[Span]:
         return [Span(s[0], s[1], s[2], s[2], s[3], s[3]) if isinstance(s, tuple) else s for s in self.spans]
+
+    def waits(self) -> list[Wait]:
+        """It has waited since each event that says so, up to the next one; or, if that is not kept any more, since
+        the first thing that is known of it."""
+        first = self.spans[0]
+        waits = [Wait(first.first)] if isinstance(first, Span) else []
+        for reason, _, decision, at_s in (span for span in self.spans if isinstance(span, tuple)):
+            if waits and waits[-1].last is None:
+                # The decision that let it in is none at which it waited.
+                waits[-1].last, waits[-1].to_s = decision - (reason == "running"), at_s
+            if reason in WAITING:
+                waits.append(Wait(decision))
+        return waits
 
 
 @dataclass(slots=True)
@@ -69,23 +81,15 @@ class Journal:
 
     def arrived(self, request: Request, now_s: float) -> None:
         arrival = ("waiting", f"{request.num_tokens} tokens", self.decisions, now_s)
-        self._records[request.request_id] = Record(request.request_id, now_s, [arrival], [Wait(self.decisions)])
+        self._records[request.request_id] = Record(request.request_id, now_s, [arrival])
         if len(self._records) > MAX_REQUESTS:
             self._records.popitem(last=False)
 
     def event(self, request: Request, reason: str, detail: str, now_s: float) -> None:
         """It waits, runs, was preempted, has ended."""
         record = self._records.get(request.request_id)
-        if record is None:
-            return
-        wait = record.waits[-1]
-        if wait.last is None:
-            # The decision that let it in is none at which it waited.
-            wait.last, wait.to_s = self.decisions - (reason == "running"), now_s
-        if reason in WAITING:
-            record.waits.append(Wait(self.decisions))
-            del record.waits[:-MAX_SPANS]
-        record.add((reason, detail, self.decisions, now_s))
+        if record is not None:
+            record.add((reason, detail, self.decisions, now_s))
 
     def decided(self, held_back: Sequence[tuple[Request, str, str]], now_s: float) -> None:
         """A decision looked at these and left them out, the first one first."""
@@ -108,7 +112,7 @@ class Journal:
         if record is None:
             return None
         spans = record.told()
-        for wait in record.waits:
+        for wait in record.waits():
             spans += self._turns(record, wait)
         spans.sort(key=lambda span: (span.from_s, span.first))
         return [

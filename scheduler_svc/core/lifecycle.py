@@ -20,7 +20,7 @@ from scheduler_svc.core.intake import explain_rejection
 from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.rejection import CODE_DEADLINE_EXCEEDED, CODE_INTERNAL, Rejection
-from scheduler_svc.core.request import TOKEN_BYTES, Match, Phase, Request
+from scheduler_svc.core.request import Match, Phase, Request
 from scheduler_svc.core.sessions import Session
 from scheduler_svc.core.swapping import Swaps
 from scheduler_svc.core.types import Counters, SchedulerConfig
@@ -267,8 +267,9 @@ class Lifecycle:
             fills = num_tokens > request.num_registered
         else:
             fills = num_computed // worker.block_size > request.num_registered // worker.block_size
-        if swaps or (worker.prefix_caching and fills and not request.is_spoiled):
-            new_tokens = request.token_ids[request.num_registered * TOKEN_BYTES :]
+        is_news = fills and num_computed > request.num_committed  # a token that is not computed is of no use to anybody
+        if swaps or (worker.prefix_caching and is_news and not request.is_spoiled):
+            new_tokens = request.tokens_from(request.num_registered)
             self._cache.add_commit(request.sequence, new_tokens, num_computed)
             request.num_registered = num_tokens
 
@@ -282,7 +283,7 @@ class Lifecycle:
     def recall_tokens(self, worker: Worker, slot: int) -> None:
         """Complete the request's own record with what still stands in the slot's tail."""
         if tail := worker.slots.take_tail(slot):
-            worker.running[slot].output += tail
+            worker.running[slot].add_output(tail)
 
     def _unbind(self, request: Request) -> None:
         """It neither runs nor is about to; what becomes of it is the caller's business."""

@@ -234,9 +234,9 @@ class Planner:
         if request.cached_tokens is None:
             request.cached_tokens = num_cached_tokens
         worker.running[slot] = request
-        prefill = worker.prefills[slot] = Prefill(slot, request.num_tokens, num_cached_tokens)
+        worker.prefills[slot] = Prefill(slot, request.num_tokens, num_cached_tokens)
         # The cache may hold more of it by now than when the step was composed.
-        sizes[slot] = min(admission.num_tokens, prefill.remaining_tokens)
+        sizes[slot] = min(admission.num_tokens, request.num_tokens - num_cached_tokens)
         if request.swapped_on:
             swap = response.results[index].swap_in
             plan.swap_in_from += swap.host_blocks
@@ -249,16 +249,11 @@ class Planner:
             plan.copy_from += copy_from.to_bytes(4, "little")
             at = 4 * (num_cached_tokens // worker.block_size)  # where the cached tokens end
             plan.copy_to += block_table[at : at + 4]
-        plan.new_sequences.add(
-            slot=slot,
-            token_ids=request.token_ids,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=num_cached_tokens,
-            block_table=block_table,
-            sampling=request.sampling,
-            request_id=request.request_id,
-            cache_salt=request.cache_salt,
-        )
+        new = plan.new_sequences.add()  # filled in place: to take a message as an argument costs more than all the rest
+        new.slot, new.token_ids, new.block_table = slot, request.token_ids, block_table
+        new.num_prompt_tokens, new.num_cached_tokens = request.num_prompt_tokens, num_cached_tokens
+        new.sampling.CopyFrom(request.sampling)
+        new.request_id, new.cache_salt = request.request_id, request.cache_salt
 
     def _run(self, worker: Worker, plan: StepPlan, sizes: dict[int, int]) -> bool:
         """Note the rows as in flight; whether there are any."""

@@ -20,7 +20,7 @@ class WaitingQueue:
         """`fallback` is called with the error of an order that raises, and returns the one that takes over."""
         self._by_seniority: dict[int, Request] = {}
         self._fallback = fallback
-        self.order = order
+        self._adopt(order)
         self.num_tokens = 0
         self.tenant_tokens: dict[str, int] = {}
 
@@ -53,21 +53,28 @@ class WaitingQueue:
             self.reorder(self._fallback(error))
 
     def started(self, request: Request) -> None:
-        self._tell(self.order.started, request)
+        if self._follows_runs:
+            self._tell(self.order.started, request)
 
     def stopped(self, request: Request) -> None:
-        self._tell(self.order.stopped, request)
+        if self._follows_runs:
+            self._tell(self.order.stopped, request)
 
     def reorder(self, order: OrderPolicy) -> None:
         """Another policy takes over. Raises what it raises; then nothing has changed."""
         for request in self:
             order.add(view_of(request))
-        self.order = order
+        self._adopt(order)
+
+    def _adopt(self, order: OrderPolicy) -> None:
+        self.order, kind = order, type(order)
+        self._follows_runs = kind.started is not OrderPolicy.started or kind.stopped is not OrderPolicy.stopped
 
     def ordered(self, now_s: float) -> Iterator[Request]:
         """Every waiting request, in the policy's order. Raises what it raises, and PolicyError unless it names each
         one that waits exactly once."""
-        waiting, named = self._by_seniority, set[int]()
+        waiting = self._by_seniority
+        named: set[int] = set()
         for view in self.order.ordered(now_s):
             request = view._request if isinstance(view, RequestView) else None
             if request is None or waiting.get(seniority := request.seniority) is not request:
@@ -95,7 +102,7 @@ class WaitingQueue:
 
     def _tell(self, event: Callable[[RequestView], None], request: Request) -> None:
         try:
-            event(view_of(request))
+            event(request.view or view_of(request))
         except Exception as error:  # a policy is a guest: what it raises costs no request
             self.reorder(self._fallback(error))
 

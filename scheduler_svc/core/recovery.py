@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from paceline.v1.cache_pb2 import (
+    AddWorkerOp,
     CacheOp,
     CacheServiceLinkRequest,
     CacheServiceLinkResponse,
@@ -35,7 +36,7 @@ from scheduler_svc.core.request import Request
 from scheduler_svc.core.worker import Worker
 
 
-def kept_op(worker: int, kept: Iterable[KeptSequence], model: str, next_sequence: Callable[[], int]) -> RestoreOp:
+def _kept_op(worker: int, kept: Iterable[KeptSequence], model: str, next_sequence: Callable[[], int]) -> RestoreOp:
     """What a worker has brought with it from a link before (to a scheduler that is gone, say): it is cached. A gateway
     that submits again what ran there finds all of it, whatever the request is called now."""
     op = RestoreOp(worker=worker, cached=True)
@@ -69,9 +70,27 @@ class Recovery:
             self.life.recompute(request for request in worker.swapped.values() if not request.host_blocks)
         self.life.forget_matches()
 
-    def begin(self, added: dict[int, list[CacheOp]]) -> None:
-        """The link to a cache that knows nothing: first come the workers, and what runs on them. `added`: as in
-        CacheLink."""
+    def added(self, worker: Worker) -> list[CacheOp]:
+        """What tells a cache that there is this worker, and what it brings with it."""
+        kept, worker.kept = worker.kept, []
+        config = self.life.config
+        op = AddWorkerOp(
+            worker=worker.id,
+            num_blocks=worker.num_blocks,
+            block_size=worker.block_size,
+            prefix_caching=config.prefix_caching,
+            partial_reuse=config.partial_reuse,
+            num_host_blocks=worker.registration.num_host_blocks,
+            host_tier=config.host_cache,
+        )
+        ops = [CacheOp(add_worker=op)]
+        if kept:
+            ops.append(CacheOp(restore=_kept_op(worker.id, kept, self.cache.model, self.life.next_sequence)))
+        return ops
+
+    def begin(self) -> None:
+        """The link to a cache that knows nothing: first come the workers, and what runs on them."""
+        added = {worker.id: self.added(worker) for worker in self.workers.values()}
         for worker in self.workers.values():
             if claimants := {request.sequence: request for request in self._claimants(worker)}:
                 self.cache.restoring[worker.id] = claimants

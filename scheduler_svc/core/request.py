@@ -6,6 +6,7 @@ import enum
 import math
 from array import array
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.v1.common_pb2 import RetentionRange, SamplingParams
@@ -35,6 +36,9 @@ class Match(NamedTuple):
     num_tokens: int
     num_live_tokens: int = 0
     num_host_tokens: int = 0  # at the end; they need new blocks
+
+
+NO_MATCH = Match(0)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,23 +87,31 @@ class Request:
     swapped_on: int = 0  # the worker that has its KV in host memory, while WAITING or BINDING
     host_blocks: bytes = field(default=b"", init=False, repr=False)  # there, once the cache has answered; packed int32
     # While RUNNING (but for what its slot table has noted) or PARKED: to be told again when the cache forgets it.
-    block_table: array[int] = field(default_factory=lambda: array("i"), init=False, repr=False)
+    block_table: array[int] = field(default_factory=partial(array, "i"), init=False, repr=False)
     group: BeamGroup | None = None  # whose root or member it is
     view: RequestView | None = field(default=None, init=False, repr=False)  # what policies get of it (view.py)
     hypotheses: list[Hypothesis] = field(default_factory=list)  # what its beam search has found
-    # Of the prompt and the sampling, which never change; they are asked for at every turn.
+    # What follows from prompt, sampling and output: it is asked for at every turn.
     num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)  # known ones, prompt and output (exact while the request does not run)
+    # Log probabilities of its prompt are still to be reported: then all of it has to be computed, whatever is cached.
+    scores_prompt: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt) // TOKEN_BYTES
+        self.num_tokens = self.num_prompt_tokens + len(self.output) // TOKEN_BYTES
         self.max_total_tokens = self.num_prompt_tokens + self.sampling.max_tokens
+        self.scores_prompt = self.sampling.prompt_logprobs
 
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether log probabilities of its prompt are still to be reported: then all of it has to be computed, whatever
-        is cached. (When they have been, the sampling does not ask for them any more.)"""
-        return self.sampling.prompt_logprobs
+    def add_output(self, token_ids: bytes) -> None:
+        """Packed int32."""
+        self.output += token_ids
+        self.num_tokens += len(token_ids) // TOKEN_BYTES
+
+    def prompt_is_scored(self) -> None:
+        """And this need not be asked for any more."""
+        self.scores_prompt = self.sampling.prompt_logprobs = False
 
     @property
     def is_member(self) -> bool:
@@ -110,11 +122,6 @@ class Request:
     def is_one_of_several(self) -> bool:
         """Of the samples of its prompt, others have not ended."""
         return any(other is not self and other.phase is not Phase.ENDED for other in self.samples or ())
-
-    @property
-    def num_tokens(self) -> int:
-        """Known tokens, prompt and output (exact while the request does not run)."""
-        return self.num_prompt_tokens + len(self.output) // TOKEN_BYTES
 
     @property
     def num_output_tokens(self) -> int:
@@ -134,32 +141,35 @@ class Request:
     def token_ids(self) -> bytes:
         return self.prompt + self.output if self.output else self.prompt
 
+    def tokens_from(self, start: int) -> bytes:
+        """As `token_ids`, without the first ones; mostly that is a part of the output, and no prompt is copied."""
+        if start >= self.num_prompt_tokens:
+            return bytes(self.output[(start - self.num_prompt_tokens) * TOKEN_BYTES :])
+        return self.token_ids[start * TOKEN_BYTES :]
+
     def ran_s(self, now_s: float) -> float:
         """Since it first ran."""
         return 0.0 if self.started_s is None else now_s - self.started_s
 
+    def match_on(self, worker: int) -> Match:
+        """What the worker has of it in its cache, or swapped out."""
+        match = self.matches.get(worker, NO_MATCH) if self.matches else NO_MATCH
+        if self.parent is None and not self.swapped_on:  # as mostly
+            return match
+        all_but_one = self.num_tokens - 1
+        if self.can_fork_on(worker):
+            match = Match(all_but_one, all_but_one)
+        if self.swapped_on:
+            return Match(all_but_one if self.swapped_on == worker else 0, match.num_live_tokens)
+        return match
+
     def matched_tokens(self, worker: int) -> int:
         """Tokens of the request that `worker` has in its cache, or swapped out."""
-        if self.swapped_on:
-            return self.num_tokens - 1 if self.swapped_on == worker else 0
-        if self.parent is not None and self.can_fork_on(worker):
-            return self.num_tokens - 1
-        match = self.matches.get(worker) if self.matches else None
-        return match.num_tokens if match else 0
+        return self.match_on(worker).num_tokens
 
     def live_tokens(self, worker: int) -> int:
         """Of these, tokens in blocks that others use: reusing them takes nothing from the pool."""
-        if self.parent is not None and self.can_fork_on(worker):
-            return self.num_tokens - 1
-        match = self.matches.get(worker) if self.matches else None
-        return match.num_live_tokens if match else 0
-
-    def host_tokens(self, worker: int) -> int:
-        """Of the matched tokens, those at the end that have to be copied into new blocks."""
-        if self.swapped_on or (self.parent is not None and self.can_fork_on(worker)):
-            return 0
-        match = self.matches.get(worker) if self.matches else None
-        return match.num_host_tokens if match else 0
+        return self.match_on(worker).num_live_tokens
 
     def can_fork_on(self, worker: int) -> bool:
         """Whether its parent runs there and has computed what they have in common."""
@@ -177,4 +187,4 @@ class Request:
     @property
     def best_matched_tokens(self) -> int:
         """The most that any worker has of it."""
-        return max((match.num_tokens for match in self.matches.values()), default=0) if self.matches else 0
+        return max(self.matches.values(), default=NO_MATCH).num_tokens if self.matches else 0

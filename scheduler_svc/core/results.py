@@ -122,10 +122,10 @@ class ResultReader:
         return len(new)
 
     def _first_token(self, worker: Worker, slot: int, request: Request, token: int, logprobs: Logprobs) -> None:
-        request.output += token.to_bytes(TOKEN_BYTES, "little", signed=True)
+        request.add_output(token.to_bytes(TOKEN_BYTES, "little", signed=True))
         request.prompt_is_computed = True
         if request.scores_prompt:
-            request.sampling.prompt_logprobs = False  # they have been published
+            request.prompt_is_scored()
         if slot in logprobs:
             self.publish_score(request, logprobs[slot])
         ends_at_eos = token in worker.eos_token_ids and worker.slots.stops_at_eos[slot]

@@ -42,6 +42,7 @@ class Rounds:
         self._trials = trials
         self._send = send
         self._refusals = 0  # of an idle system, in a row
+        self._heads_due = False
 
     def plan(self, now_s: float) -> CacheServiceLinkRequest | None:
         """Compose a step for every worker with credit; returns what there is to tell the cache."""
@@ -53,10 +54,27 @@ class Rounds:
         askers: list[Worker] = []
         for worker in self._workers.values():
             self._plan_worker(worker, drafts, askers, now_s)
-        if not self._cache.idle:
+        if not (self._cache.idle and (drafts or self._cache.has_gathered)):
             return None
-        heads = self._composer.heads(self._workers, now_s) if askers or drafts else []
-        return self._cache.compose(drafts, askers, heads, now_s)
+        if not (drafts or askers) and self._is_about_to_ask():
+            return None
+        return self._cache.compose(drafts, askers, self._heads(drafts, askers, now_s), now_s)
+
+    def _heads(self, drafts: list[tuple[Worker, Draft]], askers: list[Worker], now_s: float) -> list[Request]:
+        """Of the requests that come next, those whose matches the exchange asks for anew. If it lets others in before
+        them, and nobody waits for its answer, the next exchange has to do so, which is soon enough."""
+        if not len(self._life.queue):
+            return []
+        lets_in = any(draft.decision.admissions for _, draft in drafts)
+        asks = bool(askers) or self._heads_due or (bool(drafts) and not lets_in)
+        self._heads_due = lets_in and not asks
+        return self._composer.heads(self._workers, now_s) if asks else []
+
+    def _is_about_to_ask(self) -> bool:
+        """Whether all that there is to tell the cache are commits, and they can go with a question that comes anyway:
+        somebody's last token is in flight, and then his seat is free for one who waits."""
+        waits = self._cache.has_only_commits and len(self._life.queue) > 0
+        return waits and any(worker.finishing and not worker.draining for worker in self._workers.values())
 
     def _plan_worker(
         self, worker: Worker, drafts: list[tuple[Worker, Draft]], askers: list[Worker], now_s: float

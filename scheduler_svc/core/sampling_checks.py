@@ -21,6 +21,7 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64  # of one; as the worker has it
 # Parameters travel with every sequence that a plan seats: so much that a plan of 256 of them stays below 16 MiB.
 MAX_BAD_WORDS_TOKENS = 4096  # of all
+MAX_STOP_TOKEN_IDS = 256
 MAX_ALLOWED_TOKENS = 8192
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 2**18  # of one prompt: of its tokens, and of the likeliest ones at each place

@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paceline.v1.cache_pb2 import AddWorkerOp, CacheOp, CacheServiceLinkResponse
+from paceline.v1.cache_pb2 import CacheServiceLinkResponse
 from paceline.v1.common_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR, PromptLogprobs
 from paceline.v1.inference_pb2 import SchedulerStatus, SessionOpened, SessionRequest, Submission
 from paceline.v1.worker_pb2 import (
+    Heartbeat,
     StepFailure,
     StepResult,
     TokenLogprobs,
@@ -33,6 +34,8 @@ from scheduler_svc.core.intake import (
     check_registration,
     check_submission,
     explain_rejection,
+    free_places,
+    is_full,
     new_request,
     recheck,
 )
@@ -40,7 +43,7 @@ from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import Policies
-from scheduler_svc.core.recovery import Recovery, kept_op
+from scheduler_svc.core.recovery import Recovery
 from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, Rejection, invalid
 from scheduler_svc.core.request import Phase, Request
 from scheduler_svc.core.results import ResultReader
@@ -51,10 +54,6 @@ from scheduler_svc.core.suspects import Suspects
 from scheduler_svc.core.trials import Trials
 from scheduler_svc.core.types import Counters, Failure, Outbox, SchedulerConfig
 from scheduler_svc.core.worker import Worker
-
-# Of the time between two ticks, no more counts as a worker's silence: when the scheduler itself comes late, what the
-# worker has said meanwhile still lies in the inbox.
-MOST_SILENCE_S = 0.5
 
 
 class SchedulerCore:
@@ -69,6 +68,7 @@ class SchedulerCore:
         """`fallback` makes the policies that compose a step when those in force fail at it."""
         self.config = config
         self.epoch = epoch
+        self.fence = 0  # the epoch, if it comes from an election
         self.counters = Counters()
         self.workers: dict[int, Worker] = {}
         self.sessions: dict[str, Session] = {}
@@ -77,7 +77,7 @@ class SchedulerCore:
         self._outbox = Outbox()
         self._next_worker = self._next_session = 1
         self._told: bytes = b""
-        self._last_tick_s = 0.0
+        self._told_full = False
         self._cache = CacheLink(epoch)
         self._composer = Composer(policies, fallback, self.counters, on_policy_error)
         self.queue = self._composer.queue
@@ -133,7 +133,7 @@ class SchedulerCore:
             raise invalid("response_window", "must be at least 1")
         session = Session(session_id, self._next_session, window)
         self._next_session += 1
-        session.opened = SessionOpened(epoch=self.epoch)
+        session.opened = SessionOpened(epoch=self.epoch, fence=self.fence)
         session.status = self._status()
         self.sessions[session_id] = self._session_at[session.index] = session
 
@@ -149,6 +149,7 @@ class SchedulerCore:
     def session_message(self, session_id: str, message: SessionRequest, now_s: float) -> None:
         session = self.sessions[session_id]
         session.read = max(session.read, message.responses_read)
+        session.num_submissions += len(message.submissions)
         for submission in message.submissions:
             try:
                 self._submit(session, submission, now_s)
@@ -163,20 +164,20 @@ class SchedulerCore:
                 self.life.end(request, FINISH_REASON_ABORT)
 
     def _submit(self, session: Session, submission: Submission, now_s: float) -> None:
-        prompt, output, sampling = submission.prompt_token_ids, submission.output_token_ids, submission.sampling
-        changes_logits = check_submission(submission, sampling, prompt, output)
+        request = new_request(session.id, submission, now_s)
+        changes_logits = check_submission(request, submission)
         is_search = submission.HasField("beam")
         if is_search:
             check_beam(submission)
         if self.limits:
-            check_limits(prompt, output, sampling, submission.lora, self.limits, changes_logits)
-        if submission.handle in session.live:
-            raise Rejection(CODE_FAILED_PRECONDITION, f"handle: {submission.handle} is in use", "handle")
-        request = new_request(session.id, self.life.next_seniority(), submission, sampling, prompt, output, now_s)
+            check_limits(request, request.lora, self.limits, changes_logits)
+        if request.handle in session.live:
+            raise Rejection(CODE_FAILED_PRECONDITION, f"handle: {request.handle} is in use", "handle")
+        request.seniority = request.place = self.life.next_seniority()
         if not submission.accepted_before:  # nothing accepted is lost
             check_queue(self.queue, request, self.config, self.life.budgets)
-        if submission.fork_of and not (output or sampling.prompt_logprobs):
-            parent = session.live.get(submission.fork_of)
+        if (fork_of := submission.fork_of) and not (request.output or request.scores_prompt):
+            parent = session.live.get(fork_of)
             if parent is not None and parent.prompt == request.prompt:
                 request.parent = parent
                 request.samples = parent.samples = parent.samples or [parent]
@@ -204,21 +205,28 @@ class SchedulerCore:
         registration.ClearField("kept")  # it may be large, and is of use once
         self._next_worker += 1
         self.workers[worker.id] = worker
-        registered = WorkerRegistered(worker=worker.id, epoch=self.epoch, window=worker.window)
+        registered = WorkerRegistered(worker=worker.id, epoch=self.epoch, window=worker.window, fence=self.fence)
         self._outbox.to_workers.append((worker.id, WorkerServiceLinkResponse(registered=registered)))
         self._workers_changed()
         if self._cache.connected:
-            self._cache.added[worker.id] = self._add_worker_ops(worker)
+            self._cache.added[worker.id] = self._recovery.added(worker)
         return worker.id
 
     def worker_result(self, worker_id: int, result: StepResult) -> None:
         """Raises ProtocolError; then the worker's link is to be closed."""
-        worker = self.workers[worker_id]
-        worker.silent_s = 0.0
-        self.counters.tokens += self._results.apply(worker, result)
+        self.counters.tokens += self._results.apply(self.workers[worker_id], result)
 
-    def worker_heartbeat(self, worker_id: int) -> None:
-        self.workers[worker_id].silent_s = 0.0
+    def worker_heartbeat(self, worker_id: int, heartbeat: Heartbeat) -> None:
+        """A worker that answers, but does not get on, is lost. Raises ProtocolError if a result is missing."""
+        worker = self.workers[worker_id]
+        oldest = worker.in_flight[0].step if worker.in_flight else 0
+        if heartbeat.step >= (oldest or worker.steps_sent + 1):
+            raise ProtocolError(f"a heartbeat after step {heartbeat.step}, which has no result")
+        if not worker.registration.heartbeats:
+            return  # of before these said more
+        if stall := worker.progress.told(heartbeat, oldest, self.config.stall_s):
+            self._outbox.lost_workers.append((worker_id, stall))
+            self.worker_lost(worker_id)
 
     def worker_drain(self, worker_id: int) -> None:
         self.workers[worker_id].draining = True
@@ -285,6 +293,7 @@ class SchedulerCore:
     def _announce(self) -> None:
         """Tell the sessions, if what they know of us has changed."""
         status = self._status()
+        self._told_full = status.full
         told = status.SerializeToString(deterministic=True)
         if told != self._told:
             self._told = told
@@ -293,15 +302,14 @@ class SchedulerCore:
 
     def _status(self) -> SchedulerStatus:
         active = [worker for worker in self.workers.values() if not worker.draining]
-        room = len(self.queue) < self.config.max_queued_requests
         model = None
         if self.limits:
             model = type(self.limits.model)()
             model.CopyFrom(self.limits.model)
             model.max_model_len = self.limits.max_total_tokens
-        return SchedulerStatus(
-            num_workers=len(active), ready=bool(active) and self._cache.connected and room, model=model
-        )
+        full = is_full(self.queue, self.config)
+        ready = bool(active) and self._cache.connected and not full
+        return SchedulerStatus(num_workers=len(active), ready=ready, model=model, full=full)
 
     # ── the cache ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -309,7 +317,7 @@ class SchedulerCore:
         """A new link: the cache knows nothing, so everything is added again."""
         self._cache.forget()
         self._cache.epoch, self._cache.connected = epoch, True
-        self._recovery.begin({worker.id: self._add_worker_ops(worker) for worker in self.workers.values()})
+        self._recovery.begin()
         self.life.ask_all_matches()
         self._workers_changed()
 
@@ -325,10 +333,7 @@ class SchedulerCore:
             if (worker := self.workers.get(counters.worker)) is not None:
                 worker.available_blocks = counters.free_blocks + counters.cached_blocks
                 worker.free_host_blocks = counters.free_host_blocks + counters.cached_host_blocks
-        if sent.matches:
-            results = ((sequence, response.results[index]) for index, sequence in sent.matches)
-            answered = ((sequence, result.match.matches) for sequence, result in results if result.HasField("match"))
-            self.life.set_matches(answered)
+        self.life.set_matches(sent.matched(response))
         self.life.set_matches((update.sequence, update.matches) for update in response.match_updates)
         if sent.restores:
             self._recovery.answered(sent, response)
@@ -341,37 +346,12 @@ class SchedulerCore:
                 worker.add_demotions(moves.device_blocks, moves.host_blocks)
         self._rounds.answered(sent, response)
 
-    def _add_worker_ops(self, worker: Worker) -> list[CacheOp]:
-        """What tells a cache that there is this worker, and what it brings with it."""
-        kept, worker.kept = worker.kept, []
-        ops = [CacheOp(add_worker=self._add_worker_op(worker))]
-        if kept:
-            ops.append(CacheOp(restore=kept_op(worker.id, kept, self._cache.model, self.life.next_sequence)))
-        return ops
-
-    def _add_worker_op(self, worker: Worker) -> AddWorkerOp:
-        return AddWorkerOp(
-            worker=worker.id,
-            num_blocks=worker.num_blocks,
-            block_size=worker.block_size,
-            prefix_caching=self.config.prefix_caching,
-            partial_reuse=self.config.partial_reuse,
-            num_host_blocks=worker.registration.num_host_blocks,
-            host_tier=self.config.host_cache,
-        )
-
     # ── time and output ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def tick(self, now_s: float) -> None:
         """To be called a few times a second."""
         self.life.now_s = now_s
-        self.life.budgets.measure(now_s)
-        elapsed_s, self._last_tick_s = min(now_s - self._last_tick_s, MOST_SILENCE_S), now_s
-        for worker in list(self.workers.values()):
-            worker.silent_s += elapsed_s
-            if worker.silent_s > self.config.worker_timeout_s:
-                self._outbox.lost_workers.append((worker.id, f"nothing heard for {worker.silent_s:.1f} s"))
-                self.worker_lost(worker.id)
+        self.life.budgets.measure(now_s, self.queue.tenant_tokens)
         self.life.end_late(now_s)
         self._announce()
 
@@ -380,7 +360,11 @@ class SchedulerCore:
         self.life.now_s = now_s
         if (exchange := self._rounds.plan(now_s)) is not None:
             self._outbox.to_cache.append(exchange)
+        if is_full(self.queue, self.config) != self._told_full:  # at once: gateways refuse by it
+            self._announce()
+        places = free_places(self.queue, self.config)
         for session in self.sessions.values():
+            session.places = places
             while (message := session.next_message()) is not None:
                 self._outbox.to_sessions.append((session.id, message))
         self._release_drained()

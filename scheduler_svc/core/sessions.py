@@ -38,6 +38,9 @@ class Session:
     live: dict[int, Request] = field(default_factory=dict)  # by handle
     sent: int = 0
     read: int = 0
+    num_submissions: int = 0  # accepted or not
+    places: int = 0  # in the queue, for whoever comes next
+    _told_room: tuple[int, int] | None = None
     opened: SessionOpened | None = None
     status: SchedulerStatus | None = None
     _handles: list[npt.NDArray[np.int64]] = field(default_factory=list)
@@ -88,6 +91,8 @@ class Session:
             self._scores.clear()
         self._handles.clear()
         self._tokens.clear()
+        if (room := (self.places, self.num_submissions)) != self._told_room:
+            message.room.places, message.room.num_submissions = self._told_room = room
         self.sent += 1
         return message
 

@@ -188,7 +188,7 @@ class SlotTable:
         """What decode step `step` sampled for these slots, for the first time. Steps come in their order."""
         for slot in range(-step % TAKE_EVERY_STEPS, self.num_slots, TAKE_EVERY_STEPS):
             if (request := self.requests[slot]) is not None:
-                request.output += self.take_tail(slot)
+                request.add_output(self.take_tail(slot))
         self._tail[step % TAIL_STEPS][slots] = tokens
         self._seen = step + 1
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from scheduler_svc.core.arrays import Slots
 from scheduler_svc.core.decision import Admission, OutOfBlocks
 from scheduler_svc.core.policy import CapacityPolicy
-from scheduler_svc.core.request import TOKEN_BYTES, Request
+from scheduler_svc.core.request import TOKEN_BYTES, Match, Request
 from scheduler_svc.core.view import RequestView, Running, view_of
 from scheduler_svc.core.worker import Worker
 
@@ -28,12 +28,13 @@ class StepView:
         "_budget_tokens",
         "_capacity",
         "_chunks",
+        "_computing",
         "_considered",
+        "_credit_of",
         "_decodes",
         "_growth",
         "_held_back",
         "_lack",
-        "_live_tokens_of",
         "_max_num_seqs",
         "_now_s",
         "_num_running",
@@ -44,7 +45,6 @@ class StepView:
         "_placed",
         "_preempted",
         "_running",
-        "_shared_by",
         "_shares",
         "_waiting",
         "_worker",
@@ -65,6 +65,7 @@ class StepView:
     _growth: list[Slots]
     _decodes: list[int] | None  # slots; None: all that decode
     _chunks: dict[int, int]  # tokens by slot
+    _computing: list[tuple[Request, int]]  # what has tokens to compute in it, with how many of them computed after it
     _offered: dict[int, Request]  # what `waiting` gave, by seniority
     _considered: dict[int, Admission]  # by seniority
     _placed: dict[int, Admission]  # by seniority
@@ -72,8 +73,8 @@ class StepView:
     _open: bool
     _lack: OutOfBlocks | None  # of blocks: then the composition has failed
     _shares: bool
-    _live_tokens_of: tuple[Request, int] | None  # whom it was told of last; until somebody is considered or placed
-    _shared_by: tuple[Request, int] | None  # likewise
+    # Of whom it was asked for last: cached and live tokens. Until somebody is considered or placed.
+    _credit_of: tuple[Request, int, int] | None
 
     def __init__(
         self,
@@ -103,6 +104,7 @@ class StepView:
         self._growth = []
         self._decodes = []
         self._chunks = {}
+        self._computing = []
         self._offered = {}
         self._considered = {}
         self._placed = {}
@@ -110,7 +112,7 @@ class StepView:
         self._open = True
         self._lack = None
         self._shares = shares and worker.prefix_caching
-        self._live_tokens_of = self._shared_by = None
+        self._credit_of = None
 
     # ── what does not change while a step is composed ────────────────────────────────────────────────────────────────
 
@@ -203,19 +205,35 @@ class StepView:
         order. Only these can be admitted."""
         for request in self._waiting():
             self._offered[request.seniority] = request
-            yield view_of(request)
+            yield request.view or view_of(request)
 
     def cached_tokens(self, request: RequestView | Request) -> int:
         """What this worker has in its cache of a waiting request, on the device or behind that in host memory, or is to
         compute in this step for another one: whole blocks, never the last token."""
         own = request._request if isinstance(request, RequestView) else request
-        return max(own.matched_tokens(self._worker.id), self._computed_in_step(own))
+        return self._credit(own)[1]
 
-    def _device_tokens(self, request: Request) -> int:
+    def _credit(self, request: Request) -> tuple[Request, int, int]:
+        """The request; what is cached of it; and of that, in blocks that something uses, counting what was admitted
+        before it in this very step. A policy asks for what the step then asks for, too: so the last answer is kept."""
+        known = self._credit_of
+        if known is not None and known[0] is request:
+            return known
+        match = request.match_on(self._worker.id)
+        cached, live, on_device = match.num_tokens, match.num_live_tokens, self._device_tokens(match)
+        if self._shares and self._computing and not (request.swapped_on or request.scores_prompt):
+            computed = self._computed_in_step(request, on_device)
+            cached, live = max(cached, computed), max(live, computed)
+        # What is shared of one that is swapped out, only the cache knows.
+        if live < on_device and self._considered and not request.swapped_on:
+            live = self._shared_tokens(request, on_device, live)
+        self._credit_of = known = request, cached, live
+        return known
+
+    def _device_tokens(self, match: Match) -> int:
         """In whole blocks that it would share."""
-        worker = self._worker
-        tokens = request.matched_tokens(worker.id) - request.host_tokens(worker.id)
-        return tokens // worker.block_size * worker.block_size
+        block_size = self._worker.block_size
+        return (match.num_tokens - match.num_host_tokens) // block_size * block_size
 
     def uncached_tokens(self, request: RequestView) -> int:
         return request.num_tokens - self.cached_tokens(request)
@@ -228,9 +246,9 @@ class StepView:
         return self._need_blocks(request._request, num_new_tokens)
 
     def _need_blocks(self, request: Request, num_new_tokens: int) -> int:
-        worker = self._worker
-        num_tokens = self.cached_tokens(request) + num_new_tokens
-        return -(-num_tokens // worker.block_size) - self._live_tokens(request) // worker.block_size
+        _, cached, live = self._credit(request)
+        block_size = self._worker.block_size
+        return -(-(cached + num_new_tokens) // block_size) - live // block_size
 
     def remaining_new_tokens(self) -> npt.NDArray[np.int64]:
         """For each sequence that holds a slot: how many tokens it may still generate. [num_running]"""
@@ -248,7 +266,7 @@ class StepView:
         """Whether something that runs, or was let in before it in this step, or is one of `others`, is just computing
         the first block of the request that is not on the device, or copying it there. Then it pays to wait
         (TensorRT-LLM's prefix-aware scheduling)."""
-        wanted = self._device_tokens(request._request) + self.block_size
+        wanted = self._device_tokens(request._request.match_on(self._worker.id)) + self.block_size
         if wanted > request.num_tokens or not self._worker.prefix_caching or request.is_swapped:
             return False
         beginning = request.token_ids[: wanted * TOKEN_BYTES]
@@ -257,62 +275,35 @@ class StepView:
             computing += [*(admission.request for admission in self._considered.values()), *others]
         return any(other.token_ids.startswith(beginning) for other in computing)
 
-    def _live_tokens(self, request: Request) -> int:
-        """Tokens in blocks that something uses, counting what was admitted before it in this very step."""
-        known = self._live_tokens_of
-        if known is not None and known[0] is request:  # the step asks for a request, then the policy for the same one
-            return known[1]
-        live = max(request.live_tokens(self._worker.id), self._computed_in_step(request))
-        if self._considered and not request.swapped_on:  # what of that one is shared, only the cache knows
-            live = self._shared_tokens(request, live)
-        self._live_tokens_of = request, live
-        return live
-
-    def _shared_tokens(self, request: Request, live: int) -> int:
+    def _shared_tokens(self, request: Request, on_device: int, live: int) -> int:
         """The longest beginning of whole blocks that is cached on the device and live, or of what was considered before
         it."""
-        matched, tokens, block_size = self._device_tokens(request), request.token_ids, self._worker.block_size
+        tokens, block_size = request.token_ids, self._worker.block_size
         for admission in self._considered.values():
-            if live >= matched:
+            if live >= on_device:
                 break
             others = admission.request.token_ids
             if not others.startswith(tokens[: (live + block_size) * TOKEN_BYTES]):
                 continue
-            longest = min(self._device_tokens(admission.request), matched)
+            longest = min(self._device_tokens(admission.request.match_on(self._worker.id)), on_device)
             live = _common_blocks(others, tokens, live, longest, block_size)
         return live
 
-    def _computed_in_step(self, request: Request) -> int:
+    def _computed_in_step(self, request: Request, on_device: int) -> int:
         """Tokens of whole blocks at the beginning of a waiting request that the step computes for what it runs, or has
         on the device for it."""
-        if not (self._shares and (self._placed or self._chunks)) or request.swapped_on or request.scores_prompt:
-            return 0
-        known = self._shared_by
-        if known is not None and known[0] is request:
-            return known[1]
-        block_size, tokens, shared = self._worker.block_size, request.token_ids, self._device_tokens(request)
-        limit = (request.num_tokens - 1) // block_size
-        for other, num_computed in self._computing():
-            end = min(limit, num_computed // block_size) * block_size
-            if end <= shared or not _alike(other, request):
+        block_size, tokens, shared = self._worker.block_size, request.token_ids, on_device
+        whole = (request.num_tokens - 1) // block_size * block_size
+        wanted = tokens[shared * TOKEN_BYTES : (shared + block_size) * TOKEN_BYTES]  # mostly nobody computes it
+        for other, num_computed in self._computing:
+            others = other.token_ids
+            if num_computed <= shared or not others.startswith(wanted, shared * TOKEN_BYTES):
                 continue
-            others, next_block = other.token_ids, tokens[shared * TOKEN_BYTES : (shared + block_size) * TOKEN_BYTES]
-            if others.startswith(next_block, shared * TOKEN_BYTES) and others.startswith(
-                tokens[: shared * TOKEN_BYTES]
-            ):
+            end = min(whole, num_computed // block_size * block_size)
+            if end > shared and _alike(other, request) and others.startswith(tokens[: shared * TOKEN_BYTES]):
                 shared = _common_blocks(others, tokens, shared, end, block_size)
-        shared = shared if shared > self._device_tokens(request) else 0
-        self._shared_by = request, shared
-        return shared
-
-    def _computing(self) -> Iterator[tuple[Request, int]]:
-        """What has tokens to compute in the step, with how many of them computed after it."""
-        worker = self._worker
-        for slot, num_tokens in self._chunks.items():
-            yield worker.running[slot], worker.prefills[slot].num_planned + num_tokens
-        for admission in self._placed.values():
-            request = admission.request
-            yield request, request.num_tokens - admission.num_uncached_tokens + admission.num_tokens
+                wanted = tokens[shared * TOKEN_BYTES : (shared + block_size) * TOKEN_BYTES]
+        return shared if shared > on_device else 0
 
 
 def _alike(one: Request, other: Request) -> bool:

@@ -14,7 +14,7 @@ class SchedulerConfig:
     window: int = 2
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_000_000
-    worker_timeout_s: float = 3.0
+    stall_s: float = 1.5  # that a plan may be on its way, and a step be late beyond what its worker allows it
     poison_failures: int = 2  # a request is failed that was alone in so many failures in a row
     prefix_caching: bool = True
     partial_reuse: bool = True  # of the beginning of a cached block

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from paceline.v1.worker_pb2 import KeptSequence, StepPlan, WorkerRegistration, WorkerServiceLinkResponse
 from scheduler_svc.core.arrays import Slots, packed, unpacked
 from scheduler_svc.core.calendar import Calendar
+from scheduler_svc.core.progress import Progress
 from scheduler_svc.core.request import Phase, Request
 from scheduler_svc.core.slots import DecodeRows, SlotTable
 
@@ -83,7 +84,7 @@ class Worker:
     slots: SlotTable
     available_blocks: int
     prefix_caching: bool = True
-    silent_s: float = 0.0  # since it was last heard of
+    progress: Progress = field(default_factory=Progress)
     kept: list[KeptSequence] = field(default_factory=list)  # what it has brought with it, until the cache is told
     steps_sent: int = 0
     decode_step: int = 0  # the next one

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +87,7 @@ def open_channel(target: str, options: Options | None = None) -> grpc.aio.Channe
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """grpc.health.v1 for the server ("") and its services, which are all serving or all not.
+    """grpc.health.v1 for the server ("") and its services, which are all serving or all not (but on a standby).
 
     Unlike the library's servicer it ends its watches when the server stops: `Server.stop` waits for every open call,
     and a watch would hold it up for the whole grace.
@@ -95,13 +95,14 @@ class Health(health_pb2_grpc.HealthServicer):
 
     def __init__(self) -> None:
         self.names = {""}
-        self._serving = False
+        self._serving = self._services_serving = False
         self._closing = False
         self._changed = asyncio.Event()
 
-    def set(self, serving: bool, *, closing: bool = False) -> None:
-        """Tell the watchers; with `closing` it is the last thing that they hear."""
-        self._serving, self._closing = serving, closing
+    def set(self, serving: bool, *, standby: bool = False, closing: bool = False) -> None:
+        """Tell the watchers; with `closing` it is the last thing that they hear. `standby`: the server is well, but its
+        services are for nobody yet."""
+        self._serving, self._services_serving, self._closing = serving, serving and not standby, closing
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -133,16 +134,19 @@ class Health(health_pb2_grpc.HealthServicer):
         answer = health_pb2.HealthCheckResponse
         if name not in self.names:
             return answer(status=answer.SERVICE_UNKNOWN)
-        return answer(status=answer.SERVING if self._serving else answer.NOT_SERVING)
+        serving = self._services_serving if name else self._serving
+        return answer(status=answer.SERVING if serving else answer.NOT_SERVING)
 
 
 class GrpcServer:
     """A grpc.aio server with health (`grpc.health.v1`, for "" and every service) and reflection."""
 
-    def __init__(self, host: str, port: int, options: Options | None = None) -> None:
+    def __init__(
+        self, host: str, port: int, options: Options | None = None, interceptors: Sequence[_Interceptor] = ()
+    ) -> None:
         self._host, self._port = host, port
         server_options = [*(options or transport_options()), ("grpc.so_reuseport", 0)]
-        self._server = grpc.aio.server(options=server_options, interceptors=[CallInterceptor()])
+        self._server = grpc.aio.server(options=server_options, interceptors=[CallInterceptor(), *interceptors])
         self._health = Health()
 
     def add(self, full_service_name: str, register: Callable[[grpc.aio.Server], None]) -> None:
@@ -160,9 +164,9 @@ class GrpcServer:
         await self._server.start()
         return port
 
-    def set_serving(self, serving: bool) -> None:
-        """What health answers from now on."""
-        self._health.set(serving)
+    def set_serving(self, serving: bool, *, standby: bool = False) -> None:
+        """What health answers from now on: see Health.set()."""
+        self._health.set(serving, standby=standby)
 
     async def stop(self, grace_s: float) -> None:
         """NOT_SERVING first; calls that still run get `grace_s` to end and are cancelled then."""

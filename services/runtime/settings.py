@@ -38,9 +38,13 @@ _flags: ContextVar[CliSettingsSource[Any] | None] = ContextVar("paceline_flags",
 _config_flag: ContextVar[str | None] = ContextVar("paceline_config_flag", default=None)
 
 
+# gRPC's own kinds of names, which may have commas in them.
+_GRPC_NAMES = ("dns://", "unix:", "ipv4:", "ipv6:", "xds:///")
+
+
 def _address(value: str) -> str:
     """gRPC would take anything, wrap a port that is too large, and try for ever."""
-    if value.startswith(("dns://", "unix:", "ipv4:", "ipv6:", "xds:///")):  # gRPC's own names
+    if value.startswith(_GRPC_NAMES):
         return value
     host, _, port = value.rpartition(":")
     if not host or (":" in host and not host.startswith("[")) or not (port.isascii() and port.isdecimal()):
@@ -50,8 +54,22 @@ def _address(value: str) -> str:
     return value
 
 
+def split_addresses(value: str) -> list[str]:
+    """The addresses of an AddressList, in their order."""
+    return [value] if value.startswith(_GRPC_NAMES) else [part.strip() for part in value.split(",")]
+
+
+def _address_list(value: str) -> str:
+    addresses = [_address(part) for part in split_addresses(value)]
+    if len(set(addresses)) < len(addresses):
+        raise ValueError("an address stands there twice")
+    return ",".join(addresses)
+
+
 # Where another service is.
 Address = Annotated[str, AfterValidator(_address)]
+# Where the instances of one are, one of which is in charge: host:port[,host:port...].
+AddressList = Annotated[str, AfterValidator(_address_list)]
 
 
 class ConfigError(Exception):
@@ -105,6 +123,11 @@ class ServiceSettings(BaseSettings):
     metrics_port: int = Field(0, ge=0, le=65535, description="port of Prometheus /metrics; 0 takes a free one")
     ping_timeout_s: float = Field(
         2.0, ge=0.1, description="another service that does not answer a ping for so long is taken for dead"
+    )
+    heartbeat_timeout_s: float = Field(
+        1.5,
+        ge=0.5,
+        description="a service whose event loop is silent for so long is taken for dead; longer on a busy machine",
     )
     drain_s: float = Field(30.0, ge=0, description="seconds that running requests get to end after SIGTERM")
 
@@ -272,4 +295,14 @@ def _shared_env_name(name: str) -> str:
     return f"{ENV_PREFIX}{name.upper()}"
 
 
-__all__ = ["Address", "ConfigError", "LogLevel", "ServiceSettings", "config_path", "dump_settings", "load_settings"]
+__all__ = [
+    "Address",
+    "AddressList",
+    "ConfigError",
+    "LogLevel",
+    "ServiceSettings",
+    "config_path",
+    "dump_settings",
+    "load_settings",
+    "split_addresses",
+]

@@ -20,7 +20,7 @@ from tests.compose.stack import Api, Stack, docker, inspect, is_healthy, kill_pr
 
 CONTROL_PLANE, WORKER = "paceline/control-plane:ci", "paceline/worker:ci"
 HEALTH_PORTS = {"cache": 50052, "scheduler": 50051, "worker": 50053, "gateway": 8001}
-WORKER_METRICS_PORT = 9103
+SCHEDULER_METRICS_PORT, WORKER_METRICS_PORT = 9101, 9103
 STORIES = ("Once upon a time", "One day", "A small fox", "The old king", "In the morning", "There was a bird")
 STORY_TOKENS = 800
 
@@ -82,6 +82,7 @@ class Checks:
             ("a worker stops under running streams: it drains, texts right; --scale worker=1", self.drain_worker),
             ("kill -9 of the cache under running streams: texts complete and right", self.kill_cache),
             ("kill -9 of the scheduler under running streams: texts complete and right", self.kill_scheduler),
+            ("two schedulers: the same texts when the master is killed under running streams", self.two_schedulers),
             ("compose stop: every process ends by itself", self.stop),
             ("compose down: nothing is left", self.down),
         ]
@@ -207,6 +208,35 @@ class Checks:
     def kill_scheduler(self) -> str:
         return self._kill_and_recover("scheduler")
 
+    def two_schedulers(self) -> str:
+        self.stack.override("deploy/docker/two-schedulers.yml")
+        if self.build:
+            self.stack.compose("build", "etcd")
+        began_s = time.monotonic()
+        self.stack.compose("up", "-d", "--no-build")
+        wait_until("/ready", lambda: self.api.workers() == 1, 120)
+        up_s = time.monotonic() - began_s
+        containers = [self.stack.containers(service)[0] for service in ("scheduler", "scheduler-2")]
+        for container in containers:  # standing by is healthy, too
+            wait_until("scheduler healthy", partial(is_healthy, container), 40)
+        master, standby = sorted(containers, key=_is_master, reverse=True)
+        assert (_is_master(master), _is_master(standby)) == (True, False)
+        streams = Streams(self.api, self.pool)
+        streams.wait_begun()
+        docker("kill", master)  # as the user's wish: it is not started again
+        running, began_s = streams.running, time.monotonic()
+        assert running, "every stream had ended before the kill: it proved nothing"
+        waited_s = wait_until("another master", lambda: _is_master(standby), 30)
+        self._compare(streams.finish())
+        ended_s = time.monotonic() - began_s
+        docker("start", master)
+        wait_until("it stands by", partial(is_healthy, master), 40)
+        assert (_is_master(master), _is_master(standby)) == (False, True)
+        return (
+            f"up after {up_s:.1f} s; {running} streams running; another master after {waited_s:.1f} s, "
+            f"all ended after {ended_s:.1f} s"
+        )
+
     def _kill_and_recover(self, service: str) -> str:
         streams = Streams(self.api, self.pool)
         streams.wait_begun()
@@ -229,7 +259,8 @@ class Checks:
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def stop(self) -> str:
-        containers = {service: self.stack.containers(service) for service in HEALTH_PORTS}
+        services = [*HEALTH_PORTS, "scheduler-2"]
+        containers = {service: self.stack.containers(service) for service in services}
         began_s = time.monotonic()
         self.stack.compose("stop")
         codes = {service: [inspect(c)["State"]["ExitCode"] for c in ids] for service, ids in containers.items()}
@@ -252,6 +283,10 @@ class Checks:
     def _worker_tokens(self) -> list[float]:
         name = "paceline_worker_tokens_total"
         return [metric(container, WORKER_METRICS_PORT, name) for container in self.stack.containers("worker")]
+
+
+def _is_master(scheduler: str) -> bool:
+    return metric(scheduler, SCHEDULER_METRICS_PORT, "paceline_scheduler_is_master") == 1
 
 
 def _difference(text: str, reference: str) -> str:

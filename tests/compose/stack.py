@@ -48,6 +48,7 @@ class Stack:
         self.name = f"paceline-ci-{os.getpid()}"
         self.port, self.grpc_port = free_port(), free_port()
         self._compose = [*shlex.split(compose), "-p", self.name]
+        self._files: list[str] = []
         self._env = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")} | {
             "PACELINE_TAG": "ci",
             "PACELINE_PORT": str(self.port),
@@ -57,7 +58,11 @@ class Stack:
 
     def compose(self, *args: str, check: bool = True) -> str:
         """Run compose on this project."""
-        return command(*self._compose, *args, check=check, env=self._env)
+        return command(*self._compose, *self._files, *args, check=check, env=self._env)
+
+    def override(self, path: str) -> None:
+        """From now on with this file on top of the compose file."""
+        self._files = ["-f", "docker-compose.yml", "-f", path]
 
     def containers(self, service: str) -> list[str]:
         """Ids of the service's containers, stopped ones included, lowest number first."""

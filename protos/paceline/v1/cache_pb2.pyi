@@ -50,12 +50,18 @@ class CacheServiceLinkRequest(_message.Message):
     EXCHANGE_FIELD_NUMBER: _builtins.int
     OPS_FIELD_NUMBER: _builtins.int
     NOW_MS_FIELD_NUMBER: _builtins.int
+    HEARTBEATS_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The scheduler's epoch; echoed."""
     exchange: _builtins.int
     """Counts up by one from 1; echoed."""
     now_ms: _builtins.int
     """The scheduler's clock, which never goes back: what retention durations are counted by."""
+    heartbeats: _builtins.bool
+    """In the first message: the scheduler reads heartbeats."""
+    heartbeat: _builtins.bool
+    """A sign of life and no exchange. Sent four times a second when the cache has sent one."""
     @_builtins.property
     def ops(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheOp]:
         """Executed in order. One that fails changes nothing and leaves the others alone."""
@@ -67,10 +73,12 @@ class CacheServiceLinkRequest(_message.Message):
         exchange: _builtins.int = ...,
         ops: _abc.Iterable[Global___CacheOp] | None = ...,
         now_ms: _builtins.int = ...,
+        heartbeats: _builtins.bool = ...,
+        heartbeat: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "exchange", b"exchange", "now_ms", b"now_ms", "ops", b"ops"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "exchange", b"exchange", "heartbeat", b"heartbeat", "heartbeats", b"heartbeats", "now_ms", b"now_ms", "ops", b"ops"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -627,8 +635,11 @@ class CacheServiceLinkResponse(_message.Message):
     POOLS_FIELD_NUMBER: _builtins.int
     MATCH_UPDATES_FIELD_NUMBER: _builtins.int
     DEMOTIONS_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     exchange: _builtins.int
+    heartbeat: _builtins.bool
+    """A sign of life and no answer. Sent four times a second to a scheduler that reads them."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheOpResult]:
         """As many as ops, in their order."""
@@ -656,10 +667,11 @@ class CacheServiceLinkResponse(_message.Message):
         pools: _abc.Iterable[Global___PoolCounters] | None = ...,
         match_updates: _abc.Iterable[Global___MatchUpdate] | None = ...,
         demotions: _abc.Iterable[Global___BlockMoves] | None = ...,
+        heartbeat: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["demotions", b"demotions", "epoch", b"epoch", "exchange", b"exchange", "match_updates", b"match_updates", "pools", b"pools", "results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["demotions", b"demotions", "epoch", b"epoch", "exchange", b"exchange", "heartbeat", b"heartbeat", "match_updates", b"match_updates", "pools", b"pools", "results", b"results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -868,7 +880,9 @@ class WorkerMatch(_message.Message):
     num_live_tokens: _builtins.int
     """Of these, tokens in blocks that a live sequence uses: reusing them takes nothing from the pool."""
     num_host_tokens: _builtins.int
-    """Tokens of whole blocks that come next and are in host memory. Reusing them takes as many new blocks."""
+    """Tokens that come next and are in host memory: whole blocks, with partial_reuse also what another block begins with.
+    Reusing them takes new blocks.
+    """
     def __init__(
         self,
         *,
@@ -904,7 +918,8 @@ class AdmitResult(_message.Message):
     """
     device_blocks: _builtins.bytes
     """What of the cached tokens is in host memory: before the sequence runs, and before the host blocks are written again,
-    the content of host_blocks[i] has to be copied to device_blocks[i]. Both are packed int32.
+    the content of host_blocks[i] has to be copied to device_blocks[i]. Both are packed int32. The cached tokens may end
+    within the last of them.
     """
     host_blocks: _builtins.bytes
     shares_planned: _builtins.bool

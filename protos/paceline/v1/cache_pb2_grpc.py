@@ -53,7 +53,9 @@ class CacheServiceServicer:
 
     def Link(self, request_iterator, context):
         """One scheduler's operations, in order; one response per request, in order. A new Link ends the older one and starts
-        from nothing: workers must be added again, and what runs on them restored.
+        from nothing: workers must be added again, and what runs on them restored. A scheduler that was elected master says its
+        epoch in the metadata (`paceline-fence`); one that is lower than the highest seen, or not said after one was, is
+        refused with PERMISSION_DENIED, and the older link goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

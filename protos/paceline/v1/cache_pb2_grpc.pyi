@@ -35,7 +35,9 @@ class CacheServiceStub:
     def __new__(cls, channel: _aio.Channel) -> CacheServiceAsyncStub: ...
     Link: _grpc.StreamStreamMultiCallable[_cache_pb2.CacheServiceLinkRequest, _cache_pb2.CacheServiceLinkResponse]
     """One scheduler's operations, in order; one response per request, in order. A new Link ends the older one and starts
-    from nothing: workers must be added again, and what runs on them restored.
+    from nothing: workers must be added again, and what runs on them restored. A scheduler that was elected master says its
+    epoch in the metadata (`paceline-fence`); one that is lower than the highest seen, or not said after one was, is
+    refused with PERMISSION_DENIED, and the older link goes on.
     """
     WatchEvents: _grpc.UnaryStreamMultiCallable[_cache_pb2.WatchEventsRequest, _cache_pb2.WatchEventsResponse]
     """What is stored where, for outside routers and the dashboard. First either a snapshot or the events that were missed,
@@ -50,7 +52,9 @@ class CacheServiceAsyncStub(CacheServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Link: _aio.StreamStreamMultiCallable[_cache_pb2.CacheServiceLinkRequest, _cache_pb2.CacheServiceLinkResponse]  # type: ignore[assignment]
     """One scheduler's operations, in order; one response per request, in order. A new Link ends the older one and starts
-    from nothing: workers must be added again, and what runs on them restored.
+    from nothing: workers must be added again, and what runs on them restored. A scheduler that was elected master says its
+    epoch in the metadata (`paceline-fence`); one that is lower than the highest seen, or not said after one was, is
+    refused with PERMISSION_DENIED, and the older link goes on.
     """
     WatchEvents: _aio.UnaryStreamMultiCallable[_cache_pb2.WatchEventsRequest, _cache_pb2.WatchEventsResponse]  # type: ignore[assignment]
     """What is stored where, for outside routers and the dashboard. First either a snapshot or the events that were missed,
@@ -68,7 +72,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_pb2.CacheServiceLinkResponse], _abc.AsyncIterator[_cache_pb2.CacheServiceLinkResponse]]:
         """One scheduler's operations, in order; one response per request, in order. A new Link ends the older one and starts
-        from nothing: workers must be added again, and what runs on them restored.
+        from nothing: workers must be added again, and what runs on them restored. A scheduler that was elected master says its
+        epoch in the metadata (`paceline-fence`); one that is lower than the highest seen, or not said after one was, is
+        refused with PERMISSION_DENIED, and the older link goes on.
         """
 
     @_abc_1.abstractmethod

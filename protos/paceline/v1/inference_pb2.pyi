@@ -285,6 +285,7 @@ class GenerateRequest(_message.Message):
     CACHE_RETENTION_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     RESUME_AFTER_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     model: _builtins.str
     """Empty: the model that is served."""
@@ -305,7 +306,9 @@ class GenerateRequest(_message.Message):
     over.
     """
     resume_after: _builtins.int
-    """The request is sent again, and so many tokens of its answer are here: what follows them is sent. Needs the key."""
+    """The request is sent again, and so many tokens of its answer are here: what follows them is sent. Needs the key, or
+    the tokens.
+    """
     @_builtins.property
     def messages(self) -> Global___ChatMessages: ...
     @_builtins.property
@@ -319,6 +322,13 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def cache_retention(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RetentionRange]:
         """How long its tokens are kept for reuse when it has ended; ranges do not overlap. Of the others nothing is said."""
+
+    @_builtins.property
+    def resume_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """These tokens, resume_after of them. Where there is no answer to the key (or no key), it goes on behind them, and they
+        are not generated again; the scheduler can do that, too. Needs a seed, a key or a temperature of 0. INVALID_ARGUMENT:
+        the answer to the key begins with other tokens.
+        """
 
     def __init__(
         self,
@@ -337,10 +347,11 @@ class GenerateRequest(_message.Message):
         cache_retention: _abc.Iterable[_common_pb2.RetentionRange] | None = ...,
         idempotency_key: _builtins.str = ...,
         resume_after: _builtins.int = ...,
+        resume_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "idempotency_key", b"idempotency_key", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_after", b"resume_after", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "idempotency_key", b"idempotency_key", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_after", b"resume_after", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -421,11 +432,14 @@ class GenerateResponse(_message.Message):
     HYPOTHESES_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
     """New text since the last message (empty from the scheduler's own endpoint)."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set in the last message only, as is usage."""
+    position: _builtins.int
+    """Tokens of the answer before those of this message."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens since the last message."""
@@ -455,12 +469,15 @@ class GenerateResponse(_message.Message):
         hypotheses: _abc.Iterable[Global___GeneratedHypothesis] | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        position: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "position", b"position", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "hypotheses", b"hypotheses", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "finish_reason", b"finish_reason", "hypotheses", b"hypotheses", "logprobs", b"logprobs", "position", b"position", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__position: _TypeAlias = _typing.Literal["position"]  # noqa: Y015
+    _WhichOneofArgType__position: _TypeAlias = _typing.Literal["_position", b"_position"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__position) -> _WhichOneofReturnType__position | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
@@ -571,18 +588,22 @@ class SessionOpen(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     RESPONSE_WINDOW_FIELD_NUMBER: _builtins.int
+    HEARTBEATS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     response_window: _builtins.int
     """At least 1."""
+    heartbeats: _builtins.bool
+    """The client reads heartbeats, and says something at least four times a second itself."""
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         response_window: _builtins.int = ...,
+        heartbeats: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["response_window", b"response_window", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeats", b"heartbeats", "response_window", b"response_window", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -674,10 +695,16 @@ class SessionResponse(_message.Message):
     SAME_HANDLES_FIELD_NUMBER: _builtins.int
     SCORES_FIELD_NUMBER: _builtins.int
     PROMPT_SCORES_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
+    ROOM_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """Packed int32, as many as handles."""
     same_handles: _builtins.bool
     """The handles are those of the last message that had any, and are not repeated."""
+    heartbeat: _builtins.bool
+    """A sign of life and nothing else, which does not count as a response. Sent four times a second to a client that reads
+    them.
+    """
     @_builtins.property
     def opened(self) -> Global___SessionOpened:
         """In the first message, and only there."""
@@ -702,6 +729,10 @@ class SessionResponse(_message.Message):
     def prompt_scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptScores]:
         """Of requests that ask for them, before or with their first token. After a preemption some may come again."""
 
+    @_builtins.property
+    def room(self) -> Global___QueueRoom:
+        """With whatever else there is to say, when it has changed."""
+
     def __init__(
         self,
         *,
@@ -713,14 +744,40 @@ class SessionResponse(_message.Message):
         same_handles: _builtins.bool = ...,
         scores: _abc.Iterable[Global___TokenScore] | None = ...,
         prompt_scores: _abc.Iterable[Global___PromptScores] | None = ...,
+        heartbeat: _builtins.bool = ...,
+        room: Global___QueueRoom | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["opened", b"opened", "status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["opened", b"opened", "room", b"room", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endings", b"endings", "handles", b"handles", "opened", b"opened", "prompt_scores", b"prompt_scores", "same_handles", b"same_handles", "scores", b"scores", "status", b"status", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endings", b"endings", "handles", b"handles", "heartbeat", b"heartbeat", "opened", b"opened", "prompt_scores", b"prompt_scores", "room", b"room", "same_handles", b"same_handles", "scores", b"scores", "status", b"status", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
+
+@_typing.final
+class QueueRoom(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACES_FIELD_NUMBER: _builtins.int
+    NUM_SUBMISSIONS_FIELD_NUMBER: _builtins.int
+    places: _builtins.int
+    """Requests that the queue would take now, whichever session they come from."""
+    num_submissions: _builtins.int
+    """Submissions of this stream that had been looked at by then; those after them take of these places."""
+    def __init__(
+        self,
+        *,
+        places: _builtins.int = ...,
+        num_submissions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_submissions", b"num_submissions", "places", b"places"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueRoom: _TypeAlias = QueueRoom  # noqa: Y015
 
 @_typing.final
 class TokenScore(_message.Message):
@@ -779,16 +836,22 @@ class SessionOpened(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Changes when the scheduler restarts."""
+    fence: _builtins.int
+    """The epoch of a scheduler that was elected master; 0: it is the only one. A gateway keeps the highest that it has seen,
+    and ends the session of a scheduler with a lower one.
+    """
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
+        fence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fence", b"fence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -873,9 +936,12 @@ class SchedulerStatus(_message.Message):
     NUM_WORKERS_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    FULL_FIELD_NUMBER: _builtins.int
     num_workers: _builtins.int
     ready: _builtins.bool
     """A worker is attached, the cache answers and the queue takes requests."""
+    full: _builtins.bool
+    """The queue has no place: whatever is submitted now is refused, unless it was accepted before."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo:
         """Absent until the first worker has registered."""
@@ -886,10 +952,11 @@ class SchedulerStatus(_message.Message):
         num_workers: _builtins.int = ...,
         ready: _builtins.bool = ...,
         model: _common_pb2.ModelInfo | None = ...,
+        full: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "num_workers", b"num_workers", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "model", b"model", "num_workers", b"num_workers", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

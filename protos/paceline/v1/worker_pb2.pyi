@@ -76,6 +76,7 @@ class WorkerRegistration(_message.Message):
     MAX_LORAS_FIELD_NUMBER: _builtins.int
     NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
+    HEARTBEATS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """For logs."""
     block_size: _builtins.int
@@ -92,6 +93,8 @@ class WorkerRegistration(_message.Message):
     """Blocks in host memory for sequences that are swapped out and for KV that is evicted, ids 1..num_host_blocks; 0: it can
     do neither.
     """
+    heartbeats: _builtins.bool
+    """It reads heartbeats, and its own say what it is at."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo: ...
     @_builtins.property
@@ -112,10 +115,11 @@ class WorkerRegistration(_message.Message):
         max_loras: _builtins.int = ...,
         num_host_blocks: _builtins.int = ...,
         kept: _abc.Iterable[Global___KeptSequence] | None = ...,
+        heartbeats: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "kept", b"kept", "max_batched_tokens", b"max_batched_tokens", "max_loras", b"max_loras", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "heartbeats", b"heartbeats", "kept", b"kept", "max_batched_tokens", b"max_batched_tokens", "max_loras", b"max_loras", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -154,21 +158,31 @@ Global___KeptSequence: _TypeAlias = KeptSequence  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Sent four times a second whatever the device does, so that a long step is not taken for a dead worker."""
+    """Sent four times a second whatever the device does, so that a long step is not taken for a dead worker. Pings do not show
+    that an event loop runs: gRPC's own threads answer them.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
+    ALLOWED_S_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The last step that has finished."""
+    received: _builtins.int
+    """The last plan that has arrived."""
+    allowed_s: _builtins.float
+    """Seconds that the step which runs may take, by its size and by what the last ones took; 0 if none runs."""
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
+        received: _builtins.int = ...,
+        allowed_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_s", b"allowed_s", "received", b"received", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -229,24 +243,30 @@ class WorkerServiceLinkResponse(_message.Message):
     REGISTERED_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def registered(self) -> Global___WorkerRegistered: ...
     @_builtins.property
     def plan(self) -> Global___StepPlan: ...
     @_builtins.property
     def released(self) -> Global___WorkerReleased: ...
+    @_builtins.property
+    def heartbeat(self) -> Global___SchedulerHeartbeat:
+        """Four times a second, to a worker that reads them."""
+
     def __init__(
         self,
         *,
         registered: Global___WorkerRegistered | None = ...,
         plan: Global___StepPlan | None = ...,
         released: Global___WorkerReleased | None = ...,
+        heartbeat: Global___SchedulerHeartbeat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "plan", b"plan", "registered", b"registered", "released", b"released"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "plan", b"plan", "registered", b"registered", "released", b"released"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "plan", b"plan", "registered", b"registered", "released", b"released"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "plan", b"plan", "registered", b"registered", "released", b"released"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["registered", "plan", "released"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["registered", "plan", "released", "heartbeat"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -259,21 +279,27 @@ class WorkerRegistered(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     """Unique within the epoch, never used again."""
     epoch: _builtins.int
     window: _builtins.int
     """Plans in flight at the most."""
+    fence: _builtins.int
+    """The epoch of a scheduler that was elected master; 0: it is the only one. A worker keeps the highest that it has seen,
+    and ends the link to a scheduler with a lower one.
+    """
     def __init__(
         self,
         *,
         worker: _builtins.int = ...,
         epoch: _builtins.int = ...,
         window: _builtins.int = ...,
+        fence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "window", b"window", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fence", b"fence", "window", b"window", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -293,6 +319,21 @@ class WorkerReleased(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerReleased: _TypeAlias = WorkerReleased  # noqa: Y015
+
+@_typing.final
+class SchedulerHeartbeat(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulerHeartbeat: _TypeAlias = SchedulerHeartbeat  # noqa: Y015
 
 @_typing.final
 class StepPlan(_message.Message):

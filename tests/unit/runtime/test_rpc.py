@@ -27,7 +27,7 @@ from tests.unit.runtime import peers
 from tests.unit.runtime.peers import NAME, Echo
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-PING_S = 0.5
+PING_S = 1.5
 ROOT = Path(__file__).parents[3]
 
 
@@ -172,7 +172,7 @@ async def test_a_cancelled_call_ends_its_handler(
     call = echo[2].unary_stream(f"/{NAME}/Hang")(b"")
     await call.read()
     call.cancel()
-    await asyncio.wait_for(echo[1].closed.wait(), 5)
+    await asyncio.wait_for(echo[1].closed.wait(), 20)
     assert log_stream.getvalue() == ""
 
 
@@ -180,15 +180,15 @@ async def test_stop_lets_a_running_call_end() -> None:
     server, _, port = await peers.start()
     async with open_channel(f"127.0.0.1:{port}") as channel:
         call = channel.stream_stream(f"/{NAME}/Wait")()
+        await call.write(b"0")
+        assert await call.read() == b"0"
         await call.write(b"0.3")
-        await asyncio.sleep(0.05)
-        stopping = asyncio.create_task(server.stop(10))
+        stopping = asyncio.create_task(server.stop(60))
         await call.done_writing()
-        assert [message async for message in call] == [b"0.3"]
+        assert await call.read() == b"0.3"
+        assert await call.read() is grpc.aio.EOF
         assert await call.code() == grpc.StatusCode.OK
-        began = time.monotonic()
-        await stopping
-        assert time.monotonic() - began < 2
+        await asyncio.wait_for(stopping, 20)
 
 
 async def test_stop_cancels_what_outlasts_the_grace() -> None:
@@ -198,8 +198,8 @@ async def test_stop_cancels_what_outlasts_the_grace() -> None:
         await call.read()
         began = time.monotonic()
         await server.stop(0.2)
-        assert 0.15 < time.monotonic() - began < 3
-        await asyncio.wait_for(servicer.closed.wait(), 5)
+        assert time.monotonic() - began > 0.15
+        await asyncio.wait_for(servicer.closed.wait(), 20)
         assert await call.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
@@ -208,11 +208,9 @@ async def test_a_health_watch_learns_of_the_stop_and_does_not_hold_it_up() -> No
     async with open_channel(f"127.0.0.1:{port}") as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=NAME))
         assert (await watch.read()).status == SERVING
-        began = time.monotonic()
-        stopping = asyncio.create_task(server.stop(20))
-        assert (await asyncio.wait_for(watch.read(), 5)).status == NOT_SERVING
-        await asyncio.wait_for(stopping, 5)
-        assert time.monotonic() - began < 5
+        stopping = asyncio.create_task(server.stop(60))
+        assert (await asyncio.wait_for(watch.read(), 20)).status == NOT_SERVING
+        await asyncio.wait_for(stopping, 20)
 
 
 async def test_a_proxy_in_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +219,7 @@ async def test_a_proxy_in_the_environment_is_not_asked(monkeypatch: pytest.Monke
     server, _, port = await peers.start()
     try:
         async with open_channel(f"127.0.0.1:{port}") as channel:
-            assert await channel.unary_unary(f"/{NAME}/Say")(b"x", timeout=5) == b"x"
+            assert await channel.unary_unary(f"/{NAME}/Say")(b"x", timeout=20) == b"x"
     finally:
         await server.stop(0)
 
@@ -233,11 +231,9 @@ async def test_a_frozen_server_is_noticed() -> None:
             call = channel.unary_stream(f"/{NAME}/Hang")(b"")
             assert await call.read() == b"here"
             os.kill(child.pid, signal.SIGSTOP)
-            began = time.monotonic()
             with pytest.raises(grpc.aio.AioRpcError) as error:
-                await asyncio.wait_for(call.read(), 20)
+                await asyncio.wait_for(call.read(), 20)  # gRPC by itself takes a minute
             assert error.value.code() == grpc.StatusCode.UNAVAILABLE
-            assert time.monotonic() - began < 2 * PING_S + 2
 
 
 async def test_a_frozen_client_is_noticed() -> None:
@@ -247,16 +243,14 @@ async def test_a_frozen_client_is_noticed() -> None:
             assert await first_line(child) == "hanging"
             assert servicer.hanging == 1
             os.kill(child.pid, signal.SIGSTOP)
-            began = time.monotonic()
             await asyncio.wait_for(servicer.closed.wait(), 20)
-            assert time.monotonic() - began < 2 * PING_S + 2
     finally:
         await server.stop(0)
 
 
 async def test_an_idle_connection_is_left_alone() -> None:
     """Pings at their own interval are not "too many": an idle stream outlives a dozen of them."""
-    fast = transport_options(0.1, 1.0)
+    fast = transport_options(0.1, 5.0)
     server, servicer, port = await peers.start(fast)
     try:
         async with open_channel(f"127.0.0.1:{port}", fast) as channel:

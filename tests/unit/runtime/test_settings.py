@@ -8,7 +8,7 @@ import pytest
 import yaml
 from pydantic import Field
 
-from services.runtime.settings import Address, ServiceSettings, load_settings
+from services.runtime.settings import Address, AddressList, ServiceSettings, load_settings, split_addresses
 
 
 class ThingSettings(ServiceSettings, section="thing"):
@@ -21,6 +21,7 @@ class ThingSettings(ServiceSettings, section="thing"):
     max_tokens: int | None = Field(None, description="limit")
     chunked: bool = Field(True, description="in chunks")
     peer: Address = Field("127.0.0.1:7001", description="another thing")
+    peers: AddressList = Field("127.0.0.1:7001", description="other things")
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +110,9 @@ def test_help_names_flags_and_variables(capsys: pytest.CaptureFixture[str]) -> N
         (["--peer", "nonsense"], ["--peer", "host:port"]),
         (["--peer", "::1:7001"], ["--peer", "host:port"]),
         (["--peer", "host:99999"], ["--peer", "between 1 and 65535"]),
+        (["--peers", "host:1,host"], ["--peers", "host:port"]),
+        (["--peers", "host:1,"], ["--peers", "host:port"]),
+        (["--peers", "host:1, host:1"], ["--peers", "twice"]),
         (["--port"], ["--port", "expected one argument"]),
         (["--log-level", "loud"], ["--log-level", "'loud'"]),
         (["--bogus", "1"], ["--bogus"]),
@@ -168,3 +172,15 @@ def test_addresses_of_every_kind(peer: str) -> None:
 
 def test_explicit_fields_are_known_as_such() -> None:
     assert load_settings(ThingSettings, ["--port", "7000"]).model_fields_set == {"port"}
+
+
+@pytest.mark.parametrize(
+    ("peers", "addresses"),
+    [
+        ("host:1", ["host:1"]),
+        ("host:1, [::1]:2,10.0.0.1:3", ["host:1", "[::1]:2", "10.0.0.1:3"]),
+        ("ipv4:10.0.0.1:1,10.0.0.2:1", ["ipv4:10.0.0.1:1,10.0.0.2:1"]),  # one name of gRPC's
+    ],
+)
+def test_several_addresses(peers: str, addresses: list[str]) -> None:
+    assert split_addresses(load_settings(ThingSettings, ["--peers", peers]).peers) == addresses

@@ -281,3 +281,17 @@ def test_those_who_are_refused_are_told_to_come_back_one_behind_the_other() -> N
         last_s = budgets.retry_after_s(10, 10, 11.0)
     assert last_s == pytest.approx(MAX_SPREAD_S + 0.5), "not all of them will come"
     assert budgets.retry_after_s(10, 10, 100.0) == pytest.approx(0.5), "nobody is waited for any more"
+
+
+def test_seconds_in_which_nothing_leaves_the_queue_count_where_somebody_waits() -> None:
+    """A request of 10 tokens every fifth second; it is told so, and not that there are ten tokens a second."""
+    budgets = Budgets(SchedulerConfig())
+    budgets.measure(0.0, ["a"])
+    for second in range(1, 101):
+        budgets._taken_tokens.update({"a": 10, None: 10} if second % 5 == 0 else {})
+        budgets.measure(float(second), ["a"])
+    assert budgets.retry_after_s(10, 10, 100.0) == pytest.approx(5.0, rel=0.5)
+    assert budgets.retry_after_s(10, 10, 100.0, "a") == pytest.approx(5.0, rel=0.5)
+    for second in range(101, 201):
+        budgets.measure(float(second), [])
+    assert budgets.retry_after_s(10, 10, 200.0, "a") == pytest.approx(5.0, rel=0.5), "nobody was there to be served"

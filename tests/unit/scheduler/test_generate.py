@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.v1.common_pb2 import SamplingParams
+from paceline.v1.common_pb2 import RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions, GenerateRequest, SamplingOptions, TokenIds
 from scheduler_svc.core.rejection import Rejection
 from scheduler_svc.core.sampling_checks import check_sampling
@@ -57,11 +57,34 @@ def test_what_cannot_be_is_refused_by_name(wrong: dict[str, Any], name: str) -> 
     assert refused.value.field == name
 
 
-@pytest.mark.parametrize("wrong", [{"idempotency_key": "k"}, {"resume_after": 3}])
-def test_keys_are_for_the_gateway(wrong: dict[str, Any]) -> None:
+def test_what_is_said_of_caching_goes_on_as_it_is() -> None:
+    kept = [RetentionRange(end=8, priority=90, duration_ms=5), RetentionRange(priority=3, decode=True)]
+    made = to_submission(GenerateRequest(token_ids=PROMPT, cache_salt="pepper", cache_retention=kept), None)
+    assert (made.cache_salt, list(made.cache_retention)) == ("pepper", kept)
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("idempotency_key", {"idempotency_key": "k"}),  # without a seed
+        ("resume_after", {"resume_after": 3}),
+        ("resume_after", {"resume_after": 3, "resume_token_ids": [7, 7]}),
+        ("resume_token_ids", {"resume_after": 2, "resume_token_ids": [7, 7]}),
+    ],
+)
+def test_the_scheduler_keeps_no_answers(field: str, wrong: dict[str, Any]) -> None:
     with pytest.raises(Rejection) as refused:
         to_submission(GenerateRequest(token_ids=PROMPT, **wrong), None)
-    assert [refused.value.field] == list(wrong)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("sampling", [SamplingOptions(seed=3), SamplingOptions(temperature=0)])
+def test_but_it_goes_on_behind_what_was_delivered(sampling: SamplingOptions) -> None:
+    sampling.prompt_logprobs = 1
+    again: dict[str, Any] = {"resume_after": 2, "resume_token_ids": [7, 8], "idempotency_key": "k"}
+    submission = to_submission(GenerateRequest(token_ids=PROMPT, sampling=sampling, **again), None)
+    assert np.frombuffer(submission.output_token_ids, np.int32).tolist() == [7, 8]
+    assert not submission.sampling.prompt_logprobs, "which came with the first token"
 
 
 def test_a_beam_search_refuses_what_is_for_samples() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core import journal
 from scheduler_svc.core.journal import Journal
@@ -75,3 +77,18 @@ def test_memory_is_bounded(monkeypatch) -> None:
         notes.decided([(requests[40 + i % 10], "seats" if i % 20 < 10 else "blocks", "")], 51.0)
     assert len(told(notes, "r49")) < 3 * journal.MAX_SPANS + journal.MAX_HEADS
     assert notes.explain("never seen") is None
+
+
+def test_a_wait_is_told_though_its_beginning_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was looked at for so many reasons that its arrival is not kept; then it stood behind another one."""
+    monkeypatch.setattr(journal, "MAX_SPANS", 2)
+    notes, first, second = Journal(), request(1), request(2)
+    notes.arrived(first, 1.0)
+    notes.arrived(second, 2.0)
+    for reason in ("seats", "blocks", "seats"):
+        notes.decided([(second, reason, "")], 3.0)
+    notes.decided([(first, "blocks", "")], 4.0)
+    notes.decided([(first, "blocks", "")], 5.0)
+    notes.event(second, "running", "on worker 1", 5.0)
+    reasons = [(reason, detail, first, last) for reason, detail, first, last, *_ in told(notes, "r2")]
+    assert ("order", "behind r1, which waits for blocks", 4, 4) in reasons

@@ -234,35 +234,6 @@ def test_resubmission_goes_on_after_the_delivered_tokens(system: LocalSystem, cl
     assert client.tokens[1] == right[4:]
 
 
-def test_silence_counts_while_the_scheduler_is_awake(system: LocalSystem) -> None:
-    """Stopped, or starved of its core, it has not read what a worker has said."""
-    end = system.attach(toy())
-    for now_s in (0.25, 1000.25, 1000.5, 1000.75):
-        system.scheduler.tick(now_s)
-    system.scheduler.worker_heartbeat(end.id)
-    for quarter in range(12):
-        system.scheduler.tick(1001 + quarter / 4)
-    assert not system.scheduler.poll(1004.0).lost_workers
-    system.scheduler.tick(1004.0)
-    assert system.scheduler.poll(1004.0).lost_workers == [(end.id, "nothing heard for 3.2 s")]
-
-
-def test_a_silent_worker_is_lost_and_its_work_goes_elsewhere(system: LocalSystem, client: Client) -> None:
-    end = system.attach(toy())
-    system.submit("s", 1, [9], params(10))
-    system.run_for(8)
-    for _ in range(13):
-        system.now_s += 0.25
-        system.scheduler.tick(system.now_s)
-    outbox = system.scheduler.poll(system.now_s)
-    assert [worker for worker, _ in outbox.lost_workers] == [end.id]
-    system.to_cache.extend(outbox.to_cache)
-    system.workers.clear()
-    system.attach(toy())
-    system.run()
-    assert client.tokens[1] == expected_output([9], params(10))
-
-
 def test_a_failed_row_ends_its_request_alone(system: LocalSystem, client: Client) -> None:
     end = system.attach(toy())
     for handle in (1, 2):
@@ -391,6 +362,7 @@ def test_ranges_of_what_is_generated_count_from_the_end_of_the_prompt(system: Lo
         ({"deadline_s": float("nan")}, "deadline_s", "nan is not a finite number"),
         ({"cache_salt": "x" * 257}, "cache_salt", "has 257 characters, 256 are possible"),
         ({"cache_retention": [RetentionRange(priority=1)] * 65}, "cache_retention", "has 65 ranges, 64 are possible"),
+        ({"sampling": params(4, stop_token_ids=[5] * 257)}, "stop_token_ids", "has 257 tokens, 256 are possible"),
         ({"cache_retention": [RetentionRange(priority=101)]}, "cache_retention", "101 is not within 0..100"),
         ({"cache_retention": [RetentionRange(start=4, end=4)]}, "cache_retention", "end: 4 is not after start, 4"),
         ({"cache_retention": [RetentionRange(), RetentionRange(start=4)]}, "cache_retention", "start: 4 lies within"),
@@ -463,6 +435,24 @@ def test_a_sequence_may_fill_the_pool_to_the_last_block(system: LocalSystem, cli
     assert client.tokens[0] == expected_output([9] * 12, params(1))
 
 
+def test_sessions_hear_at_once_that_the_queue_is_full_and_that_it_is_not(system: LocalSystem, client: Client) -> None:
+    other = system.open("t")
+    for handle in range(1, 5):
+        assert client.status is not None
+        assert not client.status.full
+        system.submit("s", handle, [9], params())
+    for told in (client, other, system.open("u")):
+        assert told.status is not None
+        assert (told.status.full, told.status.ready) == (True, False)
+    submit_raw(system, 5, prompt_token_ids=pack(9), sampling=params())
+    assert client.endings[5].code == CODE_RESOURCE_EXHAUSTED
+    system.scheduler.session_message("s", SessionRequest(cancels=[2]), system.now_s)
+    system.poll()
+    for told in (client, other):
+        assert told.status is not None
+        assert not told.status.full
+
+
 def test_a_full_queue_refuses_but_not_what_was_accepted_before(system: LocalSystem, client: Client) -> None:
     for handle in range(1, 6):
         system.submit("s", handle, [9], params())
@@ -524,3 +514,22 @@ def test_what_a_failed_row_computed_is_not_reused(system: LocalSystem, client: C
     assert client.endings[2].cached_tokens == 0
     assert client.tokens[2] == expected_output([*prompt, 31], params())
     system.assert_at_rest()
+
+
+def test_sessions_hear_how_many_places_were_left_after_how_many_of_their_submissions(
+    system: LocalSystem, client: Client
+) -> None:
+    def told(client: Client) -> tuple[int, int]:
+        assert client.room is not None
+        return client.room.places, client.room.num_submissions
+
+    assert told(client) == (4, 0)
+    other = system.open("t")
+    for handle in range(1, 5):
+        system.submit("s", handle, [9], params())
+    assert (told(client), told(other)) == ((0, 4), (0, 0)), "with the news that it is full"
+    submit_raw(system, 5, prompt_token_ids=pack(9), sampling=params())
+    assert told(client) == (0, 5), "refused, and seen"
+    system.attach(toy())
+    system.run()
+    assert told(client) == (4, 5)

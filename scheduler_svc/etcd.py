@@ -1,0 +1,162 @@
+"""The few requests to etcd that an election needs, over its JSON gateway (API v3, etcd 3.4 or newer).
+
+JSON as etcd's gateway makes it: 64-bit numbers are strings, keys and values base64, and what is zero is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+
+T = TypeVar("T")
+
+
+class EtcdError(Exception):
+    """No endpoint answered in time, or one refused. The message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What etcd knows of the master's seat, at one revision."""
+
+    revision: int
+    # Of the master; None if there is none.
+    lease: int | None
+    address: str
+    # Of the latest master, and the revision in which it was written; 0 if there was never one.
+    epoch: int
+    epoch_revision: int
+
+
+class Etcd:
+    """Asks the endpoints in turn: the next one after a failure.
+
+    `key`: the seat is at KEY/master, and lives as long as the master's lease; the epoch of the latest master is at
+    KEY/epoch, for ever. `timeout_s`: what one request may take.
+    """
+
+    def __init__(self, endpoints: Sequence[str], key: str, timeout_s: float) -> None:
+        self._endpoints = list(endpoints)
+        self._master_key, self._epoch_key = _encode(f"{key}/master"), _encode(f"{key}/epoch")
+        self._timeout_s = timeout_s
+        # etcd is called by address; a proxy that the environment names is for the world outside.
+        self._http = httpx.AsyncClient(timeout=None, trust_env=False)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def grant(self, ttl_s: int) -> tuple[int, float]:
+        """A new lease; it may live longer than was asked for."""
+        answer = await self._ask("lease/grant", {"TTL": str(ttl_s)})
+        return _read(answer, lambda: (int(answer["ID"]), float(answer["TTL"])))
+
+    async def renew(self, lease: int) -> float:
+        """Seconds that it lives now; 0 if it is no more."""
+        answer = await self._ask("lease/keepalive", {"ID": str(lease)})
+        return _read(answer, lambda: float(answer["result"].get("TTL", 0)))
+
+    async def revoke(self, lease: int) -> None:
+        """End it, and what hangs on it."""
+        await self._ask("lease/revoke", {"ID": str(lease)})
+
+    async def seat(self) -> Seat:
+        ranges = [{"request_range": {"key": key}} for key in (self._master_key, self._epoch_key)]
+        answer = await self._ask("kv/txn", {"success": ranges})
+
+        def read() -> Seat:
+            masters, epochs = (part["response_range"].get("kvs", []) for part in answer["responses"])
+            master, epoch = masters[0] if masters else None, epochs[0] if epochs else None
+            return Seat(
+                revision=int(answer["header"]["revision"]),
+                lease=int(master.get("lease", 0)) if master else None,
+                address=_decode(master["value"])[:200] if master else "",
+                epoch=int(_decode(epoch["value"])) if epoch else 0,
+                epoch_revision=int(epoch["mod_revision"]) if epoch else 0,
+            )
+
+        return _read(answer, read)
+
+    async def claim(self, seen: Seat, lease: int, address: str, epoch: int) -> bool:
+        """Take the seat if it is free and nobody had it since `seen`. An EtcdError leaves open whether it was taken."""
+        body = {
+            "compare": [
+                {"key": self._master_key, "target": "CREATE", "create_revision": "0"},
+                {"key": self._epoch_key, "target": "MOD", "mod_revision": str(seen.epoch_revision)},
+            ],
+            "success": [
+                {"request_put": {"key": self._master_key, "value": _encode(address), "lease": str(lease)}},
+                {"request_put": {"key": self._epoch_key, "value": _encode(str(epoch))}},
+            ],
+        }
+        return bool((await self._ask("kv/txn", body)).get("succeeded", False))
+
+    async def wait_until_left(self, seen: Seat, at_most_s: float) -> None:
+        """Until the seat's key is deleted after `seen`, or for so long; returns early where the watch cannot go on (a
+        revision that was compacted away), so look again. Raises EtcdError."""
+        body = {
+            "create_request": {
+                "key": self._master_key,
+                "start_revision": str(seen.revision + 1),
+                "filters": ["NOPUT"],
+            }
+        }
+        endpoint = self._endpoints[0]
+        try:
+            async with asyncio.timeout(at_most_s):
+                async with self._http.stream("POST", f"{endpoint}/v3/watch", json=body) as answer:
+                    async for line in answer.aiter_lines():
+                        if line and _ends_watch(line):
+                            return
+        except TimeoutError:
+            return
+        except EtcdError:
+            raise
+        except Exception as error:  # as in _ask()
+            raise self._failed(endpoint, error) from error
+
+    async def _ask(self, method: str, body: dict[str, Any]) -> Any:
+        endpoint = self._endpoints[0]
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await self._http.post(f"{endpoint}/v3/{method}", json=body)
+        except Exception as error:  # not only httpx's own: AttributeError where a connection is reset at once
+            raise self._failed(endpoint, error) from error
+        if answer.status_code != 200:
+            # An endpoint that has lost its cluster answers so; another one may not have.
+            raise self._failed(endpoint, f"{method}: {answer.status_code} {answer.text[:200]}")
+        return _read(answer.text, answer.json)
+
+    def _failed(self, endpoint: str, reason: object) -> EtcdError:
+        if self._endpoints[0] == endpoint:  # else another request has failed there before
+            self._endpoints.append(self._endpoints.pop(0))
+        words = " ".join(str(reason).split()) or type(reason).__name__
+        return EtcdError(f"{endpoint}: {words}")
+
+
+def _ends_watch(line: str) -> bool:
+    def read() -> bool:
+        result = json.loads(line)["result"]
+        return bool(result.get("canceled") or result.get("events"))
+
+    return bool(_read(line, read))
+
+
+def _read(answer: object, read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise EtcdError(f"not an answer of etcd: {str(answer)[:200]}") from error
+
+
+def _encode(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def _decode(text: str) -> str:
+    return base64.b64decode(text).decode(errors="replace")

@@ -1,0 +1,76 @@
+"""What a scheduler that is not the master (yet, or any more) does: refuse calls, and end."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from scheduler_svc.settings import SchedulerSettings
+from services.runtime.logs import get_logger
+
+log = get_logger(__name__)
+
+# Somebody else is the master, and it would do good to stand by from now on: EX_TEMPFAIL of sysexits.h.
+LOST_STATUS = 75
+EVERY_ADDRESS = {"0.0.0.0", "::"}
+
+if TYPE_CHECKING:
+    from scheduler_svc.election import Election
+
+    # Generic in the stubs only.
+    _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
+else:
+    _Interceptor = grpc.aio.ServerInterceptor
+
+
+def open_election(settings: SchedulerSettings) -> Election:
+    """For the scheduler of these settings, which name an etcd."""
+    # Only here: most schedulers are alone, and the HTTP client takes long to import.
+    from scheduler_svc.election import Election
+    from scheduler_svc.etcd import Etcd
+
+    host = socket.gethostname() if settings.host in EVERY_ADDRESS else settings.host
+    # So that one that does not answer leaves time to ask the next.
+    etcd = Etcd(settings.etcd.split(","), settings.etcd_key, timeout_s=settings.etcd_ttl_s / 4)
+    return Election(etcd, f"{host}:{settings.port}", settings.etcd_ttl_s)
+
+
+class StandbyGate(_Interceptor):
+    """Lets nobody in before the election is won, but to health and reflection."""
+
+    def __init__(self, election: Election) -> None:
+        self._election = election
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = await continuation(handler_call_details)
+        if handler is None or self._election.epoch or handler_call_details.method.startswith("/grpc."):
+            return handler
+        return _refusing(handler, f"standby; the master is {self._election.master or 'not elected yet'}")
+
+
+def _refusing(handler: grpc.RpcMethodHandler[Any, Any], why: str) -> grpc.RpcMethodHandler[Any, Any]:
+    async def refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, why)
+
+    make: Callable[..., grpc.RpcMethodHandler[Any, Any]] = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
+    return make(refuse, handler.request_deserializer, handler.response_serializer)
+
+
+def step_down(reason: str) -> NoReturn:
+    """End at once, with nothing more sent: somebody else may be the master by now."""
+    log.error("not the master any more, ending", reason=reason)
+    os._exit(LOST_STATUS)

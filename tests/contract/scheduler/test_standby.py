@@ -1,0 +1,247 @@
+"""A scheduler that stands by, and the requests of an election, against a real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from paceline.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from scheduler_svc.etcd import Etcd, EtcdError, Seat
+from scheduler_svc.server import serve
+from scheduler_svc.settings import SchedulerSettings
+from services.runtime.rpc import open_channel
+from services.runtime.service import Addresses
+from services.runtime.settings import load_settings
+from tests.support.etcd import EtcdProcess, needs_etcd
+from tests.support.ports import free_port
+from tests.support.proxy import Proxy
+from tests.unit.runtime.test_rpc import NOT_SERVING, SERVING, health
+
+TIMEOUT_S = 15.0
+INFERENCE, WORKER = "paceline.v1.InferenceService", "paceline.v1.WorkerService"
+pytestmark = needs_etcd
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
+    process = EtcdProcess(tmp_path_factory.mktemp("etcd")).start()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+async def etcd(process: EtcdProcess, request: pytest.FixtureRequest) -> AsyncIterator[Etcd]:
+    """For a seat of the test's own; the first endpoint is dead."""
+    client = Etcd([f"http://127.0.0.1:{free_port()}", process.url], request.node.name, timeout_s=3.0)
+    with pytest.raises(EtcdError, match="All connection attempts failed"):
+        await client.seat()
+    yield client
+    await client.close()
+
+
+async def test_a_seat_is_taken_once_and_left_with_its_lease(etcd: Etcd) -> None:
+    free = await etcd.seat()
+    assert (free.lease, free.address, free.epoch, free.epoch_revision) == (None, "", 0, 0)
+    lease, ttl_s = await etcd.grant(60)
+    assert ttl_s == 60
+    assert await etcd.claim(free, lease, "a:1", 17)
+    assert not await etcd.claim(free, lease, "b:1", 18)
+    taken = await etcd.seat()
+    assert (taken.lease, taken.address, taken.epoch) == (lease, "a:1", 17)
+    assert taken.epoch_revision == taken.revision == free.revision + 1
+    waiting = asyncio.create_task(etcd.wait_until_left(taken, TIMEOUT_S))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    assert await etcd.renew(lease) == 60
+    await etcd.revoke(lease)
+    await asyncio.wait_for(waiting, TIMEOUT_S / 2)
+    left = await etcd.seat()
+    assert (left.lease, left.epoch) == (None, 17)
+    # What was seen before somebody else had the seat is not good enough, though it is free.
+    lease, _ = await etcd.grant(60)
+    assert not await etcd.claim(free, lease, "b:1", 18)
+    assert await etcd.claim(left, lease, "b:1", 18)
+
+
+async def test_a_lease_ends_by_itself(etcd: Etcd) -> None:
+    lease, ttl_s = await etcd.grant(1)
+    assert ttl_s == 2  # the least that etcd grants
+    assert await etcd.claim(await etcd.seat(), lease, "a:1", 1)
+    await etcd.wait_until_left(await etcd.seat(), TIMEOUT_S)
+    assert (await etcd.seat()).lease is None
+    assert await etcd.renew(lease) == 0
+    with pytest.raises(EtcdError, match="lease not found"):
+        await etcd.revoke(lease)
+
+
+async def test_a_watch_from_a_revision_that_is_gone_ends(etcd: Etcd, process: EtcdProcess) -> None:
+    lease, _ = await etcd.grant(60)
+    seen = await etcd.seat()
+    assert await etcd.claim(seen, lease, "a:1", 1)
+    await etcd.revoke(lease)
+    lease, _ = await etcd.grant(60)
+    assert await etcd.claim(await etcd.seat(), lease, "b:1", 2)
+    now = await etcd.seat()
+    body = json.dumps({"revision": str(now.revision)}).encode()
+    await asyncio.to_thread(urllib.request.urlopen, f"{process.url}/v3/kv/compaction", body)
+    async with asyncio.timeout(TIMEOUT_S / 2):
+        await etcd.wait_until_left(seen, TIMEOUT_S)
+
+
+async def test_a_watch_ends_when_its_time_is_over(etcd: Etcd) -> None:
+    seen = await etcd.seat()
+    async with asyncio.timeout(TIMEOUT_S / 2):
+        await etcd.wait_until_left(seen, 0.1)
+    assert await etcd.seat() == seen, "nobody has come or gone"
+
+
+async def test_endpoints_that_fail_at_the_same_time_are_passed_over_together(process: EtcdProcess) -> None:
+    etcd = Etcd([f"http://127.0.0.1:{free_port()}", process.url], "x", timeout_s=3.0)
+    failed = await asyncio.gather(etcd.seat(), etcd.seat(), return_exceptions=True)
+    assert [type(error) for error in failed] == [EtcdError, EtcdError]
+    assert (await etcd.seat()).lease is None
+    await etcd.close()
+
+
+async def test_connections_that_are_reset_at_once() -> None:
+    """The HTTP client does not always say so in words of its own."""
+    proxy = Proxy(free_port())
+    proxy.cut()
+    etcd = Etcd([f"http://127.0.0.1:{proxy.port}"], "x", timeout_s=3.0)
+    for _ in range(30):
+        with pytest.raises(EtcdError):
+            await etcd.seat()
+    with pytest.raises(EtcdError):
+        await etcd.wait_until_left(Seat(1, None, "", 0, 0), 3.0)
+    await etcd.close()
+    proxy.close()
+
+
+@pytest.mark.parametrize("body", [b"", b"nonsense", b"[]", b'{"header": {}, "responses": [1, 2]}'])
+async def test_somebody_else_at_etcd_s_address(body: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    etcd = Etcd([f"http://127.0.0.1:{port}"], "x", timeout_s=3.0)
+    for ask in (etcd.seat(), etcd.grant(3), etcd.renew(1)):
+        with pytest.raises(EtcdError, match=r"not an answer of etcd|disconnected|Error"):
+            await ask
+    await etcd.close()
+    server.close()
+    await server.wait_closed()
+
+
+async def test_a_scheduler_stands_by_until_the_seat_is_left(etcd: Etcd, process: EtcdProcess) -> None:
+    lease, _ = await etcd.grant(60)
+    assert await etcd.claim(await etcd.seat(), lease, "elsewhere:50051", 2**50)
+    settings = SchedulerSettings(
+        port=free_port(),
+        metrics_port=0,
+        etcd=process.url,
+        etcd_key="test_a_scheduler_stands_by_until_the_seat_is_left",
+    )
+    async with running(settings) as addresses, open_channel(f"127.0.0.1:{settings.port}") as channel:
+        await until_health(channel, "", SERVING)
+        assert [await health(channel, name) for name in (INFERENCE, WORKER)] == [NOT_SERVING, NOT_SERVING]
+        await until_metric(addresses, "is_master", 0)
+        assert await metric(addresses, "epoch") == 0
+        while "elsewhere:50051" not in await refusal(channel):  # noqa: ASYNC110 - until it has asked etcd
+            await asyncio.sleep(0.02)
+        admin = admin_pb2_grpc.AdminServiceStub(channel)
+        registration = worker_pb2.WorkerServiceLinkRequest(registration=worker_pb2.WorkerRegistration())
+        link = worker_pb2_grpc.WorkerServiceStub(channel).Link(iter_of(registration))
+        for call in (admin.GetPolicy(admin_pb2.GetPolicyRequest()), link.read()):
+            with pytest.raises(grpc.aio.AioRpcError, match="standby; the master is elsewhere:50051") as error:
+                await call
+            assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+        await etcd.revoke(lease)
+        await until_health(channel, WORKER, SERVING)
+        assert (await etcd.seat()).address == f"127.0.0.1:{settings.port}"
+        assert await metric(addresses, "is_master") == 1
+        # Later epochs are higher whatever the time of day.
+        assert await metric(addresses, "epoch") == 2**50 + 1
+        session = inference_pb2_grpc.InferenceServiceStub(channel).Session()
+        await session.write(
+            inference_pb2.SessionRequest(open=inference_pb2.SessionOpen(session_id="s", response_window=4))
+        )
+        opened = (await session.read()).opened
+        assert opened.fence == opened.epoch == 2**50 + 1
+    left = await etcd.seat()
+    assert (left.lease, left.epoch) == (None, 2**50 + 1)
+
+
+async def test_a_standby_can_be_stopped(etcd: Etcd, process: EtcdProcess) -> None:
+    lease, _ = await etcd.grant(60)
+    assert await etcd.claim(await etcd.seat(), lease, "elsewhere:50051", 5)
+    settings = SchedulerSettings(port=0, metrics_port=0, etcd=process.url, etcd_key="test_a_standby_can_be_stopped")
+    async with running(settings):
+        pass
+    assert (await etcd.seat()).lease == lease
+
+
+@pytest.mark.parametrize(
+    "etcd", ["localhost:2379", "http://", "http://etcd", "http://a:1,", "ftp://a:1", "http://a:1/x"]
+)
+def test_bad_endpoints_are_named(etcd: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(SchedulerSettings, ["--etcd", etcd])
+    assert "--etcd: must be http://host:port" in capsys.readouterr().err
+
+
+@asynccontextmanager
+async def running(settings: SchedulerSettings) -> AsyncIterator[Addresses]:
+    ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+    serving = asyncio.create_task(serve(settings, stop, on_ready=ready.set_result))
+    try:
+        await asyncio.wait([serving, ready], return_when=asyncio.FIRST_COMPLETED, timeout=TIMEOUT_S)
+        if serving.done():
+            serving.result()
+        yield ready.result()
+    finally:
+        stop.set()
+        await asyncio.wait_for(serving, TIMEOUT_S)
+
+
+async def refusal(channel: grpc.aio.Channel) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await inference_pb2_grpc.InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest()).read()
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    return error.value.details() or ""
+
+
+async def iter_of(*messages: object) -> AsyncIterator[object]:
+    for message in messages:
+        yield message
+
+
+async def until_health(channel: grpc.aio.Channel, service: str, status: int) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while await health(channel, service) != status:  # noqa: ASYNC110 - another process's
+            await asyncio.sleep(0.02)
+
+
+async def metric(addresses: Addresses, name: str) -> float:
+    def read() -> str:
+        with urllib.request.urlopen(f"http://{addresses.metrics}/metrics", timeout=TIMEOUT_S) as answer:
+            return answer.read().decode()
+
+    lines = (await asyncio.to_thread(read)).splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"paceline_scheduler_{name} "))
+
+
+async def until_metric(addresses: Addresses, name: str, value: float) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while await metric(addresses, name) != value:  # noqa: ASYNC110 - asked for over HTTP
+            await asyncio.sleep(0.02)

@@ -1,0 +1,68 @@
+"""Which scheduler is the master: watched by health, on real servers of loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.runtime.masters import find_master
+from services.runtime.rpc import GrpcServer, transport_options
+from tests.support.ports import free_port
+from tests.unit.runtime import peers
+from tests.unit.runtime.peers import NAME
+from tests.unit.runtime.test_rpc import NOT_SERVING, SERVING, health
+
+
+@pytest.fixture
+async def standby() -> AsyncIterator[tuple[GrpcServer, str]]:
+    server, _, port = await peers.start()
+    server.set_serving(True, standby=True)
+    yield server, f"127.0.0.1:{port}"
+    await server.stop(0)
+
+
+def look(*targets: str) -> asyncio.Task[str]:
+    return asyncio.create_task(find_master(",".join(targets), NAME, transport_options()))
+
+
+async def test_who_stands_alone_is_not_asked() -> None:
+    assert await look("nowhere.invalid:1") == "nowhere.invalid:1"
+
+
+async def test_a_standby_is_well_but_serves_nobody(standby: tuple[GrpcServer, str]) -> None:
+    async with peers.open_channel(standby[1]) as channel:
+        assert [await health(channel), await health(channel, NAME)] == [SERVING, NOT_SERVING]
+
+
+async def test_the_master_is_found_beside_the_dead_and_the_frozen(standby: tuple[GrpcServer, str]) -> None:
+    dead = f"127.0.0.1:{free_port()}"
+    server, _, port = await peers.start()
+    with socket.socket() as frozen:  # connections are made, and nobody ever answers
+        frozen.bind(("127.0.0.1", 0))
+        frozen.listen()
+        silent = f"127.0.0.1:{frozen.getsockname()[1]}"
+        assert await look(dead, silent, standby[1], f"127.0.0.1:{port}") == f"127.0.0.1:{port}"
+    await server.stop(0)
+
+
+async def test_who_is_elected_while_one_looks_is_found(standby: tuple[GrpcServer, str]) -> None:
+    looking = look(f"127.0.0.1:{free_port()}", standby[1])
+    await asyncio.wait([looking], timeout=0.3)
+    assert not looking.done()
+    standby[0].set_serving(True)
+    assert await asyncio.wait_for(looking, 10) == standby[1]
+
+
+async def test_a_scheduler_that_starts_while_one_looks_is_found(standby: tuple[GrpcServer, str]) -> None:
+    port = free_port()
+    looking = look(f"127.0.0.1:{port}", standby[1])
+    await asyncio.wait([looking], timeout=0.3)
+    server = GrpcServer("127.0.0.1", port)
+    server.add(NAME, peers.Echo().register)
+    await server.start()
+    server.set_serving(True)
+    assert await asyncio.wait_for(looking, 10) == f"127.0.0.1:{port}"
+    await server.stop(0)

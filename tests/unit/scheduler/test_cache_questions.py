@@ -1,0 +1,54 @@
+"""When the cache is told and asked: as rarely as the decisions allow."""
+
+from __future__ import annotations
+
+from paceline.v1.common_pb2 import SamplingParams
+from scheduler_svc.core.types import SchedulerConfig
+from simulator.system import LocalSystem
+from simulator.toy_worker import ToyWorker
+
+
+def exchanges(max_tokens: int) -> list[list[str]]:
+    """The operations of each exchange, from the first that lets in: of four requests of three blocks each, one a step,
+    on a worker with one step in flight."""
+    system = LocalSystem(SchedulerConfig(window=1))
+    system.open("s")
+    for handle in range(1, 5):
+        sampling = SamplingParams(top_p=1.0, max_tokens=max_tokens, seed=1, ignore_eos=True)
+        system.submit("s", handle, [handle, *range(10, 21)], sampling)
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=12))
+    seen = []
+    while moves := system.moves():
+        if moves[0][0] == "exchange":
+            seen.append([str(op.WhichOneof("op")) for op in system.to_cache[0].ops])
+        system.move(*moves[0])
+    system.assert_at_rest()
+    first = next(number for number, ops in enumerate(seen) if "admit" in ops)
+    return seen[first:]
+
+
+def test_the_heads_are_asked_for_after_whom_an_exchange_lets_in_not_with_it() -> None:
+    """Nobody ends for a while, so the next step is composed with what that one answers."""
+    answered = ["commit", "rematch"]
+    assert exchanges(max_tokens=64)[:4] == [["admit"], answered, ["extend", "admit"], answered]
+
+
+def test_commits_wait_for_the_question_that_an_ending_brings() -> None:
+    steps = [["admit"], ["commit", "free", "rematch"]] * 3
+    assert exchanges(max_tokens=1)[:6] == steps
+
+
+def test_all_that_end_in_a_step_are_freed_in_one_operation() -> None:
+    system = LocalSystem(SchedulerConfig(window=1))
+    system.open("s")
+    for handle in range(1, 5):
+        sampling = SamplingParams(top_p=1.0, max_tokens=3, seed=1, ignore_eos=True)
+        system.submit("s", handle, [handle, *range(10, 21)], sampling)
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=64))
+    frees = []
+    while moves := system.moves():
+        if moves[0][0] == "exchange":
+            frees += [len(op.free.sequences) for op in system.to_cache[0].ops if op.HasField("free")]
+        system.move(*moves[0])
+    system.assert_at_rest()
+    assert frees == [1, 4]  # the first one: a name from before the model was known
