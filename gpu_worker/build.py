@@ -23,6 +23,7 @@ from gpu_worker.models.decoder import Decoder
 from gpu_worker.models.flashinfer_ops import FlashInferOps
 from gpu_worker.models.loader import LoadedModel, Progress, load_model
 from gpu_worker.models.ops import LayerOps, TorchOps
+from gpu_worker.models.products import PlainProducts, Products, TiledProducts, check_products
 from gpu_worker.runner import ModelRunner
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.slots import SlotLimits
@@ -53,6 +54,9 @@ def build_worker(
         seed=settings.seed,
         progress=progress,
     )
+    if settings.deterministic:
+        layer = model.weights.layers[0]
+        check_products(TiledProducts(), (layer.qkv, layer.output, layer.gate_up, layer.down, model.weights.head))
     max_model_len = _max_model_len(settings, model.config)
     make = _RunnerMaker(settings, model, device, max_model_len, _flashinfer(settings, model, device))
     runner = make.runner(settings.num_blocks or make.num_blocks(), _num_host_blocks(settings, model))
@@ -63,7 +67,10 @@ def build_worker(
 
 def _flashinfer(settings: WorkerSettings, model: LoadedModel, device: torch.device) -> ModuleType | None:
     """None: plain torch instead."""
-    if settings.attention_backend == "torch" or (settings.attention_backend == "auto" and device.type == "cpu"):
+    if settings.deterministic and settings.attention_backend == "flashinfer":
+        raise ModelError("deterministic: not with attention_backend flashinfer, only with torch")
+    is_cpu = settings.attention_backend == "auto" and device.type == "cpu"
+    if settings.deterministic or settings.attention_backend == "torch" or is_cpu:
         return None
     reason = unsupported(model.config.head_dim, model.dtype, device)
     if reason is None:
@@ -135,7 +142,7 @@ class _RunnerMaker:
         attention: AttentionBackend
         ops: LayerOps
         if self.flashinfer is None:
-            attention = TorchAttention(pool, config.windows)
+            attention = TorchAttention(pool, config.windows, by_row=settings.deterministic)
             ops = TorchOps(config, self.max_model_len, device)
         else:
             attention = FlashInferAttention(
@@ -147,7 +154,8 @@ class _RunnerMaker:
                 settings.max_num_seqs * table_blocks,
             )
             ops = FlashInferOps(self.flashinfer, config, self.max_model_len, device)
-        decoder = Decoder(config, self.model.weights, attention, ops)
+        products: Products = TiledProducts() if settings.deterministic else PlainProducts()
+        decoder = Decoder(config, self.model.weights, attention, ops, products)
         inputs = HostInputs() if device.type == "cpu" else PinnedInputs(limits, table_blocks, device)
         return ModelRunner(decoder, attention, pool, limits, inputs, device)
 

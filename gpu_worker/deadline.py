@@ -88,11 +88,18 @@ class StepWatch:
     allowance: Allowance
     _in_flight: deque[tuple[int, int, float]] = field(default_factory=deque)  # step, prompt tokens, allowed seconds
     _age_s: float = 0.0  # of the oldest one
+    last_begun: int = 0  # step
+
+    @property
+    def allowed_s(self) -> float:
+        """What the step that runs may take; 0 if none does."""
+        return self._in_flight[0][2] if self._in_flight else 0.0
 
     def begun(self, plan: StepPlan) -> None:
         if not self._in_flight:
             self._age_s = 0.0
         num_prefill = sum(memoryview(plan.prefill_tokens).cast("i")) if plan.prefill_tokens else 0
+        self.last_begun = plan.step
         self._in_flight.append((plan.step, num_prefill, self.allowance.of(plan, num_prefill)))
 
     def finished(self, seconds: float) -> None:

@@ -25,9 +25,9 @@ from paceline.v1.worker_pb2 import (
     WorkerServiceLinkResponse,
 )
 from paceline.v1.worker_pb2_grpc import WorkerServiceStub
+from services.runtime.fence import Fence, StaleScheduler
+from services.runtime.liveness import Silent, Watch, beat
 
-# How often the scheduler hears of us, and how often an overdue step is looked for.
-HEARTBEAT_S = 0.25
 # How long the report of a failed step may take to be read.
 REPORT_S = 2.0
 
@@ -45,6 +45,8 @@ class Link:
     thread: ModelThread
     on_registered: Callable[[WorkerRegistered], None]
     allowance: Allowance
+    fence: Fence
+    heartbeat_timeout_s: float
 
     async def run(self, drain: asyncio.Event) -> None:
         """`drain` set: ask to be let go, and go on executing until then."""
@@ -52,6 +54,7 @@ class Link:
         outbox.put_nowait(WorkerServiceLinkRequest(registration=self.registration))
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         watch = StepWatch(self.allowance)
+        scheduler = Watch(self.heartbeat_timeout_s, asyncio.get_running_loop().time(), opened=False)
         progress = _Progress(outbox, watch, self.thread)
 
         def on_failure(error: Exception) -> None:
@@ -62,9 +65,9 @@ class Link:
         # Without an iterator: read() and write(), which the stubs do not know.
         call = cast(Any, WorkerServiceStub(self.channel)).Link()
         tasks: list[asyncio.Future[None]] = [
-            asyncio.ensure_future(self._read(call, run, watch)),
+            asyncio.ensure_future(self._read(call, run, watch, scheduler)),
             asyncio.ensure_future(_write(call, outbox)),
-            asyncio.ensure_future(progress.beat()),
+            asyncio.ensure_future(beat(scheduler, progress.beat)),
             asyncio.ensure_future(_ask_to_leave(drain, outbox)),
             failed,
         ]
@@ -81,6 +84,8 @@ class Link:
             raise
         except grpc.aio.AioRpcError as error:
             raise LinkBroken(f"{error.code().name}: {error.details()}") from error
+        except Silent as error:
+            raise LinkBroken(f"the scheduler is silent: {error}") from error
         finally:
             run.close()
             call.cancel()
@@ -88,16 +93,25 @@ class Link:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, call: Any, run: LinkRun, watch: StepWatch) -> None:
+    async def _read(self, call: Any, run: LinkRun, watch: StepWatch, scheduler: Watch) -> None:
         """Returns when released."""
+        clock = asyncio.get_running_loop().time
         first = await _receive(call)
+        scheduler.heard(clock())
         if first.WhichOneof("message") != "registered":
             raise LinkBroken("the scheduler's first message is not a registration's answer")
+        try:
+            self.fence.check(first.registered.fence)
+        except StaleScheduler as error:
+            raise LinkBroken(str(error)) from error
         self.thread.begin(run)
         self.on_registered(first.registered)
         while True:
             message = await _receive(call)
+            scheduler.heard(clock())
             match message.WhichOneof("message"):
+                case "heartbeat":
+                    scheduler.promised = True
                 case "plan":
                     watch.begun(message.plan)
                     self.thread.submit(run, message.plan)
@@ -113,6 +127,7 @@ class _Progress:
     watch: StepWatch
     thread: ModelThread
     last_step: int = 0
+    last_beat_s: float | None = None
 
     def on_result(self, result: StepResult, stats: StepStats) -> None:
         self.last_step = result.step
@@ -120,20 +135,18 @@ class _Progress:
         self.outbox.put_nowait(WorkerServiceLinkRequest(result=result))
         record_step(result, stats)
 
-    async def beat(self) -> None:
-        """Raises StepOverdue."""
-        clock = asyncio.get_running_loop().time
-        last_s = clock()
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            now_s = clock()
-            if (overdue := self.watch.passed(now_s - last_s)) is not None:
-                step, allowed_s = overdue
-                raise StepOverdue(step, step, self.thread.request_ids(), f"not done after {allowed_s:.1f} s")
-            last_s = now_s
-            # A scheduler that does not read gets no pile of heartbeats.
-            if self.outbox.empty():
-                self.outbox.put_nowait(WorkerServiceLinkRequest(heartbeat=Heartbeat(step=self.last_step)))
+    def beat(self) -> None:
+        """Look for an overdue step, and tell the scheduler how far we are. Raises StepOverdue."""
+        now_s = asyncio.get_running_loop().time()
+        last_s, self.last_beat_s = self.last_beat_s, now_s
+        if (overdue := self.watch.passed(now_s - last_s if last_s is not None else 0.0)) is not None:
+            step, allowed_s = overdue
+            raise StepOverdue(step, step, self.thread.request_ids(), f"not done after {allowed_s:.1f} s")
+        # Not before the registration; and a scheduler that does not read gets no pile of heartbeats.
+        if last_s is not None and self.outbox.empty():
+            watch = self.watch
+            heartbeat = Heartbeat(step=self.last_step, received=watch.last_begun, allowed_s=watch.allowed_s)
+            self.outbox.put_nowait(WorkerServiceLinkRequest(heartbeat=heartbeat))
 
 
 async def _receive(call: Any) -> WorkerServiceLinkResponse:

@@ -19,15 +19,17 @@ from gpu_worker.metrics import FAILED_STEPS, KV_BLOCKS, LINK_FAILURES, LINK_UP
 from gpu_worker.model_thread import ModelThread
 from gpu_worker.progress import build_progress
 from gpu_worker.settings import WorkerSettings
-from paceline.v1.worker_pb2 import WorkerRegistered, WorkerRegistration
+from paceline.v1.worker_pb2 import DESCRIPTOR, WorkerRegistered, WorkerRegistration
+from services.runtime.fence import Fence
 from services.runtime.logs import get_logger
+from services.runtime.masters import find_master
 from services.runtime.metrics import start_metrics_server
 from services.runtime.rpc import GrpcServer, link_options, open_channel
 from services.runtime.service import Addresses, interruptible
 
 log: structlog.stdlib.BoundLogger = get_logger(__name__)
 
-RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
+RETRY_FIRST_S, RETRY_MOST_S = 0.1, 1.0
 # Exit statuses: starting again with the same settings is pointless after the first, sensible after the second, and what
 # the worker wants after the third: a step hangs, or has broken the device (EX_TEMPFAIL of sysexits.h).
 MODEL_ERROR_STATUS, DEVICE_ERROR_STATUS, RESTART_STATUS = 2, 1, 75
@@ -35,6 +37,7 @@ MODEL_ERROR_STATUS, DEVICE_ERROR_STATUS, RESTART_STATUS = 2, 1, 75
 REGISTRATION_GRACE_S = 1.0
 # A scheduler that stays away is mentioned this often.
 REMIND_S = 15.0
+WORKER_SERVICE = DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 
 T = TypeVar("T")
@@ -122,13 +125,21 @@ async def _keep_link(
         settings.max_num_seqs,
         Pace(settings.step_hang_s),
     )
-    channel = open_channel(settings.scheduler, link_options(settings.ping_timeout_s))
+    fence = Fence()
+    transport = link_options(settings.ping_timeout_s)
+
+    async def run_link() -> None:
+        target = await find_master(settings.scheduler, WORKER_SERVICE, transport)
+        async with open_channel(target, transport) as channel:
+            silence_s = settings.heartbeat_timeout_s
+            link = Link(channel, registration, thread, keeper.registered, allowance, fence, silence_s)
+            await link.run(stop)
+
     try:
         while not stop.is_set():
             del registration.kept[:]
             registration.kept.extend(await _answered(thread.kept(), settings.first_step_deadline_s))
-            link = Link(channel, registration, thread, keeper.registered, allowance)
-            running = asyncio.ensure_future(link.run(stop))
+            running = asyncio.ensure_future(run_link())
             try:
                 await _until_released(running, keeper, stop, settings.drain_s)
                 return
@@ -140,7 +151,6 @@ async def _keep_link(
                     await _answered(thread.check(), settings.first_step_deadline_s)
     finally:
         LINK_UP.set(0)
-        await channel.close(None)
 
 
 async def _answered(question: Coroutine[Any, Any, T], allowed_s: float) -> T:
@@ -239,4 +249,5 @@ def _registration(settings: WorkerSettings, built: BuiltWorker) -> WorkerRegistr
         num_host_blocks=limits.num_host_blocks,
         max_num_seqs=limits.max_num_seqs,
         max_batched_tokens=limits.max_batched_tokens,
+        heartbeats=True,
     )

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from demo import CHECKPOINT
-from services.runtime.settings import Address, ServiceSettings
+from services.runtime.settings import AddressList, ServiceSettings
 
 # One variable for every service that needs to know the model (gateway: tokenizer, worker: weights).
 MODEL_ENV = "PACELINE_MODEL"
@@ -17,7 +17,10 @@ MODEL_ENV = "PACELINE_MODEL"
 class WorkerSettings(ServiceSettings, section="worker"):
     """A worker: the model's forward passes, on a CPU or on an NVIDIA GPU."""
 
-    scheduler: Address = Field("127.0.0.1:50051", description="host:port of the scheduler to register with")
+    scheduler: AddressList = Field(
+        "127.0.0.1:50051",
+        description="host:port of the scheduler to register with; of several (with commas), if others stand by",
+    )
     port: int = Field(0, ge=0, le=65535, description="gRPC port for health checks and reflection; 0 takes a free one")
     name: str = Field("", description="the worker's name in logs; empty: host name and process id")
 
@@ -36,6 +39,11 @@ class WorkerSettings(ServiceSettings, section="worker"):
     )
     graph_max_seqs: int = Field(
         256, ge=0, description="decode steps of up to so many sequences replay CUDA graphs (flashinfer); 0: none do"
+    )
+    deterministic: bool = Field(
+        False,
+        description="a token's probabilities depend on the tokens before it alone, bit for bit, whatever else is in "
+        "the batch (slow: plain torch, row by row)",
     )
     threads: int | None = Field(None, ge=1, description="torch threads on a CPU (default: cores - 1, at least 1)")
 

@@ -6,6 +6,7 @@ slot are kept only until they are computed; the token sampled last stays on the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +22,7 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Pairs = tuple[Int32s, Int32s]
+BlockCheck = Callable[[Int32s], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ class SlotTable:
             raise ProtocolViolation(f"step {plan.step} follows step {self._last_step}")
         self._last_step = plan.step
         self._granted = [np.zeros(0, np.int32)]
-        moves = (self._swaps_out(plan), self._swaps_in(plan), self._copies(plan))
+        moves = self._moves(plan)
         if plan.free_slots:
             self._free(unpack(plan.free_slots, "free_slots"))
         for sequence in plan.new_sequences:
@@ -139,25 +141,15 @@ class SlotTable:
             moves,
         )
 
-    def _swaps_out(self, plan: StepPlan) -> Pairs:
-        sources, targets = _pairs("swap_out", plan.swap_out_from, plan.swap_out_to)
-        self._check_blocks(sources)
-        self._check_host_blocks(targets)
-        return sources, targets
-
-    def _swaps_in(self, plan: StepPlan) -> Pairs:
-        sources, targets = _pairs("swap_in", plan.swap_in_from, plan.swap_in_to)
-        self._check_host_blocks(sources)
-        self._check_blocks(targets)
-        return sources, targets
-
-    def _copies(self, plan: StepPlan) -> Pairs:
-        sources, targets = _pairs("copy", plan.copy_from, plan.copy_to)
-        self._check_blocks(sources)
-        self._check_blocks(targets)
-        if np.isin(sources, targets).any():
+    def _moves(self, plan: StepPlan) -> tuple[Pairs, Pairs, Pairs]:
+        """Swaps out, swaps in, copies."""
+        device, host = self._check_blocks, self._check_host_blocks
+        out = _pairs("swap_out", plan.swap_out_from, plan.swap_out_to, device, host)
+        back = _pairs("swap_in", plan.swap_in_from, plan.swap_in_to, host, device)
+        copies = _pairs("copy", plan.copy_from, plan.copy_to, device, device)
+        if np.isin(*copies).any():
             raise ProtocolViolation("copy_to names one of copy_from")
-        return sources, targets
+        return out, back, copies
 
     def _free(self, slots: Int32s) -> None:
         self._check_occupied(slots, "free_slots")
@@ -388,13 +380,15 @@ class SlotTable:
             raise ProtocolViolation(f"a host block id outside 1..{self.limits.num_host_blocks}: {blocks.tolist()}")
 
 
-def _pairs(what: str, packed_from: bytes, packed_to: bytes) -> Pairs:
+def _pairs(what: str, packed_from: bytes, packed_to: bytes, check_from: BlockCheck, check_to: BlockCheck) -> Pairs:
     """Where blocks are copied from and to; no block is written twice."""
     sources, targets = unpack(packed_from, f"{what}_from"), unpack(packed_to, f"{what}_to")
     if len(sources) != len(targets):
         raise ProtocolViolation(f"{len(sources)} blocks in {what}_from and {len(targets)} in {what}_to")
     if len(np.unique(targets)) != len(targets):
         raise ProtocolViolation(f"{what}_to names a block twice")
+    check_from(sources)
+    check_to(targets)
     return sources, targets
 
 

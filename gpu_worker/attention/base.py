@@ -49,6 +49,24 @@ class AttentionMetadata:
         """Tokens in the KV blocks of each sequence once this step's are written."""
         return (np.diff(self.kv_indptr) - 1) * block_size + self.last_block_len
 
+    def by_row(self, block_size: int) -> AttentionMetadata:
+        """The same rows, each a decode of its own: what a row sees is stored by the time that any row attends."""
+        counts = np.diff(self.qo_indptr)
+        owners = np.repeat(np.arange(self.num_sequences), counts)
+        behind = self.qo_indptr[owners + 1] - 1 - np.arange(self.num_rows)  # rows of the sequence after the row
+        kv_lens = self.kv_lens(block_size)[owners] - behind
+        num_blocks = -(-kv_lens // block_size)
+        kv_indptr = np.concatenate(([0], np.cumsum(num_blocks))).astype(np.int32)
+        places = np.arange(kv_indptr[-1]) + np.repeat(self.kv_indptr[owners] - kv_indptr[:-1], num_blocks)
+        return AttentionMetadata(
+            num_decodes=self.num_rows,
+            qo_indptr=np.arange(self.num_rows + 1, dtype=np.int32),
+            kv_indptr=kv_indptr,
+            kv_indices=self.kv_indices[places],
+            last_block_len=(kv_lens - (num_blocks - 1) * block_size).astype(np.int32),
+            slot_mapping=self.slot_mapping,
+        )
+
 
 class AttentionBackend(Protocol):
     """Owns nothing but scratch memory; the KV pool was given to it when it was made."""

@@ -74,9 +74,12 @@ class WindowPlan:
 
 
 class TorchAttention:
-    """AttentionBackend. `windows`: per layer, tokens that a token sees (itself included); 0 is all."""
+    """AttentionBackend. `windows`: per layer, tokens that a token sees (itself included); 0 is all. With `by_row`, what
+    comes out for a row depends on its own tokens alone, bit for bit: all rows are decodes, and nothing is padded to the
+    length of another one."""
 
-    def __init__(self, pool: KvPool, windows: tuple[int, ...]) -> None:
+    def __init__(self, pool: KvPool, windows: tuple[int, ...], by_row: bool = False) -> None:
+        self._by_row = by_row
         self._block_size, self._num_kv_heads, self._head_dim = pool.keys.shape[2:]
         self._windows = windows
         self._dtype, self._device = pool.storage.dtype, pool.storage.device
@@ -94,6 +97,8 @@ class TorchAttention:
 
     def plan(self, metadata: AttentionMetadata) -> None:
         self._slot_mapping = metadata.slot_mapping
+        if self._by_row:
+            metadata = metadata.by_row(self._block_size)
         self._plans = {window: self._plan_window(metadata, window) for window in set(self._windows)}
 
     def _plan_window(self, metadata: AttentionMetadata, window: int) -> WindowPlan:
@@ -134,7 +139,7 @@ class TorchAttention:
             most = max(1, GROUP_BYTES // (widest * self._bytes_per_block))
             rest = len(order) - start - np.arange(len(order) - start)
             saved = (widest - widths[start:]) * rest * self._bytes_per_block
-            worth = np.flatnonzero(saved > GROUP_OVERHEAD_BYTES)
+            worth = np.flatnonzero(widths[start:] < widest if self._by_row else saved > GROUP_OVERHEAD_BYTES)
             size = min(most, int(worth[0]) if len(worth) else len(order) - start)
             yield order[start : start + size]
             start += size

@@ -51,6 +51,21 @@ def test_bf16_on_flashinfer_is_transformers_up_to_near_ties(
     assert equal >= 0.9 * sum(len(s.output) for s in sequences)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_is_the_same_in_any_batch_where_it_is_to_be_deterministic(family: str, checkpoint: Checkpoints) -> None:
+    driver = Driver(gpu_runner(checkpoint(family).folder, dtype="bfloat16", deterministic=True), chunk_tokens=64)
+    alone = []
+    for prompt in PROMPTS:
+        alone.append(driver.add(prompt, NEW_TOKENS))
+        driver.run()
+    driver.chunk_tokens = 7
+    together = [driver.add(prompt, NEW_TOKENS) for prompt in PROMPTS]
+    driver.run()
+    again = [driver.add(s.tokens[: s.num_prompt], NEW_TOKENS, output=s.output[:9]) for s in alone]
+    driver.run()
+    assert [s.output for s in together] == [s.output for s in again] == [s.output for s in alone]
+
+
 def logits_of_steps(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Filled while the runner runs."""
     seen: list[torch.Tensor] = []

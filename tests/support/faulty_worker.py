@@ -15,6 +15,7 @@ import threading
 import numpy as np
 from torch import Tensor
 
+from gpu_worker.deadline import StepWatch
 from gpu_worker.inputs import StepInput
 from gpu_worker.runner import Drawn, LaunchedStep, ModelRunner
 from gpu_worker.slots import StepRows
@@ -30,6 +31,7 @@ class Fault(enum.IntEnum):
     HANG = 103  # the forward pass never returns
     DIE = 104  # the process is killed in it
     BREAK = 105  # an exception, and after it nothing works on the device
+    SULK = 106  # the forward pass never returns, and the worker does not look for that
 
 
 def poison(fault: Fault, after: int, *rest: int) -> list[int]:
@@ -62,6 +64,9 @@ class FaultyRunner(ModelRunner):
                 case Fault.RAISE:
                     raise ValueError("a planted fault")
                 case Fault.HANG:
+                    threading.Event().wait()
+                case Fault.SULK:
+                    StepWatch.passed = lambda *_: None  # type: ignore[method-assign, assignment]
                     threading.Event().wait()
                 case Fault.DIE:
                     os.kill(os.getpid(), signal.SIGKILL)

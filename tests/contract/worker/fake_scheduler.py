@@ -51,7 +51,7 @@ class WorkerLink:
             if message.WhichOneof("message") == "failure":
                 return message.failure
 
-    async def next(self, timeout_s: float = 10.0) -> WorkerServiceLinkRequest:
+    async def next(self, timeout_s: float = 30.0) -> WorkerServiceLinkRequest:
         return await asyncio.wait_for(self.inbox.get(), timeout_s)
 
     async def release(self) -> None:
@@ -69,6 +69,7 @@ class FakeScheduler(WorkerServiceServicer):
         self.reading = asyncio.Event()
         self.reading.set()
         self.port = 0
+        self.fence = 0
         self._epoch = 0
 
     async def Link(self, request_iterator: Any, context: Any) -> None:
@@ -76,7 +77,7 @@ class FakeScheduler(WorkerServiceServicer):
         assert first.WhichOneof("message") == "registration"
         link = WorkerLink(context, first.registration)
         self._epoch += 1
-        await link.send(registered=WorkerRegistered(worker=self._epoch, epoch=1, window=2))
+        await link.send(registered=WorkerRegistered(worker=self._epoch, epoch=1, window=2, fence=self.fence))
         reader = asyncio.ensure_future(self._read(request_iterator, link))
         self.links.put_nowait(link)
         try:
@@ -93,7 +94,7 @@ class FakeScheduler(WorkerServiceServicer):
             if message.HasField("failure"):
                 link.over.set()  # as the real one does: nothing comes after that
 
-    async def accept(self, timeout_s: float = 15.0) -> WorkerLink:
+    async def accept(self, timeout_s: float = 30.0) -> WorkerLink:
         return await asyncio.wait_for(self.links.get(), timeout_s)
 
     async def start(self, port: int = 0) -> grpc.aio.Server:

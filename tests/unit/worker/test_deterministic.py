@@ -1,0 +1,127 @@
+"""With `deterministic`, what the model says of a token is the same to the last bit, whatever happens beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from gpu_worker.build import BuiltWorker
+from gpu_worker.errors import ModelError
+from gpu_worker.models.products import PlainProducts, TiledProducts, check_products
+from paceline.v1.common_pb2 import SamplingParams
+from tests.unit.worker.driver import Driver, Sequence
+from tests.unit.worker.families import VOCAB, Reference
+
+References = Callable[[str], Reference]
+Build = Callable[..., BuiltWorker]
+Told = list[tuple[int, float, bytes, bytes]]  # of a sequence: its tokens; the log probability; the best ones
+
+NEW_TOKENS = 6
+SAMPLING = SamplingParams(top_p=1.0, max_tokens=NEW_TOKENS, logprobs=True, num_top_logprobs=8)
+_rng = np.random.default_rng(8)
+PROMPTS = [_rng.integers(0, VOCAB, size=n).tolist() for n in (1, 2, 15, 33, 40, 47, 64, 90)]
+
+
+def run(driver: Driver, *sequences: Sequence) -> list[Told]:
+    told: dict[int, Told] = {sequence.slot: [] for sequence in sequences}
+    while not all(sequence.ended for sequence in sequences):
+        for one in driver.run_step().logprobs:
+            if one.slot in told:
+                token = driver.running[one.slot].tokens[-1]
+                told[one.slot].append((token, one.logprob, one.top_token_ids, one.top_logprobs))
+        for sequence in [s for s in driver.running.values() if s.ended and s not in sequences]:
+            driver.free(sequence)
+    for sequence in sequences:
+        driver.free(sequence)
+    return [told[sequence.slot][:NEW_TOKENS] for sequence in sequences]
+
+
+@pytest.fixture(params=["llama3-rope", "mistral", "qwen3", "wide"])
+def runner_of(
+    request: pytest.FixtureRequest, reference: References, build: Build, tmp_path: Path
+) -> Callable[[], Driver]:
+    settings = {"block_size": 8, "deterministic": True}
+    if request.param == "wide":  # where products of one row and of several do differ, also in float32
+        transformers.LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=512,
+            intermediate_size=1408,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            architectures=["LlamaForCausalLM"],
+        ).save_pretrained(tmp_path)
+        return lambda: Driver(build(tmp_path, load_format="dummy", **settings).runner, 64)
+    folder = reference(request.param).folder
+    return lambda: Driver(build(folder, dtype="bfloat16", **settings).runner, 64)
+
+
+def test_whatever_else_runs_and_however_the_prompt_is_cut(runner_of: Callable[[], Driver]) -> None:
+    driver = runner_of()
+    alone = [run(driver, driver.add(prompt, NEW_TOKENS, SAMPLING))[0] for prompt in PROMPTS]
+    assert all(len(told) == NEW_TOKENS for told in alone)
+    for chunk_tokens in (64, 7, 1):
+        driver.chunk_tokens = chunk_tokens
+        assert run(driver, *[driver.add(prompt, NEW_TOKENS, SAMPLING) for prompt in PROMPTS]) == alone
+
+
+def test_computed_again_after_a_preemption_or_shared(runner_of: Callable[[], Driver]) -> None:
+    driver = runner_of()
+    prompt = PROMPTS[6]
+    (whole,) = run(driver, driver.add(prompt, NEW_TOKENS, SAMPLING))
+    bystander = driver.add(PROMPTS[3], 200)
+    for kept in range(1, NEW_TOKENS):
+        output = [token for token, *_ in whole[:kept]]
+        (rest,) = run(driver, driver.add(prompt, NEW_TOKENS, SAMPLING, output))  # what was decoded is prefilled now
+        assert rest == whole[kept:]
+    first = driver.add(prompt, 100)
+    driver.run_step()
+    driver.run_step()
+    (shared,) = run(driver, driver.add(prompt, NEW_TOKENS, SAMPLING, prefix_of=first))
+    assert shared == whole
+    assert not bystander.ended
+
+
+def test_a_product_that_depends_on_its_place_is_refused_at_the_start() -> None:
+    class Planted(PlainProducts):
+        def __init__(self, fault: Callable[[torch.Tensor], torch.Tensor]) -> None:
+            self.fault = fault
+
+        def of(self, *arguments: Any, **options: Any) -> torch.Tensor:
+            return self.fault(super().of(*arguments, **options))
+
+    by_place = Planted(lambda product: product + torch.arange(len(product))[:, None])
+    by_count = Planted(lambda product: product * len(product))
+    weights = [torch.ones(4, 5)]
+    check_products(TiledProducts(), weights)
+    with pytest.raises(ModelError, match=r"products with \[4, 5\] torch.float32 depend on a row's place"):
+        check_products(by_place, weights)
+    with pytest.raises(ModelError, match="depend on other rows"):
+        check_products(by_count, weights)
+
+
+def test_tiles_are_the_product() -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(24, 40), torch.randn(40)
+    for count in (1, 31, 32, 33, 96):
+        rows, total = torch.randn(count, 24), torch.randn(count, 40)
+        tiled, plain = TiledProducts(), PlainProducts()
+        torch.testing.assert_close(tiled.of(rows, weight, bias), plain.of(rows, weight, bias))
+        out = torch.empty(count, 40)
+        assert tiled.of(rows, weight, out=out) is out
+        torch.testing.assert_close(out, plain.of(rows, weight))
+        sums = total.clone(), total.clone()
+        tiled.add_to(sums[0], rows, weight)
+        plain.add_to(sums[1], rows, weight)
+        torch.testing.assert_close(*sums)
+
+
+def test_not_with_flashinfer(reference: References, build: Build) -> None:
+    with pytest.raises(ModelError, match="deterministic"):
+        build(reference("llama-tied").folder, deterministic=True, attention_backend="flashinfer")
