@@ -23,6 +23,7 @@ from rich.status import Status
 
 from services.cli.parent import PARENT_ENV
 from services.cli.restarts import Restarts
+from services.cli.watchdog import PROBE_EVERY_S, Watchdog, answers
 from services.runtime.service import run_service
 from services.runtime.settings import CONFIG_ENV, LogLevel, ServiceSettings, load_settings
 
@@ -55,6 +56,11 @@ class UpSettings(ServiceSettings, section="up"):
     max_model_len: int = Field(0, ge=0, description="longest sequence; 0: the model's")
     window: int = Field(2, ge=1, le=8, description="steps in flight per worker")
     preset: str = Field("", description="scheduling policies, as those of a known system; empty: paceline's own")
+    hang_s: float = Field(
+        15.0,
+        ge=0,
+        description="what answers no health check for so long is killed and started again; 0: nothing is",
+    )
     threads: int = Field(0, ge=0, description="torch threads of each worker; 0: cores - 1, at least 1")
 
 
@@ -63,6 +69,7 @@ class Child:
     name: str  # "worker-1"
     service: str
     flags: list[str]
+    grpc: str = ""  # its address
     restarts: Restarts = field(default_factory=lambda: Restarts(time.monotonic()))
     process: asyncio.subprocess.Process | None = None
     last_lines: list[str] = field(default_factory=list)
@@ -138,6 +145,10 @@ class Stack:
         self.grpc_port = port("grpc_port", settings.host)
         self.scheduler_port = port("scheduler_port", LOOPBACK)
         self.cache_port = port("cache_port", LOOPBACK)
+        self.worker_ports = []
+        for _ in range(settings.workers):
+            self.worker_ports.append(pick_port(LOOPBACK, 0, False, "", taken))
+            taken.add(self.worker_ports[-1])
 
     @property
     def url(self) -> str:
@@ -149,19 +160,23 @@ class Stack:
         common = ["--log-level", s.log_level, "--drain-s", str(s.drain_s)]
         common += ["--log-format", "human" if self.console.is_terminal else s.log_format]
         inside = [*common, "--host", LOOPBACK, "--metrics-port", "0"]
-        dial = ["--scheduler", f"{LOOPBACK}:{self.scheduler_port}"]
+        cache_at, scheduler_at = f"{LOOPBACK}:{self.cache_port}", f"{LOOPBACK}:{self.scheduler_port}"
+        dial = ["--scheduler", scheduler_at]
         cache = [*inside, "--port", str(self.cache_port)]
-        scheduler = [*inside, "--port", str(self.scheduler_port), "--cache", f"{LOOPBACK}:{self.cache_port}"]
+        scheduler = [*inside, "--port", str(self.scheduler_port), "--cache", cache_at]
         scheduler += self._chosen("window", "preset")
         worker = [*inside, *dial, *self._chosen("model", "load_format", "dtype", "block_size", "num_blocks")]
         worker += self._chosen("host_gib", "max_model_len", "threads")
         gateway = [*common, *dial, "--host", s.host, "--port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
         gateway += self._chosen("model", "served_model_name", "max_model_len")
         return [
-            Child("cache", "cache", cache),
-            Child("scheduler", "scheduler", scheduler),
-            *[Child(f"worker-{i + 1}", "worker", worker) for i in range(s.workers)],
-            Child("gateway", "gateway", gateway),
+            Child("cache", "cache", cache, cache_at),
+            Child("scheduler", "scheduler", scheduler, scheduler_at),
+            *[
+                Child(f"worker-{i + 1}", "worker", [*worker, "--port", str(port)], f"{LOOPBACK}:{port}")
+                for i, port in enumerate(self.worker_ports)
+            ],
+            Child("gateway", "gateway", gateway, f"{self.address}:{self.grpc_port}"),
         ]
 
     def _chosen(self, *names: str) -> list[str]:
@@ -197,6 +212,7 @@ class Stack:
             self.children.append(child)
             await self._spawn(child)
             self._tasks.append(asyncio.create_task(self._watch(child)))
+            self._tasks.append(asyncio.create_task(self._guard(child)))
 
     async def _spawn(self, child: Child) -> None:
         child.restarts.started_s = time.monotonic()
@@ -231,6 +247,23 @@ class Stack:
             if self.stopping:
                 return
             await self._spawn(child)
+
+    async def _guard(self, child: Child) -> None:
+        """Kill the child when it hangs, for ever; `_watch` starts it again."""
+        process, watchdog, clock = None, Watchdog(0), time.monotonic
+        last_s = clock()
+        while self.settings.hang_s:
+            await asyncio.sleep(PROBE_EVERY_S)
+            if child.process is not process:
+                process, watchdog = child.process, Watchdog(self.settings.hang_s)
+            answered = await answers(child.grpc)
+            seconds, last_s = clock() - last_s, clock()
+            if watchdog.probed(answered, seconds) and child.process is process and not self.stopping:
+                assert process is not None
+                if process.returncode is None:
+                    self.say(child, f"[red]has answered no health check for {self.settings.hang_s:g} s; killed[/]")
+                    process.kill()
+                    await process.wait()
 
     async def wait_ready(self) -> str:
         """Until the gateway can serve; returns the model's name. Says what turns ready meanwhile."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Unpack
@@ -10,33 +13,71 @@ import grpc
 import grpc.aio
 
 from paceline.v1 import inference_pb2_grpc
-from services.client.types import Messages, Options, Piece, Result, error_from, make_request, piece_from, result_from
+from services.client.continuation import Continuation, Misplaced, ended_early
+from services.client.types import Messages, Options, PacelineError, Piece, Result, error_from, make_request, result_from
 
-_OPTIONS = [
-    ("grpc.keepalive_time_ms", 10_000),
-    # What grpc core takes for a ping's timeout.
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.max_receive_message_length", 16 * 2**20),
-    ("grpc.max_send_message_length", 16 * 2**20),
-]
+PING_TIMEOUT_S = 5.0
+PINGED_AFTER = 0.4  # of that without news
+RETRY_FOR_S = 30.0
+
+
+def _channel_options(ping_timeout_s: float) -> list[tuple[str, int]]:
+    timeout_ms = int(1000 * ping_timeout_s)
+    return [
+        ("grpc.keepalive_time_ms", int(PINGED_AFTER * timeout_ms)),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        # What grpc core takes for a ping's timeout (grpc/grpc#39239).
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        # A call sends its request and then only listens, and after two pings without data grpc core would send no more.
+        ("grpc.http2.max_pings_without_data", 0),
+        # Despite its name: how long an attempt to connect may take. The kernel accepts for a frozen server.
+        ("grpc.min_reconnect_backoff_ms", timeout_ms),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.max_receive_message_length", 16 * 2**20),
+        ("grpc.max_send_message_length", 16 * 2**20),
+    ]
+
+
+def _targets(target: str | Sequence[str]) -> Sequence[str]:
+    targets = [target] if isinstance(target, str) else target
+    if not targets:
+        raise TypeError("at least one target is required")
+    return targets
 
 
 class PacelineClient:
-    """A blocking client of a gateway's gRPC port. Threads may share it.
+    """A blocking client of a gateway's gRPC port (or of a scheduler's: token ids only). Threads may share it.
 
     >>> with PacelineClient("127.0.0.1:8001") as client:                                        # doctest: +SKIP
     ...     print(client.generate("Once there was a fox", max_tokens=20, temperature=0).text)
     ...     for piece in client.stream(messages=[{"role": "user", "content": "Hi!"}]):
     ...         print(piece.text, end="", flush=True)
 
+    `target`: host:port, or several of them. When a server goes away in the middle of an answer, the next one goes on
+    behind the last token that has arrived, for as long as `retry_for_s` without a new one (0: never). A connection on
+    which nothing comes for a while is pinged, and counts as lost after `ping_timeout_s` without an answer: more than
+    the longest prompt may take on its way, as pings stand behind it.
+
     Every method raises a subclass of PacelineError if the request fails, TypeError if the arguments make no request.
     `timeout_s` is a deadline for the whole answer.
     """
 
-    def __init__(self, target: str = "127.0.0.1:8001", *, model: str = "") -> None:
-        self._channel = grpc.insecure_channel(target, options=_OPTIONS)
-        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+    def __init__(
+        self,
+        target: str | Sequence[str] = "127.0.0.1:8001",
+        *,
+        model: str = "",
+        retry_for_s: float = RETRY_FOR_S,
+        ping_timeout_s: float = PING_TIMEOUT_S,
+    ) -> None:
+        options = _channel_options(ping_timeout_s)
+        self._channels = [grpc.insecure_channel(one, options=options) for one in _targets(target)]
+        self._stubs = [inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels]
+        self._first = 0  # the target that answered last
         self._model = model
+        self._retry_for_s = retry_for_s
+        self._closed = threading.Event()
 
     def generate(
         self,
@@ -62,18 +103,35 @@ class PacelineClient:
     ) -> Iterator[Piece]:
         """The answer as it comes. Closing the iterator cancels the request."""
         request = make_request(prompt, messages, token_ids, self._model, options)
-        call: Any = self._stub.Generate(request, timeout=timeout_s)
-        try:
-            for response in call:
-                yield piece_from(response)
-        except grpc.RpcError as error:
-            raise error_from(call.code(), call.details(), call.trailing_metadata()) from error
-        finally:
-            call.cancel()
+        clock = time.monotonic
+        going = Continuation(request, retry_for_s=self._retry_for_s, timeout_s=timeout_s, now_s=clock())
+        target = self._first
+        while not going.ended:
+            message, left_s = going.call(clock())
+            call: Any = self._stubs[target].Generate(message, timeout=left_s)
+            failure: PacelineError = ended_early()
+            try:
+                for response in call:
+                    piece = going.take(response, clock())
+                    self._first = target
+                    yield piece
+            except Misplaced as error:
+                failure = error
+            except grpc.RpcError as error:
+                failure = error_from(call.code(), call.details(), call.trailing_metadata())
+                failure.__cause__ = error
+            finally:
+                call.cancel()
+            if not going.ended:
+                if self._closed.is_set() or self._closed.wait(going.pause_s(failure, clock())):
+                    raise failure
+                target = (target + 1) % len(self._stubs)
 
     def close(self) -> None:
-        """Close the connection; what still runs is cancelled."""
-        self._channel.close()
+        """Close the connections; what still runs is cancelled."""
+        self._closed.set()
+        for channel in self._channels:
+            channel.close()
 
     def __enter__(self) -> PacelineClient:
         return self
@@ -91,10 +149,21 @@ class AsyncPacelineClient:
     ...         print(piece.text, end="", flush=True)
     """
 
-    def __init__(self, target: str = "127.0.0.1:8001", *, model: str = "") -> None:
-        self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
-        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+    def __init__(
+        self,
+        target: str | Sequence[str] = "127.0.0.1:8001",
+        *,
+        model: str = "",
+        retry_for_s: float = RETRY_FOR_S,
+        ping_timeout_s: float = PING_TIMEOUT_S,
+    ) -> None:
+        options = _channel_options(ping_timeout_s)
+        self._channels = [grpc.aio.insecure_channel(one, options=options) for one in _targets(target)]
+        self._stubs = [inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels]
+        self._first = 0  # the target that answered last
         self._model = model
+        self._retry_for_s = retry_for_s
+        self._closed = False
 
     async def generate(
         self,
@@ -120,18 +189,41 @@ class AsyncPacelineClient:
     ) -> AsyncIterator[Piece]:
         """The answer as it comes. Closing the iterator cancels the request."""
         request = make_request(prompt, messages, token_ids, self._model, options)
-        call: Any = self._stub.Generate(request, timeout=timeout_s)
-        try:
-            async for response in call:
-                yield piece_from(response)
-        except grpc.aio.AioRpcError as error:
-            raise error_from(await call.code(), error.details(), await call.trailing_metadata()) from error
-        finally:
-            call.cancel()
+        clock = time.monotonic
+        going = Continuation(request, retry_for_s=self._retry_for_s, timeout_s=timeout_s, now_s=clock())
+        target = self._first
+        while not going.ended:
+            message, left_s = going.call(clock())
+            call: Any = self._stubs[target].Generate(message, timeout=left_s)
+            failure: PacelineError = ended_early()
+            try:
+                async for response in call:
+                    piece = going.take(response, clock())
+                    self._first = target
+                    yield piece
+            except Misplaced as error:
+                failure = error
+            except grpc.aio.AioRpcError as error:
+                trailers: Any = error.trailing_metadata()
+                failure = error_from(error.code(), error.details(), trailers)
+                failure.__cause__ = error
+            except asyncio.CancelledError:
+                # Which is how grpc tells of a server that has cancelled the call, too.
+                task = asyncio.current_task()
+                if self._closed or not call.done() or (task is not None and task.cancelling()):
+                    raise
+                failure = error_from(grpc.StatusCode.CANCELLED, await call.details(), None)
+            finally:
+                call.cancel()
+            if not going.ended:
+                await asyncio.sleep(going.pause_s(failure, clock()))
+                target = (target + 1) % len(self._stubs)
 
     async def close(self) -> None:
-        """Close the connection; what still runs is cancelled."""
-        await self._channel.close(None)
+        """Close the connections; what still runs is cancelled."""
+        self._closed = True
+        for channel in self._channels:
+            await channel.close(None)
 
     async def __aenter__(self) -> AsyncPacelineClient:
         return self

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -36,10 +35,7 @@ class JsonResponse(Response):
 
 def error_response(error: ApiError) -> JsonResponse:
     """An error as OpenAI shapes it."""
-    headers = {}
-    if error.retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
-    return JsonResponse(orjson.dumps(error.body()), error.status, headers)
+    return JsonResponse(orjson.dumps(error.body()), error.status, error.headers)
 
 
 class ClientGone(Exception):

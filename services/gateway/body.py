@@ -17,10 +17,47 @@ from services.gateway.errors import ApiError, invalid
 _MAX_LOOKED_THROUGH_BYTES = 2**16
 
 
-async def read_json(request: Request, *, max_bytes: int, timeout_s: float) -> Any:
-    """The decoded body. Never holds more than `max_bytes` and one network read of it.
+class TooManyBodies(Exception):
+    """What all requests send together is more than may be held."""
 
-    Raises ApiError 400 (broken JSON), 408 (too slow), 413 (too large), 415 (not JSON); ClientDisconnect.
+
+class Bodies:
+    """Bytes of bodies that are being read, or wait to be decoded."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def hold(self) -> HeldBody:
+        """For one more body."""
+        return HeldBody(self)
+
+
+class HeldBody:
+    """A body's share, which is given back at the end of the context."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self.num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """So many more are here. Raises TooManyBodies."""
+        self.num_bytes += num_bytes
+        self._bodies.num_bytes += num_bytes
+        if self._bodies.num_bytes > self._bodies.max_bytes:
+            raise TooManyBodies
+
+    def __enter__(self) -> HeldBody:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bodies.num_bytes -= self.num_bytes
+
+
+async def read_body(request: Request, held: HeldBody, *, max_bytes: int, timeout_s: float) -> bytes:
+    """Never holds more than `max_bytes` and one network read of it.
+
+    Raises ApiError 408 (too slow), 413 (too large), 415 (not JSON); ClientDisconnect; TooManyBodies.
     """
     _check_headers(request)
     declared = request.headers.get("content-length", "")
@@ -28,9 +65,13 @@ async def read_json(request: Request, *, max_bytes: int, timeout_s: float) -> An
         raise _too_large(max_bytes)
     try:
         async with asyncio.timeout(timeout_s):
-            body = await _read(request, max_bytes)
+            return await _read(request, held, max_bytes)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", code="request_timeout") from None
+
+
+def decode_json(body: bytes) -> Any:
+    """Raises ApiError 400 for what is no JSON."""
     try:
         return _decode(body)
     except orjson.JSONDecodeError as error:
@@ -72,16 +113,15 @@ def _lacks_number(value: Any) -> bool:
     return any(map(_lacks_number, entries))
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+async def _read(request: Request, held: HeldBody, max_bytes: int) -> bytes:
     parts: list[bytes] = []
-    size = 0
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         part = message.get("body", b"")
-        size += len(part)
-        if size > max_bytes:
+        held.add(len(part))
+        if held.num_bytes > max_bytes:
             raise _too_large(max_bytes)
         parts.append(part)
         if not message.get("more_body", False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import grpc
@@ -62,6 +63,16 @@ class ApiError(Exception):
     def grpc_code(self) -> grpc.StatusCode:
         """The status code the gRPC front answers with."""
         return _GRPC_CODES.get(self.status, grpc.StatusCode.INTERNAL)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """When to come back: in whole seconds, as HTTP has it, and more exactly for clients that know (OpenAI's do)."""
+        if self.retry_after_s is None:
+            return {}
+        return {
+            "retry-after": str(max(1, math.ceil(self.retry_after_s))),
+            "retry-after-ms": str(math.ceil(1000 * self.retry_after_s)),
+        }
 
     def body(self) -> dict[str, Any]:
         """The OpenAI error object."""

@@ -11,8 +11,8 @@ import grpc.aio
 
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.errors import ApiError, invalid
+from services.gateway.front import sanitised_request_id
 from services.gateway.generation import Generation, NotThere
-from services.gateway.http import sanitised_request_id
 from services.gateway.idempotency import RequestKey, check_key, message_fingerprint
 from services.gateway.logprobs import ScoredToken
 from services.gateway.request import MAX_SAMPLES, GenerateJob, check_beam, check_terms, make_search
@@ -46,6 +46,9 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
         request_id = sanitised_request_id(request.request_id)
         try:
             key = _key(request)
+            if not request.resume_after:
+                self._gateway.check_room(key)
+            await self._gateway.turn(new=key is None)  # who goes meanwhile is cancelled
             job = await self._job(request, request_id, time.perf_counter(), key)
             reading = self._gateway.open([job], key)
         except ApiError as error:
@@ -56,7 +59,7 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
         context.add_done_callback(on_done)
         [generation] = reading.generations
         try:
-            await _skip(generation, request.resume_after)
+            await _skip(generation, request)
             first = not request.resume_after
             while generation.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED:
                 response = _response(generation, await generation.next(), request_id)
@@ -110,6 +113,7 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
         if request.HasField("beam"):
             make_search(job, _beam(request.beam, choices))
         _check_resume(request, job)
+        job.delivered = tuple(builder.check_token_ids(request.resume_token_ids, "resume_token_ids"))
         return job
 
 
@@ -118,8 +122,10 @@ def _key(request: inference_pb2.GenerateRequest) -> RequestKey | None:
     name = check_key([request.idempotency_key] if request.idempotency_key else [], field)
     if name is not None:
         return RequestKey(request.tenant, name, message_fingerprint(request), field)
-    if request.resume_after:
-        raise invalid("resume_after", "resume_after needs the idempotency_key of the first request")
+    if request.resume_after and not request.resume_token_ids:
+        raise invalid(
+            "resume_after", "resume_after needs the idempotency_key of the first request, or resume_token_ids"
+        )
     return None
 
 
@@ -127,13 +133,25 @@ def _check_resume(request: inference_pb2.GenerateRequest, job: GenerateJob) -> N
     limit = 0 if job.beam is not None else job.sampling.max_tokens
     if request.resume_after > limit:
         raise invalid("resume_after", f"resume_after must be at most {limit}, not {request.resume_after}")
+    num_tokens = len(request.resume_token_ids)
+    if not num_tokens:
+        return
+    if num_tokens != request.resume_after:
+        raise invalid("resume_after", f"resume_after is {request.resume_after}, and resume_token_ids are {num_tokens}")
+    has_seed = request.sampling.HasField("seed") or request.idempotency_key
+    if job.sampling.temperature and not has_seed:
+        raise invalid("resume_token_ids", "resume_token_ids need the seed or the idempotency_key of the first request")
 
 
-async def _skip(generation: Generation, num_tokens: int) -> None:
+async def _skip(generation: Generation, request: inference_pb2.GenerateRequest) -> None:
+    """Go behind what the client has."""
     try:
-        await generation.skip(num_tokens)
+        tokens = await generation.skip(request.resume_after)
     except NotThere:
-        raise invalid("resume_after", f"resume_after: this answer has ended by {num_tokens} tokens") from None
+        message = f"resume_after: this answer has ended by {request.resume_after} tokens"
+        raise invalid("resume_after", message) from None
+    if request.resume_token_ids and tokens != request.resume_token_ids:
+        raise invalid("resume_token_ids", "resume_token_ids: this answer begins with others", code="cannot_resume")
 
 
 def _response(generation: Generation, text: str, request_id: str) -> inference_pb2.GenerateResponse:
@@ -142,6 +160,7 @@ def _response(generation: Generation, text: str, request_id: str) -> inference_p
         token_ids=generation.token_ids,
         text=text,
         logprobs=map(_token_logprob, generation.scored),
+        position=generation.text_stream.num_tokens - len(generation.token_ids),
     )
     if generation.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED:
         response.finish_reason = generation.finish_reason

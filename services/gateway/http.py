@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -17,71 +15,45 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import openai_schema as schema
-from services.gateway.answer import RAW_SEND, JsonResponse, StreamAnswer, WholeAnswer, error_response
-from services.gateway.body import read_json
+from services.gateway.answer import JsonResponse, StreamAnswer, WholeAnswer, error_response
+from services.gateway.body import TooManyBodies, decode_json, read_body
 from services.gateway.errors import ApiError, invalid
 from services.gateway.event_ids import LAST_EVENT_ID, EventId, cannot_resume, parse_event_id
+from services.gateway.front import CLIENT_CLOSED_REQUEST, Front, Handler, internal_error
+from services.gateway.http_server import ENTRY, PEER
 from services.gateway.idempotency import IDEMPOTENCY_KEY, RequestKey, body_fingerprint, check_key
 from services.gateway.openai_format import Envelope, Kind
 from services.gateway.request import GenerateJob
 from services.gateway.sampling import FieldNames
 from services.gateway.state import Gateway
-from services.runtime.logs import bind_request_id, get_logger
+from services.gateway.turnstile import Gone
 
-_log = get_logger(__name__)
-
+COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
 _PROMPT = FieldNames(prompt="prompt")
 _CHAT = FieldNames(prompt="messages", num_logprobs="top_logprobs")
 # Of all choices of an answer, which is some 70 bytes each.
 MAX_PROMPT_LOGPROBS = 2**16
 _COMPLETION_MAX_TOKENS = 16
-_NOT_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")
-_REQUEST_ID_CHARS = 128
 
 
-def sanitised_request_id(value: str) -> str:
-    """A client's request id without anything that could confuse a log or a header; a new one if nothing is left."""
-    return _NOT_REQUEST_ID.sub("", value[: 4 * _REQUEST_ID_CHARS])[:_REQUEST_ID_CHARS] or uuid.uuid4().hex
-
-
-class RequestIdMiddleware:
-    """Gives every request an id, logs with it, and echoes it as X-Request-ID."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        request_id = sanitised_request_id(given.decode("latin-1"))
-        scope.setdefault("state", {})["request_id"] = request_id
-        scope[RAW_SEND] = send
-        bind_request_id(request_id)
-        header = (b"x-request-id", request_id.encode())
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), header]
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
-
-
-def create_app(gateway: Gateway) -> FastAPI:
+def create_app(gateway: Gateway) -> Front:
     """The ASGI application."""
     app = FastAPI(title="Paceline", version=version("paceline"), redirect_slashes=False)
-    app.add_middleware(RequestIdMiddleware)
     _add_error_handlers(app)
-    _add_state_routes(app, gateway)
+    health = _add_state_routes(app, gateway)
     _add_model_routes(app, gateway)
     _add_token_routes(app, gateway)
-    _add_generation_routes(app, gateway)
-    return app
+    completions, chat_completions = _add_generation_routes(app, gateway)
+    return Front(
+        app,
+        {
+            ("GET", "/health"): health,
+            ("POST", COMPLETIONS): completions,
+            ("POST", CHAT_COMPLETIONS): chat_completions,
+        },
+    )
 
 
 def _json(value: Any, status: int = 200) -> JsonResponse:
@@ -105,22 +77,22 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error_response(invalid(None, str(error)))
 
     async def client_gone(_: Request, error: Exception) -> Response:
-        # Nobody reads this.
-        return Response(status_code=499)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     async def bug(_: Request, error: Exception) -> Response:
-        return error_response(ApiError(500, "internal error; the log has the details", code="internal_error"))
+        return internal_error()
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(RequestValidationError, validation_error)
     app.add_exception_handler(ClientDisconnect, client_gone)
+    app.add_exception_handler(Gone, client_gone)
     app.add_exception_handler(Exception, bug)
 
 
-def _add_state_routes(app: FastAPI, gateway: Gateway) -> None:
+def _add_state_routes(app: FastAPI, gateway: Gateway) -> Handler:
     @app.api_route("/health", methods=["GET", "HEAD"], response_class=JsonResponse)
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         """200 as long as the process serves, with or without a scheduler."""
         return _json({"status": "ok"})
 
@@ -153,6 +125,8 @@ def _add_state_routes(app: FastAPI, gateway: Gateway) -> None:
         """This server's version."""
         return _json({"version": version("paceline")})
 
+    return health
+
 
 def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
     created = int(time.time())
@@ -178,8 +152,17 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
         return _json(card())
 
 
-async def _body(gateway: Gateway, request: Request) -> Any:
-    return await read_json(request, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
+async def _body(gateway: Gateway, request: Request, *, new: bool = False) -> Any:
+    """Read at once, and decoded when it is the request's turn. Raises as read_body, Gateway.turn and decode_json."""
+    with gateway.bodies.hold() as held:
+        try:
+            body = await read_body(request, held, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
+        except TooManyBodies:
+            limit = gateway.bodies.max_bytes
+            message = f"the bodies of all requests that are being read have more than {limit} bytes"
+            raise gateway.session.refusal(message) from None
+        await gateway.turn(request.scope[PEER].has_gone, new=new)
+        return decode_json(body)
 
 
 async def _parsed(cls: type[schema.R], gateway: Gateway, request: Request) -> schema.R:
@@ -213,16 +196,18 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
         return _json({"prompt": builder.tokenizer.decode(builder.check_token_ids(body.tokens, "tokens"))})
 
 
-def _add_generation_routes(app: FastAPI, gateway: Gateway) -> None:
-    @app.post("/v1/completions")
+def _add_generation_routes(app: FastAPI, gateway: Gateway) -> tuple[Handler, Handler]:
+    @app.post(COMPLETIONS)
     async def completions(request: Request) -> Response:
         """Continue a prompt, or several."""
         return await _answer(gateway, request, "completion", schema.CompletionRequest, _completion_jobs)
 
-    @app.post("/v1/chat/completions")
+    @app.post(CHAT_COMPLETIONS)
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
         return await _answer(gateway, request, "chat", schema.ChatRequest, _chat_jobs)
+
+    return completions, chat_completions
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +217,7 @@ class _Asked:
     request_id: str
     arrival_s: float
     key: RequestKey | None
+    gone: Callable[[], bool]
 
 
 _R = TypeVar("_R", bound=schema.SamplingFields)
@@ -239,16 +225,21 @@ _MakeJobs = Callable[[Gateway, _R, _Asked], Awaitable[list[GenerateJob]]]
 
 
 async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R], make_jobs: _MakeJobs[_R]) -> Response:
-    arrival_s = time.perf_counter()
+    arrival_s, gone = time.perf_counter(), request.scope[PEER].has_gone
     try:
         name = check_key(request.headers.getlist(IDEMPOTENCY_KEY), IDEMPOTENCY_KEY)
-        body = await _body(gateway, request)
+        new = name is None and LAST_EVENT_ID not in request.headers  # else it may run already
+        if new:
+            gateway.check_room()
+        body = await _body(gateway, request, new=new)
         parsed = schema.parse(cls, body, gateway.builder.max_model_len)
         gateway.check_model(parsed.model)
         key = None
         if name is not None:
             key = RequestKey(parsed.terms().tenant, name, body_fingerprint(kind, body), IDEMPOTENCY_KEY)
-        jobs = await make_jobs(gateway, parsed, _Asked(request.scope["state"]["request_id"], arrival_s, key))
+            if LAST_EVENT_ID not in request.headers:
+                gateway.check_room(key)
+        jobs = await make_jobs(gateway, parsed, _Asked(request.scope["state"]["request_id"], arrival_s, key, gone))
         after = _last_event(request, parsed, jobs, key)
         if after is not None and after.after == "d":
             return Response(status_code=204)  # which tells an EventSource that this was all
@@ -256,6 +247,12 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
     except ApiError:
         gateway.metrics.refused(kind)
         raise
+    except Gone:
+        gateway.count_gone()
+        raise
+    finally:
+        if (entry := request.scope.get(ENTRY)) is not None:
+            entry.end()
     answer_id = key.answer_id if key is not None else None
     created_s = after.created_s if after is not None else reading.created_s
     envelope = Envelope(kind, parsed.model or gateway.model_name, created_s, answer_id)
@@ -298,7 +295,7 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str):
             add = body.add_special_tokens is not False
-            ids = await builder.encode_text(prompt, _PROMPT, add_special_tokens=add)
+            ids = await builder.encode_text(prompt, _PROMPT, add_special_tokens=add, gone=asked.gone)
             if not prompt:
                 raise invalid("prompt", "the prompt is empty")
         else:
@@ -342,6 +339,7 @@ async def _chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: _Asked) 
         names,
         add_generation_prompt=body.add_generation_prompt is not False,
         variables=body.chat_template_kwargs,
+        gone=asked.gone,
     )
     choices = body.sampling()
     if asked.key is not None and body.seed is None:

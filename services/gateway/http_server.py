@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import resource
 import socket
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import orjson
 import uvicorn
@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.gateway.errors import ApiError
+from services.gateway.listener import Listener, has_gone
 
 # Request line and headers together.
 _MAX_HEAD_BYTES = 64 * 1024
@@ -22,8 +23,59 @@ _MAX_HEAD_BYTES = 64 * 1024
 # answer away.
 _REFUSAL_LINGER_S = 1.0
 _BODY_LINGER_S = 5.0
+# How long the rest of a request that was turned away may take, on a connection that is used on.
+_SKIP_TIMEOUT_S = 60.0
+# In the scope of a request: its Peer.
+PEER = "paceline.peer"
+# If the doorkeeper gave one: its Entry.
+ENTRY = "paceline.entry"
+_BACKLOG = 4096
 # Open files that are no HTTP connections.
 _RESERVED_FILES = 256
+
+
+class TurnedAway(NamedTuple):
+    """A request that gets no more than this."""
+
+    error: ApiError
+    request_id: str
+
+
+class Entry:
+    """A request that was let in, until it has been submitted or has failed."""
+
+    __slots__ = ("_on_end",)
+
+    def __init__(self, on_end: Callable[[], object]) -> None:
+        self._on_end: Callable[[], object] | None = on_end
+
+    def end(self) -> None:
+        """Safe to call again."""
+        if self._on_end is not None:
+            self._on_end()
+            self._on_end = None
+
+
+# By the target and the headers (names in lower case) of a POST whose body is not read yet.
+DoorKeeper = Callable[[bytes, Sequence[tuple[bytes, bytes]]], TurnedAway | Entry | None]
+
+
+class Peer:
+    """The other end of a connection."""
+
+    __slots__ = ("_sock", "_transport")
+
+    def __init__(self, sock: socket.socket, transport: asyncio.Transport) -> None:
+        self._sock = sock
+        self._transport = transport
+
+    def has_gone(self) -> bool:
+        """Even before the event loop has noticed."""
+        return has_gone(self._sock)
+
+    def drop(self) -> None:
+        """There is nobody to answer: close at once."""
+        self._transport.abort()
 
 
 class _CloseAfterBody:
@@ -48,20 +100,31 @@ class _Config(uvicorn.Config):
     closing = False  # no connection outlives the answer to its next request
     max_connections: int
     head_timeout_s: float
+    doorkeeper: DoorKeeper
 
 
 class _Protocol(HttpToolsProtocol):
     """Bounds the head of a request in size and time, and the number of connections; answers what cannot be parsed in
-    OpenAI's error shape."""
+    OpenAI's error shape, and who is turned away without any of what a request has else (a task, a queue, layers)."""
 
     config: _Config
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
     _refused = False
+    # Of a request that is turned away the rest is dropped.
+    _skipping = False
+    _skip_timer: asyncio.TimerHandle | None = None
+    _last = False
+    _entry: Entry | None = None
     body_is_here = False
+
+    def __init__(self, sock: socket.socket, **options: Any) -> None:
+        super().__init__(**options)
+        self._sock = sock
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._peer = Peer(self._sock, transport)
         if len(self.connections) > self.config.max_connections:
             message = f"the server has {self.config.max_connections} connections, and takes no more"
             self._answer(b"503 Service Unavailable", ApiError(503, message, code="too_many_connections"))
@@ -70,17 +133,27 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_here()
+        self._skip_ends()
+        self._entry_ends()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self._refused:
-            super().data_received(data)
+        if self._refused:
+            return
+        super().data_received(data)
+        if self._last and not self._refused:
+            self.refuse(_BODY_LINGER_S)
+        elif self._skipping and not self.body_is_here and self._skip_timer is None:
+            self._skip_timer = self.loop.call_later(_SKIP_TIMEOUT_S, self.transport.close)
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
+        self._skipping = False
+        self._unset_keepalive_if_required()
         if self._head_timer is None:  # not the first request of this connection
             self._expect_head()
         super().on_message_begin()
+        self.scope[PEER] = self._peer  # type: ignore[literal-required]
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -93,15 +166,66 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self.body_is_here = False
         self._head_is_here()
+        if self._last or self._turn_away():
+            self._skipping = True
+            return
         super().on_headers_complete()
         if self.cycle is not None and self.config.closing:
             self.cycle.keep_alive = False
         if self.cycle is not None and not self.cycle.keep_alive:
             self.cycle.transport = _CloseAfterBody(self)  # type: ignore[assignment]
 
+    def on_body(self, body: bytes) -> None:
+        if not self._skipping:
+            super().on_body(body)
+
     def on_message_complete(self) -> None:
         self.body_is_here = True
-        super().on_message_complete()
+        if not self._skipping:
+            super().on_message_complete()
+            return
+        self._skip_ends()
+        if not self._last:
+            later = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+            self.timeout_keep_alive_task = later
+        elif not self._refused:
+            self._refused = True
+            self.transport.close()
+
+    def on_response_complete(self) -> None:
+        self._entry_ends()
+        super().on_response_complete()
+
+    def _entry_ends(self) -> None:
+        """Whatever has become of its request."""
+        if self._entry is not None:
+            self._entry.end()
+            self._entry = None
+
+    def _turn_away(self) -> bool:
+        """Answer a request for which there is no room, at its head; False if it is to be served."""
+        # With the request before it, or with answers that are not read: in what a request has else there is a brake.
+        busy = self.flow.write_paused or (self.cycle is not None and not self.cycle.response_complete)
+        if busy or self.expect_100_continue or self.parser.get_method() != b"POST":
+            return False
+        verdict = self.config.doorkeeper(self.url, self.headers)
+        if not isinstance(verdict, TurnedAway):
+            if verdict is not None:
+                self._entry = self.scope[ENTRY] = verdict  # type: ignore[literal-required]
+            return False
+        error, request_id = verdict
+        http_version = self.parser.get_http_version()
+        self._last = self.config.closing or http_version == "1.0" or not self.parser.should_keep_alive()
+        headers = [("x-request-id", request_id), *error.headers.items()]
+        if self._last:
+            headers.append(("connection", "close"))
+        self._write(b"429 Too Many Requests", error, headers)
+        return True
+
+    def _skip_ends(self) -> None:
+        if self._skip_timer is not None:
+            self._skip_timer.cancel()
+            self._skip_timer = None
 
     def send_400_response(self, msg: str) -> None:
         too_large = self._head_bytes > _MAX_HEAD_BYTES
@@ -111,12 +235,16 @@ class _Protocol(HttpToolsProtocol):
         self._answer(status, error)
 
     def _answer(self, status: bytes, error: ApiError) -> None:
-        body = orjson.dumps(error.body())
-        self.transport.write(
-            b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
-            % (status, len(body), body)
-        )
+        self._write(status, error, [("connection", "close")])
         self.refuse(_REFUSAL_LINGER_S)
+
+    def _write(self, status: bytes, error: ApiError, headers: Sequence[tuple[str, str]]) -> None:
+        body = orjson.dumps(error.body())
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers]).encode()
+        self.transport.write(
+            b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s"
+            % (status, len(body), lines, body)
+        )
 
     def _expect_head(self) -> None:
         self._head_timer = self.loop.call_later(self.config.head_timeout_s, self._head_is_late)
@@ -149,7 +277,16 @@ class _Protocol(HttpToolsProtocol):
 
 
 class _Server(uvicorn.Server):
-    """Leaves the process's signals alone: the service's runner owns them."""
+    """Takes connections in with our listener, and leaves the process's signals alone: the service's runner owns
+    them."""
+
+    listener: Listener
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        self.listener.start(_BACKLOG)
+        self.servers = [self.listener]  # type: ignore[list-item]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -160,11 +297,21 @@ class HttpServer:
     """Serves an ASGI app until `stop`.
 
     A connection whose request's head is not there `head_timeout_s` after it began (or after the connection was made) is
-    closed. One more than `max_connections`, or than files may be open, gets 503.
+    closed. One more than `max_connections`, or than files may be open, gets 503. `costly`, `on_gone`: see Listener.
+    Whom the `doorkeeper` turns away has its answer before anything else is done for it.
     """
 
     def __init__(
-        self, app: ASGIApp, host: str, port: int, *, max_connections: int = 16384, head_timeout_s: float = 30.0
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        *,
+        max_connections: int = 16384,
+        head_timeout_s: float = 30.0,
+        costly: tuple[bytes, ...] = (),
+        on_gone: Callable[[], None] = lambda: None,
+        doorkeeper: DoorKeeper = lambda target, headers: None,
     ) -> None:
         config = self._config = _Config(
             app,
@@ -174,20 +321,21 @@ class HttpServer:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             date_header=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=1,
-            backlog=4096,
         )
         config.head_timeout_s = head_timeout_s
         open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if open_files != resource.RLIM_INFINITY:
             max_connections = min(max_connections, max(1, open_files - _RESERVED_FILES))
         config.max_connections = max_connections
+        config.doorkeeper = doorkeeper
         self._server = _Server(config)
         self._host, self._port = host, port
+        self._costly, self._on_gone = costly, on_gone
         self._task: asyncio.Task[Any] | None = None
-        self._socket: socket.socket | None = None
 
     @property
     def num_running(self) -> int:
@@ -201,8 +349,9 @@ class HttpServer:
 
     async def start(self) -> int:
         """Listen; returns the port really bound. Raises OSError if it is taken."""
-        self._socket = sock = _listen(self._host, self._port)
-        self._task = asyncio.create_task(self._server.serve(sockets=[sock]))
+        sock = _bind(self._host, self._port)
+        self._server.listener = Listener(sock, self._protocol, costly=self._costly, on_gone=self._on_gone)
+        self._task = asyncio.create_task(self._server.serve())
         while not self._server.started:
             if self._task.done():
                 self._task.result()
@@ -214,19 +363,15 @@ class HttpServer:
     async def close_listener(self) -> None:
         """From now on connections are refused, so that clients and balancers go elsewhere at once. Those that are open
         already are served: each gets `connection: close` with its next answer."""
-        assert self._socket is not None, "start() comes first"
         self._config.closing = True
-        # Connections that wait for us to accept them would be reset.
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                connection, _ = self._socket.accept()
-                await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connection)
-        for server in self._server.servers:
-            server.close()
+        listener = self._server.listener
+        listener.accept_all()
+        listener.close()
+        await listener.wait_closed()
 
-    def _protocol(self) -> _Protocol:
-        state = self._server.lifespan.state
-        return _Protocol(config=self._config, server_state=self._server.server_state, app_state=state)
+    def _protocol(self, sock: socket.socket) -> _Protocol:
+        server = self._server
+        return _Protocol(sock, config=self._config, server_state=server.server_state, app_state=server.lifespan.state)
 
     async def stop(self) -> None:
         """Close the listener; answers that still run get a second to end."""
@@ -235,7 +380,7 @@ class HttpServer:
             await self._task
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -70,6 +70,6 @@ def message_fingerprint(request: inference_pb2.GenerateRequest) -> bytes:
     """Of a request over gRPC, whichever attempt at it this is."""
     same = inference_pb2.GenerateRequest()
     same.CopyFrom(request)
-    for attempt_only in ("request_id", "resume_after"):
+    for attempt_only in ("request_id", "deadline_s", "resume_after", "resume_token_ids"):
         same.ClearField(attempt_only)
     return sha256(same.SerializeToString(deterministic=True)).digest()

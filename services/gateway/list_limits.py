@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.gateway.errors import invalid
-from services.gateway.request import MAX_STOP_STRINGS, too_long
+from services.gateway.request import MAX_RETENTION_RANGES, MAX_STOP_STRINGS, too_long
 from services.gateway.sampling import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORD_CHARS,
@@ -19,8 +19,8 @@ from services.gateway.sampling import (
 MAX_PROMPTS = 128
 MAX_MESSAGES = 16384
 MAX_PARTS = 16384  # of one message
-MAX_RETENTION_RANGES = 64  # as the scheduler has it
 MAX_TEMPLATE_VARIABLES = 1024
+MAX_DETOKENIZED = 2**17  # or as many as the model can see
 
 # Entries at the most, and what they are called.
 _ENTRIES = {
@@ -44,6 +44,9 @@ def check_lengths(body: Mapping[str, Any], max_model_len: int) -> None:
     for word in _list(body, "bad_words"):
         if isinstance(word, list) and len(word) > MAX_BAD_WORD_CHARS:
             raise invalid("bad_words", f"bad_words: an entry has {len(word)} tokens; {MAX_BAD_WORD_CHARS} are possible")
+    most = max(MAX_DETOKENIZED, max_model_len)
+    if len(tokens := _list(body, "tokens")) > most:
+        raise invalid("tokens", f"tokens has {len(tokens)} tokens; at most {most} are possible")
     _check_prompt(_list(body, "prompt"), max_model_len)
     _check_chat(_list(body, "messages"))
 

@@ -52,9 +52,11 @@ class GatewayMetrics(Collector):
         self.scheduler_ready = False
         # Of requests with idempotency keys.
         self.waiting_requests = self.kept_answers = self.taken_up = 0
+        self.gone_requests = 0
         self.time_to_first_token_s = FastHistogram()
         self.inter_token_latency_s = FastHistogram()
         self.e2e_latency_s = FastHistogram()
+        self.event_loop_lag_s = FastHistogram()
         # Its own: a process may run several gateways (tests do).
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -103,6 +105,11 @@ class GatewayMetrics(Collector):
             "Connections that got a request which ran already, by its idempotency key.",
             value=self.taken_up,
         )
+        yield CounterMetricFamily(
+            prefix + "gone_requests",
+            "Requests that were dropped when it was their turn, as their clients had gone.",
+            value=self.gone_requests,
+        )
         yield GaugeMetricFamily(
             prefix + "scheduler_ready", "1 while the scheduler takes work.", value=float(self.scheduler_ready)
         )
@@ -111,6 +118,9 @@ class GatewayMetrics(Collector):
         )
         yield self.inter_token_latency_s.family(
             prefix + "inter_token_latency_seconds", "Between two tokens of a request as they arrive from the scheduler."
+        )
+        yield self.event_loop_lag_s.family(
+            prefix + "event_loop_lag_seconds", "How much later than it should a timer came, fifty times a second."
         )
         yield self.e2e_latency_s.family(prefix + "e2e_request_latency_seconds", "From a request's arrival to its end.")
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,11 +24,15 @@ from services.gateway.sampling import (
 )
 from services.gateway.session_core import NO_TERMS, Terms
 from services.gateway.tokenizer import TextTokenizer
+from services.gateway.turnstile import Gone
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_SAMPLES = 64  # of one prompt
 MAX_TENANT_CHARS = 128
+# As the scheduler has them; here, because all that it gets travels in messages that it shares with other requests.
+MAX_SALT_CHARS = 256
+MAX_RETENTION_RANGES = 64
 MAX_LENGTH_PENALTY = 10.0
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 # Longer texts are encoded off the event loop (the tokenizer lets go of the GIL).
@@ -52,6 +57,7 @@ class GenerateJob:
     terms: Terms = NO_TERMS
     sample: int = 0  # which of several of one prompt
     beam: inference_pb2.BeamOptions | None = None
+    delivered: tuple[int, ...] = ()  # output that the client has got from another run
 
 
 class RequestBuilder:
@@ -73,6 +79,8 @@ class RequestBuilder:
         self._files = files
         self._worker_model = worker_model
         self._cap = max_model_len
+        # As many as there are cores: more would only take them from the event loop.
+        self._threads = asyncio.Semaphore(os.cpu_count() or 1)
 
     @property
     def max_model_len(self) -> int:
@@ -95,12 +103,18 @@ class RequestBuilder:
 
     # -- prompts -----------------------------------------------------------------------------------
 
-    async def encode_text(self, text: str, names: FieldNames, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a plain prompt. Raises ApiError 400."""
+    async def encode_text(
+        self,
+        text: str,
+        names: FieldNames,
+        *,
+        add_special_tokens: bool = True,
+        gone: Callable[[], bool] = lambda: False,
+    ) -> list[int]:
+        """Token ids of a plain prompt. Raises ApiError 400, and Gone if `gone` when it is a long one's turn."""
         self._check_chars(len(text), names)
-        if len(text) <= _INLINE_CHARS:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return encode() if len(text) <= _INLINE_CHARS else await self._in_thread(encode, gone)
 
     async def encode_chat(
         self,
@@ -109,14 +123,16 @@ class RequestBuilder:
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        gone: Callable[[], bool] = lambda: False,
     ) -> list[int]:
-        """Token ids of a chat. Raises ApiError 400."""
+        """Token ids of a chat. Raises ApiError 400, and Gone if `gone` when it is a long one's turn."""
         num_chars = sum(len(message["content"]) for message in messages)
         self._check_chars(num_chars, names)
-        options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "variables": variables}
-        if num_chars + 32 * len(messages) <= _INLINE_CHARS:
-            return self.tokenizer.encode_chat(messages, **options)
-        return await asyncio.to_thread(self.tokenizer.encode_chat, messages, **options)
+        encode = partial(
+            self.tokenizer.encode_chat, messages, add_generation_prompt=add_generation_prompt, variables=variables
+        )
+        is_short = num_chars + 32 * len(messages) <= _INLINE_CHARS
+        return encode() if is_short else await self._in_thread(encode, gone)
 
     def check_token_ids(self, token_ids: Sequence[int], field_name: str) -> list[int]:
         """The ids as they are if all are in the vocabulary. Raises ApiError 400."""
@@ -129,6 +145,12 @@ class RequestBuilder:
     def encode_word(self, text: str) -> list[int]:
         """Token ids of a piece of text, nothing added. Raises ApiError 400."""
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    async def _in_thread(self, encode: Callable[[], list[int]], gone: Callable[[], bool]) -> list[int]:
+        async with self._threads:
+            if gone():
+                raise Gone
+            return await asyncio.to_thread(encode)
 
     def _check_chars(self, num_chars: int, names: FieldNames) -> None:
         # No token is longer than the longest, so this many characters cannot fit: not worth encoding them to say so.
@@ -251,7 +273,7 @@ def check_terms(
     tenant: str | None,
     deadline_s: float | None,
     cache_salt: str | None = None,
-    cache_retention: Iterable[common_pb2.RetentionRange] = (),
+    cache_retention: Sequence[common_pb2.RetentionRange] = (),
 ) -> Terms:
     """What a request says of its place among others; None takes the default. Raises ApiError 400."""
     for name, value in (("priority", priority), ("deadline_s", deadline_s)):
@@ -261,12 +283,18 @@ def check_terms(
         raise invalid("deadline_s", f"deadline_s must be above 0, not {deadline_s:g}")
     if tenant is not None and len(tenant) > MAX_TENANT_CHARS:
         raise invalid("tenant", f"tenant has {len(tenant)} characters; at most {MAX_TENANT_CHARS} are possible")
+    if cache_salt is not None and len(cache_salt) > MAX_SALT_CHARS:
+        message = f"cache_salt has {len(cache_salt)} characters; at most {MAX_SALT_CHARS} are possible"
+        raise invalid("cache_salt", message)
+    if len(cache_retention) > MAX_RETENTION_RANGES:
+        message = f"cache_retention has {len(cache_retention)} ranges; at most {MAX_RETENTION_RANGES} are possible"
+        raise invalid("cache_retention", message)
     return Terms(
         priority or 0.0,
         tenant or "",
         deadline_s or 0.0,
         cache_salt=cache_salt or "",
-        cache_retention=tuple(cache_retention),  # the scheduler checks the ranges
+        cache_retention=tuple(cache_retention),  # the scheduler checks what they say
     )
 
 

@@ -110,6 +110,10 @@ class RequestStore:
         """Answers that are kept."""
         return len(self._finished)
 
+    def has(self, key: RequestKey) -> bool:
+        """Whether the key stands for a request, of whatever content."""
+        return (key.tenant, key.key) in self._kept
+
     def open(self, key: RequestKey, submit: Callable[[], list[Run]]) -> Reading:
         """Read the request of this key, from its beginning; if there is none, it is submitted.
 

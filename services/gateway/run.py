@@ -36,11 +36,13 @@ class Run:
         self._session = session
         self._metrics = metrics
         self._closed = False
-        self._counted = 0  # tokens that some reader has read
+        self._counted = len(job.delivered)  # tokens that some reader has read
         self._last_s = job.arrival_s
         prompt = np.asarray(job.prompt_ids, "<i4").tobytes()
         terms = job.terms if first is None else replace(job.terms, fork_of=first.live.handle)
-        self.live: LiveRequest = session.submit(job.request_id, prompt, job.sampling, job.final_tokens, terms, job.beam)
+        self.live: LiveRequest = session.submit(
+            job.request_id, prompt, job.sampling, job.final_tokens, terms, job.beam, job.delivered
+        )
         metrics.live_requests += 1
         metrics.prompt_tokens += len(job.prompt_ids)
 

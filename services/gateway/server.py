@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from paceline.v1 import common_pb2, inference_pb2_grpc
+from services.gateway.body import Bodies
+from services.gateway.door import Door
 from services.gateway.grpc_front import SERVICE_NAME, InferenceFront
-from services.gateway.http import create_app
+from services.gateway.http import CHAT_COMPLETIONS, COMPLETIONS, create_app
 from services.gateway.http_server import HttpServer
 from services.gateway.id_tokenizer import IdTokenizer
 from services.gateway.metrics import GatewayMetrics
@@ -31,6 +34,7 @@ _IDLE_CONNECTIONS_S = 1.0
 # What has not ended when the drain time is over is told so.
 _LAST_WORDS_S = 0.5
 _TICK_S = 0.2
+_WATCH_S = 0.02
 
 
 async def serve(
@@ -46,6 +50,7 @@ async def serve(
         max_live=settings.max_live_requests,
         wait_s=settings.scheduler_wait_s,
         ping_timeout_s=settings.ping_timeout_s,
+        heartbeat_timeout_s=settings.heartbeat_timeout_s,
     )
     with interruptible():
         gateway = await asyncio.to_thread(_load, settings, session)
@@ -55,6 +60,9 @@ async def serve(
         settings.port,
         max_connections=settings.max_connections,
         head_timeout_s=settings.head_timeout_s,
+        costly=tuple(f"POST {path} ".encode() for path in (COMPLETIONS, CHAT_COMPLETIONS)),
+        on_gone=gateway.count_gone,
+        doorkeeper=Door(gateway, {COMPLETIONS.encode(): "completion", CHAT_COMPLETIONS.encode(): "chat"}),
     )
     http_port = await http_server.start()
     grpc_server = GrpcServer(settings.host, settings.grpc_port)
@@ -62,7 +70,7 @@ async def serve(
     grpc_server.add(SERVICE_NAME, lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(front, s))
     # grpc.health.v1 says SERVING exactly while /ready says 200.
     session.on_status = lambda: grpc_server.set_serving(gateway.ready)
-    ticking = asyncio.create_task(_tick(gateway.requests))
+    ticking = asyncio.create_task(_tick(gateway.requests)), asyncio.create_task(_watch_loop(gateway.metrics))
     try:
         grpc_port = await grpc_server.start()
         session.start()
@@ -76,7 +84,8 @@ async def serve(
         await http_server.close_listener()
         await _drain(gateway, http_server, grpc_server, settings.drain_s)
     finally:
-        ticking.cancel()
+        for task in ticking:
+            task.cancel()
         await session.close()
         await grpc_server.stop(_LAST_WORDS_S)
         await http_server.stop()
@@ -101,7 +110,13 @@ def _load(settings: GatewaySettings, session: SchedulerSession) -> Gateway:
         grace_s=settings.resume_grace_s, keep_s=settings.resume_keep_s, max_bytes=settings.resume_keep_bytes
     )
     return Gateway(
-        settings.model_name, builder, session, GatewayMetrics(), requests, max_body_bytes=settings.max_body_bytes
+        settings.model_name,
+        builder,
+        session,
+        GatewayMetrics(),
+        requests,
+        max_body_bytes=settings.max_body_bytes,
+        bodies=Bodies(settings.max_bodies_bytes),
     )
 
 
@@ -114,6 +129,13 @@ async def _tick(requests: RequestStore) -> None:
     while True:
         await asyncio.sleep(_TICK_S)
         requests.tick()
+
+
+async def _watch_loop(metrics: GatewayMetrics) -> None:
+    while True:
+        began_s = time.perf_counter()
+        await asyncio.sleep(_WATCH_S)
+        metrics.event_loop_lag_s.observe(max(time.perf_counter() - began_s - _WATCH_S, 0.0))
 
 
 async def _drain(gateway: Gateway, http_server: HttpServer, grpc_server: GrpcServer, drain_s: float) -> None:

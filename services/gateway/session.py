@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 import grpc
 import grpc.aio
@@ -13,7 +13,10 @@ import grpc.aio
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.errors import ApiError
 from services.gateway.session_core import NO_TERMS, LiveRequest, SessionCore, SessionFull, SessionProtocolError, Terms
+from services.runtime.fence import StaleScheduler
+from services.runtime.liveness import Silent, Watch, beat, first_of
 from services.runtime.logs import get_logger
+from services.runtime.masters import find_master
 from services.runtime.rpc import link_options, open_channel
 
 _log = get_logger(__name__)
@@ -21,6 +24,8 @@ _log = get_logger(__name__)
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 1.0
 _TICK_S = 0.2
+_FULL = "the server has too many requests in flight"
+SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 
 class SchedulerSession:
@@ -38,8 +43,10 @@ class SchedulerSession:
         max_live: int = 4096,
         wait_s: float = 30.0,
         ping_timeout_s: float = 2.0,
+        heartbeat_timeout_s: float = 1.5,
     ) -> None:
         self._target = target
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._transport = link_options(ping_timeout_s)
         self._core = SessionCore(
             f"gateway-{uuid.uuid4().hex[:12]}", response_window=response_window, max_live=max_live, wait_s=wait_s
@@ -68,6 +75,19 @@ class SchedulerSession:
         """What the scheduler last said of itself; None while it is away."""
         return self._core.status
 
+    def refusal(self, message: str) -> ApiError:
+        """A 429 that says when there will be a place."""
+        return ApiError(429, message, retry_after_s=self._core.retry_after_s(asyncio.get_running_loop().time()))
+
+    def is_full(self, num_waiting: int = 0) -> bool:
+        """Whether a request that is new would be refused by us or, as far as it has told, by the scheduler; behind so
+        many that wait to be submitted."""
+        return self._core.is_full or not self._core.queue_takes(num_waiting)
+
+    def no_room(self) -> ApiError | None:
+        """A 429 if a request that is new would be refused."""
+        return self.refusal(_FULL if self._core.is_full else "the queue is full") if self.is_full() else None
+
     @property
     def num_live(self) -> int:
         """Requests that have not ended."""
@@ -95,15 +115,21 @@ class SchedulerSession:
         final_tokens: frozenset[int] = frozenset(),
         terms: Terms = NO_TERMS,
         beam: inference_pb2.BeamOptions | None = None,
+        delivered: Sequence[int] = (),
     ) -> LiveRequest:
-        """Queue a request for the scheduler (token ids: packed int32). Raises ApiError 429 or 503."""
+        """Queue a request for the scheduler (token ids: packed int32), to go on behind output that was delivered.
+
+        Raises ApiError 429 or 503.
+        """
         if self._closing:
             raise ApiError(503, "the server is shutting down", retry_after_s=1.0)
         now_s = asyncio.get_running_loop().time()
         try:
-            request = self._core.submit(request_id, prompt_token_ids, sampling, now_s, final_tokens, terms, beam)
+            request = self._core.submit(
+                request_id, prompt_token_ids, sampling, now_s, final_tokens, terms, beam, delivered
+            )
         except SessionFull:
-            raise ApiError(429, "the server has too many requests in flight", retry_after_s=1.0) from None
+            raise self.refusal(_FULL) from None
         self._outgoing.set()
         return request
 
@@ -116,14 +142,19 @@ class SchedulerSession:
 
     async def _stay_connected(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
-        while True:
+        while not self._closing:  # a cancellation that meets a failing call may be lost in gRPC
             opened = False
             try:
                 # A channel of its own per attempt: a channel that failed sits out gRPC's back-off of seconds.
-                async with open_channel(self._target, self._transport) as channel:
+                target = await find_master(self._target, SERVICE_NAME, self._transport)
+                async with open_channel(target, self._transport) as channel:
                     await self._run_stream(channel)
+            except StaleScheduler as error:
+                _log.warning("refused a scheduler", scheduler=target, reason=str(error))
             except SessionProtocolError as error:
                 _log.error("scheduler broke the session protocol", error=str(error))
+            except Silent as silent:
+                _log.warning("the scheduler is silent", target=self._target, reason=str(silent))
             except grpc.RpcError as error:
                 code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
                 _log.debug("scheduler stream failed", code=str(code))
@@ -144,8 +175,13 @@ class SchedulerSession:
         self._outgoing = outgoing = asyncio.Event()
         outgoing.set()
         call = inference_pb2_grpc.InferenceServiceStub(channel).Session(self._requests(outgoing))
-        try:
+        clock = asyncio.get_running_loop().time
+        watch = Watch(self._heartbeat_timeout_s, clock(), opened=False)
+
+        async def read() -> None:
             async for response in call:
+                watch.heard(clock())
+                watch.promised = watch.promised or response.heartbeat
                 first = not core.opened
                 self._wake(core.receive(response))
                 # What is due (submissions after the opening, acknowledgements), the core knows.
@@ -155,6 +191,13 @@ class SchedulerSession:
                     _log.info("session open", scheduler=self._target, epoch=core.epoch, live=core.num_live)
                 if first or response.HasField("status"):
                     self._status_changed()
+
+        def send() -> None:
+            core.beat()
+            outgoing.set()
+
+        try:
+            await first_of(read(), beat(watch, send))
         finally:
             call.cancel()
             self._outgoing = asyncio.Event()

@@ -18,8 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.v1 import common_pb2, inference_pb2
+from services.gateway.departures import Departures
+from services.gateway.room import Room
+from services.runtime.fence import Fence
 
-_UNAVAILABLE = 14  # google.rpc.Code
+_RESOURCE_EXHAUSTED, _UNAVAILABLE = 8, 14  # google.rpc.Code
 _MAX_HANDLE = 2**32 - 1
 # A SessionRequest stays far below the message limit of 16 MiB, however much is submitted again at once.
 _MAX_REQUEST_BYTES = 4 * 2**20
@@ -99,6 +102,7 @@ class SessionCore:
         self.connected = False
         self.opened = False
         self.epoch: int | None = None
+        self._fence = Fence()
         self.status: inference_pb2.SchedulerStatus | None = None
         self._window = response_window
         self._max_live = max_live
@@ -112,12 +116,31 @@ class SessionCore:
         self._open_sent = False
         self._read = 0
         self._read_sent = 0
+        self._beat_due = False
         self._now_s = 0.0  # when time was last heard of
+        self._departures = Departures()
+        self._room = Room()
 
     @property
     def num_live(self) -> int:
         """Requests that have not ended."""
         return len(self._live)
+
+    @property
+    def is_full(self) -> bool:
+        """`submit` would raise SessionFull."""
+        return len(self._live) >= self._max_live
+
+    def queue_takes(self, num_waiting: int) -> bool:
+        """Whether the scheduler's queue has a place, as far as it has told, for one more behind so many that will be
+        submitted before."""
+        if self.status is not None and self.status.full:
+            return False
+        return self._room.takes(len(self._unsent) + num_waiting)
+
+    def retry_after_s(self, now_s: float) -> float:
+        """For one who is refused now."""
+        return self._departures.retry_after_s(now_s, len(self._live))
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -130,18 +153,26 @@ class SessionCore:
         final_tokens: frozenset[int] = frozenset(),
         terms: Terms = NO_TERMS,
         beam: inference_pb2.BeamOptions | None = None,
+        delivered: Sequence[int] = (),
     ) -> LiveRequest:
-        """A new request. Raises SessionFull."""
-        if len(self._live) >= self._max_live:
+        """A new request, to go on behind what was delivered, whose scores are unknown. Raises SessionFull."""
+        if self.is_full:
             raise SessionFull
         while self._next_handle in self._live:
             self._next_handle = self._next_handle % _MAX_HANDLE + 1
         handle = self._next_handle
         self._next_handle = handle % _MAX_HANDLE + 1
         request = LiveRequest(handle, request_id, prompt_token_ids, sampling, final_tokens, now_s, terms, beam)
+        if delivered:
+            request.tokens += delivered
+            request.scores += [Score(0.0)] * len(delivered) if sampling.logprobs else []
+            request.ending = _ended_unseen(request)
+            if request.ending is not None:
+                return request
         self._now_s = now_s
         self._live[handle] = request
         self._unsent[handle] = request
+        self._departures.entered()
         return request
 
     def cancel(self, request: LiveRequest) -> None:
@@ -161,6 +192,8 @@ class SessionCore:
     def tick(self, now_s: float) -> list[LiveRequest]:
         """Time passes: requests that have waited too long for a scheduler fail. Returns them."""
         self._now_s = now_s
+        self._departures.measure(now_s)
+        self._room.tick()
         if self._down_since_s is None:
             return []
         down_since_s = self._down_since_s
@@ -192,6 +225,7 @@ class SessionCore:
         self._num_streams += 1
         self._open_sent = False
         self._read = self._read_sent = 0
+        self._room = Room()
         self._cancels.clear()
         ended = []
         for request in list(self._live.values()):
@@ -207,6 +241,7 @@ class SessionCore:
         """The stream is gone."""
         self.connected = self.opened = False
         self.status = None
+        self._room = Room()  # the next scheduler tells of its own
         if self._down_since_s is None:
             self._down_since_s = now_s
 
@@ -217,28 +252,38 @@ class SessionCore:
         # Nothing is submitted before the scheduler has opened the session: what it then has seen, it has accepted.
         submit = self.opened and bool(self._unsent)
         acks_due = self._read - self._read_sent >= max(1, self._window // 4)
-        if self._open_sent and not submit and not self._cancels and not acks_due:
+        if self._open_sent and not (submit or self._cancels or acks_due or self._beat_due):
             return None
+        self._beat_due = False
         message = inference_pb2.SessionRequest(responses_read=self._read)
         if not self._open_sent:
             message.open.session_id = f"{self.session_id}-{self._num_streams}"
             message.open.response_window = self._window
+            message.open.heartbeats = True
             self._open_sent = True
         if submit:
             message.submissions.extend(self._submissions())
+            self._room.sent(len(message.submissions))
         if self._cancels:
             message.cancels.extend(self._cancels)
             self._cancels.clear()
         self._read_sent = self._read
         return message
 
+    def beat(self) -> None:
+        """The next message is due, whether there is anything to say or not."""
+        self._beat_due = True
+
     def receive(self, response: inference_pb2.SessionResponse) -> list[LiveRequest]:
         """Apply one message. Returns the requests with news, one that got several tokens as often.
 
-        Raises SessionProtocolError.
+        Raises SessionProtocolError, and StaleScheduler for one that is not the master any more.
         """
+        if response.heartbeat:
+            return []
         self._read += 1
         if response.HasField("opened"):
+            self._fence.check(response.opened.fence)
             self.opened = True
             self.epoch = response.opened.epoch
             self._down_since_s = None
@@ -246,10 +291,19 @@ class SessionCore:
             raise SessionProtocolError("the first message has no `opened`")
         if response.HasField("status"):
             self.status = response.status
+        if response.HasField("room"):
+            self._room.told(response.room.places, response.room.num_submissions)
+        elif not response.prompt_scores:  # which come in messages without anything else
+            self._room.unchanged()
         touched = self._take_tokens(response)
         for ending in response.endings:
             request = self._live.get(ending.handle)
             if request is not None:
+                if ending.code != _RESOURCE_EXHAUSTED and not request.cancelled:
+                    self._departures.left(len(self._live) - 1)
+                elif ending.code == _RESOURCE_EXHAUSTED and self.status is not None and self.status.full:
+                    # It came in between: those whom we refused ourselves are to come before it.
+                    ending.retry_after_s = max(ending.retry_after_s, self.retry_after_s(self._now_s))
                 self._end(request, ending)
                 touched.append(request)
         return touched
@@ -289,8 +343,7 @@ class SessionCore:
                 request.sampling.prompt_logprobs = False  # they are here
             request.sent = True
             output = np.asarray(request.tokens, "<i4").tobytes() if request.tokens else b""
-            budget_bytes -= len(request.prompt_token_ids) + len(output) + request.sampling.ByteSize() + 64
-            yield inference_pb2.Submission(
+            submission = inference_pb2.Submission(
                 handle=request.handle,
                 request_id=request.request_id,
                 prompt_token_ids=request.prompt_token_ids,
@@ -305,6 +358,8 @@ class SessionCore:
                 cache_salt=request.terms.cache_salt,
                 cache_retention=request.terms.cache_retention,
             )
+            budget_bytes -= submission.ByteSize()
+            yield submission
 
     def _deadline_left_s(self, request: LiveRequest) -> float:
         if not request.terms.deadline_s:

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import Field
 
 from demo import CHECKPOINT
-from services.runtime.settings import Address, ServiceSettings
+from services.runtime.settings import AddressList, ServiceSettings
 
 # One variable for every service that needs to know the model (gateway: tokenizer, worker: weights).
 MODEL_ENV = "PACELINE_MODEL"
@@ -20,7 +20,9 @@ class GatewaySettings(ServiceSettings, section="gateway"):
 
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
     grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port; 0 takes a free one")
-    scheduler: Address = Field("127.0.0.1:50051", description="host:port of the scheduler")
+    scheduler: AddressList = Field(
+        "127.0.0.1:50051", description="host:port of the scheduler; of several (with commas), if others stand by"
+    )
     model: str = Field(
         default_factory=lambda: os.environ.get(MODEL_ENV) or str(CHECKPOINT),
         description=f"checkpoint folder, or a hub name, for its tokenizer (default: {MODEL_ENV}, else the demo model)",
@@ -31,6 +33,9 @@ class GatewaySettings(ServiceSettings, section="gateway"):
         None, ge=2, description="prompt and output tokens of a request together (default: what the worker says)"
     )
     max_body_bytes: int = Field(10 * 2**20, ge=1024, description="largest request body")
+    max_bodies_bytes: int = Field(
+        256 * 2**20, ge=1024, description="memory for all request bodies that are being read; one more gets 429"
+    )
     max_live_requests: int = Field(4096, ge=1, description="requests in flight; one more gets 429")
     max_connections: int = Field(
         16384, ge=1, description="HTTP connections; one more gets 503 (at most as many as files may be open, but 256)"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from services.gateway.body import Bodies
 from services.gateway.errors import ApiError
 from services.gateway.idempotency import RequestKey
 from services.gateway.metrics import GatewayMetrics
@@ -13,6 +14,7 @@ from services.gateway.request import GenerateJob, RequestBuilder
 from services.gateway.request_store import Reading, RequestStore, read_once
 from services.gateway.run import Run
 from services.gateway.session import SchedulerSession
+from services.gateway.turnstile import Gone, Turnstile
 
 
 @dataclass(slots=True)
@@ -27,6 +29,8 @@ class Gateway:
     max_body_bytes: int = 10 * 2**20
     body_timeout_s: float = 60.0
     draining: bool = False
+    turnstile: Turnstile = field(default_factory=Turnstile)
+    bodies: Bodies = field(default_factory=lambda: Bodies(256 * 2**20))
 
     @property
     def ready(self) -> bool:
@@ -42,6 +46,39 @@ class Gateway:
                 param="model",
                 code="model_not_found",
             )
+
+    def no_room(self) -> ApiError | None:
+        """A 429 if a request that is new would be refused anyway: before anything is done for it."""
+        if self.turnstile.crowded:
+            return self._no_place_to_wait()
+        return self.session.no_room()
+
+    def check_room(self, key: RequestKey | None = None) -> None:
+        """Raises what no_room() gives, unless the key's request is here already."""
+        if (key is None or not self.requests.has(key)) and (error := self.no_room()) is not None:
+            raise error
+
+    async def turn(self, gone: Callable[[], bool] = lambda: False, *, new: bool) -> None:
+        """Wait until it is a request's turn to be parsed and submitted; `new`: it cannot be running already.
+
+        Raises ApiError 429 if meanwhile there is no room for it, and Gone if its client has gone.
+        """
+
+        def verdict() -> Exception | None:
+            if gone():
+                return Gone()
+            return self.session.no_room() if new else None
+
+        if self.turnstile.crowded:
+            raise self._no_place_to_wait()
+        await self.turnstile.turn(verdict)
+
+    def count_gone(self) -> None:
+        """A client had gone before anything was done for it."""
+        self.metrics.gone_requests += 1
+
+    def _no_place_to_wait(self) -> ApiError:
+        return self.session.refusal("too many requests wait to be looked at")
 
     def open(self, jobs: Sequence[GenerateJob], key: RequestKey | None) -> Reading:
         """Read these jobs' output; those of a key that is known already are not submitted again.

@@ -66,7 +66,10 @@ def test_bytes_on_a_socket(stack: Stack, http: httpx.Client, case: Any) -> None:
             connection.sendall(case.data)
             if case.closes:
                 connection.shutdown(socket.SHUT_WR)
-        answer = connection.recv(65536)
+        try:
+            answer = connection.recv(65536)
+        except ConnectionResetError:  # as good as a connection that is closed: no answer
+            answer = b""
     assert (int(answer.split(b" ")[1]) if answer else 0) in case.statuses, answer[:300]
     assert http.get("/health").status_code == 200
 

@@ -63,6 +63,34 @@ async def test_ten_times_what_there_is_room_for(own_stack: Stack) -> None:
     await check_at_rest(stack, before)
 
 
+async def test_who_comes_back_when_told_to_is_served(own_stack: Stack) -> None:
+    """Forty at once, for two seats and a queue of four; each waits for as long as it is told to."""
+    own_stack.scheduler_flags = ["--max-queued-requests", "4"]
+    own_stack.worker_flags = ["--max-num-seqs", "2", "--threads", "1"]
+    stack = await asyncio.to_thread(own_stack.up)
+    prompts = load.random_prompts(40, 5, VOCAB, longest=30)
+    asked: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "temperature": 0}
+    refusals = 0
+    async with load.client(stack.url) as http:
+
+        async def until_served(prompt: list[int]) -> Any:
+            nonlocal refusals
+            while True:
+                answer = await http.post("/v1/completions", json=asked | {"prompt": prompt})
+                if answer.status_code == 200:
+                    return answer.json()["choices"]
+                assert answer.status_code == 429
+                refusals += 1
+                await asyncio.sleep(int(answer.headers["retry-after"]))
+
+        right = [await until_served(prompt) for prompt in prompts]  # one after the other
+        assert not refusals
+        before = resident(stack)
+        assert await asyncio.gather(*map(until_served, prompts)) == right
+    assert refusals, "there was not room for all"
+    await check_at_rest(stack, before)
+
+
 def connection(stack: Stack, data: bytes = b"") -> socket.socket:
     """One that has sent so much and reads nothing."""
     sock = socket.socket()
@@ -89,9 +117,10 @@ async def test_clients_that_mean_it_ill(stack: Stack) -> None:
     async with load.client(stack.url) as http:
         for _ in range(3):
             serving = asyncio.create_task(load.stream_all(stack.url, wanted))
-            for _ in range(100):
+            for i in range(1000):
                 connection(stack, stream_request(max_tokens=500)).close()
-                await asyncio.sleep(0)
+                if i % 10 == 0:
+                    await asyncio.sleep(0)
             for sock in slow:
                 sock.sendall(b"a")
             for one, got in zip(right, await serving, strict=True):

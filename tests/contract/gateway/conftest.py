@@ -1,15 +1,21 @@
-"""A gateway over loopback in front of a fake scheduler."""
+"""A gateway over loopback in front of a fake scheduler: one for the tests of a module, or one of a test's own.
+
+All tests of a module run in one event loop, as the gateway that they share does.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import fastapi.dependencies.models
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 
 from paceline.v1 import common_pb2
 from services.gateway.server import serve
@@ -38,7 +44,7 @@ class Running:
     task: asyncio.Task[None]
 
     async def until_ready(self, status: int = 200) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while (await self.http.get("/ready")).status_code != status:  # noqa: ASYNC110 - another process's state, in effect
                 await asyncio.sleep(0.01)
 
@@ -47,10 +53,14 @@ Start = Callable[..., Awaitable[Running]]
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition, 5 s at the most."""
-    async with asyncio.timeout(5):
+    """Wait for a condition, 20 s at the most."""
+    async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110 - any condition
             await asyncio.sleep(0.002)
+
+
+def _scheduler(**options: Any) -> FakeScheduler:
+    return FakeScheduler(**{"next_token": hash_token(6, 1000), "model": MODEL_INFO, **options})
 
 
 async def _start(scheduler: FakeScheduler, scheduler_up: bool, settings: dict[str, Any]) -> Running:
@@ -59,7 +69,7 @@ async def _start(scheduler: FakeScheduler, scheduler_up: bool, settings: dict[st
         await scheduler.stop()
     stop = asyncio.Event()
     ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
-    options = {"port": 0, "grpc_port": 0, "scheduler": scheduler.target, "drain_s": 5.0, **settings}
+    options = {"port": 0, "grpc_port": 0, "scheduler": scheduler.target, "drain_s": 15.0, **settings}
     task = asyncio.create_task(serve(GatewaySettings(**options), stop, on_ready=ready.set_result))
     await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
     if task.done():
@@ -86,31 +96,54 @@ async def _start(scheduler: FakeScheduler, scheduler_up: bool, settings: dict[st
     return running
 
 
-@pytest.fixture
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent and pytest_asyncio.is_async_test(item):
+            item.add_marker(pytest.mark.asyncio(loop_scope="module"), append=False)
+
+
+async def _end(running: Running) -> None:
+    await running.http.aclose()
+    await running.openai.close()
+    await running.lenient.close()
+    running.stop.set()
+    await running.scheduler.stop()
+    async with asyncio.timeout(30):
+        await running.task
+    # FastAPI remembers its last 4,096 endpoints, and with them all that they refer to: gRPC servers, which must not be
+    # left to the end of the interpreter ("Error in sys.excepthook").
+    for remembered in vars(fastapi.dependencies.models).values():
+        if hasattr(remembered, "cache_clear"):
+            remembered.cache_clear()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
 async def start() -> AsyncIterator[Start]:
-    """Starts gateways; `settings` go to GatewaySettings, the rest to FakeScheduler."""
+    """Starts gateways of the test's own; `settings` go to GatewaySettings, the rest to FakeScheduler."""
     started: list[Running] = []
 
     async def start_one(
         *, settings: dict[str, Any] | None = None, scheduler_up: bool = True, **scheduler: Any
     ) -> Running:
-        fake = FakeScheduler(**{"next_token": hash_token(6, 1000), "model": MODEL_INFO, **scheduler})
-        running = await _start(fake, scheduler_up, settings or {})
+        running = await _start(_scheduler(**scheduler), scheduler_up, settings or {})
         started.append(running)
         return running
 
     yield start_one
     for running in started:
-        await running.http.aclose()
-        await running.openai.close()
-        await running.lenient.close()
-        running.stop.set()
-        await running.scheduler.stop()
-        async with asyncio.timeout(15):
-            await running.task
+        await _end(running)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def _shared() -> AsyncIterator[Running]:
+    running = await _start(_scheduler(), True, {})
+    yield running
+    await _end(running)
 
 
 @pytest.fixture
-async def running(start: Start) -> Running:
-    """One gateway with defaults."""
-    return await start()
+def running(_shared: Running) -> Running:
+    """The module's gateway, with defaults, for tests that neither change nor count what the others see."""
+    assert _shared.scheduler.num_running == 0, "what the test before has left"
+    _shared.scheduler.submissions.clear()
+    return _shared

@@ -54,6 +54,7 @@ class Stream:
     prompt_scores: list[inference_pb2.PromptScores] = field(default_factory=list)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     broken: bool = False
+    num_submissions: int = 0
 
 
 class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
@@ -67,6 +68,8 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         self.step_s = step_s
         self.tokens_per_step = tokens_per_step
         self.ready = True
+        self.full = False
+        self.places: int | None = None  # of its queue, as it tells gateways; None: it tells nothing
         self.cached_tokens = 3
         self.paused = False
         self.reject: Callable[[inference_pb2.Submission], inference_pb2.Ending | None] = lambda submission: None
@@ -118,6 +121,11 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         for stream in self.streams:
             stream.wake.set()
 
+    def set_full(self, full: bool) -> None:
+        self.full = full
+        for stream in self.streams:
+            stream.wake.set()
+
     async def Session(
         self, request_iterator: AsyncIterator[inference_pb2.SessionRequest], context: Any
     ) -> AsyncIterator[inference_pb2.SessionResponse]:
@@ -130,6 +138,9 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         reader = asyncio.create_task(self._read(stream, request_iterator))
         try:
             async for response in self._responses(stream):
+                if self.places is not None:
+                    response.room.places = self.places - len(stream.running)
+                    response.room.num_submissions = stream.num_submissions
                 stream.sent += 1
                 self.max_ahead = max(self.max_ahead, stream.sent - stream.read)
                 yield response
@@ -152,6 +163,7 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         stream.read = request.responses_read
         for submission in request.submissions:
             self.submissions.append(submission)
+            stream.num_submissions += 1
             assert submission.handle not in stream.running, "handle in use"
             ending = self.reject(submission)
             if ending is not None:
@@ -170,11 +182,11 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _responses(self, stream: Stream) -> AsyncIterator[inference_pb2.SessionResponse]:
         yield inference_pb2.SessionResponse(opened=inference_pb2.SessionOpened(epoch=id(self)), status=self._status())
-        reported = self.ready
+        reported = self.ready, self.full
         handles: list[int] = []
         tokens: list[int] = []
         while not stream.broken:
-            if self.paused or not (stream.running or stream.endings or self.ready != reported):
+            if self.paused or not (stream.running or stream.endings or (self.ready, self.full) != reported):
                 stream.wake.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stream.wake.wait(), 0.02 if self.paused else None)
@@ -188,14 +200,14 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
                 # No credit: what there is goes with the next message.
                 await asyncio.sleep(0.001)
                 continue
-            if handles or stream.endings or self.ready != reported:
+            if handles or stream.endings or (self.ready, self.full) != reported:
                 response = inference_pb2.SessionResponse(handles=handles, token_ids=np.asarray(tokens, "<i4").tobytes())
                 response.scores.extend(stream.scores)
                 response.prompt_scores.extend(stream.prompt_scores)
                 stream.scores, stream.prompt_scores = [], []
                 response.endings.extend(stream.endings)
-                if self.ready != reported:
-                    reported = self.ready
+                if (self.ready, self.full) != reported:
+                    reported = self.ready, self.full
                     response.status.CopyFrom(self._status())
                 handles, tokens = [], []
                 stream.endings = []
@@ -253,4 +265,6 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         stream.endings.append(inference_pb2.Ending(handle=handle, reason=reason, cached_tokens=self.cached_tokens))
 
     def _status(self) -> inference_pb2.SchedulerStatus:
-        return inference_pb2.SchedulerStatus(num_workers=1 if self.ready else 0, ready=self.ready, model=self.model)
+        return inference_pb2.SchedulerStatus(
+            num_workers=1 if self.ready else 0, ready=self.ready, model=self.model, full=self.full
+        )

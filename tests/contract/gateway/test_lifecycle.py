@@ -60,7 +60,8 @@ async def test_a_client_that_goes_away_is_cancelled_at_the_scheduler(start: Star
     assert "paceline_gateway_live_requests 0.0" in text
 
 
-async def test_a_cancel_storm_leaves_nothing_behind(running: Running) -> None:
+async def test_a_cancel_storm_leaves_nothing_behind(start: Start) -> None:
+    running = await start()
     running.scheduler.step_s = 0.002
     tasks = []
     for i in range(120):
@@ -160,7 +161,8 @@ async def test_waiting_for_a_scheduler_ends_in_503(start: Start) -> None:
     assert "no connection to the scheduler" in response.json()["error"]["message"]
 
 
-async def test_readiness_follows_the_scheduler_over_http_and_grpc(running: Running) -> None:
+async def test_readiness_follows_the_scheduler_over_http_and_grpc(start: Start) -> None:
+    running = await start()
     async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
         health = health_pb2_grpc.HealthStub(channel)
 
@@ -188,7 +190,7 @@ async def test_a_gateway_that_stops_finishes_what_runs(start: Start) -> None:
     running.stop.set()
     answer = await task
     assert answer.json()["choices"][0]["text"] == expected_text(running, [7, 8, 9], 200)
-    await asyncio.wait_for(running.task, 5)
+    await asyncio.wait_for(running.task, 10)
 
 
 async def test_while_a_gateway_stops_open_connections_are_served_and_new_ones_refused(start: Start) -> None:
@@ -210,7 +212,7 @@ async def test_while_a_gateway_stops_open_connections_are_served_and_new_ones_re
         with pytest.raises(httpx.ConnectError):
             await http.get("/ready")
         assert (await task).json()["choices"][0]["text"] == expected_text(running, [7, 8, 9], 200)
-    await asyncio.wait_for(running.task, 5)
+    await asyncio.wait_for(running.task, 10)
 
 
 async def test_a_gateway_that_stops_ends_its_grpc_calls(start: Start) -> None:
@@ -220,7 +222,7 @@ async def test_a_gateway_that_stops_ends_its_grpc_calls(start: Start) -> None:
         await until(lambda: running.scheduler.num_running == 1)
         running.stop.set()
         assert (await task).text == expected_text(running, [7, 8, 9], 200)
-    await asyncio.wait_for(running.task, 5)
+    await asyncio.wait_for(running.task, 10)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -230,13 +232,14 @@ async def test_what_does_not_end_in_time_is_told_so(start: Start, stream: bool) 
     await until(lambda: running.scheduler.num_running == 1)
     await asyncio.sleep(0.1)
     running.stop.set()
-    answer = await asyncio.wait_for(task, 5)
+    answer = await asyncio.wait_for(task, 10)
     assert answer.status_code == (200 if stream else 503)
     assert "the server is shutting down" in answer.text
-    await asyncio.wait_for(running.task, 5)
+    await asyncio.wait_for(running.task, 10)
 
 
-async def test_a_port_that_is_taken(start: Start, running: Running) -> None:
+async def test_a_port_that_is_taken(start: Start) -> None:
+    running = await start()
     http_port, grpc_port = (int((a or "").split(":")[1]) for a in (running.addresses.http, running.addresses.grpc))
     with pytest.raises(OSError, match="in use"):
         await start(settings={"port": http_port})

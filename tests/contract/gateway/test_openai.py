@@ -190,6 +190,10 @@ async def test_tokenize_and_back(running: Running) -> None:
     assert text == "<|bos|>all is well"
     chat = (await running.http.post("/tokenize", json={"messages": CHAT})).json()["tokens"]
     assert chat[:2] == [0, 3]
+    answer = await running.http.post("/detokenize", json={"tokens": [5] * (2**17 + 1)})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "tokens"
+    assert "at most 131072" in answer.json()["error"]["message"]
 
 
 # -- the published schema

@@ -96,7 +96,7 @@ async def test_the_same_gateway_does_not_run_it_again(start: Start) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_does_not_come_back_is_cancelled(start: Start, stream: bool) -> None:
-    running = await start(step_s=0.005, settings={"resume_grace_s": 0.3})
+    running = await start(step_s=0.005, settings={"resume_grace_s": 1.5})
     task = asyncio.create_task(
         running.http.post(PATH, json=body(max_tokens=2000, stream=stream, stream_options=None), headers=KEY)
     )
@@ -144,7 +144,8 @@ async def test_the_newest_connection_takes_over(start: Start) -> None:
     assert len(running.scheduler.submissions) == 2
 
 
-async def test_a_key_of_another_request(running: Running) -> None:
+async def test_a_key_of_another_request(start: Start) -> None:
+    running = await start()
     assert len(await events(running, body(), KEY)) > 5
     status, param, message = await refused(running, KEY, max_tokens=61)
     assert (status, param) == (422, "Idempotency-Key")
@@ -156,8 +157,9 @@ async def test_a_key_of_another_request(running: Running) -> None:
     assert (await refused(running, KEY, max_tokens=61, user="t"))[0] == 422
 
 
-async def test_a_body_that_is_read_but_not_written(running: Running) -> None:
+async def test_a_body_that_is_read_but_not_written(start: Start) -> None:
     """Deep in a field that nobody knows."""
+    running = await start()
     content = json.dumps(body())[:-1] + ', "unknown": ' + "[" * 400 + "]" * 400 + "}"
     headers = {"content-type": "application/json"}
     assert (await running.http.post(PATH, content=content, headers=headers)).status_code == 200
@@ -212,7 +214,7 @@ async def test_a_gateway_that_stops_does_not_wait_for_lost_clients(start: Start)
     await events(running, body(max_tokens=2000), KEY, 3)
     running.stop.set()
     await until(lambda: running.scheduler.num_running == 0)
-    await asyncio.wait_for(running.task, 3)
+    await asyncio.wait_for(running.task, 10)
     assert running.task.exception() is None
 
 

@@ -12,7 +12,7 @@ import pytest
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.client import AsyncPacelineClient, Retention
 from services.gateway.tokenizer import TextTokenizer
-from tests.contract.gateway.conftest import MODEL, Running
+from tests.contract.gateway.conftest import MODEL, Running, Start
 from tests.contract.gateway.test_openai import CHECKPOINT
 
 CHAT: list[Any] = [{"role": "user", "content": "hello"}]
@@ -100,7 +100,8 @@ def hypotheses(*outputs: list[int]) -> inference_pb2.Ending:
     return ending
 
 
-async def test_beam_search_over_http_and_grpc(running: Running) -> None:
+async def test_beam_search_over_http_and_grpc(start: Start) -> None:
+    running = await start()
     tokenizer = TextTokenizer.from_folder(CHECKPOINT)
     outputs = [tokenizer.encode(text, add_special_tokens=False) for text in ("one two", "three")]
     running.scheduler.reject = lambda submission: hypotheses(*outputs)

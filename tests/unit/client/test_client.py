@@ -131,5 +131,5 @@ def test_errors_have_types_and_say_what_the_server_said() -> None:
 
 
 def test_nobody_there() -> None:
-    with PacelineClient("127.0.0.1:1") as client, pytest.raises(Unavailable):
+    with PacelineClient("127.0.0.1:1", retry_for_s=0) as client, pytest.raises(Unavailable):
         client.generate("x", timeout_s=5)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from services.gateway.model_files import ModelFiles, read_model_files, resolve_f
 from services.gateway.request import GenerateJob, RequestBuilder
 from services.gateway.sampling import FieldNames, SamplingChoices
 from services.gateway.tokenizer import TextTokenizer
+from services.gateway.turnstile import Gone
 from services.runtime.hub import NoSuchModel
 
 CHECKPOINT = Path(__file__).parents[3] / "demo" / "checkpoint"
@@ -400,6 +405,36 @@ def test_lists_as_long_as_may_be_are_taken() -> None:
 def test_the_smallest_shares_stay_above_zero(builder: RequestBuilder, name: str, given: float) -> None:
     """They travel in 32 bits, where 0 is no share, or none asked for."""
     assert getattr(make_job(builder, **{name: given}).sampling, name) == 2.0**-149
+
+
+async def test_long_texts_are_tokenised_a_few_at_a_time_and_not_for_those_who_have_gone() -> None:
+    begun: list[str] = []
+    go_on = threading.Event()
+
+    class Slow(TextTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            begun.append(text)
+            assert go_on.wait(10)
+            return [1]
+
+    builder = RequestBuilder(Slow.from_folder(CHECKPOINT), read_model_files(CHECKPOINT))
+    gone: set[int] = set()
+
+    def is_gone(number: int) -> Callable[[], bool]:
+        return lambda: number in gone
+
+    many = 3 * (os.cpu_count() or 1)
+    texts = [f"{i:05} " * 1000 for i in range(many)]
+    tasks = [asyncio.create_task(builder.encode_text(text, NAMES, gone=is_gone(i))) for i, text in enumerate(texts)]
+    async with asyncio.timeout(10):
+        while len(begun) < many // 3:  # noqa: ASYNC110 - threads
+            await asyncio.sleep(0.001)
+    gone.add(many - 1)
+    assert len(begun) == many // 3
+    go_on.set()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert sorted(begun) == texts[:-1]
+    assert [isinstance(outcome, Gone) for outcome in outcomes] == [False] * (many - 1) + [True]
 
 
 # -- errors and files

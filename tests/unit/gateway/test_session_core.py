@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.v1 import common_pb2, inference_pb2
-from services.gateway.session_core import LiveRequest, SessionCore, SessionFull, SessionProtocolError
+from services.gateway.session_core import LiveRequest, SessionCore, SessionFull, SessionProtocolError, Terms
+from services.runtime.fence import StaleScheduler
 
 PROMPT = np.asarray([1, 2, 3], "<i4").tobytes()
 
@@ -220,6 +221,15 @@ def test_a_large_resubmission_is_cut_into_messages() -> None:
     assert max(m.ByteSize() for m in messages) < 8 * 2**20
 
 
+def test_all_that_a_submission_carries_counts() -> None:
+    core, terms = make_core(), Terms(cache_salt="x" * 2**20)
+    for _ in range(10):
+        core.submit("id", b"1234", common_pb2.SamplingParams(max_tokens=1), 0.0, terms=terms)
+    messages = opened(core)[1:]
+    assert sum(len(m.submissions) for m in messages) == 10
+    assert max(m.ByteSize() for m in messages) < 8 * 2**20
+
+
 def test_what_the_protocol_does_not_allow_is_an_error() -> None:
     core = make_core()
     core.connect()
@@ -290,3 +300,95 @@ def test_every_request_sees_each_token_once_in_order(actions: list[str]) -> None
     for request in requests:
         assert request.tokens == list(range(len(request.tokens)))
     assert core.num_live == sum(request.ending is None for request in requests)
+
+
+def test_a_scheduler_that_has_been_succeeded_is_refused() -> None:
+    core = make_core()
+    request = submit(core)
+
+    def opening(fence: int) -> inference_pb2.SessionResponse:
+        core.disconnect(0.0)
+        core.connect()
+        drain(core)
+        return inference_pb2.SessionResponse(opened=inference_pb2.SessionOpened(epoch=fence, fence=fence))
+
+    core.receive(opening(0))
+    core.receive(opening(7))
+    for fence in (6, 0):  # 0: it stands alone, and should not
+        with pytest.raises(StaleScheduler, match="there was a master of epoch 7"):
+            core.receive(opening(fence))
+        assert not core.opened
+        assert not [message for message in drain(core) if message.submissions]
+    core.receive(opening(7))  # the same once more
+    (submission,) = drain(core)[0].submissions
+    assert submission.handle == request.handle
+
+
+def test_heartbeats_go_alone_and_do_not_count_as_responses() -> None:
+    core = make_core(response_window=4)
+    messages = opened(core)
+    assert messages[0].open.heartbeats
+    core.beat()
+    assert drain(core) == [inference_pb2.SessionRequest(responses_read=1)]
+    for _ in range(10):
+        assert core.receive(inference_pb2.SessionResponse(heartbeat=True)) == []
+    assert drain(core) == [], "nothing is due"
+
+
+def test_what_was_delivered_elsewhere_goes_with_the_submission() -> None:
+    core = make_core()
+    opened(core)
+    sampling = common_pb2.SamplingParams(max_tokens=4, logprobs=True, prompt_logprobs=True)
+    request = core.submit("id", PROMPT, sampling, 0.0, delivered=[7, 8])
+    [message] = drain(core)
+    [submission] = message.submissions
+    assert np.frombuffer(submission.output_token_ids, "<i4").tolist() == [7, 8]
+    assert not submission.accepted_before, "not by this scheduler, as far as we know"
+    assert not submission.sampling.prompt_logprobs
+    core.receive(tokens((request, 9)))
+    assert request.tokens == [7, 8, 9]
+    assert len(request.scores) == 2, "one for each that was delivered; the new one's comes with it"
+    done = core.submit("id", PROMPT, common_pb2.SamplingParams(max_tokens=9), 0.0, frozenset([5]), delivered=[7, 5])
+    assert done.ending is not None
+    assert done.ending.reason == common_pb2.FINISH_REASON_STOP
+    assert drain(core) == []
+    assert core.num_live == 1
+
+
+def test_who_is_refused_by_a_full_scheduler_comes_behind_those_whom_we_refused() -> None:
+    core = make_core()
+    opened(core)
+    core.tick(0.0)
+    for _ in range(4):  # four places a second, of which nine tenths are promised
+        core.receive(inference_pb2.SessionResponse(endings=[ending(submit(core))]))
+    core.tick(1.0)
+    refused = [submit(core, now_s=1.0) for _ in range(3)]
+    drain(core)
+
+    def refuse(request: LiveRequest, *, full: bool) -> float:
+        response = inference_pb2.SessionResponse(endings=[ending(request, 4)])
+        response.endings[0].code, response.endings[0].retry_after_s = 8, 0.5
+        response.status.full = full
+        core.receive(response)
+        assert request.ending is not None
+        return request.ending.retry_after_s
+
+    assert refuse(refused[0], full=False) == 0.5, "a tenant's limit: the scheduler knows best"
+    assert [core.retry_after_s(1.0) for _ in range(3)] == pytest.approx([1 / 3.6, 2 / 3.6, 3 / 3.6])
+    assert refuse(refused[1], full=True) == pytest.approx(4 / 3.6)
+    assert refuse(refused[2], full=True) == pytest.approx(5 / 3.6)
+
+
+def test_what_is_on_its_way_takes_of_the_places_that_the_scheduler_has_told() -> None:
+    core = make_core()
+    opened(core)
+    assert core.queue_takes(1000), "it has told nothing"
+    core.receive(inference_pb2.SessionResponse(room=inference_pb2.QueueRoom(places=2, num_submissions=0)))
+    submit(core)
+    assert (core.queue_takes(0), core.queue_takes(1)) == (True, False), "not sent yet"
+    drain(core)
+    assert (core.queue_takes(0), core.queue_takes(1)) == (True, False), "not seen yet"
+    core.receive(inference_pb2.SessionResponse(room=inference_pb2.QueueRoom(places=1, num_submissions=1)))
+    assert (core.queue_takes(0), core.queue_takes(1)) == (True, False)
+    core.connect()
+    assert core.queue_takes(1000), "this one has told nothing"

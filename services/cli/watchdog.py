@@ -1,0 +1,45 @@
+"""When a child that runs, but does not answer, is killed, so that it is started again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.runtime.rpc import open_channel
+
+PROBE_EVERY_S, PROBE_TIMEOUT_S = 1.0, 2.0
+
+
+@dataclass(slots=True)
+class Watchdog:
+    """The record of one process. One that has never answered is not judged: it may be loading."""
+
+    hang_s: float  # 0: it may be silent for ever
+    _has_answered: bool = False
+    _silent_s: float = 0.0
+
+    def probed(self, answered: bool, seconds: float) -> bool:
+        """A probe is over, that many seconds after the one before. Returns whether the process is to be killed.
+
+        Of the time no more counts than a probe takes: who was stopped himself has not heard the answers.
+        """
+        if answered:
+            self._has_answered, self._silent_s = True, 0.0
+        elif self._has_answered:
+            self._silent_s += min(seconds, PROBE_EVERY_S + PROBE_TIMEOUT_S)
+        return bool(self.hang_s) and self._silent_s >= self.hang_s
+
+
+async def answers(target: str) -> bool:
+    """Whether the event loop of the service at host:port runs: it answers a health check, whatever it says."""
+    async with open_channel(target) as channel:
+        try:
+            await health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S, wait_for_ready=True
+            )
+        except grpc.aio.AioRpcError as error:
+            return error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+    return True

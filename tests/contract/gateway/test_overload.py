@@ -1,0 +1,331 @@
+"""What a gateway does for those whom it cannot serve: as little as possible."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from services.client import AsyncPacelineClient
+from services.client.types import PacelineError
+from services.gateway import http, http_server
+from services.gateway.room import Room
+from services.gateway.tokenizer import TextTokenizer
+from tests.contract.gateway.conftest import Running, Start, until
+
+BODY: dict[str, Any] = {"prompt": "one two three", "max_tokens": 5, "ignore_eos": True}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+def completion(**options: Any) -> bytes:
+    content = json.dumps(BODY | options).encode()
+    return HEAD % len(content) + content
+
+
+def connect(running: Running, data: bytes = b"") -> socket.socket:
+    """In the kernel's queue, as the gateway's loop is ours."""
+    assert running.addresses.http is not None
+    host, port = running.addresses.http.split(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(data)
+    return connection
+
+
+async def answer(connection: socket.socket) -> bytes:
+    """The whole of one, however many pieces it comes in."""
+    connection.setblocking(False)
+    loop, data, missing = asyncio.get_running_loop(), b"", 1
+    async with asyncio.timeout(20):
+        while missing > 0:
+            data += await loop.sock_recv(connection, 65536)
+            head, end, body = data.partition(b"\r\n\r\n")
+            if end:
+                missing = int(head.partition(b"content-length: ")[2].partition(b"\r")[0]) - len(body)
+    return data
+
+
+async def metric(running: Running, name: str) -> float:
+    text = (await running.http.get("/metrics")).text
+    found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was tokenised, without the empty prompts that :func:`full` asks with until it is refused."""
+    texts: list[str] = []
+    encode = TextTokenizer.encode
+
+    def counted(self: TextTokenizer, text: str, **options: Any) -> list[int]:
+        if text:
+            texts.append(text)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(TextTokenizer, "encode", counted)
+    return texts
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Wait for a condition, 20 s at the most."""
+    async with asyncio.timeout(20):
+        while not await condition():  # noqa: ASYNC110 - any condition
+            await asyncio.sleep(0.005)
+
+
+async def until_status(running: Running, status: int, **options: Any) -> None:
+    async def reached() -> bool:
+        return (await running.http.post("/v1/completions", json=BODY | options)).status_code == status
+
+    await eventually(reached)
+
+
+async def full(running: Running) -> None:
+    running.scheduler.set_full(True)
+    await until_status(running, 429, prompt="")
+
+
+async def test_a_full_queue_refuses_before_the_body_is_here(start: Start, encoded: list[str]) -> None:
+    running = await start()
+    await full(running)
+    connection = connect(running, HEAD % 30)
+    refused = await answer(connection)
+    assert refused.startswith(b"HTTP/1.1 429 ")
+    assert b"\r\nretry-after: 1\r\n" in refused
+    assert b'"code":"rate_limit_exceeded"' in refused
+    connection.sendall(b"{" * 30 + HEALTH)  # that body is skipped, and the connection is of use
+    assert (await answer(connection)).startswith(b"HTTP/1.1 200 ")
+    connection.close()
+    broken = await running.http.post("/v1/chat/completions", content=b"no JSON")
+    assert broken.status_code == 429
+    async with AsyncPacelineClient(running.addresses.grpc or "") as client:
+        with pytest.raises(PacelineError) as caught:
+            await client.generate("one two three", max_tokens=5)
+    assert (caught.value.code, caught.value.retry_after_s) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 1.0)
+    assert not encoded
+    assert not running.scheduler.submissions
+    running.scheduler.set_full(False)
+    await until_status(running, 200)
+
+
+async def test_no_more_get_in_at_the_same_moment_than_the_queue_has_places(
+    start: Start, encoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are, and although the scheduler has not yet told that it is full."""
+    running = await start()
+    monkeypatch.setattr(Room, "tick", lambda room: None)  # else it is asked again if it tells nothing for a while
+    running.scheduler.places = 3
+    assert (await running.http.post("/v1/completions", json=BODY)).status_code == 200  # now it has told
+    running.scheduler.paused = True
+    connections = [connect(running, completion()) for _ in range(40)]
+    first = [asyncio.create_task(answer(connection)) for connection in connections]
+    await until(lambda: sum(task.done() for task in first) == 37)
+    running.scheduler.paused = False
+    statuses = sorted([(await task).split()[1] for task in first])
+    assert statuses == [b"200"] * 3 + [b"429"] * 37
+    assert len(encoded) == len(running.scheduler.submissions) == 1 + 3
+    for connection in connections:
+        connection.close()
+
+
+async def test_who_is_let_in_and_goes_or_fails_leaves_his_place_to_others(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = await start()
+    monkeypatch.setattr(Room, "tick", lambda room: None)
+    running.scheduler.places = 1
+    assert (await running.http.post("/v1/completions", json=BODY)).status_code == 200
+    for _ in range(3):
+        waits = connect(running, HEALTH)
+        assert (await answer(waits)).startswith(b"HTTP/1.1 200 ")
+        waits.sendall(HEAD % 30 + b"{")
+        for _ in range(20):  # turns of the gateway's loop, which is ours: it has read that
+            await asyncio.sleep(0.001)
+        await until_status(running, 429)
+        waits.close()
+        await until_status(running, 200)
+        assert (await running.http.post("/v1/completions", content=b"no JSON")).status_code == 400
+        headers = {"content-type": "text/plain"}
+        assert (await running.http.post("/v1/completions", content=b"{}", headers=headers)).status_code == 415
+
+
+async def test_bodies_that_do_not_come_keep_no_places(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = await start()
+    monkeypatch.setattr(Room, "tick", lambda room: None)
+    running.scheduler.places = 3
+    assert (await running.http.post("/v1/completions", json=BODY)).status_code == 200
+    slow = [connect(running, HEALTH) for _ in range(3)]
+    for connection in slow:
+        assert (await answer(connection)).startswith(b"HTTP/1.1 200 ")
+    for connection in slow:
+        connection.sendall(HEAD % 30 + b"{")
+    try:
+        await until_status(running, 429)
+        await until_status(running, 200)
+    finally:
+        for connection in slow:
+            connection.close()
+
+
+async def test_who_is_turned_away_has_so_long_to_send_the_rest(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_SKIP_TIMEOUT_S", 0.5)
+    running = await start()
+    await full(running)
+    connection = connect(running, HEAD % 1000)
+    assert (await answer(connection)).startswith(b"HTTP/1.1 429 ")
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        while sent < 900:
+            connection.sendall(b"x")
+            sent += 1
+            await asyncio.sleep(0.02)
+    assert sent < 900, "it may go on for ever"
+    connection.close()
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_who_is_turned_away_is_told_on_a_connection_that_ends_as_he_asked(start: Start, version: bytes) -> None:
+    running = await start()
+    await full(running)
+    head = b"POST /v1/completions HTTP/%s\r\nconnection: close\r\nx-request-id: a b\r\ncontent-length: 4\r\n\r\n"
+    connection = connect(running, head % version + b"{")
+    refused = await answer(connection)
+    assert refused.startswith(b"HTTP/1.1 429 ")
+    assert b"\r\nx-request-id: ab\r\n" in refused
+    assert b"\r\nconnection: close\r\n" in refused
+    assert re.search(rb"\r\nretry-after-ms: \d+\r\n", refused)
+    async with asyncio.timeout(5):
+        assert not await asyncio.get_running_loop().sock_recv(connection, 1), "the rest is not waited for"
+    connection.close()
+
+
+async def test_requests_that_are_turned_away_may_stand_one_behind_the_other(start: Start) -> None:
+    """In one packet; what comes behind them is answered as ever."""
+    running = await start()
+    await full(running)
+    connection = connect(running, 3 * completion() + HEALTH)
+    connection.setblocking(False)
+    loop, data = asyncio.get_running_loop(), b""
+    async with asyncio.timeout(5):
+        while not data.endswith(b'{"status":"ok"}'):
+            data += await loop.sock_recv(connection, 65536)
+    assert re.findall(rb"HTTP/1.1 (\d+)", data) == [b"429"] * 3 + [b"200"]
+    connection.close()
+
+
+async def test_who_does_not_read_that_he_is_turned_away_is_not_read_either(start: Start) -> None:
+    """Else the answers would fill the gateway's memory."""
+    running = await start()
+    await full(running)
+    assert running.addresses.http is not None
+    host, port = running.addresses.http.split(":")
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        connection.setblocking(False)
+        many, sent, idle = 500 * completion(), 0, 0
+        while idle < 50:
+            try:
+                sent += connection.send(many[sent % len(many) :])
+                idle = 0
+            except BlockingIOError:
+                idle += 1
+            await asyncio.sleep(0.001)
+            assert sent < 64 * 2**20, "it goes on and on"
+        assert (await running.http.get("/health")).status_code == 200
+
+
+async def test_what_runs_already_can_be_taken_up_although_the_queue_is_full(start: Start, encoded: list[str]) -> None:
+    running = await start()
+    key = {"idempotency-key": "a", "x-request-id": "first"}
+    first = await running.http.post("/v1/completions", json=BODY, headers=key)
+    await full(running)
+    again = await running.http.post("/v1/completions", json=BODY, headers=key)
+    assert again.json()["choices"] == first.json()["choices"]
+    assert len(running.scheduler.submissions) == 1
+    unknown = await running.http.post("/v1/completions", json=BODY, headers={"idempotency-key": "b"})
+    assert unknown.status_code == 429
+    assert encoded == [BODY["prompt"]] * 2
+
+
+async def test_requests_that_wait_for_their_turn_are_refused_when_the_queue_has_become_full(
+    start: Start, encoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They had come in before the scheduler told so: all at once, as the loop did not run."""
+    running = await start()
+    turn = http.Gateway.turn
+
+    async def late(gateway: http.Gateway, *args: Any, **options: Any) -> None:
+        status = gateway.session.status
+        assert status is not None
+        status.full = True
+        await turn(gateway, *args, **options)
+
+    monkeypatch.setattr(http.Gateway, "turn", late)
+    connections = [connect(running, completion()) for _ in range(20)]
+    for connection in connections:
+        assert (await answer(connection)).startswith(b"HTTP/1.1 429 ")
+        connection.close()
+    assert not encoded
+    assert not running.scheduler.submissions
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells at once that a client has gone")
+@pytest.mark.parametrize("before", [b"", HEALTH])
+async def test_who_goes_before_his_turn_costs_no_tokenisation_and_no_submission(
+    start: Start, encoded: list[str], before: bytes
+) -> None:
+    """On a connection that is new, or one that is there already."""
+    running = await start()
+    connections = [connect(running, before) for _ in range(50)]
+    if before:
+        for connection in connections:
+            assert (await answer(connection)).startswith(b"HTTP/1.1 200 ")
+    for connection in connections:
+        connection.sendall(completion(stream=True))
+        connection.close()
+    served = await running.http.post("/v1/completions", json=BODY)
+    assert served.status_code == 200
+
+    async def counted() -> bool:
+        return await metric(running, "paceline_gateway_gone_requests_total") == 50
+
+    await eventually(counted)
+    assert encoded == [BODY["prompt"]]
+    assert len(running.scheduler.submissions) == 1
+    assert await metric(running, "paceline_gateway_live_requests") == 0
+
+
+async def test_the_gateways_own_429_says_when_a_place_will_be_free(start: Start) -> None:
+    running = await start(settings={"max_live_requests": 2})
+    async with asyncio.timeout(10):  # two a second leave, or so
+        for _ in range(4):
+            assert (await running.http.post("/v1/completions", json=BODY)).status_code == 200
+            await asyncio.sleep(0.4)
+    running.scheduler.paused = True
+    tasks = [asyncio.create_task(running.http.post("/v1/completions", json=BODY)) for _ in range(2)]
+    await until(lambda: running.scheduler.num_running == 2)
+    told = await asyncio.gather(*(running.http.post("/v1/completions", json=BODY) for _ in range(40)))
+    assert {response.status_code for response in told} == {429}
+    seconds = sorted(int(response.headers["retry-after"]) for response in told)
+    assert seconds[0] < seconds[20] < seconds[39], "one behind the other"
+    running.scheduler.paused = False
+    assert [(await task).status_code for task in tasks] == [200, 200]
+
+
+async def test_bodies_that_do_not_end_hold_no_more_memory_than_they_may(start: Start) -> None:
+    running = await start(settings={"max_bodies_bytes": 4096})
+    slow = connect(running, HEAD % 9000 + b"x" * 3000)
+    await until_status(running, 429, user="x" * 2000)
+    assert (await running.http.post("/v1/completions", json=BODY)).status_code == 200, "there is room for a short one"
+    slow.close()
+    await until_status(running, 200, user="x" * 2000)

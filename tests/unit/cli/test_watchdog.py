@@ -1,0 +1,54 @@
+"""When `paceline up` takes a child for hung."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.cli.watchdog import PROBE_EVERY_S, PROBE_TIMEOUT_S, Watchdog, answers
+from services.runtime.rpc import GrpcServer
+
+TAKES_S = PROBE_EVERY_S + PROBE_TIMEOUT_S
+
+
+def test_who_answers_no_more_is_killed() -> None:
+    watchdog = Watchdog(10.0)
+    assert not watchdog.probed(True, PROBE_EVERY_S)
+    assert [watchdog.probed(False, TAKES_S) for _ in range(4)] == [False, False, False, True]
+
+
+def test_who_has_not_begun_to_answer_may_be_loading() -> None:
+    watchdog = Watchdog(10.0)
+    assert not any(watchdog.probed(False, TAKES_S) for _ in range(1000))
+
+
+def test_zero_is_never() -> None:
+    watchdog = Watchdog(0)
+    assert not any(watchdog.probed(i == 0, TAKES_S) for i in range(1000))
+
+
+@given(st.lists(st.floats(0.0, 1000.0), max_size=3))
+def test_whoever_was_stopped_himself_kills_nobody(stops_s: list[float]) -> None:
+    """Three probes without an answer are none too many, however long they took."""
+    watchdog = Watchdog(10.0)
+    watchdog.probed(True, PROBE_EVERY_S)
+    assert not any(watchdog.probed(False, seconds) for seconds in stops_s)
+
+
+@pytest.mark.parametrize("serving", [True, False])
+async def test_any_answer_is_one(serving: bool) -> None:
+    server = GrpcServer("127.0.0.1", 0)
+    port = await server.start()
+    server.set_serving(serving)
+    assert await answers(f"127.0.0.1:{port}")
+    await server.stop(0)
+    assert not await answers(f"127.0.0.1:{port}")
+
+
+async def test_to_take_connections_is_none() -> None:
+    """As the kernel does for a process that is frozen, and gRPC's threads for one whose event loop is stuck."""
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        assert not await answers(f"127.0.0.1:{frozen.getsockname()[1]}")

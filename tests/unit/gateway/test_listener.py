@@ -1,0 +1,154 @@
+"""Connections that are taken in, and those that are not."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import sys
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from services.gateway.listener import Listener, has_gone
+
+COSTLY = b"POST /slow "
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells at once that a client has gone")
+
+
+class Protocol(asyncio.Protocol):
+    def __init__(self, heard: list[bytes], connections: set[Protocol]) -> None:
+        self.heard = heard
+        self.open = connections
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.open.add(self)
+        self.heard.append(b"hello")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.open.discard(self)
+
+    def data_received(self, data: bytes) -> None:
+        self.heard.append(data)
+
+
+class Running:
+    """`heard`: what connections were made and what they said; `gone`: how many were dropped."""
+
+    def __init__(self) -> None:
+        self.sock = socket.create_server(("127.0.0.1", 0))
+        self.sock.setblocking(False)
+        self.heard: list[bytes] = []
+        self.open: set[Protocol] = set()
+        self.gone = 0
+        self.listener = Listener(
+            self.sock, lambda _: Protocol(self.heard, self.open), costly=(COSTLY,), on_gone=self.count
+        )
+        self.address = self.sock.getsockname()
+        self.listener.start(4096)
+
+    def protocol(self, _: socket.socket) -> Protocol:
+        return Protocol(self.heard, self.open)
+
+    def count(self) -> None:
+        self.gone += 1
+
+    def client(self, data: bytes = b"") -> socket.socket:
+        """In the kernel's queue: the loop does not run meanwhile."""
+        connection = socket.create_connection(self.address)
+        connection.sendall(data)
+        return connection
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - any condition
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+async def running() -> AsyncIterator[Running]:
+    server = Running()
+    yield server
+    server.listener.close()
+    await server.listener.wait_closed()
+    await until(lambda: not server.open)  # the loop ends here, and would leave them
+
+
+async def test_many_are_taken_in_in_few_turns_of_the_loop(running: Running) -> None:
+    clients = [running.client() for _ in range(300)]
+    turns = 0
+    while len(running.heard) < 300:
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns < 100
+    for client in clients:
+        client.close()
+
+
+@linux
+async def test_who_has_gone_is_dropped_if_he_asked_for_much(running: Running) -> None:
+    running.client(COSTLY + b"HTTP/1.1").close()
+    running.client(b"GET /health").close()  # is heard, though nobody will read the answer
+    stays = running.client(COSTLY + b"stays")
+    await until(lambda: len(running.heard) >= 4)
+    assert sorted(running.heard) == sorted([b"hello", b"hello", b"GET /health", COSTLY + b"stays"])
+    assert running.gone == 1
+    stays.close()
+
+
+@linux
+@pytest.mark.parametrize("reset", [False, True])
+async def test_a_socket_tells_that_the_other_side_has_gone(reset: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+        assert not has_gone(ours)
+        client.sendall(b"unread")
+        if reset:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+        assert has_gone(ours)
+        ours.close()
+        assert has_gone(ours)
+
+
+async def test_resets_before_they_are_taken_in_do_no_harm(running: Running) -> None:
+    for _ in range(50):
+        client = running.client()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+    last = running.client(b"last")
+    await until(lambda: b"last" in running.heard)
+    assert running.heard.count(b"last") == 1
+    assert running.gone == 0, "nobody had asked for much"
+    last.close()
+
+
+async def test_who_waits_in_the_kernel_when_it_closes_is_taken_in(running: Running) -> None:
+    clients = [running.client(b"x") for _ in range(40)]
+    running.listener.accept_all()
+    running.listener.close()
+    running.listener.close()
+    await running.listener.wait_closed()
+    await until(lambda: running.heard.count(b"x") == 40)
+    with pytest.raises(ConnectionRefusedError):
+        running.client()
+    for client in clients:
+        client.close()
+
+
+async def test_out_of_files_it_tries_again(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.listener._OUT_OF_FILES_S", 0.01)
+    accept, failures = socket.socket.accept, iter([OSError(24, "too many open files")] * 3)
+
+    def failing(sock: socket.socket) -> tuple[socket.socket, object]:
+        if (failure := next(failures, None)) is not None:
+            raise failure
+        return accept(sock)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    client = running.client(b"x")
+    await until(lambda: b"x" in running.heard)
+    assert next(failures, None) is None
+    client.close()

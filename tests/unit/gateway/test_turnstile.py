@@ -1,0 +1,71 @@
+"""Who gets in, and when."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.gateway.turnstile import Gone, Turnstile
+
+
+async def test_a_few_in_each_turn_of_the_loop_first_come_first_served() -> None:
+    turnstile, now, entered = Turnstile(per_turn=3), 0, []
+
+    async def request(number: int) -> None:
+        await turnstile.turn()
+        entered.append((number, now))
+
+    tasks = [asyncio.create_task(request(number)) for number in range(10)]
+    while len(entered) < 10:
+        now += 1
+        await asyncio.sleep(0)
+    assert [number for number, _ in entered] == list(range(10))
+    turns = [turn for _, turn in entered]
+    assert max(turns.count(turn) for turn in turns) == 3
+    await asyncio.gather(*tasks)
+
+
+async def test_who_has_gone_takes_nobodys_place_and_is_told_when_it_is_his_turn() -> None:
+    turnstile, asked, entered = Turnstile(per_turn=1), [], []
+
+    async def request(number: int) -> None:
+        def verdict() -> Exception | None:
+            asked.append(number)
+            return Gone() if 0 < number < 6 else None
+
+        await turnstile.turn(verdict)
+        entered.append(number)
+
+    tasks = [asyncio.create_task(request(number)) for number in range(8)]
+    await asyncio.sleep(0)
+    assert asked == [0], "the others wait"
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert asked == list(range(8))
+    assert entered == [0, 6, 7]
+    assert [isinstance(outcome, Gone) for outcome in outcomes] == [False] + [True] * 5 + [False] * 2
+
+
+async def test_a_waiter_that_is_cancelled_is_forgotten() -> None:
+    turnstile = Turnstile(per_turn=1)
+    tasks = [asyncio.create_task(turnstile.turn()) for _ in range(4)]
+    await asyncio.sleep(0)  # the first is in
+    tasks[1].cancel()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [type(None), asyncio.CancelledError, type(None), type(None)]
+
+
+async def test_it_says_when_too_many_wait() -> None:
+    turnstile = Turnstile(per_turn=1, max_waiting=2)
+    tasks = [asyncio.create_task(turnstile.turn()) for _ in range(3)]
+    assert not turnstile.crowded
+    await asyncio.sleep(0)  # the first is in
+    assert turnstile.crowded
+    await asyncio.gather(*tasks)
+    assert not turnstile.crowded
+
+
+async def test_a_verdict_that_raises_is_the_waiters_error() -> None:
+    turnstile = Turnstile(per_turn=1)
+    with pytest.raises(KeyError):
+        await turnstile.turn(lambda: KeyError("x"))
