@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Protocol, Self
 
 KEEPALIVE_S = 4.0  # two seconds to the next ping, two for its answer: services/runtime/rpc.py
-Action = Callable[[], None]
+Action = Callable[[], object]
 
 
 class Message(Protocol):
@@ -36,8 +36,14 @@ class Party:
         self.name = name
         self.alive = True
         self.frozen = False
+        self.slept_s = 0.0  # while its machine stood still, and its monotonic clock with it
         self._backlog: list[Action] = []
         self.connections: list[Connection] = []
+
+    @property
+    def clock_s(self) -> float:
+        """Its own monotonic clock."""
+        return self.network.now_s - self.slept_s
 
     def perform(self, action: Action) -> None:
         if not self.alive:
@@ -75,9 +81,10 @@ class Party:
         if self.frozen:
             connection.cut()
 
-    def thaw(self) -> None:
-        """SIGCONT: all that came in meanwhile is there at once."""
+    def thaw(self, slept_s: float = 0.0) -> None:
+        """SIGCONT: all that came in meanwhile is there at once. A clock that stood still goes on where it was."""
         self.frozen = False
+        self.slept_s += slept_s
         backlog, self._backlog = self._backlog, []
         for action in backlog:
             self.perform(action)
@@ -108,6 +115,7 @@ class Connection:
         self.client = client
         self.server = server
         self.silent = False
+        self.refused = False  # by the server, for good (PERMISSION_DENIED)
         self._open = {client: True, server: True}
         self._last_arrival_s = {client: 0.0, server: 0.0}
 
@@ -200,11 +208,12 @@ class Network:
     def after(self, delay_s: float, action: Action) -> None:
         self.at(self.now_s + delay_s, action)
 
-    def connect(self, client: Party, server: Party) -> None:
+    def connect(self, client: Party, server: Party) -> Connection:
         """`client` is told when it is connected, or that it is not."""
         connection = Connection(self, client, server)
         client.connections.append(connection)
         connection.establish()
+        return connection
 
     def step(self) -> None:
         """The next thing happens."""

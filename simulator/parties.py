@@ -1,7 +1,7 @@
 """The services as parties of a simulated network: real cores, and around them what their asyncio shells do.
 
 GatewayParty     services/gateway/session.py around SessionCore
-SchedulerParty   scheduler_svc/server.py around SchedulerCore
+SchedulerParty   scheduler_svc/server.py around SchedulerCore (one of several: election.py)
 CacheParty       cache_svc/server.py around CacheCore
 WorkerParty      gpu_worker/link.py around a toy worker (toy_worker.py)
 """
@@ -29,15 +29,18 @@ from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
 from services.gateway.session_core import LiveRequest, SessionCore
+from services.runtime.fence import Fence, StaleScheduler
 from simulator.exchanges import check_exchange
 from simulator.network import Action, Connection, Network, Party
 from simulator.toy_worker import ToyWorker
 
 Find = Callable[[], Party]  # the process that goes by a name now
+Dial = Callable[[Party], object]  # has a party connect to the scheduler, as soon as there is one
 
 RETRY_S = 0.2
 TICK_S = 0.25
 HEARTBEAT_S = 1.0
+STEP_ALLOWED_S = 1.0
 
 
 class SchedulerParty(Party):
@@ -45,13 +48,23 @@ class SchedulerParty(Party):
         super().__init__(network, name)
         self.core = core
         self._cache = cache
-        self._epochs = itertools.count(core.epoch)
+        self._epochs = itertools.count(0)
         self._cache_link: Connection | None = None
         self._sessions: dict[str, Connection] = {}
         self._workers: dict[int, Connection] = {}
         self._names: dict[Connection, str | int] = {}  # of the session or the worker at the other end
+        self.begin()
+
+    @property
+    def reign(self) -> int:
+        """Larger for every later master."""
+        return self.core.epoch
+
+    def begin(self) -> None:
+        """It is the master."""
+        self._epochs = itertools.count(self.core.epoch)
         self.every(TICK_S, lambda: self._event(self.core.tick, self.network.now_s))
-        network.connect(self, cache())
+        self.network.connect(self, self._cache())
 
     def _event(self, handle: Callable[..., object], *args: object) -> None:
         try:
@@ -133,11 +146,19 @@ class SchedulerParty(Party):
                 case "result":
                     self._event(self.core.worker_result, worker, message.result)
                 case "heartbeat":
-                    self._event(self.core.worker_heartbeat, worker)
+                    self._event(self.core.worker_heartbeat, worker, message.heartbeat)
                 case "drain":
                     self._event(self.core.worker_drain, worker)
         except ProtocolError:
             self._hang_up(connection)
+
+
+def follow(party: Party, connection: Connection, last: int) -> int:
+    """Whom `party` follows from now on, if that is none whose successor it has followed already."""
+    scheduler = connection.client if connection.server is party else connection.server
+    assert isinstance(scheduler, SchedulerParty)
+    assert scheduler.reign >= last, f"{party.name} follows master {scheduler.reign} after {last}"
+    return scheduler.reign
 
 
 class CacheParty(Party):
@@ -146,9 +167,20 @@ class CacheParty(Party):
     def __init__(self, network: Network, name: str) -> None:
         super().__init__(network, name)
         self.core = CacheCore()
+        self.fence = Fence()
         self._link: Connection | None = None
+        self._reign = 0
 
     def accepted(self, connection: Connection) -> None:
+        scheduler = connection.client
+        assert isinstance(scheduler, SchedulerParty)
+        try:
+            self.fence.check(scheduler.core.fence)  # the call's metadata
+        except StaleScheduler:
+            connection.refused = True
+            connection.close(self)
+            return
+        self._reign = follow(self, connection, self._reign)
         if self._link is not None:
             self._link.close(self)
         self._link = connection
@@ -176,16 +208,19 @@ class WorkerParty(Party):
     """Steps are run one after the other, each in its time, and for the link by which they came. Told to leave, it asks
     to be let go; `on_released` is called when it is."""
 
-    def __init__(self, network: Network, name: str, toy: ToyWorker, scheduler: Find) -> None:
+    def __init__(self, network: Network, name: str, toy: ToyWorker, dial: Dial) -> None:
         super().__init__(network, name)
         self.toy = toy
+        self.fence = Fence()
         self.on_released: Action = lambda: None
-        self._scheduler = scheduler
+        self._dial = dial
+        self._reign = 0
         self._link: Connection | None = None
         self._plans: deque[StepPlan] = deque()
+        self._is_registered = False
         self._leaving = False
         self.every(HEARTBEAT_S, self._beat)
-        network.connect(self, scheduler())
+        dial(self)
 
     def drain(self) -> None:
         """SIGTERM."""
@@ -195,6 +230,7 @@ class WorkerParty(Party):
     def connected(self, connection: Connection) -> None:
         self._link = connection
         registration = WorkerServiceLinkRequest(registration=self.toy.registration)
+        registration.registration.heartbeats = True
         registration.registration.kept.extend(self.toy.kept())
         self._say(registration)
         if self._leaving:
@@ -203,8 +239,15 @@ class WorkerParty(Party):
     def received(self, connection: Connection, message: WorkerServiceLinkResponse) -> None:
         match message.WhichOneof("message"):
             case "registered":
+                try:
+                    self.fence.check(message.registered.fence)
+                except StaleScheduler:
+                    self._hang_up(connection)
+                    return
+                self._reign = follow(self, connection, self._reign)
                 self.toy.reset(keeps_blocks=True)
                 self._plans.clear()
+                self._is_registered = True
             case "plan":
                 self._plans.append(message.plan)
                 if len(self._plans) == 1:
@@ -215,8 +258,13 @@ class WorkerParty(Party):
 
     def closed(self, connection: Connection) -> None:
         self._link = None
+        self._is_registered = False
         self._plans.clear()
-        self.after(RETRY_S, lambda: self.network.connect(self, self._scheduler()))
+        self.after(RETRY_S, lambda: self._dial(self))
+
+    def _hang_up(self, connection: Connection) -> None:
+        connection.close(self)
+        self.closed(connection)
 
     def _begin(self, connection: Connection) -> None:
         seconds = 0.002 + self.network.delay_s()
@@ -233,7 +281,10 @@ class WorkerParty(Party):
         self.after(seconds, run)
 
     def _beat(self) -> None:
-        self._say(WorkerServiceLinkRequest(heartbeat=Heartbeat(step=self.toy.step)))
+        if self._is_registered:
+            received, allowed_s = self.toy.step + len(self._plans), STEP_ALLOWED_S if self._plans else 0.0
+            heartbeat = Heartbeat(step=self.toy.step, received=received, allowed_s=allowed_s)
+            self._say(WorkerServiceLinkRequest(heartbeat=heartbeat))
 
     def _say(self, message: WorkerServiceLinkRequest) -> None:
         if self._link is not None:
@@ -244,15 +295,16 @@ class GatewayParty(Party):
     """`on_news` is called with every request that has got a token or its ending."""
 
     def __init__(
-        self, network: Network, name: str, core: SessionCore, scheduler: Find, on_news: Callable[[LiveRequest], None]
+        self, network: Network, name: str, core: SessionCore, dial: Dial, on_news: Callable[[LiveRequest], None]
     ) -> None:
         super().__init__(network, name)
         self.core = core
-        self._scheduler = scheduler
+        self._dial = dial
         self._on_news = on_news
+        self._reign = 0
         self._link: Connection | None = None
         self.every(TICK_S, self._tick)
-        network.connect(self, scheduler())
+        dial(self)
 
     def submit(self, **fields: Any) -> LiveRequest:
         request = self.core.submit(now_s=self.network.now_s, **fields)
@@ -269,13 +321,20 @@ class GatewayParty(Party):
         self._flush()
 
     def received(self, connection: Connection, response: SessionResponse) -> None:
-        self._tell(self.core.receive(response))
+        try:
+            news = self.core.receive(response)
+        except StaleScheduler:
+            connection.close(self)
+            self.closed(connection)
+            return
+        self._reign = follow(self, connection, self._reign)
+        self._tell(news)
         self._flush()
 
     def closed(self, connection: Connection) -> None:
         self._link = None
         self.core.disconnect(self.network.now_s)
-        self.after(RETRY_S, lambda: self.network.connect(self, self._scheduler()))
+        self.after(RETRY_S, lambda: self._dial(self))
 
     def _tick(self) -> None:
         self._tell(self.core.tick(self.network.now_s))

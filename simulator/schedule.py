@@ -13,9 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-FaultKind = Literal["kill", "freeze", "drain", "cut", "silence"]
+FaultKind = Literal["kill", "freeze", "suspend", "drain", "cut", "silence", "isolate"]
 
 NUM_GATEWAYS = 2
+# One seed in so many has two schedulers, and an etcd that elects one of them.
+PAIR_EVERY = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,11 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What befalls a party: it is killed or told to leave (and started again after `for_s`), or frozen for so long; or
-    one of its connections, the `which`-th that it has at that moment, is cut or falls silent."""
+    """What befalls a party: it is killed or told to leave (and started again after `for_s`), or frozen for so long, or
+    its machine stands still for so long, its clock too ("suspend"); or one of its connections, the `which`-th that it
+    has at that moment, is cut or falls silent; or a scheduler cannot reach etcd for so long ("isolate").
+
+    `target` "master": the scheduler that is elected at that moment."""
 
     at_s: float
     kind: FaultKind
@@ -77,6 +82,7 @@ class Sizes:
     response_window: int
     preset: str
     mode: str
+    num_schedulers: int
 
     @classmethod
     def of(cls, seed: int) -> Sizes:
@@ -92,6 +98,7 @@ class Sizes:
             response_window=rng.choice([2, 64]),
             preset=rng.choice(["paceline", "paceline", "vllm-v1", "vllm-v0", "sglang-lpm", "trtllm-max-util"]),
             mode=rng.choice(["recompute", "swap", "swap"]),
+            num_schedulers=2 if seed % PAIR_EVERY == 3 else 1,
         )
 
 
@@ -99,7 +106,10 @@ def random_schedule(seed: int) -> Schedule:
     rng = random.Random(f"schedule {seed}")
     families = [[rng.randrange(8, 100) for _ in range(24)] for _ in range(2)]
     asks = tuple(_random_ask(rng, families) for _ in range(rng.randrange(2, 8)))
-    faults = [_random_fault(rng, Sizes.of(seed).num_workers) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 4]))]
+    sizes = Sizes.of(seed)
+    faults = [_random_fault(rng, sizes.num_workers) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 4]))]
+    if sizes.num_schedulers > 1:
+        faults += _takeover(rng, sizes.num_workers)
     return Schedule(seed, asks, tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
@@ -136,6 +146,27 @@ def _random_fault(rng: random.Random, num_workers: int) -> Fault:
         for_s=round(rng.choice([rng.uniform(0.0, 0.3), rng.uniform(0.3, 8.0)]), 4),
         which=rng.randrange(4),
     )
+
+
+def _takeover(rng: random.Random, num_workers: int) -> list[Fault]:
+    """Something by which the master loses its seat, mostly; and more, about the moment at which it comes back."""
+    at_s, for_s = rng.uniform(0.2, 0.7), rng.uniform(2.5, 6.0)
+
+    def fault(at_s: float, kind: FaultKind, target: str, for_s: float) -> Fault:
+        return Fault(round(at_s, 4), kind, target, round(for_s, 4), which=rng.randrange(4))
+
+    kind: FaultKind = rng.choice(["kill", "freeze", "suspend", "suspend", "suspend", "isolate", "drain"])
+    faults = [fault(at_s, kind, "master", for_s)]
+    if kind == "suspend" and rng.random() < 0.9:
+        faults.append(fault(at_s + 0.001, "isolate", "master", for_s + 4.0))
+    if rng.random() < 0.3:
+        faults.append(fault(rng.uniform(0.1, 4.0), rng.choice(["kill", "freeze"]), "etcd", rng.uniform(0.0, 4.0)))
+    clients = [*(f"worker-{i}" for i in range(num_workers)), "gateway-0", "gateway-1"]
+    for _ in range(rng.randrange(6)):
+        target = rng.choice([*clients, *clients, "cache", "scheduler", "scheduler-2"])
+        again: FaultKind = rng.choice(["cut", "cut", "cut", "kill", "freeze"])
+        faults.append(fault(at_s + for_s + rng.uniform(-0.25, 0.02), again, target, rng.uniform(0.0, 0.5)))
+    return faults
 
 
 def shrink(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:

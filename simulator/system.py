@@ -16,7 +16,7 @@ import numpy as np
 from cache_svc.core.cache import CacheCore
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest, CacheServiceLinkResponse
 from paceline.v1.common_pb2 import SamplingParams
-from paceline.v1.inference_pb2 import Ending, SessionRequest, SessionResponse, Submission
+from paceline.v1.inference_pb2 import Ending, QueueRoom, SchedulerStatus, SessionRequest, SessionResponse, Submission
 from paceline.v1.worker_pb2 import StepFailure, StepPlan, StepResult, WorkerRegistration
 from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.scheduler import SchedulerCore
@@ -66,10 +66,16 @@ class Client:
     scores: dict[int, list[float]] = field(default_factory=dict)
     prompt_scores: dict[int, dict[int, float]] = field(default_factory=dict)  # by handle and position
     num_read: int = 0
+    status: SchedulerStatus | None = None
+    room: QueueRoom | None = None
     handles: list[int] = field(default_factory=list)  # of the last message that had any
 
     def take(self, message: SessionResponse) -> None:
         self.num_read += 1
+        if message.HasField("status"):
+            self.status = message.status
+        if message.HasField("room"):
+            self.room = message.room
         if message.handles:
             self.handles = list(message.handles)
         handles = self.handles if message.handles or message.same_handles else []

@@ -20,15 +20,17 @@ from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose
 from services.gateway.session_core import LiveRequest, SessionCore, Terms
+from simulator.election import TTL_S, ElectedScheduler
+from simulator.etcd import EtcdData, EtcdParty
 from simulator.network import KEEPALIVE_S, Network, Party
-from simulator.parties import CacheParty, GatewayParty, SchedulerParty, WorkerParty, new_scheduler_core
+from simulator.parties import RETRY_S, CacheParty, GatewayParty, SchedulerParty, WorkerParty, new_scheduler_core
 from simulator.schedule import NUM_GATEWAYS, Ask, Fault, Schedule, Sizes
 from simulator.toy_worker import EOS, ToyWorker, expected_hypotheses, expected_output, toy_logprob
 
 # Workers are killed at random, and often: several coincidences in a row are none of a request's doing.
 POISON_FAILURES = 20
-WORKER_TIMEOUT_S = 3.0
 PATIENCE_S = 120.0  # after the last thing of the schedule; then what has not ended never will
+START_S = 0.5  # who has lost an election is started again
 QUIET_S = 2 * KEEPALIVE_S + 1  # in which everybody notices whom it has lost
 
 
@@ -60,8 +62,10 @@ class World:
         self._num_gateways = itertools.count(1)
         self._last_s = max([0.0, *(f.at_s + f.for_s for f in schedule.faults), *(ask.at_s for ask in schedule.asks)])
         self._pending = len(schedule.asks) + len(schedule.faults)  # of the schedule, as far as not over
+        self.etcd = EtcdData()
+        self._schedulers = ["scheduler", "scheduler-2"][: self.sizes.num_schedulers]
         names = [f"worker-{i}" for i in range(self.sizes.num_workers)] + [f"gateway-{i}" for i in range(NUM_GATEWAYS)]
-        for name in ["cache", "scheduler", *names]:
+        for name in ["cache", *(["etcd"] if self._elects else []), *self._schedulers, *names]:
             self._start(name)
         for ask in schedule.asks:
             self.network.at(ask.at_s, partial(self._ask, ask))
@@ -71,7 +75,7 @@ class World:
     def run(self) -> None:
         while self._pending or self._leaving or self._unfinished():
             self._step()
-        quiet_s = self.network.now_s + QUIET_S
+        quiet_s = self.network.now_s + QUIET_S + 2 * TTL_S * self._elects
         while self.network.now_s < quiet_s:
             self._step()
         self._check_rest()
@@ -79,6 +83,10 @@ class World:
     def _step(self) -> None:
         self.network.step()
         assert self.network.now_s < self._last_s + PATIENCE_S, f"does not come to rest: {self._unfinished()}"
+
+    @property
+    def _elects(self) -> bool:
+        return self.sizes.num_schedulers > 1
 
     def _unfinished(self) -> list[str]:
         """Who still waits for something: those told to leave, and clients."""
@@ -95,22 +103,50 @@ class World:
         match name.partition("-")[0]:
             case "cache":
                 party: Party = CacheParty(self.network, name)
+            case "etcd":
+                party = EtcdParty(self.network, name, self.etcd, TTL_S)
             case "scheduler":
-                config = SchedulerConfig(
-                    window=self.sizes.window,
-                    worker_timeout_s=WORKER_TIMEOUT_S,
-                    poison_failures=POISON_FAILURES,
-                )
-                core = new_scheduler_core(config, self._policies, 1000 * next(self._epochs))
-                party = SchedulerParty(self.network, name, core, self._find("cache"))
+                party = self._scheduler(name)
             case "worker":
-                party = WorkerParty(self.network, name, self._toy(), self._find("scheduler"))
+                party = WorkerParty(self.network, name, self._toy(), self._dial_master)
             case _:
                 window = self.sizes.response_window
                 name_of_session = f"{name}-{next(self._num_gateways)}"
                 session = SessionCore(name_of_session, response_window=window, max_live=100, wait_s=1000.0)
-                party = GatewayParty(self.network, name, session, self._find("scheduler"), self._news)
+                party = GatewayParty(self.network, name, session, self._dial_master, self._news)
         self.parties[name] = party
+
+    def _scheduler(self, name: str) -> SchedulerParty:
+        config = SchedulerConfig(window=self.sizes.window, poison_failures=POISON_FAILURES)
+        cache = self._find("cache")
+        if not self._elects:
+            core = new_scheduler_core(config, self._policies, 1000 * next(self._epochs))
+            return SchedulerParty(self.network, name, core, cache)
+        core = new_scheduler_core(config, self._policies, 0)
+        return ElectedScheduler(self.network, name, core, cache, self._find("etcd"), self.etcd, self._stepped_down)
+
+    def _stepped_down(self, party: Party) -> None:
+        self._restart(party, START_S)
+
+    def _dial_master(self, client: Party) -> None:
+        """services/runtime/masters.py: all are asked whether they serve, and the first that does is dialled."""
+        if not self._elects:
+            self.network.connect(client, self.parties["scheduler"])
+            return
+
+        def look() -> None:
+            serving = self._masters()
+            if serving:
+                self.network.connect(client, self.network.rng.choice(serving))
+            else:
+                client.after(RETRY_S, look)
+
+        client.after(self.network.delay_s(), look)
+
+    def _masters(self) -> list[ElectedScheduler]:
+        """Those who believe to be it."""
+        parties = [self.parties[name] for name in self._schedulers]
+        return [party for party in parties if isinstance(party, ElectedScheduler) and party.serves]
 
     def _policies(self) -> Policies:
         options = {"mode": self.sizes.mode, "watermark": 0.0, "chunked_prefill": True}
@@ -129,14 +165,18 @@ class World:
     # ── what befalls them ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _befall(self, fault: Fault) -> None:
-        party = self.parties[fault.target]
+        party = self._named(fault.target)
         match fault.kind:
             case "kill" if party.alive:
                 self._restart(party, fault.for_s)
-            case "freeze" if party.alive:
+            case "freeze" | "suspend" if party.alive:
                 party.freeze()
-                self._later(fault.for_s, party.thaw)
-            case "drain" if isinstance(party, WorkerParty) and party.alive and party not in self._leaving:
+                self._later(fault.for_s, partial(party.thaw, fault.for_s if fault.kind == "suspend" else 0.0))
+            case "isolate" if isinstance(party, ElectedScheduler):
+                party.cut_off(fault.for_s)
+            case "drain" if (
+                isinstance(party, WorkerParty | ElectedScheduler) and party.alive and party not in self._leaving
+            ):
                 self._leaving.add(party)
                 party.on_released = lambda: self._restart(party, fault.for_s)
                 party.perform(party.drain)
@@ -144,6 +184,16 @@ class World:
                 connection = party.connections[fault.which % len(party.connections)]
                 connection.cut() if fault.kind == "cut" else connection.fall_silent()
         self._pending -= 1
+
+    def _stays(self, party: Party) -> bool:
+        """And may be told to leave."""
+        return party.alive and party not in self._leaving
+
+    def _named(self, target: str) -> Party:
+        if target != "master":
+            return self.parties[target]
+        parties = [self.parties[name] for name in self._schedulers]
+        return max(parties, key=lambda party: party.reign if isinstance(party, ElectedScheduler) else 0)
 
     def _restart(self, party: Party, for_s: float) -> None:
         party.die()
@@ -231,7 +281,8 @@ class World:
 
     def _check_rest(self) -> None:
         """Everybody has found everybody else again, and nothing is left anywhere."""
-        scheduler, cache = self.parties["scheduler"], self.parties["cache"]
+        (scheduler,) = self._masters() if self._elects else [self.parties["scheduler"]]
+        cache = self.parties["cache"]
         assert isinstance(scheduler, SchedulerParty)
         assert isinstance(cache, CacheParty)
         core = scheduler.core

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import simulator.election
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.eviction import EvictionQueue
 from cache_svc.core.memory import Memory
@@ -24,8 +25,10 @@ from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.recovery import Recovery
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.sessions import Session
+from scheduler_svc.core.tenure import Tenure
 from scheduler_svc.core.worker import Worker
 from services.gateway.session_core import SessionCore
+from simulator.parties import CacheParty, WorkerParty
 
 Patch = pytest.MonkeyPatch
 
@@ -221,6 +224,37 @@ def copied_block_granted(patch: Patch) -> None:
     patch.setattr(Memory, "_withhold", nothing)
 
 
+def _forget_epoch(patch: Patch, party: type, method: str, fence: str) -> None:
+    """Before each message it is as if there had been no master yet."""
+    check = getattr(party, method)
+
+    def mistaken(self: Any, *args: Any) -> Any:
+        getattr(self, fence).epoch = 0
+        return check(self, *args)
+
+    patch.setattr(party, method, mistaken)
+
+
+def worker_forgets_epoch(patch: Patch) -> None:
+    _forget_epoch(patch, WorkerParty, "received", "fence")
+
+
+def gateway_forgets_epoch(patch: Patch) -> None:
+    _forget_epoch(patch, SessionCore, "receive", "_fence")
+
+
+def cache_forgets_epoch(patch: Patch) -> None:
+    _forget_epoch(patch, CacheParty, "accepted", "fence")
+
+
+def lease_end_unnoticed(patch: Patch) -> None:
+    patch.setattr(Tenure, "holds", lambda self, _: self.ends_s > 0)
+
+
+def epoch_not_larger(patch: Patch) -> None:
+    patch.setattr(simulator.election, "next_epoch", lambda last, wall_ms: last or wall_ms)
+
+
 MUTANTS = [
     Mutant("a block goes with the first of its users", freed_too_early, 0),
     Mutant("a second user of a block is not counted", user_not_counted, 0),
@@ -246,4 +280,9 @@ MUTANTS = [
     Mutant("what a cache said of a waiting request outlives it", matches_outlive_cache, 4),
     Mutant("a step that waits for the cache is lost with its worker", draft_lost_with_worker, 10),
     Mutant("a block that is to be copied is granted in the same exchange", copied_block_granted, 37),
+    Mutant("a worker does not check the epoch of a master", worker_forgets_epoch, 57),
+    Mutant("a gateway does not check the epoch of a master", gateway_forgets_epoch, 321),
+    Mutant("the cache does not check the epoch of a master", cache_forgets_epoch, 3),
+    Mutant("a master does not notice that its lease is over", lease_end_unnoticed, 39),
+    Mutant("a master takes over with the epoch of the one before", epoch_not_larger, 3),
 ]

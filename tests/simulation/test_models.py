@@ -104,7 +104,7 @@ MIXED = prompts(0, [1, 3, 17, 40, 64, 90])
 
 
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)
-@pytest.mark.parametrize("block_size", [1, 8, 16])
+@pytest.mark.parametrize("block_size", [1, 8, 16, 128])
 def test_mixed_lengths_and_block_sizes(models: dict[str, Path], family: str, block_size: int) -> None:
     check(models[family], MIXED, block_size=block_size, num_blocks=6400 // block_size)
 

@@ -11,6 +11,7 @@ import pytest
 
 from cache_svc.core.cache import CacheCore
 from scheduler_svc.core.scheduler import SchedulerCore
+from services.runtime.fence import StaleScheduler
 from simulator.schedule import Schedule, random_schedule, shrink
 from simulator.soak import explain, play, play_seed
 from simulator.world import World
@@ -42,6 +43,7 @@ def test_the_documented_mutants_are_these() -> None:
 def test_the_seeds_reach_what_they_are_meant_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without this, the test above might show little."""
     schedulers, caches = _made(monkeypatch, SchedulerCore), _made(monkeypatch, CacheCore)
+    refusals = _made(monkeypatch, StaleScheduler)
     seen: Counter[str] = Counter()
     for seed in range(100):
         world = World(random_schedule(seed))
@@ -49,11 +51,13 @@ def test_the_seeds_reach_what_they_are_meant_to(monkeypatch: pytest.MonkeyPatch)
         seen.update(f"fault: {fault.kind}" for fault in world.schedule.faults)
         seen["resubmitted"] += sum(stream.request.attempt > 1 for stream in world.streams)
         seen["gone with a gateway"] += sum(stream.gone for stream in world.streams)
+        seen["taken over by another scheduler"] += len(world.etcd.reigns) > 1
+    seen["a zombie refused"] = len(refusals)
     for name in ("preempted", "swapped_in", "requeued", "restored"):
         seen[name] = sum(getattr(core.counters, name) for core in schedulers)
     for name in ("copied_blocks", "forked_sequences", "evicted_blocks", "demoted_blocks", "promoted_blocks"):
         seen[name] = sum(getattr(core.counters, name) for core in caches)
-    assert len(seen) == 5 + 2 + 4 + 5
+    assert len(seen) == 7 + 3 + 1 + 4 + 5
     assert min(seen.values()) >= 5, seen
 
 

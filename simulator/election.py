@@ -1,0 +1,174 @@
+"""Several schedulers, one of which is elected: scheduler_svc/election.py with events for coroutines.
+
+Beside what the streams show, it is held against the truth (etcd.py): once a master has been succeeded it does nothing
+more, and no worker, gateway or cache follows it once it has followed a later one. The first is what leases are for, and
+holds as long as clocks run; the second is what epochs are for, and holds always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from scheduler_svc.core.scheduler import SchedulerCore
+from scheduler_svc.core.tenure import RENEWALS, Tenure, next_epoch
+from simulator.etcd import RETRY_S, Answer, EtcdData, WayToEtcd
+from simulator.network import Action, Connection, Network, Party
+from simulator.parties import Find, SchedulerParty
+
+TTL_S = 3.0
+CLOCKS_DIFFER_MS = 3_600_000
+
+
+class ElectedScheduler(SchedulerParty):
+    """Stands by until it is elected. `on_end` is called when it has lost that and ends, `on_released` when it was told
+    to leave and may."""
+
+    def __init__(
+        self,
+        network: Network,
+        name: str,
+        core: SchedulerCore,
+        cache: Find,
+        etcd: Find,
+        data: EtcdData,
+        on_end: Callable[[Party], None],
+    ) -> None:
+        self._tenure = Tenure()
+        self._reign = 0  # the how-manieth
+        self._data = data
+        self._lease = 0
+        self._on_end = on_end
+        self._leaving = False
+        self._ahead_ms = network.rng.randrange(CLOCKS_DIFFER_MS)
+        self.on_released: Action = lambda: None
+        super().__init__(network, name, core, cache)
+        self._etcd = WayToEtcd(self, etcd, TTL_S / 4)
+        self._campaign()
+
+    @property
+    def reign(self) -> int:
+        return self._reign
+
+    @property
+    def serves(self) -> bool:
+        """As its health says."""
+        return bool(self._reign) and self.alive and not self.frozen and not self._leaving
+
+    @property
+    def holds(self) -> bool:
+        return self._tenure.holds(self.clock_s)
+
+    def cut_off(self, for_s: float) -> None:
+        """From etcd."""
+        self._etcd.cut_off(for_s)
+
+    def drain(self) -> None:
+        """SIGTERM: the lease is given back when nothing more is sent."""
+        self._leaving = True
+        for connection in list(self.connections):
+            if connection is not self._etcd.link:
+                connection.close(self)
+        self._give_back(then=lambda: self.on_released())
+
+    # ── as a party ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self) -> None:
+        """When it is elected."""
+
+    def _event(self, handle: Callable[..., object], *args: object) -> None:
+        if self._leaving or not self.alive:
+            return
+        if not self.holds:
+            self._step_down()
+            return
+        assert self._reign == len(self._data.reigns) or self.slept_s, f"{self.name} acts, and was succeeded"
+        super()._event(handle, *args)
+
+    def accepted(self, connection: Connection) -> None:
+        if not self._reign or self._leaving:
+            connection.close(self)
+
+    def connected(self, connection: Connection) -> None:
+        if connection is self._etcd.link:
+            self._etcd.connected()
+        elif not self._leaving:
+            super().connected(connection)
+
+    def received(self, connection: Connection, message: Any) -> None:
+        if isinstance(message, Answer):
+            self._etcd.received(message)
+        else:
+            super().received(connection, message)
+
+    def closed(self, connection: Connection) -> None:
+        if connection is self._etcd.link:
+            self._etcd.closed()
+        elif connection.refused:
+            self._step_down()
+        elif not self._leaving:
+            super().closed(connection)
+
+    def _step_down(self) -> None:
+        if self.alive and not self._leaving:
+            self._on_end(self)
+
+    # ── the election ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _campaign(self) -> None:
+        if not self._leaving:
+            self._etcd.ask("seat", then=self._seen, failed=self._retry)
+
+    def _retry(self) -> None:
+        self.after(RETRY_S, self._campaign)
+
+    def _seen(self, seat: tuple[int | None, int]) -> None:
+        master, last_epoch = seat
+        if master is not None:
+            again = self._campaign
+            self._etcd.ask("wait_until_left", then=lambda _: again(), failed=again, timeout_s=TTL_S)
+            return
+        self._etcd.ask("grant", then=partial(self._granted, self.clock_s, last_epoch), failed=self._retry)
+
+    def _granted(self, asked_s: float, last_epoch: int, lease: int) -> None:
+        self._lease = lease
+        epoch = next_epoch(last_epoch, int(self.clock_s * 1000) + self._ahead_ms)
+        give_back = partial(self._give_back, then=self._retry)
+        then = partial(self._answered, asked_s, epoch)
+        self._etcd.ask("claim", last_epoch, lease, epoch, then=then, failed=give_back)
+
+    def _answered(self, asked_s: float, epoch: int, won: bool) -> None:
+        if won:
+            self._tenure.extend(asked_s, TTL_S)
+        if not self.holds or self._leaving:
+            self._give_back(then=self._retry)
+            return
+        self._reign = self._data.reigns.index(self._lease) + 1
+        self.core.epoch = self.core.fence = epoch
+        super().begin()
+        self._renew_after(TTL_S / RENEWALS)
+
+    def _give_back(self, then: Action) -> None:
+        self._tenure.end()
+        self._etcd.ask("revoke", self._lease, then=lambda _: then(), failed=then)
+
+    def _renew_after(self, pause_s: float) -> None:
+        self.after(min(pause_s, max(self._tenure.ends_s - self.clock_s, 0.0)), self._renew)
+
+    def _renew(self) -> None:
+        if self._leaving:
+            return
+        if not self.holds:
+            self._step_down()
+            return
+        asked_s = self.clock_s
+        then, failed = partial(self._renewed, asked_s), partial(self._renew_after, RETRY_S)
+        self._etcd.ask("renew", self._lease, then=then, failed=failed)
+
+    def _renewed(self, asked_s: float, ttl_s: float) -> None:
+        if not ttl_s:
+            self._step_down()
+            return
+        self._tenure.extend(asked_s, ttl_s)
+        self._renew_after(TTL_S / RENEWALS)
