@@ -18,7 +18,7 @@ help:
 up: $(VENV)/serve.stamp
 	@exec $(BIN)/paceline up $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
 
-setup: $(VENV)/dev.stamp $(VENV)/flashinfer-api/packages
+setup: $(VENV)/dev.stamp $(VENV)/flashinfer-api/packages $(VENV)/etcd/usr/bin/etcd
 
 $(BIN)/python:
 	@echo 'setup: creating $(VENV) with $(PYTHON)'
@@ -41,8 +41,13 @@ $(VENV)/flashinfer-api/packages: scripts/flashinfer_api.sh | $(VENV)/serve.stamp
 	@echo 'setup: fetching the Python side of FlashInfer for its contract tests'
 	@scripts/flashinfer_api.sh $(VENV)/flashinfer-api || echo 'setup: it could not be fetched' >&2
 
+# Likewise.
+$(VENV)/etcd/usr/bin/etcd: | $(VENV)/serve.stamp
+	@scripts/etcd.sh $(VENV)/etcd || echo 'setup: the tests of two schedulers are skipped' >&2
+
+# In the order of their names: what kills processes takes longest, and is not left to the end (as xdist would).
 test: setup
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Simulated runs with new seeds until Ctrl-C: docs/simulation.md.
 soak: setup
@@ -50,12 +55,12 @@ soak: setup
 
 # Every service × fault × workload on real processes (half an hour), and a table of the pauses: docs/reliability.md.
 chaos: setup
-	PACELINE_CHAOS=1 $(BIN)/python -m pytest -s tests/chaos/test_hangs.py
+	PACELINE_CHAOS=1 $(BIN)/python -m pytest -s tests/chaos/test_hangs.py tests/chaos/test_standby.py tests/chaos/test_frozen_gateway.py
 	$(BIN)/python -m tests.chaos.matrix --out bench/results/chaos $(ARGS)
 
 # Random kills of real processes under mixed traffic: ARGS='--minutes 30'.
 chaos-soak: setup
-	$(BIN)/python -m tests.chaos.soak $(ARGS)
+	$(BIN)/python -m tests.chaos.soak --out bench/results/chaos-soak $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

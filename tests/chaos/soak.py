@@ -2,7 +2,8 @@
 
 python -m tests.chaos.soak --minutes 30 [--clients 8] [--seed 1] [--out FILE]
 
-Status 1 if a token was wrong, lost or doubled, a block is still used at rest, or a service's memory has grown.
+Status 1 if a token was wrong, lost or doubled, a block is still used at rest, a service's memory has grown, or one did
+not come back. Totals go to FILE.json; a sentence of them and the table of moments, for docs/reliability.md, to FILE.md.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import psutil
 
 from tests.chaos.matrix import FAULTS, SERVICES, Cell, fault, new_stack, up, wait_rest, wait_services
 from tests.chaos.traffic import Seen, Traffic
-from tests.chaos.workloads import GATEWAYS
 from tests.support.asking import asker
 from tests.support.stack import Stack
 
@@ -35,6 +35,7 @@ TWO_AT_ONCE_SHARE = 0.25
 MOST_BETWEEN_S = 8.0
 SAMPLE_S = 2.0
 GROWTH_MIB = 64.0
+LAST_ANSWERS_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -125,27 +126,49 @@ def totals(seen: list[Seen], memory: Memory, leak: str) -> dict[str, Any]:
 
 
 async def soak(stack: Stack, minutes: float, num_clients: int, seed: int) -> tuple[str, dict[str, Any]]:
-    """The table of moments, and the totals."""
-    urls = [f"http://127.0.0.1:{stack.gateway_ports[name][0]}" for name in GATEWAYS]
+    """The table of moments, and the totals. Where a service does not come back it ends early, and says so."""
     moments: list[Moment] = []
     memory = Memory()
+    broken = ""
     async with asker(PATIENCE_S) as http:
-        traffic = Traffic(urls, http, seed)
+        traffic = Traffic(stack.gateways, http, seed)
         await traffic.learn()
         print(f"{traffic.num_asked} answers are known", flush=True)
         watching = asyncio.create_task(memory.watch(stack))
         serving = asyncio.create_task(traffic.run(num_clients))
         end_s = asyncio.get_running_loop().time() + 60 * minutes
-        await kill(stack, random.Random(seed), moments, end_s)
+        try:
+            await kill(stack, random.Random(seed), moments, end_s)
+        except AssertionError as error:
+            broken = str(error)
+            print(broken, flush=True)
         traffic.stop()
-        await serving
-        watching.cancel()
+        await asyncio.wait([serving], timeout=LAST_ANSWERS_S)
+        if not serving.done():
+            broken = broken or f"requests did not end within {LAST_ANSWERS_S:.0f} s"
+        for task in (serving, watching):
+            task.cancel()
+        clients, _ = await asyncio.gather(serving, watching, return_exceptions=True)
+        if isinstance(clients, Exception):
+            broken = broken or f"a client failed: {clients!r}"
     leak = ""
     try:
         await asyncio.to_thread(wait_rest, stack)
     except AssertionError as error:
         leak = str(error).partition("\n")[0]
-    return report(moments, traffic.seen), totals(traffic.seen, memory, leak)
+    run = {"minutes": minutes, "clients": num_clients, "moments": len(moments), "broken": broken.partition("\n")[0]}
+    return report(moments, traffic.seen), run | totals(traffic.seen, memory, leak)
+
+
+def sentence(result: dict[str, Any]) -> str:
+    """The totals, for docs/reliability.md."""
+    sizes = ", ".join(f"{name} {first} / {last}" for name, (first, last) in sorted(result["memory_mib"].items()))
+    return (
+        f"{result['minutes']:g} minutes with {result['clients']} clients: {result['requests']} requests "
+        f"({result['cancelled']} cancelled, {result['resumed']} resumed), {result['moments']} moments; "
+        f"{len(result['wrong'])} wrong, {'blocks leaked' if result['leaked'] else 'nothing leaked'}. "
+        f"The most resident MiB in the first and in the second half: {sizes}.\n"
+    )
 
 
 def main() -> int:
@@ -163,12 +186,13 @@ def main() -> int:
     finally:
         stack.down()
     result["grown"] = {name: sizes for name, sizes in result["memory_mib"].items() if sizes[1] - sizes[0] > GROWTH_MIB}
+    text = f"{sentence(result)}\n{text}"
     print(text)
     print(json.dumps(result, indent=1))
     if arguments.out is not None:
         arguments.out.with_suffix(".md").write_text(text)
         arguments.out.with_suffix(".json").write_text(f"{json.dumps(result, indent=1)}\n")
-    return int(bool(result["wrong"] or result["leaked"] or result["grown"]))
+    return int(any(result[name] for name in ("wrong", "leaked", "grown", "broken")))
 
 
 if __name__ == "__main__":

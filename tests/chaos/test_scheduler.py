@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from services.client import AsyncPacelineClient, Result
 from tests.chaos.test_cache import PREFILLED, texts
+from tests.support import load
 from tests.support.stack import Stack
 
 RUNNING = "paceline_scheduler_num_requests_running"
@@ -39,3 +43,35 @@ async def test_streams_go_on_with_several_workers(stack: Stack) -> None:
     await asyncio.to_thread(stack.kill, "scheduler")
     await asyncio.to_thread(stack.start, "scheduler")
     assert await serving == right
+
+
+async def test_so_do_those_of_grpc_clients_that_know_no_gateway(stack: Stack) -> None:
+    """They submit what is unfinished themselves, with the tokens that they have."""
+    await asyncio.to_thread(stack.up)
+    prompts = load.random_prompts(6, 3, 900)
+
+    async def answers(client: AsyncPacelineClient) -> list[Result]:
+        asked = [{"temperature": 0.0}, {"seed": 3}, {"seed": 4, "logprobs": 1, "presence_penalty": 0.5}] * 2
+        return await asyncio.gather(
+            *(
+                client.generate(token_ids=prompt, max_tokens=300, ignore_eos=True, **options)  # type: ignore[arg-type]
+                for prompt, options in zip(prompts, asked, strict=True)
+            )
+        )
+
+    async with AsyncPacelineClient(stack.scheduler) as client:
+        right = await answers(client)
+        serving = asyncio.create_task(answers(client))
+        for _ in range(2):
+            await asyncio.to_thread(stack.wait_metric, RUNNING, len(right))
+            await asyncio.sleep(0.2)
+            await asyncio.to_thread(stack.kill, "scheduler")
+            assert not serving.done()
+            await asyncio.to_thread(stack.start, "scheduler")
+        for mine, whole in zip(await serving, right, strict=True):
+            assert (mine.token_ids, mine.finish_reason) == (whole.token_ids, whole.finish_reason)
+            assert mine.usage.completion_tokens == len(mine.token_ids) == 300
+            assert [token.logprob for token in mine.logprobs] == pytest.approx(
+                [token.logprob for token in whole.logprobs], abs=1e-4
+            )
+    await asyncio.to_thread(stack.wait_metric, RUNNING, 0)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.support.asking import Answer, Question
+from tests.support.asking import GRPC, Answer, Question
 from tests.support.stack import Stack
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -21,7 +21,9 @@ WORKER_FLAGS = [
 ]
 # What random kills do to workers must not be laid at the door of the requests.
 SCHEDULER_FLAGS = ["--preset", "vllm-v1", "--policy-options", '{"mode": "swap"}', "--poison-failures", "1000"]
-GATEWAY_FLAGS = ["--resume-grace-s", "3", "--resume-keep-s", "0"]
+# On a busy machine a scheduler takes half a minute to start. And who asks two gateways by turns (PATIENCE_S, matrix.py)
+# must find what he left at the first one: else what nobody reads any more has the seats, and nobody gets on.
+GATEWAY_FLAGS = ["--resume-grace-s", "8", "--resume-keep-s", "0", "--scheduler-wait-s", "80"]
 MESSAGES = [{"role": "user", "content": "Tell me of a fox."}]
 
 
@@ -38,6 +40,11 @@ def completion(name: str, prompt: list[int] | str, max_tokens: int, **options: A
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     usage = {} if options.get("stream") is False else {"stream_options": {"include_usage": True}}
     return Question(name, COMPLETION, body | usage | options)
+
+
+def over_grpc(name: str, **options: Any) -> Question:
+    """With the Python client."""
+    return Question(name, GRPC, {"stream": True, "ignore_eos": True} | options)
 
 
 def _greedy(name: str, count: int, prompt_tokens: int, max_tokens: int, **options: Any) -> list[Question]:
@@ -58,6 +65,18 @@ def _streaming() -> list[Question]:
         completion("streaming", ["A fox", "A hen"], 150, **sampled),
         completion("streaming", "A fox", 200, stream=False, **sampled),
         Question("streaming", CHAT, chat | {"n": 2, "top_logprobs": 1}),
+    ]
+
+
+def _grpc() -> list[Question]:
+    prompts = [question.body["prompt"] for question in _greedy("grpc", 3, 30, 1)]
+    return [
+        *(over_grpc("grpc", token_ids=prompt, max_tokens=250, seed=i, logprobs=1) for i, prompt in enumerate(prompts)),
+        over_grpc("grpc", prompt="Once there was", max_tokens=250, temperature=0, stop=["no such end", "e no such"]),
+        over_grpc(
+            "grpc", prompt="One day", max_tokens=200, seed=5, repetition_penalty=1.1, ignore_eos=False, min_tokens=150
+        ),
+        over_grpc("grpc", messages=MESSAGES, max_tokens=200, seed=3),
     ]
 
 
@@ -89,5 +108,6 @@ WORKLOADS: dict[str, Workload] = {
     "n=4": Workload(_greedy("n=4", 3, 40, 160, n=4, temperature=1.0, seed=3), _all_have(10)),
     "seeded": Workload(_greedy("seeded", 6, 12, 250, temperature=1.0, top_p=0.95, seed=11), _all_have(20)),
     "streaming": Workload(_streaming(), _all_have(10)),
+    "grpc": Workload(_grpc(), _all_have(10)),
     "swapped": Workload(_greedy("swapped", 16, 60, 280), _is_swapped),
 }

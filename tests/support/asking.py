@@ -7,19 +7,27 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
+from services.client import PacelineError
+from tests.support.asking_grpc import ask_grpc
 from tests.support.sse import Event, alike, told
 
 ATTEMPTS = 200
 PAUSE_S = 0.2
+GRPC = "grpc"
+
+
+class Gateway(NamedTuple):
+    url: str
+    target: str  # of gRPC
 
 
 @dataclass(frozen=True)
 class Question:
-    """`name` is of the kind, for reports."""
+    """`name` is of the kind, for reports. With the path GRPC the body has the arguments of the Python client."""
 
     name: str
     path: str
@@ -83,16 +91,24 @@ def asker(read_timeout_s: float) -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
 
 
-async def ask(http: httpx.AsyncClient, urls: Sequence[str], key: str, answer: Answer) -> None:
+async def ask(http: httpx.AsyncClient, gateways: Sequence[Gateway], key: str, answer: Answer) -> None:
     """Ask one gateway after the other, from the last event that arrived on, until the answer is whole.
 
     AssertionError for a refusal that no other attempt would change.
     """
     question = answer.question
-    headers = {"Idempotency-Key": key}
-    for url in itertools.islice(itertools.cycle(urls), ATTEMPTS):
+    if question.path == GRPC:
         try:
-            async with http.stream("POST", url + question.path, json=question.body, headers=headers) as response:
+            await ask_grpc([gateway.target for gateway in gateways], answer)
+        except PacelineError as error:
+            answer.breaks.append(f"{error.code.name}: {error}")
+        return
+    headers = {"Idempotency-Key": key}
+    for gateway in itertools.islice(itertools.cycle(gateways), ATTEMPTS):
+        try:
+            async with http.stream(
+                "POST", gateway.url + question.path, json=question.body, headers=headers
+            ) as response:
                 if response.status_code == 200:
                     why = await _read(response, answer, headers)
                 else:

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.asking import Gateway
 from tests.support.ports import free_port
 from tests.support.proxy import Proxy
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S, END_TIMEOUT_S = 100.0, 40.0
 
 
 @dataclass
@@ -28,7 +29,10 @@ class Stack:
     worker_flags: list[str] = field(default_factory=list)
     scheduler_flags: list[str] = field(default_factory=list)
     gateway_flags: list[str] = field(default_factory=list)
-    worker_module: str = "services.cli"  # another one may have faults planted
+    # Others may have faults planted.
+    module: str = "services.cli"
+    worker_module: str = ""
+    scheduler_module: str = ""
     proxied: bool = False  # each service dials through a proxy of its own, which `links` has by the service's name
 
     def __post_init__(self) -> None:
@@ -39,6 +43,11 @@ class Stack:
         self.url = f"http://127.0.0.1:{self.http_port}"
         # HTTP and gRPC port of each gateway; further ones are put in by who starts them.
         self.gateway_ports = {"gateway": (self.http_port, self.grpc_port)}
+
+    @property
+    def gateways(self) -> list[Gateway]:
+        ports = self.gateway_ports.values()
+        return [Gateway(f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}") for http, grpc in ports]
 
     @property
     def scheduler(self) -> str:
@@ -69,7 +78,8 @@ class Stack:
 
     def start(self, name: str) -> None:
         service = name.partition("-")[0]  # worker-1, gateway-2
-        module = self.worker_module if service == "worker" else "services.cli"
+        modules = {"worker": self.worker_module, "scheduler": self.scheduler_module}
+        module = modules.get(service) or self.module
         log = (self.folder / f"{name}.log").open("ab")
         self.processes[name] = subprocess.Popen(
             [sys.executable, "-m", module, "serve", service, "--drain-s", "20", *self.flags(name)],
@@ -117,10 +127,15 @@ class Stack:
         return sum(float(line.split()[-1]) for line in lines) if status == 200 else float("inf")
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
-        """Send the signal and wait for the end of the process."""
+        """Send the signal and wait for the end of the process. AssertionError if it takes too long."""
         process = self.processes.pop(name)
         process.send_signal(number)
-        process.wait(timeout=40)
+        try:
+            process.wait(timeout=END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise AssertionError(f"{name} did not end within {END_TIMEOUT_S:.0f} s\n{self.logs()}") from None
 
     def down(self) -> None:
         for process in self.processes.values():

@@ -1,0 +1,243 @@
+"""The links between services while one end says nothing: each real end against one played by hand.
+
+No time is asserted: a test that waits for what never happens ends with its timeout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from cache_svc.server import PATIENCE
+from cache_svc.server import serve as serve_cache
+from cache_svc.settings import CacheSettings
+from paceline.v1 import cache_pb2, cache_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
+from paceline.v1.worker_pb2_grpc import WorkerServiceStub
+from scheduler_svc.server import serve as serve_scheduler
+from scheduler_svc.settings import SchedulerSettings
+from services.gateway.session import SchedulerSession
+from services.runtime import liveness
+from services.runtime.liveness import BEAT_S
+from services.runtime.rpc import open_channel
+from services.runtime.service import Addresses
+
+# Long enough that a crowded machine has handed a heartbeat from thread to thread by then.
+TIMEOUT_S = 2.0
+LONG_S = TIMEOUT_S + 3 * BEAT_S  # nothing is given up in it that should not be
+NUM_BEATS = round(LONG_S / BEAT_S)
+SILENT = grpc.StatusCode.DEADLINE_EXCEEDED
+REGISTRATION = worker_pb2.WorkerRegistration(
+    name="w",
+    model=common_pb2.ModelInfo(name="m", fingerprint="m", vocab_size=10, max_model_len=100),
+    block_size=4,
+    num_blocks=10,
+    max_num_seqs=4,
+    max_batched_tokens=16,
+)
+OPEN = inference_pb2.SessionRequest(open=inference_pb2.SessionOpen(session_id="s", response_window=8))
+
+
+@asynccontextmanager
+async def running(serve: Callable[..., Awaitable[None]], settings: Any) -> AsyncIterator[grpc.aio.Channel]:
+    ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+    task = asyncio.ensure_future(serve(settings, stop, on_ready=ready.set_result))
+    try:
+        await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
+        async with open_channel(ready.result().grpc or "") as channel:
+            yield channel
+    finally:
+        stop.set()
+        await task
+
+
+@pytest.fixture
+async def cache() -> AsyncIterator[grpc.aio.Channel]:
+    settings = CacheSettings(port=0, metrics_port=0, heartbeat_timeout_s=TIMEOUT_S / PATIENCE)
+    async with running(serve_cache, settings) as channel:
+        yield channel
+
+
+@pytest.fixture
+async def scheduler() -> AsyncIterator[grpc.aio.Channel]:
+    """Without a cache: nothing is served."""
+    settings = SchedulerSettings(port=0, metrics_port=0, cache="127.0.0.1:1", heartbeat_timeout_s=TIMEOUT_S)
+    async with running(serve_scheduler, settings) as channel:
+        yield channel
+
+
+async def ends_with(call: Any) -> grpc.StatusCode:
+    """How the other end ends the call, whatever it says before that."""
+    try:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def first_exchange(**flags: bool) -> cache_pb2.CacheServiceLinkRequest:
+    return cache_pb2.CacheServiceLinkRequest(epoch=3, exchange=1, **flags)
+
+
+async def test_the_cache_sends_heartbeats_and_gives_up_a_scheduler_that_stops_to(cache: grpc.aio.Channel) -> None:
+    call: Any = cache_pb2_grpc.CacheServiceStub(cache).Link()
+    await call.write(first_exchange(heartbeats=True))
+    assert sorted([(await call.read()).heartbeat, (await call.read()).heartbeat]) == [False, True]
+    for _ in range(NUM_BEATS):
+        await call.write(cache_pb2.CacheServiceLinkRequest(epoch=3, heartbeat=True))
+        response = await call.read()
+        assert (response.heartbeat, response.exchange) == (True, 0)
+    await call.write(cache_pb2.CacheServiceLinkRequest(epoch=3, exchange=2))  # which heartbeats do not count as
+    while (response := await call.read()).heartbeat:
+        pass
+    assert response.exchange == 2
+    assert await ends_with(call) is SILENT
+
+
+async def test_the_cache_asks_nothing_of_a_scheduler_that_knows_no_heartbeats(cache: grpc.aio.Channel) -> None:
+    call: Any = cache_pb2_grpc.CacheServiceStub(cache).Link()
+    await call.write(first_exchange())
+    assert (await call.read()).exchange == 1
+    await asyncio.sleep(LONG_S)
+    await call.write(cache_pb2.CacheServiceLinkRequest(epoch=3, exchange=2))
+    assert (await call.read()).exchange == 2, "and no heartbeat"
+    call.cancel()
+
+
+async def test_the_scheduler_gives_up_a_gateway_that_stops_to_send_heartbeats(scheduler: grpc.aio.Channel) -> None:
+    call: Any = inference_pb2_grpc.InferenceServiceStub(scheduler).Session()
+    opening = inference_pb2.SessionRequest()
+    opening.CopyFrom(OPEN)
+    opening.open.heartbeats = True
+    await call.write(opening)
+    while not (await call.read()).heartbeat:
+        pass
+    for _ in range(NUM_BEATS):
+        await call.write(inference_pb2.SessionRequest())
+        assert (await call.read()).heartbeat
+    assert await ends_with(call) is SILENT
+    again: Any = inference_pb2_grpc.InferenceServiceStub(scheduler).Session()
+    await again.write(OPEN)  # the name is free
+    assert (await again.read()).HasField("opened")
+    again.cancel()
+
+
+async def test_the_scheduler_asks_nothing_of_a_gateway_that_knows_no_heartbeats(scheduler: grpc.aio.Channel) -> None:
+    call: Any = inference_pb2_grpc.InferenceServiceStub(scheduler).Session()
+    await call.write(OPEN)
+    assert (await call.read()).HasField("opened")
+    await asyncio.sleep(LONG_S)
+    submission = inference_pb2.Submission(handle=1)  # which lacks all
+    await call.write(inference_pb2.SessionRequest(submissions=[submission]))
+    assert (await call.read()).endings[0].handle == 1, "and no heartbeat"
+    call.cancel()
+
+
+@pytest.mark.parametrize("reads_heartbeats", [True, False])
+async def test_the_scheduler_gives_up_a_worker_that_is_silent(
+    scheduler: grpc.aio.Channel, reads_heartbeats: bool
+) -> None:
+    call: Any = WorkerServiceStub(scheduler).Link()
+    registration = worker_pb2.WorkerRegistration()
+    registration.CopyFrom(REGISTRATION)
+    registration.heartbeats = reads_heartbeats
+    await call.write(worker_pb2.WorkerServiceLinkRequest(registration=registration))
+    assert (await call.read()).HasField("registered")
+    for _ in range(NUM_BEATS):
+        await call.write(worker_pb2.WorkerServiceLinkRequest(heartbeat=worker_pb2.Heartbeat()))
+        if reads_heartbeats:
+            assert (await call.read()).HasField("heartbeat")
+        else:
+            await asyncio.sleep(BEAT_S)
+    assert await ends_with(call) is SILENT
+
+
+class Scheduler(inference_pb2_grpc.InferenceServiceServicer):
+    """`behaviours`: in each session, how many heartbeats it sends before it is silent; -1: it does not open it."""
+
+    def __init__(self, *behaviours: int) -> None:
+        self.behaviours = list(behaviours)
+        self.num_heard = 0
+
+    async def Session(self, request_iterator: Any, context: Any) -> None:
+        first = await anext(aiter(request_iterator))
+        assert first.open.heartbeats
+        num_heartbeats = self.behaviours.pop(0)
+        if num_heartbeats >= 0:
+            await context.write(inference_pb2.SessionResponse(opened=inference_pb2.SessionOpened(epoch=1)))
+        for _ in range(num_heartbeats):
+            await context.write(inference_pb2.SessionResponse(heartbeat=True))
+            await anext(aiter(request_iterator))
+            self.num_heard += 1
+        await asyncio.Event().wait()
+
+
+async def test_a_gateway_leaves_a_scheduler_that_is_silent_and_one_that_does_not_open_its_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But not one that has never sent a heartbeat: it is of before there were any."""
+    monkeypatch.setattr(liveness, "OPENING_S", TIMEOUT_S)
+    scheduler = Scheduler(NUM_BEATS, -1, 0)
+    server = grpc.aio.server()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(scheduler, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    session = SchedulerSession(f"127.0.0.1:{port}", heartbeat_timeout_s=TIMEOUT_S)
+    session.start()
+    async with asyncio.timeout(60):
+        while session.num_connects < 2:  # noqa: ASYNC110 - another task's
+            await asyncio.sleep(0.05)
+    assert scheduler.behaviours == []
+    assert scheduler.num_heard == NUM_BEATS
+    await asyncio.sleep(LONG_S)
+    assert session.connected
+    assert session.num_connects == 2
+    await session.close()
+    await server.stop(0)
+
+
+class Cache(cache_pb2_grpc.CacheServiceServicer):
+    """Answers, and sends a heartbeat for each that it gets; so many in its first link, and then it is silent."""
+
+    def __init__(self, num_heartbeats: int) -> None:
+        self.num_heartbeats = num_heartbeats
+        self.epochs: list[int] = []
+
+    async def Link(self, request_iterator: Any, context: Any) -> None:
+        left = self.num_heartbeats if not self.epochs else 1_000_000
+        async for request in request_iterator:
+            if not request.heartbeat:
+                assert request.heartbeats == (request.exchange == 1)
+                self.epochs += [request.epoch] * request.heartbeats
+                results = [cache_pb2.CacheOpResult() for _ in request.ops]
+                answer = {"epoch": request.epoch, "exchange": request.exchange, "results": results}
+                await context.write(cache_pb2.CacheServiceLinkResponse(**answer))
+            if left:
+                left -= 1
+                await context.write(cache_pb2.CacheServiceLinkResponse(heartbeat=True))
+
+
+async def test_the_scheduler_leaves_a_cache_that_is_silent() -> None:
+    cache = Cache(num_heartbeats=NUM_BEATS)
+    server = grpc.aio.server()
+    cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    settings = SchedulerSettings(port=0, metrics_port=0, cache=f"127.0.0.1:{port}", heartbeat_timeout_s=TIMEOUT_S)
+    async with running(serve_scheduler, settings) as channel:
+        worker: Any = WorkerServiceStub(channel).Link()  # so that there is something to say to a cache
+        await worker.write(worker_pb2.WorkerServiceLinkRequest(registration=REGISTRATION))
+        async with asyncio.timeout(30):
+            while len(cache.epochs) < 2:
+                await worker.write(worker_pb2.WorkerServiceLinkRequest(heartbeat=worker_pb2.Heartbeat()))
+                await asyncio.sleep(BEAT_S)
+        assert cache.epochs[0] < cache.epochs[1]
+        worker.cancel()
+    await server.stop(0)

@@ -1,0 +1,19 @@
+"""A service whose event loop can be stuck, for tests: `python -m tests.support.stuck_service serve scheduler ...`.
+
+It is the service as it is, but SIGUSR1 has its event loop sleep for STUCK_S. All its other threads run on: gRPC answers
+pings and takes connections, the model computes. The server itself has no such door.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+from services.cli.main import main
+
+STUCK_S = 7.0
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, lambda *_: time.sleep(STUCK_S))
+    sys.exit(main(sys.argv[1:]))
