@@ -10,10 +10,10 @@ WORKERS ?=
 ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: up setup test soak chaos chaos-soak lint fmt proto bench bench-gpu peer-test compose-test clean help
+.PHONY: up setup test soak soak-kills soak-simulation chaos lint fmt proto bench bench-gpu peer-test compose-test clean help
 
 help:
-	@echo 'make up [MODEL=path PORT=n WORKERS=n ARGS=...] | test | soak | chaos | chaos-soak | lint | fmt | proto | bench | bench-gpu | peer-test | compose-test | clean'
+	@echo 'make up [MODEL=path PORT=n WORKERS=n ARGS=...] | test | soak | soak-kills | soak-simulation | chaos | lint | fmt | proto | bench | bench-gpu | peer-test | compose-test | clean'
 
 up: $(VENV)/serve.stamp
 	@exec $(BIN)/paceline up $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
@@ -49,18 +49,20 @@ $(VENV)/etcd/usr/bin/etcd: | $(VENV)/serve.stamp
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Simulated runs with new seeds until Ctrl-C: docs/simulation.md.
-soak: setup
+# 30 minutes of random kills of real processes under mixed traffic: docs/reliability.md; then simulated runs with new seeds
+# until Ctrl-C: docs/simulation.md. ARGS are for one of the two alone (ARGS='--minutes 5', ARGS='--seconds 600').
+soak: soak-kills soak-simulation
+
+soak-kills: setup
+	$(BIN)/python -m tests.chaos.soak --out bench/results/chaos-soak $(ARGS)
+
+soak-simulation: setup
 	$(BIN)/python -m simulator.soak $(ARGS)
 
 # Every service × fault × workload on real processes (half an hour), and a table of the pauses: docs/reliability.md.
 chaos: setup
 	PACELINE_CHAOS=1 $(BIN)/python -m pytest -s tests/chaos/test_hangs.py tests/chaos/test_standby.py tests/chaos/test_frozen_gateway.py
 	$(BIN)/python -m tests.chaos.matrix --out bench/results/chaos $(ARGS)
-
-# Random kills of real processes under mixed traffic: ARGS='--minutes 30'.
-chaos-soak: setup
-	$(BIN)/python -m tests.chaos.soak --out bench/results/chaos-soak $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
