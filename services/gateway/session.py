@@ -75,6 +75,11 @@ class SchedulerSession:
         """What the scheduler last said of itself; None while it is away."""
         return self._core.status
 
+    @property
+    def model(self) -> common_pb2.ModelInfo | None:
+        """What its workers serve, as the scheduler last said; None before it has."""
+        return self._core.model
+
     def refusal(self, message: str) -> ApiError:
         """A 429 that says when there will be a place."""
         return ApiError(429, message, retry_after_s=self._core.retry_after_s(asyncio.get_running_loop().time()))
