@@ -126,7 +126,7 @@ def _too_long(name: str, text: str) -> Rejection:
 
 def check_limits(request: Request, lora: str, limits: Limits, changes_logits: bool = True) -> None:
     """What the model and the pools allow; `changes_logits`: as check_submission found. Raises Rejection."""
-    vocab, longest, pool = limits.vocab_size, limits.max_model_len, limits.pool_tokens
+    vocab, longest = limits.vocab_size, limits.max_model_len
     check_tokens("prompt_token_ids", request.prompt, vocab)
     if request.output:
         check_tokens("output_token_ids", bytes(request.output), vocab)
@@ -141,6 +141,8 @@ def check_limits(request: Request, lora: str, limits: Limits, changes_logits: bo
     # The last token of a sequence is never computed, so it needs no room in the pool.
     if num_tokens >= longest:
         raise invalid("prompt_token_ids", f"{num_tokens} tokens leave no room for output in a length of {longest}")
+    # Whoever accepted it had a larger pool, which may be on its way: after a restart the smallest may come first.
+    pool = longest if request.accepted_before else limits.pool_tokens
     if num_tokens > pool:
         raise invalid("prompt_token_ids", f"a prompt of {num_tokens} tokens does not fit a pool of {pool} tokens")
     if total > longest:
@@ -174,6 +176,7 @@ def new_request(session_id: str, submission: Submission, now_s: float) -> Reques
         priority=submission.priority,
         tenant=submission.tenant,
         lora=submission.lora,
+        accepted_before=submission.accepted_before,
         deadline_s=now_s + deadline_s if deadline_s else math.inf,
         extra_stop_ids=frozenset(stops) if 0 < len(stops) <= MAX_STOP_TOKEN_IDS else NO_TOKENS,
         cache_salt=submission.cache_salt,

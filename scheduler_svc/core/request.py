@@ -65,6 +65,7 @@ class Request:
     cache_salt: str = ""
     cache_retention: tuple[RetentionRange, ...] = ()
     deadline_s: float = math.inf  # on the clock of arrival_s
+    accepted_before: bool = False  # by this scheduler or another one
     phase: Phase = Phase.WAITING
     sequence: int = 0
     num_registered: int = 0  # tokens that the cache knows of that sequence

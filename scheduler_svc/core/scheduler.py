@@ -174,7 +174,7 @@ class SchedulerCore:
         if request.handle in session.live:
             raise Rejection(CODE_FAILED_PRECONDITION, f"handle: {request.handle} is in use", "handle")
         request.seniority = request.place = self.life.next_seniority()
-        if not submission.accepted_before:  # nothing accepted is lost
+        if not request.accepted_before:  # nothing accepted is lost
             check_queue(self.queue, request, self.config, self.life.budgets)
         if (fork_of := submission.fork_of) and not (request.output or request.scores_prompt):
             parent = session.live.get(fork_of)

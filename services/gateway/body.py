@@ -6,6 +6,8 @@ import asyncio
 import gc
 import json
 import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
@@ -22,11 +24,16 @@ class TooManyBodies(Exception):
 
 
 class Bodies:
-    """Bytes of bodies that are being read, or wait to be decoded."""
+    """Bytes of bodies that are being read, or wait to be decoded.
+
+    When they are too many, the largest of those that are still on their way gives way: else a few that send much, and
+    never the rest, would keep out everybody else.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
+        self.arriving: dict[HeldBody, asyncio.Timeout] = {}
 
     def hold(self) -> HeldBody:
         """For one more body."""
@@ -38,20 +45,48 @@ class HeldBody:
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
+        self._has_given_way = False
         self.num_bytes = 0
+
+    @asynccontextmanager
+    async def arriving(self, timeout_s: float) -> AsyncIterator[None]:
+        """While it is read. Raises TimeoutError when that takes too long, TooManyBodies if it has to give way."""
+        try:
+            async with asyncio.timeout(timeout_s) as timeout:
+                self._bodies.arriving[self] = timeout
+                yield
+        except TimeoutError:
+            if self._has_given_way:
+                raise TooManyBodies from None
+            raise
+        finally:
+            self._bodies.arriving.pop(self, None)
 
     def add(self, num_bytes: int) -> None:
         """So many more are here. Raises TooManyBodies."""
+        bodies = self._bodies
         self.num_bytes += num_bytes
-        self._bodies.num_bytes += num_bytes
-        if self._bodies.num_bytes > self._bodies.max_bytes:
-            raise TooManyBodies
+        bodies.num_bytes += num_bytes
+        while bodies.num_bytes > bodies.max_bytes:
+            largest = max(bodies.arriving, key=lambda held: held.num_bytes, default=self)
+            if largest.num_bytes <= self.num_bytes:
+                raise TooManyBodies
+            largest._give_way()
 
     def __enter__(self) -> HeldBody:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._give_back()
+
+    def _give_way(self) -> None:
+        self._has_given_way = True
+        self._give_back()
+        self._bodies.arriving.pop(self).reschedule(asyncio.get_running_loop().time())
+
+    def _give_back(self) -> None:
         self._bodies.num_bytes -= self.num_bytes
+        self.num_bytes = 0
 
 
 async def read_body(request: Request, held: HeldBody, *, max_bytes: int, timeout_s: float) -> bytes:
@@ -64,7 +99,7 @@ async def read_body(request: Request, held: HeldBody, *, max_bytes: int, timeout
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with held.arriving(timeout_s):
             return await _read(request, held, max_bytes)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", code="request_timeout") from None

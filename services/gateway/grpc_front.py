@@ -97,6 +97,8 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
                 raise invalid("prompt", "prompt: one of text, messages and token_ids is required")
         deadline_s = request.deadline_s or None
         choices = _choices(request.sampling)
+        if choices.max_tokens is None:
+            await self._gateway.session.know_model()  # who goes meanwhile is cancelled
         if key is not None and choices.seed is None:
             choices.seed = key.seed(0)
         job = builder.job(

@@ -342,6 +342,8 @@ async def _chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: _Asked) 
         gone=asked.gone,
     )
     choices = body.sampling()
+    if choices.max_tokens is None:
+        await gateway.session.know_model(asked.gone)
     if asked.key is not None and body.seed is None:
         choices.seed = asked.key.seed(0)
     job = gateway.builder.job(

@@ -69,6 +69,11 @@ class _Kept:
     left_s: float = 0.0  # when it came into the state in which it is
     num_bytes: int = 0  # once it has finished
 
+    @property
+    def num_delivered(self) -> int:
+        """Tokens that were not generated here, but brought by whoever submitted it."""
+        return max(len(run.job.delivered) for run in self.runs)
+
 
 _Place = tuple[str, str]  # tenant and key
 
@@ -114,14 +119,21 @@ class RequestStore:
         """Whether the key stands for a request, of whatever content."""
         return (key.tenant, key.key) in self._kept
 
-    def open(self, key: RequestKey, submit: Callable[[], list[Run]]) -> Reading:
+    def open(self, key: RequestKey, submit: Callable[[], list[Run]], *, num_delivered: int = 0) -> Reading:
         """Read the request of this key, from its beginning; if there is none, it is submitted.
+
+        `num_delivered`: tokens that the client brings. A run that went on behind more of them is no answer for it:
+        those are as another client said, and without their log probabilities. It is submitted anew.
 
         Raises ApiError 422 if the key stands for another request, and what `submit` raises.
         """
         place = (key.tenant, key.key)
         kept = self._kept.get(place)
         if kept is not None and any(run.failed for run in kept.runs):
+            self._drop(place)
+            kept = None
+        elif kept is not None and kept.fingerprint == key.fingerprint and kept.num_delivered > num_delivered:
+            self._interrupt(kept)
             self._drop(place)
             kept = None
         if kept is None:
@@ -151,12 +163,16 @@ class RequestStore:
 
     def _take_over(self, place: _Place, kept: _Kept) -> None:
         self.num_taken_up += 1
-        if kept.reading is not None:
-            message = "another connection has asked for the answer to this idempotency key, and has it now"
-            kept.reading.interrupt(ApiError(409, message, code="replaced"))
+        self._interrupt(kept)
         self._waiting.pop(place, None)
         if self._finished.pop(place, None) is not None:
             self._num_bytes -= kept.num_bytes
+
+    @staticmethod
+    def _interrupt(kept: _Kept) -> None:
+        if kept.reading is not None:
+            message = "another connection has asked for the answer to this idempotency key, and has it now"
+            kept.reading.interrupt(ApiError(409, message, code="replaced"))
 
     def _leave(self, place: _Place, kept: _Kept, reading: Reading) -> None:
         if kept.reading is not reading or self._kept.get(place) is not kept:

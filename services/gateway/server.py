@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from paceline.v1 import common_pb2, inference_pb2_grpc
+from paceline.v1 import inference_pb2_grpc
 from services.gateway.body import Bodies
 from services.gateway.door import Door
 from services.gateway.grpc_front import SERVICE_NAME, InferenceFront
@@ -103,9 +103,7 @@ def _load(settings: GatewaySettings, session: SchedulerSession) -> Gateway:
             tokenizer = IdTokenizer(files.vocab_size)
     except (NoSuchModel, FileNotFoundError, ValueError) as error:
         raise CannotStart(str(error)) from error
-    builder = RequestBuilder(
-        tokenizer, files, worker_model=lambda: _worker_model(session), max_model_len=settings.max_model_len
-    )
+    builder = RequestBuilder(tokenizer, files, worker_model=lambda: session.model, max_model_len=settings.max_model_len)
     requests = RequestStore(
         grace_s=settings.resume_grace_s, keep_s=settings.resume_keep_s, max_bytes=settings.resume_keep_bytes
     )
@@ -118,11 +116,6 @@ def _load(settings: GatewaySettings, session: SchedulerSession) -> Gateway:
         max_body_bytes=settings.max_body_bytes,
         bodies=Bodies(settings.max_bodies_bytes),
     )
-
-
-def _worker_model(session: SchedulerSession) -> common_pb2.ModelInfo | None:
-    status = session.status
-    return status.model if status is not None and status.HasField("model") else None
 
 
 async def _tick(requests: RequestStore) -> None:

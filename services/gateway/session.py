@@ -13,6 +13,7 @@ import grpc.aio
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.errors import ApiError
 from services.gateway.session_core import NO_TERMS, LiveRequest, SessionCore, SessionFull, SessionProtocolError, Terms
+from services.gateway.turnstile import Gone
 from services.runtime.fence import StaleScheduler
 from services.runtime.liveness import Silent, Watch, beat, first_of
 from services.runtime.logs import get_logger
@@ -47,6 +48,7 @@ class SchedulerSession:
     ) -> None:
         self._target = target
         self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._wait_s, self._max_live = wait_s, max_live
         self._transport = link_options(ping_timeout_s)
         self._core = SessionCore(
             f"gateway-{uuid.uuid4().hex[:12]}", response_window=response_window, max_live=max_live, wait_s=wait_s
@@ -54,6 +56,8 @@ class SchedulerSession:
         # Called when `status`, `ready` or `connected` may have changed.
         self.on_status: Callable[[], None] | None = None
         self._outgoing = asyncio.Event()
+        self._model_told = asyncio.Event()
+        self._num_asking = 0  # for the model
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
         # Times the stream was opened.
@@ -74,6 +78,35 @@ class SchedulerSession:
     def status(self) -> inference_pb2.SchedulerStatus | None:
         """What the scheduler last said of itself; None while it is away."""
         return self._core.status
+
+    @property
+    def model(self) -> common_pb2.ModelInfo | None:
+        """What its workers serve, as the scheduler last said; None before it has."""
+        return self._core.model
+
+    async def know_model(self, gone: Callable[[], bool] = lambda: False) -> None:
+        """Wait until the scheduler has said what its workers serve, which it has but to a gateway that has only just
+        started. The model's files allow more than a pool may hold: who asks for all that there is would be refused.
+
+        Without a worker it is over after as long as requests wait for a scheduler. Raises ApiError 429 or 503, and Gone
+        if `gone`.
+        """
+        if self._core.model is not None or self._closing:
+            return
+        if self._num_asking >= self._max_live:
+            raise self.refusal(_FULL)
+        self._num_asking += 1
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await self._model_told.wait()
+        except TimeoutError:
+            if not self.connected:
+                message = f"no connection to the scheduler for {self._wait_s:g} s"
+                raise ApiError(503, message, retry_after_s=1.0) from None
+        finally:
+            self._num_asking -= 1
+        if gone():
+            raise Gone
 
     def refusal(self, message: str) -> ApiError:
         """A 429 that says when there will be a place."""
@@ -100,6 +133,7 @@ class SchedulerSession:
     async def close(self) -> None:
         """End the stream. Requests that still live fail with UNAVAILABLE."""
         self._closing = True
+        self._model_told.set()  # whoever waits is refused
         self._wake(self._core.fail_all("the server is shutting down"))
         # One turn, so that consumers' tasks see their ending while everything still stands.
         await asyncio.sleep(0)
@@ -184,6 +218,8 @@ class SchedulerSession:
                 watch.promised = watch.promised or response.heartbeat
                 first = not core.opened
                 self._wake(core.receive(response))
+                if core.model is not None:
+                    self._model_told.set()
                 # What is due (submissions after the opening, acknowledgements), the core knows.
                 self._outgoing.set()
                 if first:

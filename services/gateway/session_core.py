@@ -104,6 +104,8 @@ class SessionCore:
         self.epoch: int | None = None
         self._fence = Fence()
         self.status: inference_pb2.SchedulerStatus | None = None
+        # As last told. It stays while the scheduler is away: limits and final tokens are what they were.
+        self.model: common_pb2.ModelInfo | None = None
         self._window = response_window
         self._max_live = max_live
         self._wait_s = wait_s
@@ -291,6 +293,8 @@ class SessionCore:
             raise SessionProtocolError("the first message has no `opened`")
         if response.HasField("status"):
             self.status = response.status
+            if response.status.HasField("model"):
+                self.model = response.status.model
         if response.HasField("room"):
             self._room.told(response.room.places, response.room.num_submissions)
         elif not response.prompt_scores:  # which come in messages without anything else

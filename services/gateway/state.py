@@ -87,7 +87,8 @@ class Gateway:
         """
         if key is None:
             return read_once(self._submit(jobs))
-        return self.requests.open(key, partial(self._submit, jobs))
+        num_delivered = max(len(job.delivered) for job in jobs)
+        return self.requests.open(key, partial(self._submit, jobs), num_delivered=num_delivered)
 
     def _submit(self, jobs: Sequence[GenerateJob]) -> list[Run]:
         """All jobs or none."""

@@ -636,7 +636,9 @@ class Submission(_message.Message):
     output_token_ids: _builtins.bytes
     """Packed int32: output that was already delivered by an earlier attempt; generation goes on after it."""
     accepted_before: _builtins.bool
-    """The request was accepted before (by this scheduler or the one it replaces): a full queue does not refuse it."""
+    """The request was accepted before (by this scheduler or the one it replaces): a full queue does not refuse it, and it
+    waits for a worker whose pool can hold it.
+    """
     priority: _builtins.float
     """As in GenerateRequest."""
     tenant: _builtins.str

@@ -12,7 +12,8 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.client import AsyncPacelineClient
+from paceline.v1 import common_pb2
+from services.client import AsyncPacelineClient, Result
 from services.gateway.tokenizer import TextTokenizer
 from tests.contract.gateway.conftest import MODEL, Running, Start, until
 from tests.contract.gateway.test_openai import CHECKPOINT
@@ -246,3 +247,23 @@ async def test_a_port_that_is_taken(start: Start) -> None:
     with pytest.raises((OSError, RuntimeError), match=str(grpc_port)):
         await start(settings={"grpc_port": grpc_port})
     assert (await running.http.get("/v1/models")).json()["data"][0]["id"] == MODEL
+
+
+async def test_who_comes_before_the_scheduler_gets_no_more_than_its_workers_can_hold(start: Start) -> None:
+    model = common_pb2.ModelInfo(name="demo", vocab_size=1024, max_model_len=100, eos_token_ids=[5, 1])
+    running = await start(scheduler_up=False, model=model)
+    body = {"messages": [{"role": "user", "content": "one two three"}]}  # all that there is: the model's files say 2048
+
+    async def over_grpc() -> Result:
+        async with AsyncPacelineClient(running.addresses.grpc or "") as client:
+            return await client.generate("one two three")
+
+    chat = asyncio.create_task(running.http.post("/v1/chat/completions", json=body))
+    generated = asyncio.create_task(over_grpc())
+    await asyncio.sleep(0.2)
+    await running.scheduler.start()
+    response = await chat
+    assert response.status_code == 200, response.text
+    await generated
+    for submission in running.scheduler.submissions:
+        assert len(submission.prompt_token_ids) // 4 + submission.sampling.max_tokens == 100

@@ -325,7 +325,21 @@ async def test_the_gateways_own_429_says_when_a_place_will_be_free(start: Start)
 async def test_bodies_that_do_not_end_hold_no_more_memory_than_they_may(start: Start) -> None:
     running = await start(settings={"max_bodies_bytes": 4096})
     slow = connect(running, HEAD % 9000 + b"x" * 3000)
-    await until_status(running, 429, user="x" * 2000)
+    await until_status(running, 429, user="x" * 3000)
     assert (await running.http.post("/v1/completions", json=BODY)).status_code == 200, "there is room for a short one"
     slow.close()
-    await until_status(running, 200, user="x" * 2000)
+    await until_status(running, 200, user="x" * 3000)
+
+
+async def test_of_the_bodies_that_do_not_end_the_largest_gives_way(start: Start) -> None:
+    running = await start(settings={"max_bodies_bytes": 4096})
+    slow = [connect(running, HEAD % 9000 + b"x" * num_bytes) for num_bytes in (700, 1900, 1400)]
+    await asyncio.sleep(0.2)
+    response = await running.http.post("/v1/completions", json=BODY | {"user": "x" * 1000})
+    assert response.status_code == 200, "who sends a short one is not kept out by those who never end"
+    assert (await answer(slow[1])).startswith(b"HTTP/1.1 429 ")
+    for left in (slow[0], slow[2]):
+        with pytest.raises(BlockingIOError):
+            left.recv(1, socket.MSG_DONTWAIT)
+    for connection in slow:
+        connection.close()

@@ -84,6 +84,16 @@ async def test_an_answer_that_is_here_is_compared(start: Start) -> None:
     assert error.value.field == "resume_token_ids"
 
 
+async def test_who_brings_fewer_tokens_gets_none_that_another_client_has_brought(start: Start) -> None:
+    running = await start(step_s=0.001)
+    whole = result_from(await ask(running, []))
+    await ask(running, whole.token_ids[:7], idempotency_key="k")
+    again = result_from(await ask(running, [], idempotency_key="k"))  # it has lost what it had
+    assert (again.token_ids, again.logprobs) == (whole.token_ids, whole.logprobs)
+    await ask(running, [whole.token_ids[0] ^ 1], idempotency_key="made up")
+    assert result_from(await ask(running, [], idempotency_key="made up")).token_ids == whole.token_ids
+
+
 @pytest.mark.parametrize(
     ("field", "changes"),
     [

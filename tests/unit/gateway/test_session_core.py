@@ -335,6 +335,20 @@ def test_heartbeats_go_alone_and_do_not_count_as_responses() -> None:
     assert drain(core) == [], "nothing is due"
 
 
+def test_the_model_is_known_while_the_scheduler_is_away() -> None:
+    core = make_core()
+    opened(core)
+    assert core.model is None
+    model = common_pb2.ModelInfo(name="m", max_model_len=1536)
+    core.receive(inference_pb2.SessionResponse(status=inference_pb2.SchedulerStatus(ready=True, model=model)))
+    assert core.model == model
+    core.disconnect(1.0)
+    assert core.status is None
+    assert core.model == model, "else a request of this moment gets the limits of the model's files"
+    opened(core, epoch=2)  # no worker has come to it yet
+    assert core.model == model
+
+
 def test_what_was_delivered_elsewhere_goes_with_the_submission() -> None:
     core = make_core()
     opened(core)

@@ -471,6 +471,22 @@ def test_queued_requests_are_checked_when_the_model_becomes_known(system: LocalS
     assert client.endings[1].code == CODE_INVALID_ARGUMENT
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_what_was_accepted_before_waits_for_a_pool_that_can_hold_it(
+    system: LocalSystem, client: Client, early: bool
+) -> None:
+    if not early:
+        system.attach(toy(num_blocks=4))
+    submit_raw(system, 1, prompt_token_ids=pack(*range(9, 39)), sampling=params(10), accepted_before=True)
+    if early:  # the scheduler has restarted, and of its workers the smallest comes first
+        system.attach(toy(num_blocks=4))
+    system.run()
+    assert not client.endings
+    system.attach(toy())
+    system.run()
+    assert client.tokens[1] == expected_output([*range(9, 39)], params(10))
+
+
 def test_a_worker_that_does_not_fit_is_refused(system: LocalSystem) -> None:
     system.attach(toy())
     other = toy()
