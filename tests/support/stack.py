@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import subprocess
@@ -154,7 +155,8 @@ class Stack:
         while time.monotonic() < deadline:
             if condition():
                 return
-            for name, process in self.processes.items():
+            # A copy: this is mostly called on a thread, while the test starts and kills others.
+            for name, process in list(self.processes.items()):
                 if process.poll() not in (None, 0):
                     raise AssertionError(f"{name} ended with {process.returncode} before {what}\n{self.logs()}")
             time.sleep(0.05)
@@ -163,10 +165,10 @@ class Stack:
     @staticmethod
     def _get(url: str) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
+            with urllib.request.urlopen(url, timeout=20) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, ""
-        except OSError:
+        except (OSError, http.client.HTTPException):  # also one that ends in the middle of its answer
             return 0, ""
