@@ -257,6 +257,10 @@ async def test_grpc_goes_on_after_the_last_token(start: Start) -> None:
 async def test_grpc_keys_that_do_not_fit(start: Start) -> None:
     running = await start(step_s=0.005, next_token=hash_token(6, 200))
     async with AsyncPacelineClient(running.addresses.grpc or "") as client:
+        ends_before = {"idempotency_key": "m", "resume_after": 5, "stop_token_ids": list(range(6, 200))}
+        with pytest.raises(InvalidRequest) as error:
+            await client.generate("x", **ends_before)  # type: ignore[arg-type]
+        assert error.value.field == "resume_after"
         first = asyncio.create_task(client.generate("x", max_tokens=60, ignore_eos=True, idempotency_key="k"))
         await until(lambda: running.scheduler.num_running == 1)
         running.scheduler.paused = True  # so that it does not end before it is taken over
@@ -265,7 +269,6 @@ async def test_grpc_keys_that_do_not_fit(start: Start) -> None:
             ({"idempotency_key": "x" * 256}, "idempotency_key"),
             ({"resume_after": 3}, "resume_after"),
             ({"idempotency_key": "l", "resume_after": 6, "max_tokens": 5}, "resume_after"),
-            ({"idempotency_key": "m", "resume_after": 5, "stop_token_ids": list(range(6, 200))}, "resume_after"),
         ):
             with pytest.raises(InvalidRequest) as error:
                 await client.generate("x", **options)  # type: ignore[arg-type]
