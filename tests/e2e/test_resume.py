@@ -79,7 +79,7 @@ async def test_streams_of_a_killed_gateway_go_on_at_another(own_stack: Stack, mo
     got: dict[str, list[Any]] = {name: [] for name in cases}
     pieces: list[Piece] = []
     serving = asyncio.gather(answers(cases, [stack.url, other], got), over_grpc(targets, pieces))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(200):
         while min(map(len, [pieces, *got.values()])) < 4:  # noqa: ASYNC110 - other threads' state
             await asyncio.sleep(0.01)
     await asyncio.to_thread(stack.kill, "gateway")

@@ -18,7 +18,7 @@ from tests.support.asking import Gateway
 from tests.support.ports import free_port
 from tests.support.proxy import Proxy
 
-START_TIMEOUT_S, END_TIMEOUT_S = 100.0, 40.0
+START_TIMEOUT_S, END_TIMEOUT_S = 200.0, 100.0
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Stack:
         module = modules.get(service) or self.module
         log = (self.folder / f"{name}.log").open("ab")
         self.processes[name] = subprocess.Popen(
-            [sys.executable, "-m", module, "serve", service, "--drain-s", "20", *self.flags(name)],
+            [sys.executable, "-m", module, "serve", service, "--drain-s", "60", *self.flags(name)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
