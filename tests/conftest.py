@@ -7,7 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from hypothesis import settings
+import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,5 +18,16 @@ os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-settings.register_profile("repeatable", derandomize=True)
+# How long an example takes says more about the machine's other work than about us.
+UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("repeatable", derandomize=True, **UNTIMED)
 settings.load_profile("repeatable")
+
+# Of a test that starts processes, some of them several times; on two busy cores the start of one may take a minute.
+PROCESSES_TIMEOUT_S = 600.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name in ("e2e", "chaos") and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(PROCESSES_TIMEOUT_S))

@@ -35,7 +35,7 @@ async def test_a_rolling_restart_fails_no_request(stack: Stack) -> None:
     await asyncio.to_thread(stack.start_gateway, "gateway-2")
     urls = [f"http://127.0.0.1:{http_port}" for http_port, _ in stack.gateway_ports.values()]
     targets = "ipv4:" + ",".join(f"127.0.0.1:{grpc_port}" for _, grpc_port in stack.gateway_ports.values())
-    http = httpx.AsyncClient(base_url=urls[0], transport=NextGateway(urls), timeout=60)
+    http = httpx.AsyncClient(base_url=urls[0], transport=NextGateway(urls), timeout=200)
     async with http, AsyncPacelineClient(targets) as grpc_client:
         traffic = mixed(http, grpc_client, NUM_TOKENS, VOCAB)
         await traffic.learn()

@@ -120,9 +120,11 @@ async def undisturbed(pair: Pair, num_tokens: int) -> AsyncIterator[Callable[[st
         serving = asyncio.create_task(ask())
         await asyncio.to_thread(pair.wait_metric, RUNNING, len(prompts), of=master)
         began_s = time.monotonic()
-        await fault(pair, master, standby)
+        happening = asyncio.create_task(fault(pair, master, standby))
+        await elected(pair, standby)
         new_master_s = time.monotonic() - began_s
-        assert not serving.done()
+        assert not serving.done()  # what the fault does after this may take longer than the streams do
+        await happening
         await asyncio.to_thread(pair.wait_metric, WORKERS, NUM_WORKERS, of=standby)
         workers_s = time.monotonic() - began_s
         got = await serving

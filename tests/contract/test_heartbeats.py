@@ -191,7 +191,7 @@ async def test_a_gateway_leaves_a_scheduler_that_is_silent_and_one_that_does_not
     await server.start()
     session = SchedulerSession(f"127.0.0.1:{port}", heartbeat_timeout_s=TIMEOUT_S)
     session.start()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(90):
         while session.num_connects < 2:  # noqa: ASYNC110 - another task's
             await asyncio.sleep(0.05)
     assert scheduler.behaviours == []
@@ -234,7 +234,7 @@ async def test_the_scheduler_leaves_a_cache_that_is_silent() -> None:
     async with running(serve_scheduler, settings) as channel:
         worker: Any = WorkerServiceStub(channel).Link()  # so that there is something to say to a cache
         await worker.write(worker_pb2.WorkerServiceLinkRequest(registration=REGISTRATION))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while len(cache.epochs) < 2:
                 await worker.write(worker_pb2.WorkerServiceLinkRequest(heartbeat=worker_pb2.Heartbeat()))
                 await asyncio.sleep(BEAT_S)

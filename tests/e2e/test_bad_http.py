@@ -22,7 +22,7 @@ PROMPT = [5, 6, 7, 8] * 5
 
 @pytest.fixture(scope="module")
 def http(stack: Stack) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=stack.url, timeout=30, trust_env=False) as client:
+    with httpx.Client(base_url=stack.url, timeout=60, trust_env=False) as client:
         yield client
 
 
@@ -61,7 +61,7 @@ def test_each_of_the_corpus(http: httpx.Client, kind: str) -> None:
 
 @pytest.mark.parametrize("case", RAW_CASES, ids=lambda case: case.name)
 def test_bytes_on_a_socket(stack: Stack, http: httpx.Client, case: Any) -> None:
-    with socket.create_connection(("127.0.0.1", stack.http_port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", stack.http_port), timeout=60) as connection:
         with contextlib.suppress(ConnectionError):  # refused before all of it was sent
             connection.sendall(case.data)
             if case.closes:

@@ -48,9 +48,9 @@ def test_the_scheduler_itself_takes_token_ids(stack: Stack) -> None:
     options = SamplingOptions(temperature=0, max_tokens=20, ignore_eos=True)
     with grpc.insecure_channel(stack.scheduler) as channel:
         stub = InferenceServiceStub(channel)
-        messages = list(stub.Generate(GenerateRequest(token_ids=TokenIds(ids=PROMPT), sampling=options), timeout=30))
+        messages = list(stub.Generate(GenerateRequest(token_ids=TokenIds(ids=PROMPT), sampling=options), timeout=60))
         with pytest.raises(grpc.RpcError) as refused:
-            list(stub.Generate(GenerateRequest(text="hello"), timeout=30))
+            list(stub.Generate(GenerateRequest(text="hello"), timeout=60))
     assert [token for message in messages for token in message.token_ids] == reference.greedy(CHECKPOINT, PROMPT, 20)
     assert messages[-1].usage.completion_tokens == 20
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

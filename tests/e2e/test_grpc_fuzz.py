@@ -180,7 +180,7 @@ async def fuzz(stack: Stack, server: str, method: MethodDescriptor, info: common
                 assert status not in OURS, (server, method.full_name, status, messages)
 
         await asyncio.gather(*(send() for _ in range(AT_ONCE)))
-        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
         assert health.status == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -200,7 +200,7 @@ async def tokens(stack: Stack) -> list[int]:
         request = inference_pb2.GenerateRequest(
             token_ids={"ids": PROMPT}, sampling={"max_tokens": 12, "temperature": 0, "ignore_eos": True}
         )
-        answer = InferenceServiceStub(channel).Generate(request, timeout=30)
+        answer = InferenceServiceStub(channel).Generate(request, timeout=60)
         return [token async for response in answer for token in response.token_ids]
 
 
@@ -219,7 +219,7 @@ async def test_whatever_is_sent_to_a_method(stack: Stack, server: str) -> None:
         await clean_up(stack)
         assert await tokens(stack) == right, method.full_name
     assert all(process.poll() is None for process in stack.processes.values()), stack.logs()
-    answer = await asyncio.to_thread(httpx.get, f"{stack.url}/health", trust_env=False)
+    answer = await asyncio.to_thread(httpx.get, f"{stack.url}/health", trust_env=False, timeout=60)
     assert answer.status_code == 200
     await asyncio.to_thread(stack.wait_ready)
     await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_num_workers", 1)
@@ -236,12 +236,12 @@ async def test_what_no_method_takes(stack: Stack, server: str) -> None:
     async with open_channel(target(stack, server), [("grpc.max_send_message_length", -1)]) as channel:
         check = "/grpc.health.v1.Health/Check"
         cases = [
-            ("/paceline.v1.Nothing/Nowhere", b"", (), 5.0, grpc.StatusCode.UNIMPLEMENTED),
+            ("/paceline.v1.Nothing/Nowhere", b"", (), 60.0, grpc.StatusCode.UNIMPLEMENTED),
             (check, b"", (), -1.0, grpc.StatusCode.DEADLINE_EXCEEDED),
             (check, b"", (), 1e9, grpc.StatusCode.OK),
-            (check, b"", (("x", "y" * 2**20),), 5.0, grpc.StatusCode.RESOURCE_EXHAUSTED),
-            (check, bytes(MAX_MESSAGE_BYTES + 1), (), 20.0, grpc.StatusCode.RESOURCE_EXHAUSTED),
-            (check, b"\xff" * 9, (), 5.0, grpc.StatusCode.INVALID_ARGUMENT),
+            (check, b"", (("x", "y" * 2**20),), 60.0, grpc.StatusCode.RESOURCE_EXHAUSTED),
+            (check, bytes(MAX_MESSAGE_BYTES + 1), (), 60.0, grpc.StatusCode.RESOURCE_EXHAUSTED),
+            (check, b"\xff" * 9, (), 60.0, grpc.StatusCode.INVALID_ARGUMENT),
         ]
         for path, message, metadata, timeout_s, status in cases:
             answer = channel.unary_unary(path)(message, metadata=metadata, timeout=timeout_s)

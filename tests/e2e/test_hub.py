@@ -69,7 +69,7 @@ def test_a_model_by_its_hub_name(checkpoint: Path, tmp_path: Path, monkeypatch: 
 
 def ask(stack: Stack) -> str:
     question = {"messages": [{"role": "user", "content": "What is 3 + 4?"}], "temperature": 0}
-    answer = httpx.post(f"{stack.url}/v1/chat/completions", json={"model": "org/demo", **question}, timeout=30)
+    answer = httpx.post(f"{stack.url}/v1/chat/completions", json={"model": "org/demo", **question}, timeout=200)
     text: str = answer.raise_for_status().json()["choices"][0]["message"]["content"]
     return text
 
@@ -89,7 +89,7 @@ def test_what_the_hub_does_not_give_is_one_clear_line(checkpoint: Path, tmp_path
 
 def asked(environment: dict[str, str], *names: str) -> list[str]:
     run = [sys.executable, "-c", ASK, *names]
-    done = subprocess.run(run, env={**os.environ, **environment}, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(run, env={**os.environ, **environment}, capture_output=True, text=True, timeout=200)
     assert done.stderr == ""
     return done.stdout.splitlines()
 
@@ -108,7 +108,7 @@ def test_services_end_at_once_when_there_is_no_such_model(tmp_path: Path) -> Non
             for service in ("worker", "gateway")
         }
         ended = {
-            service: (process.communicate(timeout=30)[0], process.returncode) for service, process in running.items()
+            service: (process.communicate(timeout=200)[0], process.returncode) for service, process in running.items()
         }
     for service, (output, status) in ended.items():
         assert status == 2, output
@@ -126,10 +126,10 @@ def test_a_signal_ends_a_service_that_waits_for_a_hub(tmp_path: Path) -> None:
             stderr=subprocess.PIPE,
             text=True,
         )
-        silent.settimeout(30)
+        silent.settimeout(200)
         connection, _ = silent.accept()
         with connection:
             process.send_signal(signal.SIGTERM)
-            _, errors = process.communicate(timeout=30)
+            _, errors = process.communicate(timeout=200)
     assert process.returncode == 128 + signal.SIGTERM
     assert "Traceback" not in errors

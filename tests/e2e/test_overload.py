@@ -6,6 +6,7 @@ How quickly it answers meanwhile is measured by `python -m bench.run --part over
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from typing import Any
@@ -122,7 +123,8 @@ async def test_clients_that_mean_it_ill(stack: Stack) -> None:
                 if i % 10 == 0:
                     await asyncio.sleep(0)
             for sock in slow:
-                sock.sendall(b"a")
+                with contextlib.suppress(ConnectionError):  # who has taken too long for his head is cut
+                    sock.sendall(b"a")
             for one, got in zip(right, await serving, strict=True):
                 assert not got.errors
                 assert got.text == one.text

@@ -7,6 +7,7 @@ import contextlib
 import io
 import random
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from tests.support import load
 from tests.support.stack import Stack
 
 VOCAB = 1000
+RUNNING, WAITING = "paceline_scheduler_num_requests_running", "paceline_scheduler_num_requests_waiting"
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +115,11 @@ def test_nonsense_changes_nothing_and_names_what_exists(small: Stack, argv: list
 
 
 async def serve(stack: Stack, requests: list[tuple[str, int, int]]) -> None:
-    """(id, prompt tokens, tokens to generate): one after the other into the queue, then to their ends."""
+    """(id, prompt tokens, tokens to generate): one after the other into the queue, then to their ends.
+
+    Meanwhile the worker stands still: else the first might be over before the last is there.
+    """
+    await asyncio.to_thread(stack.wait_metric, RUNNING, 0)
     async with load.client(stack.url) as http:
 
         async def post(request_id: str, prompt_len: int, max_tokens: int) -> None:
@@ -123,10 +129,20 @@ async def serve(stack: Stack, requests: list[tuple[str, int, int]]) -> None:
             answer = await http.post("/v1/completions", json=body, headers={"X-Request-ID": request_id})
             assert answer.status_code == 200, answer.text
 
-        tasks = []
-        for request in requests:
-            tasks.append(asyncio.create_task(post(*request)))
-            await asyncio.sleep(0.03)
+        def num_queued() -> float:
+            return (stack.metric(RUNNING) or 0) + (stack.metric(WAITING) or 0)
+
+        tasks: list[asyncio.Task[None]] = []
+        worker = stack.processes["worker-1"]
+        worker.send_signal(signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(60):
+                for request in requests:
+                    tasks.append(asyncio.create_task(post(*request)))
+                    while await asyncio.to_thread(num_queued) < len(tasks):  # noqa: ASYNC110 - another process's
+                        await asyncio.sleep(0.005)
+        finally:
+            worker.send_signal(signal.SIGCONT)
         await asyncio.gather(*tasks)
 
 
@@ -165,4 +181,4 @@ def test_explain_of_an_unknown_request_is_one_line(small: Stack) -> None:
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "request_id: nothing is known (any more) of 'nobody'" in done.stderr
-    assert httpx.get(f"{small.url}/ready", trust_env=False).status_code == 200
+    assert httpx.get(f"{small.url}/ready", trust_env=False, timeout=60).status_code == 200

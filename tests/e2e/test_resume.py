@@ -79,7 +79,7 @@ async def test_streams_of_a_killed_gateway_go_on_at_another(own_stack: Stack, mo
     got: dict[str, list[Any]] = {name: [] for name in cases}
     pieces: list[Piece] = []
     serving = asyncio.gather(answers(cases, [stack.url, other], got), over_grpc(targets, pieces))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(200):
         while min(map(len, [pieces, *got.values()])) < 4:  # noqa: ASYNC110 - other threads' state
             await asyncio.sleep(0.01)
     await asyncio.to_thread(stack.kill, "gateway")
@@ -125,12 +125,13 @@ async def over_grpc(targets: list[str], pieces: list[Piece]) -> None:
 
 
 async def test_a_client_that_comes_back_to_the_same_gateway(stack: Stack) -> None:
-    body = LONG | {"prompt": "Once there was", "temperature": 1.0, "stream": True}
+    num_tokens = 2 * NUM_TOKENS  # so that there is a rest, however many tokens come in one event
+    body = LONG | {"max_tokens": num_tokens, "prompt": "Once there was", "temperature": 1.0, "stream": True}
     headers = {"Idempotency-Key": "k"}
     events: list[Event] = []
     before = stack.metric(DECODED, "worker-1") or 0
     async with load.client(stack.url) as http:
-        for wanted in (10, 30, None):
+        for wanted in (5, 10, None):
             lines: list[str] = []
             async with http.stream("POST", COMPLETION, json=body, headers=headers) as answer:
                 assert answer.status_code == 200
@@ -145,4 +146,4 @@ async def test_a_client_that_comes_back_to_the_same_gateway(stack: Stack) -> Non
         other = await http.post(COMPLETION, json=body | {"max_tokens": 5}, headers=headers)
     assert told(events) == told(parse_events(again.text.splitlines()))
     assert (other.status_code, other.json()["error"]["param"]) == (422, "Idempotency-Key")
-    assert (stack.metric(DECODED, "worker-1") or 0) - before < 1.5 * NUM_TOKENS
+    assert (stack.metric(DECODED, "worker-1") or 0) - before < 1.5 * num_tokens

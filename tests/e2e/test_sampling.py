@@ -31,7 +31,7 @@ class OpenAiPenalties(LogitsProcessor):
 
 def answer(stack: Stack, **body: Any) -> dict[str, Any]:
     defaults = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-    response = httpx.post(f"{stack.url}/v1/completions", json=defaults | body, trust_env=False, timeout=60)
+    response = httpx.post(f"{stack.url}/v1/completions", json=defaults | body, trust_env=False, timeout=200)
     assert response.status_code == 200, response.text
     return dict(response.json()["choices"][0])
 
@@ -115,7 +115,7 @@ def test_sampling_with_everything_is_the_same_alone_and_in_a_crowd(stack: Stack)
         "presence_penalty": 0.3, "bad_words": ["fox"], "logit_bias": {"200": 1.0},
     }  # fmt: skip
     alone = answer(stack, **asked)["text"]
-    with httpx.Client(trust_env=False, timeout=60) as client:
+    with httpx.Client(trust_env=False, timeout=200) as client:
         body = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "n": 8, **asked}
         together = client.post(f"{stack.url}/v1/completions", json=body).json()["choices"]
     assert together[0]["text"] == alone
@@ -124,7 +124,7 @@ def test_sampling_with_everything_is_the_same_alone_and_in_a_crowd(stack: Stack)
 
 def test_a_request_that_rules_out_every_token_fails_and_says_so(stack: Stack) -> None:
     body = {"prompt": PROMPT, "max_tokens": 4, "allowed_token_ids": [7, 8], "bad_words": [[7], [8]]}
-    response = httpx.post(f"{stack.url}/v1/completions", json=body, trust_env=False, timeout=60)
+    response = httpx.post(f"{stack.url}/v1/completions", json=body, trust_env=False, timeout=200)
     assert response.status_code == 400
     assert "no token is left to sample" in response.json()["error"]["message"]
     assert answer(stack, max_tokens=1)["text"]

@@ -23,7 +23,7 @@ def client(stack: Stack) -> Iterator[openai.OpenAI]:
         base_url=f"{stack.url}/v1",
         api_key="none",
         _strict_response_validation=True,
-        http_client=httpx.Client(trust_env=False, timeout=60),
+        http_client=httpx.Client(trust_env=False, timeout=200),
         max_retries=0,
     ) as client:
         yield client
@@ -165,7 +165,7 @@ async def test_200_at_once_a_third_of_them_cancelled(stack: Stack) -> None:
     ],
 )
 def test_bad_requests_name_the_field(stack: Stack, body: dict, status: int, param: str | None) -> None:
-    answer = httpx.post(f"{stack.url}/v1/completions", json=body, trust_env=False)
+    answer = httpx.post(f"{stack.url}/v1/completions", json=body, trust_env=False, timeout=200)
     assert answer.status_code == status
     error = answer.json()["error"]
     assert error["message"]
@@ -175,11 +175,11 @@ def test_bad_requests_name_the_field(stack: Stack, body: dict, status: int, para
 
 def test_broken_json_and_huge_bodies_are_refused(stack: Stack) -> None:
     url = f"{stack.url}/v1/completions"
-    broken = httpx.post(url, content=b'{"prompt": ', trust_env=False)
+    broken = httpx.post(url, content=b'{"prompt": ', trust_env=False, timeout=200)
     assert (broken.status_code, broken.json()["error"]["type"]) == (400, "invalid_request_error")
     try:
-        huge = httpx.post(url, content=b"x" * (50 * 2**20), trust_env=False)
+        huge = httpx.post(url, content=b"x" * (50 * 2**20), trust_env=False, timeout=200)
         assert huge.status_code == 413
-    except httpx.WriteError:
-        pass  # the server hung up before all of it was sent
-    assert httpx.get(f"{stack.url}/health", trust_env=False).status_code == 200
+    except httpx.NetworkError:
+        pass  # the server hung up before all of it was sent: which of its ends sees that first is a matter of luck
+    assert httpx.get(f"{stack.url}/health", trust_env=False, timeout=200).status_code == 200

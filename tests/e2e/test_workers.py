@@ -56,9 +56,9 @@ async def test_a_killed_worker_is_a_pause(own_stack: Stack) -> None:
     wanted = [load.Wanted(prompt, 400) for prompt in load.random_prompts(16, 6, VOCAB)]
     right = await undisturbed(stack, wanted)
     serving = asyncio.create_task(load.stream_all(stack.url, wanted))
-    await asyncio.sleep(0.7)
-    assert not serving.done()
+    await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_num_requests_running", len(wanted))
     await asyncio.to_thread(stack.kill, "worker-1")
+    assert not serving.done()
     await asyncio.sleep(0.3)
     await asyncio.to_thread(stack.start, "worker-1")
     for text, got in zip(right, await serving, strict=True):

@@ -17,7 +17,7 @@ from tests.support.ports import free_port
 
 FETCHED = Path(__file__).parents[2] / ".venv" / "etcd" / "usr" / "bin" / "etcd"
 BINARY = shutil.which("etcd") or (str(FETCHED) if FETCHED.exists() else None)
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 
 needs_etcd = pytest.mark.skipif(BINARY is None, reason="no etcd: apt-get install etcd-server, or scripts/etcd.sh")
 

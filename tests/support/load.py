@@ -73,7 +73,7 @@ async def stream(client: httpx.AsyncClient, wanted: Wanted, **options: object) -
 
 def client(url: str) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    return httpx.AsyncClient(base_url=url, timeout=120, limits=limits, trust_env=False)
+    return httpx.AsyncClient(base_url=url, timeout=300, limits=limits, trust_env=False)
 
 
 async def stream_all(url: str, wanted: list[Wanted], **options: object) -> list[Got]:

@@ -62,7 +62,7 @@ class Pair(Stack):
 
     async def ended(self, name: str) -> int:
         """Wait until a scheduler ends by itself; its status. It is not started again."""
-        return await asyncio.to_thread(self.processes.pop(name).wait, 60)
+        return await asyncio.to_thread(self.processes.pop(name).wait, 200)
 
     def down(self) -> None:
         super().down()

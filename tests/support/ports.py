@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import tempfile
+from pathlib import Path
 
 # Below the range of which the kernel gives ports to `bind(0)` and to outgoing connections: one that is found free
 # here stays free until its service binds it, also across a kill and a restart.
 _PORTS = iter(range(20_000 + os.getpid() * 97 % 8_000, 32_000))
+# One locked file for each port that was given away, until this process ends: another one that runs tests would find
+# a port free that is not bound yet, or whose service is about to be started again.
+_FOLDER = Path(tempfile.gettempdir()) / f"paceline-ports-{os.getuid()}"
+_LOCKS: list[int] = []
 
 
 def free_port() -> int:
-    """A port of loopback that nothing listens on, and that no earlier call of this process returned."""
+    """A port of loopback that nothing listens on, and that nobody who still runs has got here before."""
     for port in _PORTS:
+        if not _is_ours(port):
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
@@ -20,3 +29,15 @@ def free_port() -> int:
                 continue
             return port
     raise AssertionError("no free port below 32000")
+
+
+def _is_ours(port: int) -> bool:
+    _FOLDER.mkdir(exist_ok=True)
+    file = os.open(_FOLDER / str(port), os.O_RDWR | os.O_CREAT, 0o600)  # children do not inherit it
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        return False
+    _LOCKS.append(file)
+    return True

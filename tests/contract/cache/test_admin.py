@@ -67,11 +67,15 @@ async def test_pin_list_unpin_reset(cache: Running, link: grpc.aio.StreamStreamC
 
 
 async def test_a_pin_ends_with_its_time_and_the_scheduler_hears_of_it(
-    cache: Running, link: grpc.aio.StreamStreamCall
+    cache: Running, link: grpc.aio.StreamStreamCall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now_ms = 1_000_000
+    for module in ("server", "admin"):
+        monkeypatch.setattr(f"cache_svc.{module}.now_ms", lambda: now_ms)
     await stub(cache).PinPrefix(pb.PinPrefixRequest(name="x", token_ids=d.pack(A), ttl_s=1))
+    now_ms += 999
     assert [pool.used_blocks for pool in (await ask(link, 2)).pools] == [4]
-    await asyncio.sleep(1.05)
+    now_ms += 1
     assert [pool.used_blocks for pool in (await ask(link, 3)).pools] == [0]
 
 

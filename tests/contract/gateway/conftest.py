@@ -59,6 +59,23 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    """The same for one that has to be asked for."""
+    async with asyncio.timeout(20):
+        while not await condition():  # noqa: ASYNC110 - any condition
+            await asyncio.sleep(0.005)
+
+
+async def until_metrics(running: Running, *lines: str) -> None:
+    """Until /metrics has all of them: what a client sees may be there before it is counted."""
+
+    async def there() -> bool:
+        text = (await running.http.get("/metrics")).text
+        return all(line in text for line in lines)
+
+    await eventually(there)
+
+
 def _scheduler(**options: Any) -> FakeScheduler:
     return FakeScheduler(**{"next_token": hash_token(6, 1000), "model": MODEL_INFO, **options})
 
@@ -141,9 +158,9 @@ async def _shared() -> AsyncIterator[Running]:
     await _end(running)
 
 
-@pytest.fixture
-def running(_shared: Running) -> Running:
+@pytest_asyncio.fixture(loop_scope="module")
+async def running(_shared: Running) -> Running:
     """The module's gateway, with defaults, for tests that neither change nor count what the others see."""
-    assert _shared.scheduler.num_running == 0, "what the test before has left"
+    await until(lambda: _shared.scheduler.num_running == 0)  # what the test before has left may be on its way out
     _shared.scheduler.submissions.clear()
     return _shared

@@ -14,6 +14,7 @@ import grpc.aio
 import numpy as np
 
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from tests.support.ports import free_port
 
 NextToken = Callable[[list[int], int, common_pb2.SamplingParams], int]
 
@@ -73,7 +74,8 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         self.cached_tokens = 3
         self.paused = False
         self.reject: Callable[[inference_pb2.Submission], inference_pb2.Ending | None] = lambda submission: None
-        self.port = 0
+        # Of those that the kernel gives to nobody else while this is stopped.
+        self.port = free_port()
         # What has happened.
         self.submissions: list[inference_pb2.Submission] = []
         self.cancels: list[int] = []
@@ -91,7 +93,7 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         return sum(len(stream.running) for stream in self.streams if not stream.broken)
 
     async def start(self) -> None:
-        """Listen; on the port of before, if there was one."""
+        """Listen; each time on the same port."""
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, self._server)
         for _ in range(100):

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from paceline.v1 import common_pb2, inference_pb2
-from tests.contract.gateway.conftest import MODEL, Running, Start, until
+from tests.contract.gateway.conftest import MODEL, Running, Start, until, until_metrics
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 
@@ -248,8 +248,8 @@ async def test_metrics(start: Start) -> None:
     assert (await running.http.head("/metrics")).status_code == 200
     await running.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, "ignore_eos": True})
     await running.http.post("/v1/completions", json={"prompt": ""})
-    text = (await running.http.get("/metrics")).text
-    for line in (
+    await until_metrics(
+        running,
         'paceline_gateway_requests_total{endpoint="completion",finish_reason="length"} 1.0',
         'paceline_gateway_requests_total{endpoint="completion",finish_reason="rejected"} 1.0',
         "paceline_gateway_generation_tokens_total 4.0",
@@ -259,13 +259,12 @@ async def test_metrics(start: Start) -> None:
         "paceline_gateway_time_to_first_token_seconds_count 1.0",
         "paceline_gateway_inter_token_latency_seconds_count 3.0",
         "paceline_gateway_e2e_request_latency_seconds_count 1.0",
-    ):
-        assert line in text, line
+    )
     assert common_pb2.FINISH_REASON_ERROR == 4  # the literal in this file
 
 
 async def test_a_head_that_does_not_come_is_not_waited_for(start: Start) -> None:
-    running = await start(settings={"head_timeout_s": 0.3})
+    running = await start(settings={"head_timeout_s": 1.0})
     assert await raw(running, b"") == b"", "nothing was asked"
     answer = await raw(running, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-")
     assert answer.startswith(b"HTTP/1.1 408")
@@ -276,7 +275,7 @@ async def test_a_head_that_does_not_come_is_not_waited_for(start: Start) -> None
     for _ in range(2):
         writer.write(well)
         assert b"200 OK" in await reader.readuntil(b"}")
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(1.2)
     writer.write(well[:20])
     assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 408")
     writer.close()
@@ -286,7 +285,6 @@ async def test_more_connections_than_there_may_be_are_refused(start: Start) -> N
     running = await start(settings={"max_connections": 3})
     assert (await running.http.get("/health")).status_code == 200  # one of the three
     others = [await asyncio.open_connection(*str(running.addresses.http).split(":")) for _ in range(2)]
-    await asyncio.sleep(0.05)
     answer = await raw(running, b"")
     assert answer.startswith(b"HTTP/1.1 503")
     assert (await running.http.get("/health")).status_code == 200

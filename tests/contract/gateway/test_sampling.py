@@ -203,12 +203,12 @@ async def test_log_probabilities_survive_a_restart_of_the_scheduler(start: Start
     running = await start(step_s=0.005)
     async with AsyncPacelineClient(str(running.addresses.grpc)) as client:
         pieces = []
-        async for piece in client.stream("x", max_tokens=60, seed=4, logprobs=1, ignore_eos=True):
+        async for piece in client.stream("x", max_tokens=300, seed=4, logprobs=1, ignore_eos=True):
             pieces.append(piece)
             if len(pieces) == 5:
                 running.scheduler.break_streams()
     assert len(running.scheduler.submissions) == 2
-    assert sum(len(piece.logprobs) for piece in pieces) == sum(len(piece.token_ids) for piece in pieces) == 60
+    assert sum(len(piece.logprobs) for piece in pieces) == sum(len(piece.token_ids) for piece in pieces) == 300
     assert all(len(piece.logprobs) == len(piece.token_ids) for piece in pieces)
 
 
@@ -246,7 +246,7 @@ async def test_log_probabilities_of_prompts_over_grpc_come_first_and_once(start:
     running = await start(step_s=0.005)
     async with AsyncPacelineClient(str(running.addresses.grpc)) as client:
         pieces = []
-        async for piece in client.stream(token_ids=PROMPT, max_tokens=40, prompt_logprobs=2, ignore_eos=True):
+        async for piece in client.stream(token_ids=PROMPT, max_tokens=300, prompt_logprobs=2, ignore_eos=True):
             pieces.append(piece)
             if len(pieces) == 3:
                 running.scheduler.break_streams()

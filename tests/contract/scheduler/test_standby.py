@@ -23,7 +23,7 @@ from tests.support.ports import free_port
 from tests.support.proxy import Proxy
 from tests.unit.runtime.test_rpc import NOT_SERVING, SERVING, health
 
-TIMEOUT_S = 15.0
+TIMEOUT_S = 30.0
 INFERENCE, WORKER = "paceline.v1.InferenceService", "paceline.v1.WorkerService"
 pytestmark = needs_etcd
 
@@ -38,7 +38,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
 @pytest.fixture
 async def etcd(process: EtcdProcess, request: pytest.FixtureRequest) -> AsyncIterator[Etcd]:
     """For a seat of the test's own; the first endpoint is dead."""
-    client = Etcd([f"http://127.0.0.1:{free_port()}", process.url], request.node.name, timeout_s=3.0)
+    client = Etcd([f"http://127.0.0.1:{free_port()}", process.url], request.node.name, timeout_s=10.0)
     with pytest.raises(EtcdError, match="All connection attempts failed"):
         await client.seat()
     yield client
@@ -168,7 +168,7 @@ async def test_a_scheduler_stands_by_until_the_seat_is_left(etcd: Etcd, process:
         await etcd.revoke(lease)
         await until_health(channel, WORKER, SERVING)
         assert (await etcd.seat()).address == f"127.0.0.1:{settings.port}"
-        assert await metric(addresses, "is_master") == 1
+        await until_metric(addresses, "is_master", 1)
         # Later epochs are higher whatever the time of day.
         assert await metric(addresses, "epoch") == 2**50 + 1
         session = inference_pb2_grpc.InferenceServiceStub(channel).Session()

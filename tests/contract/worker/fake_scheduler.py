@@ -19,13 +19,15 @@ from paceline.v1.worker_pb2 import (
     WorkerServiceLinkResponse,
 )
 from paceline.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
+from tests.support.ports import free_port
 
 
 class WorkerLink:
     """One accepted link. What the worker sends waits in `inbox` until the test reads it."""
 
-    def __init__(self, context: grpc.aio.ServicerContext, registration: WorkerRegistration) -> None:
+    def __init__(self, context: grpc.aio.ServicerContext, registration: WorkerRegistration, fence: int) -> None:
         self.registration = registration
+        self.fence = fence  # that the worker was told
         self.context: Any = context
         self.inbox: asyncio.Queue[WorkerServiceLinkRequest] = asyncio.Queue()
         self.over = asyncio.Event()
@@ -68,16 +70,17 @@ class FakeScheduler(WorkerServiceServicer):
         self.links: asyncio.Queue[WorkerLink] = asyncio.Queue()
         self.reading = asyncio.Event()
         self.reading.set()
-        self.port = 0
+        # Of those that the kernel gives to nobody else while this is stopped.
+        self.port = free_port()
         self.fence = 0
         self._epoch = 0
 
     async def Link(self, request_iterator: Any, context: Any) -> None:
         first = await anext(request_iterator)
         assert first.WhichOneof("message") == "registration"
-        link = WorkerLink(context, first.registration)
+        link = WorkerLink(context, first.registration, self.fence)
         self._epoch += 1
-        await link.send(registered=WorkerRegistered(worker=self._epoch, epoch=1, window=2, fence=self.fence))
+        await link.send(registered=WorkerRegistered(worker=self._epoch, epoch=1, window=2, fence=link.fence))
         reader = asyncio.ensure_future(self._read(request_iterator, link))
         self.links.put_nowait(link)
         try:
@@ -97,9 +100,10 @@ class FakeScheduler(WorkerServiceServicer):
     async def accept(self, timeout_s: float = 30.0) -> WorkerLink:
         return await asyncio.wait_for(self.links.get(), timeout_s)
 
-    async def start(self, port: int = 0) -> grpc.aio.Server:
+    async def start(self) -> grpc.aio.Server:
+        """Listen; each time on the same port."""
         server = grpc.aio.server()
         add_WorkerServiceServicer_to_server(self, server)
-        self.port = server.add_insecure_port(f"127.0.0.1:{port}")
+        server.add_insecure_port(f"127.0.0.1:{self.port}")
         await server.start()
         return server

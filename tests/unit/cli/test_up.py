@@ -13,6 +13,7 @@ from rich.console import Console
 
 from services.cli.up import CannotServe, Child, Stack, UpSettings, lines_of, own_command, pick_port
 from services.runtime.settings import load_settings
+from tests.support.ports import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -141,8 +142,6 @@ async def test_a_variable_asks_for_a_port_too(busy: int, monkeypatch: pytest.Mon
 
 
 async def test_one_port_cannot_be_asked_for_twice() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     with pytest.raises(CannotServe, match="--grpc-port"):
         stack("--port", port, "--grpc-port", port)

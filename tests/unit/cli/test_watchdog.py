@@ -39,11 +39,13 @@ def test_whoever_was_stopped_himself_kills_nobody(stops_s: list[float]) -> None:
 
 
 @pytest.mark.parametrize("serving", [True, False])
-async def test_any_answer_is_one(serving: bool) -> None:
+async def test_any_answer_is_one(serving: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     server = GrpcServer("127.0.0.1", 0)
     port = await server.start()
     server.set_serving(serving)
-    assert await answers(f"127.0.0.1:{port}")
+    with monkeypatch.context() as patch:
+        patch.setattr("services.cli.watchdog.PROBE_TIMEOUT_S", 30.0)
+        assert await answers(f"127.0.0.1:{port}")
     await server.stop(0)
     assert not await answers(f"127.0.0.1:{port}")
 

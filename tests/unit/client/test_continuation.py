@@ -188,7 +188,10 @@ BREAKS: dict[str, Break] = {
 
 
 class Dying(inference_pb2_grpc.InferenceServiceServicer):
-    """Each call gets so many messages and breaks; the last one is whole."""
+    """Each call gets so many messages and breaks; the last one is whole.
+
+    What the client has not read when a call fails, gRPC throws away. So it breaks when the client has `taken` all.
+    """
 
     def __init__(self, lives: list[int], how: Break, shift: int = 0) -> None:
         self.lives = lives
@@ -196,6 +199,7 @@ class Dying(inference_pb2_grpc.InferenceServiceServicer):
         self.shift = shift
         self.calls: list[inference_pb2.GenerateRequest] = []
         self.cancelled = threading.Event()
+        self.taken = threading.Semaphore(0)
 
     def Generate(self, request: Any, context: Any) -> Iterator[inference_pb2.GenerateResponse]:
         self.calls.append(request)
@@ -206,6 +210,8 @@ class Dying(inference_pb2_grpc.InferenceServiceServicer):
         num_left = self.lives.pop(0)
         for number, response in enumerate(messages(request, shift=self.shift)):
             if number == num_left:
+                if not self.shift:
+                    assert all(self.taken.acquire(timeout=20) for _ in range(num_left))
                 self.how(context)
                 return
             yield response
@@ -223,17 +229,31 @@ def served(servicer: Dying) -> Iterator[str]:
         server.stop(0).wait()
 
 
-async def from_blocking(target: Any, **options: Any) -> list[Piece]:
+def no_matter() -> None:
+    pass
+
+
+async def from_blocking(target: Any, taken: Callable[[], None] = no_matter, **options: Any) -> list[Piece]:
+    """`taken` is called for each piece."""
+
     def ask() -> list[Piece]:
+        pieces = []
         with PacelineClient(target) as client:
-            return list(client.stream("hi", **options))
+            for piece in client.stream("hi", **options):
+                pieces.append(piece)
+                taken()
+        return pieces
 
     return await asyncio.to_thread(ask)
 
 
-async def from_asyncio(target: Any, **options: Any) -> list[Piece]:
+async def from_asyncio(target: Any, taken: Callable[[], None] = no_matter, **options: Any) -> list[Piece]:
+    pieces = []
     async with AsyncPacelineClient(target) as client:
-        return [piece async for piece in client.stream("hi", **options)]
+        async for piece in client.stream("hi", **options):
+            pieces.append(piece)
+            taken()
+    return pieces
 
 
 both = pytest.mark.parametrize("ask", [from_blocking, from_asyncio])
@@ -245,7 +265,7 @@ async def test_a_server_that_dies_at_every_place(ask: Any, how: str) -> None:
     lives = [*range(4), 0, 0]
     servicer = Dying(list(lives), BREAKS[how])
     with served(servicer) as target:
-        pieces = await ask(target)
+        pieces = await ask(target, servicer.taken.release)
     assert is_whole(pieces, servicer.calls[0].sampling.seed)
     assert len(servicer.calls) == len(lives) + 1
     assert [call.resume_after for call in servicer.calls] == [0, 0, 1, 3, 6, 6, 6]
@@ -256,7 +276,7 @@ async def test_it_goes_round_and_a_server_that_goes_on_elsewhere_gives_nothing(a
     """The first one dies after three messages; the second does not know how to go on; there is no third."""
     dying, confused = Dying([3], BREAKS["unavailable"]), Dying([9], BREAKS["ends"], shift=-2)
     with served(dying) as first, served(confused) as second:
-        pieces = await ask([first, second, "127.0.0.1:1"])
+        pieces = await ask([first, second, "127.0.0.1:1"], dying.taken.release)
     assert is_whole(pieces, dying.calls[0].sampling.seed)
     assert [len(dying.calls), len(confused.calls)] == [2, 1]
 
@@ -265,7 +285,7 @@ async def test_it_goes_round_and_a_server_that_goes_on_elsewhere_gives_nothing(a
 async def test_a_refusal_is_raised_at_once(ask: Any) -> None:
     servicer = Dying([2], lambda context: context.abort(CODES.INTERNAL, "broken"))
     with served(servicer) as target, pytest.raises(PacelineError, match="broken"):
-        await ask(target)
+        await ask(target, servicer.taken.release)
     assert len(servicer.calls) == 1
 
 
@@ -301,7 +321,9 @@ async def test_to_leave_is_to_cancel_the_call_of_now(how: str) -> None:
     async with stuck() as (servicer, client, _):
         stream = client.stream("hi")
         await anext(stream)
+        servicer.taken.release()
         await anext(stream)
+        servicer.taken.release()
         servicer.cancelled.clear()
         if how == "close":
             await stream.aclose()  # type: ignore[attr-defined]
@@ -322,7 +344,9 @@ async def test_the_same_for_who_blocks() -> None:
             with PacelineClient(target) as client:
                 stream = client.stream("hi")
                 next(stream)
+                servicer.taken.release()
                 next(stream)
+                servicer.taken.release()
                 servicer.cancelled.clear()
                 stream.close()  # type: ignore[attr-defined]
                 servicer.cancelled.wait()

@@ -12,7 +12,7 @@ from services.runtime.metrics import start_metrics_server
 
 def fetch(port: int, method: str, path: str = "/metrics") -> tuple[int, dict[str, str], bytes]:
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)
-    with urllib.request.urlopen(request, timeout=5) as answer:
+    with urllib.request.urlopen(request, timeout=30) as answer:
         return answer.status, {k.lower(): v for k, v in answer.headers.items()}, answer.read()
 
 

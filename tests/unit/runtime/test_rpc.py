@@ -40,11 +40,11 @@ async def echo() -> AsyncIterator[tuple[GrpcServer, Echo, grpc.aio.Channel]]:
 
 
 async def health(channel: grpc.aio.Channel, name: str = "") -> int:
-    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name), timeout=30)
     return int(answer.status)
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 (polls state that has no event)
             await asyncio.sleep(0.01)
