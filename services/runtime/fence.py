@@ -11,6 +11,7 @@ from collections.abc import Iterable
 # Where the scheduler is the one that calls: as metadata of the call.
 METADATA_KEY = "paceline-fence"
 _MAX_EPOCH = 2**64 - 1
+_MAX_DIGITS = len(str(_MAX_EPOCH))
 
 
 class StaleScheduler(Exception):
@@ -38,7 +39,8 @@ def from_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> int:
     """0 if there is none. Raises ValueError for what is no epoch."""
     for key, value in metadata:
         if key == METADATA_KEY:
-            if not (isinstance(value, str) and value.isascii() and value.isdecimal() and int(value[:30]) <= _MAX_EPOCH):
+            short = isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= _MAX_DIGITS
+            if not short or int(value) > _MAX_EPOCH:
                 raise ValueError(f"{METADATA_KEY}: must be a number of 64 bits")
             return int(value)
     return 0
