@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -25,6 +26,7 @@ _log = get_logger(__name__)
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 1.0
 _TICK_S = 0.2
+_LOOK_S = 1.0  # whether somebody who waits is still there
 _FULL = "the server has too many requests in flight"
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
@@ -86,27 +88,32 @@ class SchedulerSession:
 
     async def know_model(self, gone: Callable[[], bool] = lambda: False) -> None:
         """Wait until the scheduler has said what its workers serve, which it has but to a gateway that has only just
-        started. The model's files allow more than a pool may hold: who asks for all that there is would be refused.
+        started, or while the first worker still loads. The model's files allow more than a pool may hold: who asks for
+        all that there is would be refused.
 
-        Without a worker it is over after as long as requests wait for a scheduler. Raises ApiError 429 or 503, and Gone
-        if `gone`.
+        Raises ApiError 429 (too many wait), 503 (no scheduler, for as long as requests wait for one), and Gone if
+        `gone`.
         """
-        if self._core.model is not None or self._closing:
+        if self._model_told.is_set():
             return
         if self._num_asking >= self._max_live:
             raise self.refusal(_FULL)
         self._num_asking += 1
         try:
-            async with asyncio.timeout(self._wait_s):
-                await self._model_told.wait()
-        except TimeoutError:
-            if not self.connected:
-                message = f"no connection to the scheduler for {self._wait_s:g} s"
-                raise ApiError(503, message, retry_after_s=1.0) from None
+            clock = asyncio.get_running_loop().time
+            alone_since_s = clock()
+            while not self._model_told.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._model_told.wait(), min(_LOOK_S, self._wait_s))
+                if gone():
+                    raise Gone
+                if self.connected or self._closing:
+                    alone_since_s = clock()
+                elif clock() - alone_since_s >= self._wait_s:
+                    message = f"no connection to the scheduler for {self._wait_s:g} s"
+                    raise ApiError(503, message, retry_after_s=1.0)
         finally:
             self._num_asking -= 1
-        if gone():
-            raise Gone
 
     def refusal(self, message: str) -> ApiError:
         """A 429 that says when there will be a place."""

@@ -267,6 +267,7 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         stream.endings.append(inference_pb2.Ending(handle=handle, reason=reason, cached_tokens=self.cached_tokens))
 
     def _status(self) -> inference_pb2.SchedulerStatus:
-        return inference_pb2.SchedulerStatus(
-            num_workers=1 if self.ready else 0, ready=self.ready, model=self.model, full=self.full
-        )
+        status = inference_pb2.SchedulerStatus(num_workers=int(self.ready), ready=self.ready, full=self.full)
+        if self.ready:
+            status.model.CopyFrom(self.model)
+        return status

@@ -272,3 +272,19 @@ async def test_who_comes_before_the_scheduler_gets_no_more_than_its_workers_can_
     await generated
     for submission in running.scheduler.submissions:
         assert len(submission.prompt_token_ids) // 4 + submission.sampling.max_tokens == 100
+
+
+async def test_who_comes_before_the_first_worker_waits_for_it_longer_than_for_a_scheduler(start: Start) -> None:
+    running = await start(scheduler_up=False, settings={"scheduler_wait_s": 0.2})
+    body = {"messages": [{"role": "user", "content": "one two three"}]}
+    nobody = await running.http.post("/v1/chat/completions", json=body)
+    assert (nobody.status_code, "no connection to the scheduler" in nobody.text) == (503, True)
+    running.scheduler.ready = False  # its worker still loads, and nobody knows the model
+    await running.scheduler.start()
+    await until(lambda: bool(running.scheduler.streams))
+    chat = asyncio.create_task(running.http.post("/v1/chat/completions", json=body))
+    done, _ = await asyncio.wait([chat], timeout=0.6)
+    assert not done
+    running.scheduler.set_ready(True)
+    response = await chat
+    assert response.status_code == 200, response.text
