@@ -1,6 +1,6 @@
 """Mistakes to plant in the real cores: what the simulation is worth is how soon it meets with them.
 
-docs/simulation.md lists them.
+docs/reliability.md lists them.
 """
 
 from __future__ import annotations
