@@ -41,11 +41,12 @@ LARGE = {
     "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 4096,
     "eos_token_id": 7,
 }  # fmt: skip
+# The scheduler last: who was frozen himself expects others to be late for a while (its link to the cache outlives it).
 LINK_LOST = {
     "worker-1": ("scheduler", "worker lost"),
-    "scheduler": ("gateway", "lost the scheduler"),
     "cache": ("scheduler", "cache link broke"),
     "gateway": ("scheduler", "session given up"),
+    "scheduler": ("gateway", "lost the scheduler"),
 }
 
 
