@@ -58,6 +58,7 @@ async def test_a_client_that_goes_away_is_cancelled_at_the_scheduler(start: Star
     await until(lambda: running.scheduler.num_running == 0)
     aborted = 'requests_total{endpoint="completion",finish_reason="abort"} 1.0'
     await until_metrics(running, aborted, "paceline_gateway_live_requests 0.0")
+    assert len(running.scheduler.cancels) == 1, "once"
 
 
 async def test_a_cancel_storm_leaves_nothing_behind(start: Start) -> None:

@@ -350,8 +350,10 @@ async def test_stop_without_a_link_ends_at_once(rig: Rig) -> None:
     stop = asyncio.Event()
     worker = asyncio.create_task(run_worker(settings, stop))
     await asyncio.sleep(0.5)
+    assert not worker.done(), "it goes on trying"
     stop.set()
     await asyncio.wait_for(worker, 20)
+    assert worker.exception() is None
 
 
 async def test_a_process_with_a_hung_step_ends_at_once_with_a_status_of_its_own(
