@@ -15,13 +15,14 @@ import httpx
 def resuming_stream(gateways, path, body, key=None):
     """Each chunk of a streamed answer, once and in order, whatever dies meanwhile.
 
-    Raises httpx.HTTPStatusError for a request that is refused, ConnectionError after 100 attempts.
+    Raises httpx.HTTPStatusError for a request that is refused, RuntimeError for one that failed by itself,
+    ConnectionError after 100 attempts.
     """
     body, headers = body | {"stream": True}, {"Idempotency-Key": key or str(uuid.uuid4())}
     for gateway in itertools.islice(itertools.cycle(gateways), 100):
         try:
             with httpx.stream("POST", gateway + path, json=body, headers=headers, timeout=30) as answer:
-                if answer.status_code < 500 and answer.status_code != 429:
+                if answer.status_code not in (429, 502, 503):
                     answer.raise_for_status()
                     event = {}
                     for line in answer.iter_lines():
@@ -32,6 +33,8 @@ def resuming_stream(gateways, path, body, key=None):
                             return
                         chunk, last_id, event = json.loads(event["data"]), event.get("id"), {}
                         if "error" in chunk:
+                            if chunk["error"]["type"] in ("server_error", "timeout_error"):
+                                raise RuntimeError(chunk["error"]["message"])
                             break
                         headers["Last-Event-ID"] = last_id
                         yield chunk

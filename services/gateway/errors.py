@@ -29,6 +29,9 @@ _HTTP_STATUS = {
 }
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
 _CODES = {429: "rate_limit_exceeded", 503: "service_unavailable", 504: "deadline_exceeded"}
+# The request failed by itself, or its time is over. OpenAI's clients ask twice more after any 5xx, and a request that
+# kills its worker would kill one at each attempt of each of them.
+_FINAL = (500, 504)
 
 
 class ApiError(Exception):
@@ -66,7 +69,10 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """When to come back: in whole seconds, as HTTP has it, and more exactly for clients that know (OpenAI's do)."""
+        """When to come back: in whole seconds, as HTTP has it, and more exactly for clients that know (OpenAI's do); or
+        that it is no use (which they know as well)."""
+        if self.status in _FINAL:
+            return {"x-should-retry": "false"}
         if self.retry_after_s is None:
             return {}
         return {
@@ -82,6 +88,12 @@ class ApiError(Exception):
 def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiError:
     """A 400 that names the field."""
     return ApiError(400, message, param=param, code=code)
+
+
+def is_final(code: int) -> bool:
+    """Whether a request that ended with this google.rpc.Code would meet the same fate again: it is a fault of ours, or
+    of its own."""
+    return code not in _HTTP_STATUS
 
 
 def from_scheduler(code: int, message: str, field: str, retry_after_s: float) -> ApiError:

@@ -7,6 +7,7 @@
                                                        ▼   └── grace is over: cancelled   └── too old, or too many
                                                      failed: forgotten, so that a retry runs again
 
+What failed with an INTERNAL error has finished, too: a request that kills its workers is not run again for a retry.
 A key whose answer is still being read changes hands: clients come back before a server notices that they were gone.
 """
 
@@ -74,6 +75,15 @@ class _Kept:
         """Tokens that were not generated here, but brought by whoever submitted it."""
         return max(len(run.job.delivered) for run in self.runs)
 
+    @property
+    def failed_by_itself(self) -> bool:
+        return any(run.failed_by_itself for run in self.runs)
+
+    @property
+    def may_run_again(self) -> bool:
+        """It failed, and not by itself."""
+        return any(run.failed for run in self.runs) and not self.failed_by_itself
+
 
 _Place = tuple[str, str]  # tenant and key
 
@@ -129,7 +139,7 @@ class RequestStore:
         """
         place = (key.tenant, key.key)
         kept = self._kept.get(place)
-        if kept is not None and any(run.failed for run in kept.runs):
+        if kept is not None and kept.may_run_again:
             self._drop(place)
             kept = None
         elif kept is not None and kept.fingerprint == key.fingerprint and kept.num_delivered > num_delivered:
@@ -185,9 +195,9 @@ class RequestStore:
 
     def _check(self, place: _Place, kept: _Kept, now_s: float) -> None:
         """What becomes of a request that nobody reads."""
-        if any(run.failed for run in kept.runs):
+        if kept.may_run_again:
             self._drop(place)
-        elif all(run.ended for run in kept.runs):
+        elif kept.failed_by_itself or all(run.ended for run in kept.runs):
             del self._waiting[place]
             self._finish(place, kept, now_s)
         elif now_s - kept.left_s >= self._grace_s:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.v1 import common_pb2
+from services.gateway.errors import is_final
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request import GenerateJob
 from services.gateway.session import SchedulerSession
@@ -56,6 +57,14 @@ class Run:
         """It has ended without an answer."""
         ending = self.live.ending
         return ending is not None and not self.stopped and ending.reason not in FINISH_NAMES
+
+    @property
+    def failed_by_itself(self) -> bool:
+        """It has ended without an answer, and would do so again."""
+        ending = self.live.ending
+        if ending is None or not self.failed:
+            return False
+        return ending.reason == common_pb2.FINISH_REASON_ERROR and is_final(ending.code)
 
     @property
     def num_bytes(self) -> int:

@@ -12,6 +12,7 @@ from services.gateway.run import Run
 from services.gateway.session_core import LiveRequest
 
 LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP
+ERROR = common_pb2.FINISH_REASON_ERROR
 
 
 class FakeSession:

@@ -11,7 +11,7 @@ from services.gateway.errors import ApiError
 from services.gateway.idempotency import RequestKey
 from services.gateway.request import RequestBuilder
 from services.gateway.request_store import Reading, RequestStore
-from tests.support.fake_session import LENGTH, FakeSession
+from tests.support.fake_session import ERROR, LENGTH, FakeSession
 from tests.unit.gateway.test_request import builder, make_job
 
 __all__ = ["builder"]
@@ -125,6 +125,24 @@ async def test_what_failed_is_run_again(rig: Rig) -> None:
     reading.close()
     assert len(rig.session.live) == 4
     assert (rig.store.num_waiting, rig.store.num_finished, rig.num_live) == (0, 0, 1)
+
+
+async def test_what_failed_by_itself_is_not(rig: Rig) -> None:
+    """It might kill a worker at each attempt. Of several samples one is enough."""
+    for attempt in range(3):
+        reading = rig.open(n=2)
+        rig.session.end(rig.session.live[0], ERROR, code=13)
+        with pytest.raises(ApiError) as failed:
+            await reading.generations[0].next()
+        assert (failed.value.status, failed.value.headers) == (500, {"x-should-retry": "false"})
+        if attempt == 0:
+            rig.open(n=2)  # while somebody has not noticed yet
+        reading.close()
+    rig.wait(59)
+    assert len(rig.session.live) == 2
+    assert (rig.store.num_waiting, rig.store.num_finished, rig.num_live) == (0, 1, 0)
+    rig.wait(2)
+    assert rig.store.num_finished == 0
 
 
 async def test_a_stop_string_ends_it_for_the_next_reader_too(rig: Rig) -> None:

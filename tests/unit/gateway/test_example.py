@@ -1,0 +1,61 @@
+"""The client that docs/reliability.md shows, against answers that no server here would give on request."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from examples.resuming_stream import resuming_stream
+
+
+def error_event(kind: str) -> httpx.Response:
+    return httpx.Response(200, text=f"data: {json.dumps({'error': {'type': kind, 'message': 'no'}})}\n\n")
+
+
+ANSWER = httpx.Response(200, text='id: 1.2.3\ndata: {"choices": []}\n\ndata: [DONE]\n\n')
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> list[httpx.Response]:
+    """What it answers next, request by request."""
+    answers: list[httpx.Response] = []
+    client = httpx.Client(transport=httpx.MockTransport(lambda _: answers.pop(0)))
+
+    def stream(method: str, url: str, *, timeout: float, **options: Any) -> Any:
+        return client.stream(method, url, **options)
+
+    monkeypatch.setattr(httpx, "stream", stream)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    return answers
+
+
+def chunks() -> list[Any]:
+    return list(resuming_stream(["http://x"], "/v1/completions", {}))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    "refusal", [httpx.Response(503), httpx.Response(429), error_event("service_unavailable_error")], ids=str
+)
+def test_it_asks_again(server: list[httpx.Response], refusal: httpx.Response) -> None:
+    server += [refusal, ANSWER]
+    assert chunks() == [{"choices": []}]
+    assert not server
+
+
+@pytest.mark.parametrize("verdict", [httpx.Response(500), httpx.Response(504), httpx.Response(400)], ids=str)
+def test_not_what_failed_by_itself(server: list[httpx.Response], verdict: httpx.Response) -> None:
+    server += [verdict, ANSWER]
+    with pytest.raises(httpx.HTTPStatusError):
+        chunks()
+    assert server == [ANSWER]
+
+
+@pytest.mark.parametrize("kind", ["server_error", "timeout_error"])
+def test_nor_in_the_middle_of_a_stream(server: list[httpx.Response], kind: str) -> None:
+    server += [error_event(kind), ANSWER]
+    with pytest.raises(RuntimeError, match="no"):
+        chunks()
+    assert server == [ANSWER]
