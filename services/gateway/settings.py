@@ -34,7 +34,7 @@ class GatewaySettings(ServiceSettings, section="gateway"):
     )
     max_body_bytes: int = Field(10 * 2**20, ge=1024, description="largest request body")
     max_bodies_bytes: int = Field(
-        256 * 2**20, ge=1024, description="memory for all request bodies that are being read; one more gets 429"
+        256 * 2**20, ge=1024, description="memory for all bodies that are being read or tokenised; one more gets 429"
     )
     max_live_requests: int = Field(4096, ge=1, description="requests in flight; one more gets 429")
     max_connections: int = Field(
