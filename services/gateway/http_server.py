@@ -347,6 +347,11 @@ class HttpServer:
         """Open ones, with or without a request."""
         return len(self._server.server_state.connections)
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether anything that was answered waits to be read by its client."""
+        return any(connection.transport.get_write_buffer_size() for connection in self._server.server_state.connections)
+
     async def start(self) -> int:
         """Listen; returns the port really bound. Raises OSError if it is taken."""
         sock = _bind(self._host, self._port)

@@ -140,7 +140,8 @@ async def _drain(gateway: Gateway, http_server: HttpServer, grpc_server: GrpcSer
 
     def drained() -> bool:
         idle_over = loop.time() >= began_s + _IDLE_CONNECTIONS_S or not http_server.num_connections
-        return calls_ended.done() and not http_server.num_running and idle_over
+        answered = not http_server.num_running and not http_server.has_unsent
+        return calls_ended.done() and answered and idle_over
 
     while not drained() and loop.time() < began_s + drain_s:  # noqa: ASYNC110 - polled once in a gateway's life
         await asyncio.sleep(_DRAIN_POLL_S)
