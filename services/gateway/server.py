@@ -60,6 +60,7 @@ async def serve(
         settings.port,
         max_connections=settings.max_connections,
         head_timeout_s=settings.head_timeout_s,
+        send_timeout_s=settings.send_timeout_s,
         costly=tuple(f"POST {path} ".encode() for path in (COMPLETIONS, CHAT_COMPLETIONS)),
         on_gone=gateway.count_gone,
         doorkeeper=Door(gateway, {COMPLETIONS.encode(): "completion", CHAT_COMPLETIONS.encode(): "chat"}),
@@ -70,7 +71,8 @@ async def serve(
     grpc_server.add(SERVICE_NAME, lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(front, s))
     # grpc.health.v1 says SERVING exactly while /ready says 200.
     session.on_status = lambda: grpc_server.set_serving(gateway.ready)
-    ticking = asyncio.create_task(_tick(gateway.requests)), asyncio.create_task(_watch_loop(gateway.metrics))
+    background = _tick(gateway.requests), _watch_loop(gateway.metrics), http_server.watch()
+    ticking = [asyncio.create_task(work) for work in background]
     try:
         grpc_port = await grpc_server.start()
         session.start()

@@ -43,6 +43,9 @@ class GatewaySettings(ServiceSettings, section="gateway"):
     head_timeout_s: float = Field(
         30.0, gt=0, description="seconds for the headers of a request, after which the connection is closed"
     )
+    send_timeout_s: float = Field(
+        60.0, gt=0, description="seconds in which an HTTP client reads nothing of its answer, after which it is cut off"
+    )
     scheduler_wait_s: float = Field(
         30.0, ge=0, description="seconds a request waits for a scheduler that is away before it fails with 503"
     )
