@@ -24,10 +24,11 @@ class TooManyBodies(Exception):
 
 
 class Bodies:
-    """Bytes of bodies that are being read, or wait to be decoded.
+    """Bytes of bodies, and of gRPC messages, until there are token ids in their place: they are being read, or wait to
+    be decoded or tokenised.
 
     When they are too many, the largest of those that are still on their way gives way: else a few that send much, and
-    never the rest, would keep out everybody else.
+    never the rest, would keep out everybody else. What is here as a whole stays.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -48,8 +48,10 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
             key = _key(request)
             if not request.resume_after:
                 self._gateway.check_room(key)
-            await self._gateway.turn(new=key is None)  # who goes meanwhile is cancelled
-            job = await self._job(request, request_id, time.perf_counter(), key)
+            with self._gateway.held_body() as held:
+                held.add(request.ByteSize())
+                await self._gateway.turn(new=key is None)  # who goes meanwhile is cancelled
+                job = await self._job(request, request_id, time.perf_counter(), key)
             reading = self._gateway.open([job], key)
         except ApiError as error:
             self._gateway.metrics.refused("grpc")

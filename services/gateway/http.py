@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from services.gateway import openai_schema as schema
 from services.gateway.answer import JsonResponse, StreamAnswer, WholeAnswer, error_response
-from services.gateway.body import TooManyBodies, decode_json, read_body
+from services.gateway.body import HeldBody, decode_json, read_body
 from services.gateway.errors import ApiError, invalid
 from services.gateway.event_ids import LAST_EVENT_ID, EventId, cannot_resume, parse_event_id
 from services.gateway.front import CLIENT_CLOSED_REQUEST, Front, Handler, internal_error
@@ -152,21 +152,15 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
         return _json(card())
 
 
-async def _body(gateway: Gateway, request: Request, *, new: bool = False) -> Any:
+async def _body(gateway: Gateway, request: Request, held: HeldBody, *, new: bool = False) -> Any:
     """Read at once, and decoded when it is the request's turn. Raises as read_body, Gateway.turn and decode_json."""
-    with gateway.bodies.hold() as held:
-        try:
-            body = await read_body(request, held, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
-        except TooManyBodies:
-            limit = gateway.bodies.max_bytes
-            message = f"the bodies of all requests that are being read have more than {limit} bytes"
-            raise gateway.session.refusal(message) from None
-        await gateway.turn(request.scope[PEER].has_gone, new=new)
-        return decode_json(body)
+    body = await read_body(request, held, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
+    await gateway.turn(request.scope[PEER].has_gone, new=new)
+    return decode_json(body)
 
 
-async def _parsed(cls: type[schema.R], gateway: Gateway, request: Request) -> schema.R:
-    return schema.parse(cls, await _body(gateway, request), gateway.builder.max_model_len)
+async def _parsed(cls: type[schema.R], gateway: Gateway, request: Request, held: HeldBody) -> schema.R:
+    return schema.parse(cls, await _body(gateway, request, held), gateway.builder.max_model_len)
 
 
 def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -175,23 +169,26 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a chat."""
-        body = await _parsed(schema.TokenizeRequest, gateway, request)
+        with gateway.held_body() as held:
+            ids = await token_ids(await _parsed(schema.TokenizeRequest, gateway, request, held))
+        return _json({"count": len(ids), "max_model_len": builder.max_model_len, "tokens": ids})
+
+    async def token_ids(body: schema.TokenizeRequest) -> list[int]:
         gateway.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if body.prompt is not None:
             add = body.add_special_tokens is not False
-            ids = await builder.encode_text(body.prompt, _PROMPT, add_special_tokens=add)
-        else:
-            messages = [message.for_template() for message in body.messages or []]
-            add = body.add_generation_prompt is not False
-            ids = await builder.encode_chat(messages, _CHAT, add_generation_prompt=add)
-        return _json({"count": len(ids), "max_model_len": builder.max_model_len, "tokens": ids})
+            return await builder.encode_text(body.prompt, _PROMPT, add_special_tokens=add)
+        messages = [message.for_template() for message in body.messages or []]
+        add = body.add_generation_prompt is not False
+        return await builder.encode_chat(messages, _CHAT, add_generation_prompt=add)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """Text of token ids."""
-        body = await _parsed(schema.DetokenizeRequest, gateway, request)
+        with gateway.held_body() as held:
+            body = await _parsed(schema.DetokenizeRequest, gateway, request, held)
         gateway.check_model(body.model)
         return _json({"prompt": builder.tokenizer.decode(builder.check_token_ids(body.tokens, "tokens"))})
 
@@ -231,15 +228,16 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
         new = name is None and LAST_EVENT_ID not in request.headers  # else it may run already
         if new:
             gateway.check_room()
-        body = await _body(gateway, request, new=new)
-        parsed = schema.parse(cls, body, gateway.builder.max_model_len)
-        gateway.check_model(parsed.model)
-        key = None
-        if name is not None:
-            key = RequestKey(parsed.terms().tenant, name, body_fingerprint(kind, body), IDEMPOTENCY_KEY)
-            if LAST_EVENT_ID not in request.headers:
-                gateway.check_room(key)
-        jobs = await make_jobs(gateway, parsed, _Asked(request.scope["state"]["request_id"], arrival_s, key, gone))
+        with gateway.held_body() as held:
+            body = await _body(gateway, request, held, new=new)
+            parsed = schema.parse(cls, body, gateway.builder.max_model_len)
+            gateway.check_model(parsed.model)
+            key = None
+            if name is not None:
+                key = RequestKey(parsed.terms().tenant, name, body_fingerprint(kind, body), IDEMPOTENCY_KEY)
+                if LAST_EVENT_ID not in request.headers:
+                    gateway.check_room(key)
+            jobs = await make_jobs(gateway, parsed, _Asked(request.scope["state"]["request_id"], arrival_s, key, gone))
         after = _last_event(request, parsed, jobs, key)
         if after is not None and after.after == "d":
             return Response(status_code=204)  # which tells an EventSource that this was all

@@ -7,7 +7,7 @@ import contextlib
 import resource
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import orjson
 import uvicorn
@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.gateway.errors import ApiError
 from services.gateway.listener import Listener, has_gone
+from services.gateway.stalled import LOOKS, Reader
 
 # Request line and headers together.
 _MAX_HEAD_BYTES = 64 * 1024
@@ -125,6 +126,7 @@ class _Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._peer = Peer(self._sock, transport)
+        self.reader = Reader(self._sock, transport)
         if len(self.connections) > self.config.max_connections:
             message = f"the server has {self.config.max_connections} connections, and takes no more"
             self._answer(b"503 Service Unavailable", ApiError(503, message, code="too_many_connections"))
@@ -297,7 +299,8 @@ class HttpServer:
     """Serves an ASGI app until `stop`.
 
     A connection whose request's head is not there `head_timeout_s` after it began (or after the connection was made) is
-    closed. One more than `max_connections`, or than files may be open, gets 503. `costly`, `on_gone`: see Listener.
+    closed; so is one whose client reads nothing of its answer for `send_timeout_s`, while `watch` runs. One more than
+    `max_connections`, or than files may be open, gets 503. `costly`, `on_gone`: see Listener.
     Whom the `doorkeeper` turns away has its answer before anything else is done for it.
     """
 
@@ -309,6 +312,7 @@ class HttpServer:
         *,
         max_connections: int = 16384,
         head_timeout_s: float = 30.0,
+        send_timeout_s: float = 60.0,
         costly: tuple[bytes, ...] = (),
         on_gone: Callable[[], None] = lambda: None,
         doorkeeper: DoorKeeper = lambda target, headers: None,
@@ -333,7 +337,7 @@ class HttpServer:
         config.max_connections = max_connections
         config.doorkeeper = doorkeeper
         self._server = _Server(config)
-        self._host, self._port = host, port
+        self._host, self._port, self._send_timeout_s = host, port, send_timeout_s
         self._costly, self._on_gone = costly, on_gone
         self._task: asyncio.Task[Any] | None = None
 
@@ -347,6 +351,11 @@ class HttpServer:
         """Open ones, with or without a request."""
         return len(self._server.server_state.connections)
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether anything that was answered waits to be read by its client."""
+        return any(connection.transport.get_write_buffer_size() for connection in self._server.server_state.connections)
+
     async def start(self) -> int:
         """Listen; returns the port really bound. Raises OSError if it is taken."""
         sock = _bind(self._host, self._port)
@@ -359,6 +368,14 @@ class HttpServer:
             await asyncio.sleep(0.005)
         port: int = sock.getsockname()[1]
         return port
+
+    async def watch(self) -> NoReturn:
+        """Until it is cancelled."""
+        while True:
+            await asyncio.sleep(self._send_timeout_s / LOOKS)
+            for connection in tuple(self._server.server_state.connections):
+                assert isinstance(connection, _Protocol)
+                connection.reader.look()
 
     async def close_listener(self) -> None:
         """From now on connections are refused, so that clients and balancers go elsewhere at once. Those that are open

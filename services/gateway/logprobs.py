@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.session_core import Score
+from services.gateway.scores import Score
 
 TokenBytes = Callable[[int], bytes]
 

@@ -147,10 +147,14 @@ class RequestBuilder:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     async def _in_thread(self, encode: Callable[[], list[int]], gone: Callable[[], bool]) -> list[int]:
-        async with self._threads:
-            if gone():
-                raise Gone
-            return await asyncio.to_thread(encode)
+        await self._threads.acquire()
+        if gone():
+            self._threads.release()
+            raise Gone
+        # Who is cancelled leaves the thread running, with the text: its place is free when it has ended.
+        encoding = asyncio.create_task(asyncio.to_thread(encode))
+        encoding.add_done_callback(lambda _: self._threads.release())
+        return await asyncio.shield(encoding)
 
     def _check_chars(self, num_chars: int, names: FieldNames) -> None:
         # No token is longer than the longest, so this many characters cannot fit: not worth encoding them to say so.

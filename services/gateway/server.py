@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from paceline.v1 import inference_pb2_grpc
 from services.gateway.body import Bodies
@@ -43,7 +44,7 @@ async def serve(
     """Run until `stop` is set, then drain.
 
     Serves /health at once, with or without a scheduler. Raises OSError for a port that is taken, CannotStart for a
-    model whose files cannot be read.
+    model whose files cannot be read, RuntimeError when a task that everything needs has failed.
     """
     session = SchedulerSession(
         settings.scheduler,
@@ -60,6 +61,7 @@ async def serve(
         settings.port,
         max_connections=settings.max_connections,
         head_timeout_s=settings.head_timeout_s,
+        send_timeout_s=settings.send_timeout_s,
         costly=tuple(f"POST {path} ".encode() for path in (COMPLETIONS, CHAT_COMPLETIONS)),
         on_gone=gateway.count_gone,
         doorkeeper=Door(gateway, {COMPLETIONS.encode(): "completion", CHAT_COMPLETIONS.encode(): "chat"}),
@@ -70,19 +72,26 @@ async def serve(
     grpc_server.add(SERVICE_NAME, lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(front, s))
     # grpc.health.v1 says SERVING exactly while /ready says 200.
     session.on_status = lambda: grpc_server.set_serving(gateway.ready)
-    ticking = asyncio.create_task(_tick(gateway.requests)), asyncio.create_task(_watch_loop(gateway.metrics))
+    ticking = [
+        asyncio.create_task(work)
+        for work in (_tick(gateway.requests), _watch_loop(gateway.metrics), http_server.watch())
+    ]
     try:
         grpc_port = await grpc_server.start()
-        session.start()
+        background = [*ticking, *session.start()]
         http = f"{settings.host}:{http_port}"
         _log.info("gateway serves", http=http, grpc_port=grpc_port, model=gateway.model_name)
         if on_ready is not None:
             on_ready(Addresses(grpc=f"{settings.host}:{grpc_port}", http=http, metrics=http))
-        await stop.wait()
-        gateway.draining = True
-        gateway.requests.drain()
-        await http_server.close_listener()
-        await _drain(gateway, http_server, grpc_server, settings.drain_s)
+
+        async def until_drained() -> None:
+            await stop.wait()
+            gateway.draining = True
+            gateway.requests.drain()
+            await http_server.close_listener()
+            await _drain(gateway, http_server, grpc_server, settings.drain_s)
+
+        await _beside(background, until_drained())
     finally:
         for task in ticking:
             task.cancel()
@@ -118,6 +127,23 @@ def _load(settings: GatewaySettings, session: SchedulerSession) -> Gateway:
     )
 
 
+async def _beside(background: Sequence[asyncio.Task[Any]], work: Coroutine[Any, Any, object]) -> None:
+    """Do it. Raises RuntimeError as soon as a task in the background has ended: without it we would serve nobody, and
+    look well."""
+    working = asyncio.create_task(work)
+    try:
+        await asyncio.wait([working, *background], return_when=asyncio.FIRST_COMPLETED)
+        for task in background:
+            if task.done():
+                error = None if task.cancelled() else task.exception()
+                _log.error("a task of the gateway has failed", task=task.get_name(), exc_info=error)
+                raise RuntimeError("a task of the gateway has failed") from error
+        working.result()
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
 async def _tick(requests: RequestStore) -> None:
     while True:
         await asyncio.sleep(_TICK_S)
@@ -140,7 +166,8 @@ async def _drain(gateway: Gateway, http_server: HttpServer, grpc_server: GrpcSer
 
     def drained() -> bool:
         idle_over = loop.time() >= began_s + _IDLE_CONNECTIONS_S or not http_server.num_connections
-        return calls_ended.done() and not http_server.num_running and idle_over
+        answered = not http_server.num_running and not http_server.has_unsent
+        return calls_ended.done() and answered and idle_over
 
     while not drained() and loop.time() < began_s + drain_s:  # noqa: ASYNC110 - polled once in a gateway's life
         await asyncio.sleep(_DRAIN_POLL_S)

@@ -133,9 +133,10 @@ class SchedulerSession:
         """Requests that have not ended."""
         return self._core.num_live
 
-    def start(self) -> None:
-        """Begin to connect; returns at once."""
+    def start(self) -> Sequence[asyncio.Task[None]]:
+        """Begin to connect; returns at once. The tasks that do it end by `close`, or by a bug."""
         self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._tick())]
+        return self._tasks
 
     async def close(self) -> None:
         """End the stream. Requests that still live fail with UNAVAILABLE."""
@@ -250,8 +251,12 @@ class SchedulerSession:
         while True:
             await outgoing.wait()
             outgoing.clear()
-            while self._outgoing is outgoing and (message := self._core.take_request()) is not None:
-                yield message
+            try:
+                while self._outgoing is outgoing and (message := self._core.take_request()) is not None:
+                    yield message
+            except Exception:
+                _log.exception("cannot write to the scheduler")  # all that gRPC does is to cancel the call
+                raise
             if self._outgoing is not outgoing:
                 return
 

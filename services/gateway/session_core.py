@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.departures import Departures
 from services.gateway.room import Room
+from services.gateway.scores import Score, prompt_scores_of, score_of
 from services.runtime.fence import Fence
 
 _RESOURCE_EXHAUSTED, _UNAVAILABLE = 8, 14  # google.rpc.Code
@@ -50,14 +50,6 @@ class Terms:
 
 
 NO_TERMS = Terms()
-
-
-class Score(NamedTuple):
-    """Of one token."""
-
-    logprob: float
-    top: Sequence[tuple[int, float]] = ()  # the most likely tokens at its place, best first
-    rank: int = 0  # 1: there is none more likely; 0: not told
 
 
 @dataclass(slots=True, eq=False)
@@ -276,11 +268,15 @@ class SessionCore:
         """The next message is due, whether there is anything to say or not."""
         self._beat_due = True
 
-    def receive(self, response: inference_pb2.SessionResponse) -> list[LiveRequest]:
-        """Apply one message. Returns the requests with news, one that got several tokens as often.
+    def receive(self, response: inference_pb2.SessionResponse | None) -> list[LiveRequest]:
+        """Apply one message (None: gRPC could not decode it). Returns the requests with news, one that got several
+        tokens as often.
 
-        Raises SessionProtocolError, and StaleScheduler for one that is not the master any more.
+        Raises SessionProtocolError, and StaleScheduler for one that is not the master any more. What they have told of
+        requests is not applied then, so that these can go on with another stream.
         """
+        if response is None:
+            raise SessionProtocolError("a message cannot be decoded")
         if response.heartbeat:
             return []
         self._read += 1
@@ -299,7 +295,12 @@ class SessionCore:
             self._room.told(response.room.places, response.room.num_submissions)
         elif not response.prompt_scores:  # which come in messages without anything else
             self._room.unchanged()
-        touched = self._take_tokens(response)
+        return self._take_tokens(response) + self._take_endings(response)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _take_endings(self, response: inference_pb2.SessionResponse) -> list[LiveRequest]:
+        touched = []
         for ending in response.endings:
             request = self._live.get(ending.handle)
             if request is not None:
@@ -312,8 +313,6 @@ class SessionCore:
                 touched.append(request)
         return touched
 
-    # -- inside ------------------------------------------------------------------------------------
-
     def _take_tokens(self, response: inference_pb2.SessionResponse) -> list[LiveRequest]:
         touched: list[LiveRequest] = []
         if response.handles:
@@ -322,20 +321,29 @@ class SessionCore:
             handles, data = self._handles, response.token_ids
             if len(data) != 4 * len(handles):
                 raise SessionProtocolError(f"{len(handles)} handles but {len(data)} bytes of token ids")
-            live = self._live
-            for handle, token in zip(handles, np.frombuffer(data, "<i4").tolist(), strict=True):
-                request = live.get(handle)
-                if request is not None and not request.cancelled:
-                    request.tokens.append(token)
-                    touched.append(request)
-        for part in response.prompt_scores:
-            request = self._live.get(part.handle)
+            tokens = list(zip(handles, np.frombuffer(data, "<i4").tolist(), strict=True))
+        else:
+            tokens = []
+        try:
+            prompt_scores = [(part.handle, prompt_scores_of(part.logprobs)) for part in response.prompt_scores]
+            scores = [(score.handle, score_of(score)) for score in response.scores]
+        except (ValueError, IndexError) as error:
+            raise SessionProtocolError(f"malformed log probabilities: {error}") from error
+        # All of it is well: else some would have tokens without their scores.
+        live = self._live
+        for handle, token in tokens:
+            request = live.get(handle)
             if request is not None and not request.cancelled:
-                request.prompt_scores.update(_prompt_scores(part.logprobs))
-        for score in response.scores:
-            request = self._live.get(score.handle)
+                request.tokens.append(token)
+                touched.append(request)
+        for handle, of_prompt in prompt_scores:
+            request = live.get(handle)
             if request is not None and not request.cancelled:
-                request.scores.append(Score(score.logprob, _pairs(score.top_token_ids, score.top_logprobs)))
+                request.prompt_scores.update(of_prompt)
+        for handle, score in scores:
+            request = live.get(handle)
+            if request is not None and not request.cancelled:
+                request.scores.append(score)
         return touched
 
     def _submissions(self) -> Iterator[inference_pb2.Submission]:
@@ -386,22 +394,6 @@ def _ended_unseen(request: LiveRequest) -> inference_pb2.Ending | None:
     if len(tokens) >= request.sampling.max_tokens:
         return inference_pb2.Ending(reason=common_pb2.FINISH_REASON_LENGTH)
     return None
-
-
-def _pairs(token_ids: bytes, logprobs: bytes) -> Sequence[tuple[int, float]]:
-    if not token_ids:
-        return ()
-    ids, values = np.frombuffer(token_ids, "<i4").tolist(), np.frombuffer(logprobs, "<f4").tolist()
-    return list(zip(ids, values, strict=True))
-
-
-def _prompt_scores(part: common_pb2.PromptLogprobs) -> Iterator[tuple[int, Score]]:
-    """Positions and scores. What comes again after a preemption is the same."""
-    logprobs, ranks = np.frombuffer(part.logprobs, "<f4"), np.frombuffer(part.ranks, "<i4").tolist()
-    ids = np.frombuffer(part.top_token_ids, "<i4").reshape(len(ranks), -1).tolist()
-    values = np.frombuffer(part.top_logprobs, "<f4").reshape(len(ranks), -1).tolist()
-    for i, logprob in enumerate(logprobs.tolist()):
-        yield part.start + i, Score(logprob, list(zip(ids[i], values[i], strict=True)), ranks[i])
 
 
 def _unavailable(message: str) -> inference_pb2.Ending:

@@ -34,7 +34,7 @@ class GatewaySettings(ServiceSettings, section="gateway"):
     )
     max_body_bytes: int = Field(10 * 2**20, ge=1024, description="largest request body")
     max_bodies_bytes: int = Field(
-        256 * 2**20, ge=1024, description="memory for all request bodies that are being read; one more gets 429"
+        256 * 2**20, ge=1024, description="memory for all bodies that are being read or tokenised; one more gets 429"
     )
     max_live_requests: int = Field(4096, ge=1, description="requests in flight; one more gets 429")
     max_connections: int = Field(
@@ -42,6 +42,9 @@ class GatewaySettings(ServiceSettings, section="gateway"):
     )
     head_timeout_s: float = Field(
         30.0, gt=0, description="seconds for the headers of a request, after which the connection is closed"
+    )
+    send_timeout_s: float = Field(
+        60.0, gt=0, description="seconds in which an HTTP client reads nothing of its answer, after which it is cut off"
     )
     scheduler_wait_s: float = Field(
         30.0, ge=0, description="seconds a request waits for a scheduler that is away before it fails with 503"

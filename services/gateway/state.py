@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from services.gateway.body import Bodies
+from services.gateway.body import Bodies, HeldBody, TooManyBodies
 from services.gateway.errors import ApiError
 from services.gateway.idempotency import RequestKey
 from services.gateway.metrics import GatewayMetrics
@@ -46,6 +47,16 @@ class Gateway:
                 param="model",
                 code="model_not_found",
             )
+
+    @contextmanager
+    def held_body(self) -> Iterator[HeldBody]:
+        """For a request's body until it has become jobs. Raises ApiError 429 when all of them together are too much."""
+        with self.bodies.hold() as held:
+            try:
+                yield held
+            except TooManyBodies:
+                message = f"the bodies of all requests that are being read have more than {self.bodies.max_bytes} bytes"
+                raise self.session.refusal(message) from None
 
     def no_room(self) -> ApiError | None:
         """A 429 if a request that is new would be refused anyway: before anything is done for it."""

@@ -437,6 +437,39 @@ async def test_long_texts_are_tokenised_a_few_at_a_time_and_not_for_those_who_ha
     assert [isinstance(outcome, Gone) for outcome in outcomes] == [False] * (many - 1) + [True]
 
 
+async def test_who_is_cancelled_leaves_his_place_when_his_thread_has_ended() -> None:
+    """Else those that come and go would leave any number of texts in threads."""
+    begun: list[str] = []
+    go_on = threading.Event()
+
+    class Slow(TextTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            begun.append(text)
+            assert go_on.wait(60)
+            return [1]
+
+    builder = RequestBuilder(Slow.from_folder(CHECKPOINT), read_model_files(CHECKPOINT))
+    num_threads = os.cpu_count() or 1
+
+    def encode(count: int) -> list[asyncio.Task[list[int]]]:
+        return [asyncio.create_task(builder.encode_text("text " * 1000, NAMES)) for _ in range(count)]
+
+    first = encode(num_threads)
+    async with asyncio.timeout(30):
+        while len(begun) < num_threads:  # noqa: ASYNC110 - threads
+            await asyncio.sleep(0.001)
+    for task in first:
+        task.cancel()
+    await asyncio.wait(first)
+    others = encode(num_threads)
+    for _ in range(20):  # turns of the loop, in which they would begin
+        await asyncio.sleep(0.001)
+    num_begun = len(begun)
+    go_on.set()
+    assert num_begun == num_threads
+    assert await asyncio.gather(*others) == [[1]] * num_threads
+
+
 # -- errors and files
 
 

@@ -20,7 +20,7 @@ from services.gateway.model_files import read_model_files
 from services.gateway.openai_format import Envelope, Kind
 from services.gateway.request import GenerateJob, RequestBuilder
 from services.gateway.request_store import read_once
-from services.gateway.session_core import Score
+from services.gateway.scores import Score
 from services.gateway.tokenizer import TextTokenizer
 from tests.support.fake_session import LENGTH, STOP, FakeSession
 from tests.support.sse import Event, parse_events, told

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -406,3 +408,37 @@ def test_what_is_on_its_way_takes_of_the_places_that_the_scheduler_has_told() ->
     assert (core.queue_takes(0), core.queue_takes(1)) == (True, False)
     core.connect()
     assert core.queue_takes(1000), "this one has told nothing"
+
+
+MALFORMED: list[dict[str, Any]] = [
+    {"token_ids": b"123"},
+    {"handles": [1], "token_ids": b""},
+    {"scores": [inference_pb2.TokenScore(handle=1, top_token_ids=b"123")]},
+    {"scores": [inference_pb2.TokenScore(handle=1, top_token_ids=b"1234", top_logprobs=b"")]},
+    {"prompt_scores": [{"handle": 1, "logprobs": {"logprobs": b"123"}}]},
+    {"prompt_scores": [{"handle": 1, "logprobs": {"logprobs": b"1234", "ranks": b""}}]},
+    {"prompt_scores": [{"handle": 1, "logprobs": {"logprobs": b"1234" * 2, "ranks": b"1234", "top_token_ids": b""}}]},
+    {"prompt_scores": [{"handle": 1, "logprobs": {"logprobs": b"1234", "ranks": b"1234", "top_token_ids": b"1234"}}]},
+]
+
+
+@pytest.mark.parametrize("fields", MALFORMED)
+def test_of_a_malformed_message_nothing_is_taken(fields: dict[str, Any]) -> None:
+    """So that the next stream can go on with what is here."""
+    core = make_core()
+    request = submit(core)
+    opened(core)
+    core.receive(tokens((request, 4)))
+    message = inference_pb2.SessionResponse(**{"handles": [1], "token_ids": b"\5\0\0\0", **fields})
+    message.endings.add(handle=1, reason=common_pb2.FINISH_REASON_STOP)
+    assert request.handle == 1
+    with pytest.raises(SessionProtocolError):
+        core.receive(message)
+    assert (request.tokens, request.scores, request.prompt_scores, request.ending) == ([4], [], {}, None)
+
+
+def test_a_message_that_grpc_could_not_decode_breaks_the_protocol() -> None:
+    core = make_core()
+    opened(core)
+    with pytest.raises(SessionProtocolError, match="decode"):
+        core.receive(None)
