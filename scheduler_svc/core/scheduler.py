@@ -249,17 +249,15 @@ class SchedulerCore:
         if worker is None:
             return
         absence = None
-        is_blameless = worker.draining  # it leaves when its time is up
         if worker.incarnation and loss is not Loss.FAULT:
             absence = Absence(worker.incarnation, loss, self.life.now_s)
-            is_blameless |= any(
-                one.incarnation == worker.incarnation for one in self.workers.values() if one is not worker
-            )
-        if worker.in_flight and not is_blameless:
+        if worker.in_flight and not worker.draining:  # one that drains leaves when its time is up
             first, last = worker.in_flight[0].step, worker.in_flight[-1].step
             self._lose(worker, f"worker {worker_id} was lost in {_steps(first, last)}", first, last, absence)
         else:
             self._lose(worker, "its worker was lost")
+        if any(one.incarnation == worker.incarnation for one in self.workers.values()):  # it knew before we did
+            self._trials.came_back(worker.incarnation)
 
     def _lose(self, worker: Worker, why: str, first: int = 0, last: int = 0, absence: Absence | None = None) -> None:
         """Steps `first` to `last` are to blame, if they are given (the first step is 1)."""

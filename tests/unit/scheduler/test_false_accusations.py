@@ -137,14 +137,21 @@ def test_who_is_held_may_be_cancelled(system: LocalSystem, client: Client) -> No
     system.assert_at_rest()
 
 
-def test_a_link_that_ends_after_its_worker_has_made_another_accuses_nobody(system: LocalSystem, client: Client) -> None:
+@pytest.mark.parametrize("times", [5, Loss.LINK + 2])
+def test_a_worker_may_be_back_before_its_old_link_is_seen_to_end(
+    system: LocalSystem, client: Client, times: int
+) -> None:
     end = system.attach(toy("a"))
     system.submit("s", 1, PROMPT, params())
-    until_in_flight(system, end)
-    system.attach(toy("a"))
-    lose(system, end, Loss.LINK)
-    assert system.scheduler.counters.failures == 0
-    finishes(system)
+    for _ in range(times):
+        until_in_flight(system, end)
+        another = system.attach(toy("a"))
+        lose(system, end, Loss.LINK)
+        end = another
+    if times <= Loss.LINK:
+        finishes(system)
+    else:
+        assert "2 times in a row" in client.endings[1].message
 
 
 def test_what_the_worker_says_of_itself_stands(system: LocalSystem, client: Client) -> None:
