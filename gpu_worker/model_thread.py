@@ -8,6 +8,7 @@ next step is launched while one runs, and a second thread waits for the results.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -44,6 +45,7 @@ class ModelThread:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+        self.incarnation = secrets.token_hex(8)  # another one after a step that failed, heard or not
         self._inbox: SimpleQueue[tuple[LinkRun, StepPlan | None] | Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="paceline-model", daemon=True)
         # Steps in flight; used where launching does not wait for the step.
@@ -144,6 +146,7 @@ class ModelThread:
         if run.failed:
             return  # an earlier step has, and this one because of it
         run.failed = True
+        self.incarnation = secrets.token_hex(8)
         failure = StepFailed(first, last, self._runner.request_ids(), _one_line(error))
         failure.__cause__ = error
         self._post(_deliver_failure, run, failure)

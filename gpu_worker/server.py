@@ -139,6 +139,7 @@ async def _keep_link(
         while not stop.is_set():
             del registration.kept[:]
             registration.kept.extend(await _answered(thread.kept(), settings.first_step_deadline_s))
+            registration.incarnation = thread.incarnation
             running = asyncio.ensure_future(run_link())
             try:
                 await _until_released(running, keeper, stop, settings.drain_s)

@@ -20,6 +20,7 @@ from scheduler_svc.core.cache_link import ProtocolError
 from scheduler_svc.core.policy import PolicyError
 from scheduler_svc.core.rejection import Rejection
 from scheduler_svc.core.scheduler import SchedulerCore
+from scheduler_svc.core.suspects import Loss
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.generate import generate
 from scheduler_svc.metrics import SchedulerMetrics
@@ -95,7 +96,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
             for failure in outbox.failures:
                 log.error(
                     "step failed",
-                    worker=failure.worker,
+                    worker=failure.worker or None,
                     what=failure.what,
                     retried=failure.requests,
                     quarantined=failure.quarantined or None,
@@ -226,7 +227,10 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                     return
                 try:
                     self.event(self._worker_message, worker, message)
-                except ProtocolError as error:
+                except Exception as error:  # it registers again, and must not be taken for one that was only cut off
+                    self.event(self.core.worker_lost, worker, Loss.FAULT)
+                    if not isinstance(error, ProtocolError):
+                        raise
                     outgoing.close((grpc.StatusCode.FAILED_PRECONDITION, str(error)))
                     return
                 if message.HasField("failure"):
@@ -234,7 +238,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
 
         def give_up(reason: str) -> None:
             log.warning("worker lost", worker=worker, reason=reason)
-            self.event(self.core.worker_lost, worker)
+            self.event(self.core.worker_lost, worker, Loss.SILENCE)
 
         try:
             reads_heartbeats = first.registration.heartbeats

@@ -47,7 +47,9 @@ class SchedulerSettings(ServiceSettings, section="scheduler"):
     max_queued_requests: int = Field(4096, ge=1, description="waiting requests before new ones are refused")
     max_queued_tokens: int = Field(4_000_000, ge=1, description="waiting tokens before new requests are refused")
     poison_failures: int = Field(
-        2, ge=1, description="a request is failed that was alone in so many failed steps, or lost workers, in a row"
+        2,
+        ge=1,
+        description="a request is failed that was alone in so many failed steps, or workers lost for good, in a row",
     )
     preset: str = Field(DEFAULT, description=f"scheduling policies: {', '.join(PRESETS)}")
     order: str = Field("", description="order policy on top of the preset: a name, or module:Class")

@@ -212,6 +212,7 @@ class WorkerParty(Party):
         super().__init__(network, name)
         self.toy = toy
         self.fence = Fence()
+        self._incarnation = f"{name} of {network.now_s}"
         self.on_released: Action = lambda: None
         self._dial = dial
         self._reign = 0
@@ -231,6 +232,7 @@ class WorkerParty(Party):
         self._link = connection
         registration = WorkerServiceLinkRequest(registration=self.toy.registration)
         registration.registration.heartbeats = True
+        registration.registration.incarnation = self._incarnation
         registration.registration.kept.extend(self.toy.kept())
         self._say(registration)
         if self._leaving:

@@ -27,8 +27,6 @@ from simulator.parties import RETRY_S, CacheParty, GatewayParty, SchedulerParty,
 from simulator.schedule import NUM_GATEWAYS, Ask, Fault, Schedule, Sizes
 from simulator.toy_worker import EOS, ToyWorker, expected_hypotheses, expected_output, toy_logprob
 
-# Workers are killed at random, and often: several coincidences in a row are none of a request's doing.
-POISON_FAILURES = 20
 PATIENCE_S = 120.0  # after the last thing of the schedule; then what has not ended never will
 START_S = 0.5  # who has lost an election is started again
 QUIET_S = 2 * KEEPALIVE_S + 1  # in which everybody notices whom it has lost
@@ -63,6 +61,9 @@ class World:
         self._last_s = max([0.0, *(f.at_s + f.for_s for f in schedule.faults), *(ask.at_s for ask in schedule.asks)])
         self._pending = len(schedule.asks) + len(schedule.faults)  # of the schedule, as far as not over
         self.etcd = EtcdData()
+        # A worker that is killed just then accuses who was innocent. Whatever else befalls it, it comes back.
+        kills = [fault for fault in schedule.faults if fault.kind == "kill" and fault.target.startswith("worker")]
+        self._poison_failures = SchedulerConfig().poison_failures + len(kills)
         self._schedulers = ["scheduler", "scheduler-2"][: self.sizes.num_schedulers]
         names = [f"worker-{i}" for i in range(self.sizes.num_workers)] + [f"gateway-{i}" for i in range(NUM_GATEWAYS)]
         for name in ["cache", *(["etcd"] if self._elects else []), *self._schedulers, *names]:
@@ -117,7 +118,7 @@ class World:
         self.parties[name] = party
 
     def _scheduler(self, name: str) -> SchedulerParty:
-        config = SchedulerConfig(window=self.sizes.window, poison_failures=POISON_FAILURES)
+        config = SchedulerConfig(window=self.sizes.window, poison_failures=self._poison_failures)
         cache = self._find("cache")
         if not self._elects:
             core = new_scheduler_core(config, self._policies, 1000 * next(self._epochs))

@@ -50,7 +50,7 @@ from scheduler_svc.core.results import ResultReader
 from scheduler_svc.core.rounds import Rounds
 from scheduler_svc.core.sessions import Session
 from scheduler_svc.core.slots import SlotTable
-from scheduler_svc.core.suspects import Suspects
+from scheduler_svc.core.suspects import Absence, Loss, Suspects
 from scheduler_svc.core.trials import Trials
 from scheduler_svc.core.types import Counters, Failure, Outbox, SchedulerConfig
 from scheduler_svc.core.worker import Worker
@@ -205,6 +205,8 @@ class SchedulerCore:
         registration.ClearField("kept")  # it may be large, and is of use once
         self._next_worker += 1
         self.workers[worker.id] = worker
+        if worker.incarnation:
+            self._trials.came_back(worker.incarnation)
         registered = WorkerRegistered(worker=worker.id, epoch=self.epoch, window=worker.window, fence=self.fence)
         self._outbox.to_workers.append((worker.id, WorkerServiceLinkResponse(registered=registered)))
         self._workers_changed()
@@ -226,7 +228,8 @@ class SchedulerCore:
             return  # of before these said more
         if stall := worker.progress.told(heartbeat, oldest, self.config.stall_s):
             self._outbox.lost_workers.append((worker_id, stall))
-            self.worker_lost(worker_id)
+            # A plan that has not arrived is nobody's doing but the link's.
+            self.worker_lost(worker_id, Loss.FAULT if heartbeat.received >= oldest else Loss.LINK)
 
     def worker_drain(self, worker_id: int) -> None:
         self.workers[worker_id].draining = True
@@ -240,25 +243,30 @@ class SchedulerCore:
             raise ProtocolError(f"failure of steps {first} to {last}, which are not in flight")
         self._lose(worker, f"{_steps(first, last)} of worker {worker_id} failed: {failure.message}", first, last)
 
-    def worker_lost(self, worker_id: int) -> None:
+    def worker_lost(self, worker_id: int, loss: Loss = Loss.LINK) -> None:
         """Its link is gone: what it ran goes back to the queue with the tokens it has."""
         worker = self.workers.get(worker_id)
         if worker is None:
             return
+        absence = None
+        if worker.incarnation and loss is not Loss.FAULT:
+            absence = Absence(worker.incarnation, loss, self.life.now_s)
         if worker.in_flight and not worker.draining:  # one that drains leaves when its time is up
             first, last = worker.in_flight[0].step, worker.in_flight[-1].step
-            self._lose(worker, f"worker {worker_id} was lost in {_steps(first, last)}", first, last)
+            self._lose(worker, f"worker {worker_id} was lost in {_steps(first, last)}", first, last, absence)
         else:
             self._lose(worker, "its worker was lost")
+        if any(one.incarnation == worker.incarnation for one in self.workers.values()):  # it knew before we did
+            self._trials.came_back(worker.incarnation)
 
-    def _lose(self, worker: Worker, why: str, first: int = 0, last: int = 0) -> None:
+    def _lose(self, worker: Worker, why: str, first: int = 0, last: int = 0, absence: Absence | None = None) -> None:
         """Steps `first` to `last` are to blame, if they are given (the first step is 1)."""
         del self.workers[worker.id]
         if self._cache.connected:
             self._cache.forget_worker(worker.id)
         accused, num_rows, num_steps = worker.in_steps(first, last)
         evacuated = self.life.evacuate(worker, why, accused)
-        guilty = self._trials.accuse(accused, num_rows, num_steps)
+        guilty = self._trials.accuse(accused, num_rows, num_steps, why, absence)
         self._trials.worker_lost(worker.id, accused)
         for request in evacuated:
             if request is guilty:
@@ -353,6 +361,10 @@ class SchedulerCore:
         self.life.now_s = now_s
         self.life.budgets.measure(now_s, self.queue.tenant_tokens)
         self.life.end_late(now_s)
+        for request, why in self._trials.judge():
+            if request.phase is not Phase.ENDED:  # with the one before, as a beam of the same search
+                self.life.quarantine(request, why)
+                self._outbox.failures.append(Failure(0, why, [], request.request_id))
         self._announce()
 
     def poll(self, now_s: float) -> Outbox:

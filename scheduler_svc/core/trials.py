@@ -7,7 +7,7 @@ in flight, if more). Then it is cleared and runs on among the others, and betwee
 with all of them. Nobody is let in on a worker while a group waits that it can try, so there will be room for it.
 
 A suspect waits in the queue as any other request. Where it is tried, all of its group that there is room for is seated;
-the rest waits for the next turn.
+the rest waits for the next turn. One that is held (suspects.py) is tried nowhere, and keeps nobody waiting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.policy import BatchPolicy, CapacityPolicy, Verdict
 from scheduler_svc.core.request import Phase, Request
 from scheduler_svc.core.step import Step
-from scheduler_svc.core.suspects import Suspects
+from scheduler_svc.core.suspects import Absence, Suspects
 from scheduler_svc.core.view import RequestView
 from scheduler_svc.core.worker import Worker
 
@@ -33,6 +33,7 @@ class Trials:
     _suspects: Suspects
     _requests: dict[int, Request] = field(default_factory=dict)  # every suspect, by seniority
     _cleared_at: dict[int, int] = field(default_factory=dict)  # tokens that it has when it is past the failure
+    _why: dict[int, str] = field(default_factory=dict)  # each was accused the last time
     _at: dict[int, list[int]] = field(default_factory=dict)  # the group that a worker tries, by worker
     _resting: set[int] = field(default_factory=set)  # workers whose next step is for what else runs there
 
@@ -40,19 +41,40 @@ class Trials:
     def active(self) -> bool:
         return bool(self._requests)
 
-    def accuse(self, requests: Sequence[Request], num_rows: int, num_steps: int) -> Request | None:
+    def accuse(
+        self, requests: Sequence[Request], num_rows: int, num_steps: int, why: str, absence: Absence | None
+    ) -> Request | None:
         """They were in steps that failed, and are in no slot any more; see Suspects.accuse."""
         for request in requests:
             self._settle(request)  # what it had done before counts
-        guilty = self._suspects.accuse([request.seniority for request in requests], num_rows)
+        guilty = self._suspects.accuse([request.seniority for request in requests], num_rows, absence)
         for request in requests:
             request.is_suspect = request.seniority in self._suspects
             if request.is_suspect:
                 self._requests[request.seniority] = request
                 self._cleared_at[request.seniority] = request.num_tokens + max(PROOF_TOKENS, num_steps)
+                self._why[request.seniority] = why
+                if request.seniority in self._suspects.held:
+                    self.life.note(request, "held", "until it is known whether the workers that were lost come back")
             else:
                 self._forget(request.seniority)
         return next((request for request in requests if request.seniority == guilty), None)
+
+    def came_back(self, incarnation: str) -> None:
+        """A worker that was lost."""
+        self._suspects.came_back(incarnation)
+
+    def judge(self) -> list[tuple[Request, str]]:
+        """Who was held and is guilty, as it turns out, and why."""
+        for one in list(self._suspects.held):
+            self._settle(self._requests[one])  # it may have ended
+        found = []
+        for guilty in self._suspects.judge(self.life.now_s):
+            request = self._requests[guilty]
+            request.is_suspect = False
+            found.append((request, self._why[guilty]))
+            self._forget(guilty)
+        return found
 
     def worker_lost(self, worker: int, accused: Collection[Request]) -> None:
         """What it tried is tried again, but for those that were accused anew, who are among those that wait already."""
@@ -116,6 +138,7 @@ class Trials:
     def _forget(self, seniority: int) -> None:
         self._requests.pop(seniority, None)
         self._cleared_at.pop(seniority, None)
+        self._why.pop(seniority, None)
 
 
 class TrialCapacity(CapacityPolicy):

@@ -32,7 +32,7 @@ class SchedulerConfig:
 class Failure:
     """Steps of a worker have failed, or it was lost in them."""
 
-    worker: int
+    worker: int  # 0: it is not about the last one alone
     what: str
     requests: list[str]  # that were in them and are retried
     quarantined: str = ""  # the one that will not be

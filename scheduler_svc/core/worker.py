@@ -113,6 +113,7 @@ class Worker:
     block_size: int = field(init=False)
     max_batched_tokens: int = field(init=False)
     pool_tokens: int = field(init=False)
+    incarnation: str = field(init=False)
     eos_token_ids: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,6 +121,7 @@ class Worker:
         self.block_size = self.registration.block_size
         self.max_batched_tokens = self.registration.max_batched_tokens
         self.pool_tokens = self.num_blocks * self.block_size
+        self.incarnation = self.registration.incarnation
         self.eos_token_ids = tuple(self.registration.model.eos_token_ids)
 
     @property

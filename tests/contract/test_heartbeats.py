@@ -19,6 +19,8 @@ from cache_svc.server import serve as serve_cache
 from cache_svc.settings import CacheSettings
 from paceline.v1 import cache_pb2, cache_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 from paceline.v1.worker_pb2_grpc import WorkerServiceStub
+from scheduler_svc.core.scheduler import SchedulerCore
+from scheduler_svc.core.suspects import Loss
 from scheduler_svc.server import serve as serve_scheduler
 from scheduler_svc.settings import SchedulerSettings
 from services.gateway.session import SchedulerSession
@@ -241,3 +243,28 @@ async def test_the_scheduler_leaves_a_cache_that_is_silent() -> None:
         assert cache.epochs[0] < cache.epochs[1]
         worker.cancel()
     await server.stop(0)
+
+
+@pytest.mark.parametrize(("end", "loss"), [("silent", Loss.SILENCE), ("nonsense", Loss.FAULT), ("gone", Loss.LINK)])
+async def test_the_scheduler_knows_how_it_lost_a_worker(
+    scheduler: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch, end: str, loss: Loss
+) -> None:
+    """For that decides whom it accuses when the worker is back."""
+    lost: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
+    worker_lost = SchedulerCore.worker_lost
+
+    def told(self: SchedulerCore, worker_id: int, loss: Loss = Loss.LINK) -> None:
+        worker_lost(self, worker_id, loss)
+        if not lost.done():  # the first counts
+            lost.set_result(loss)
+
+    monkeypatch.setattr(SchedulerCore, "worker_lost", told)
+    monkeypatch.setattr("scheduler_svc.server.FIRST_STEP_PATIENCE", 0.5)
+    call: Any = WorkerServiceStub(scheduler).Link()
+    await call.write(worker_pb2.WorkerServiceLinkRequest(registration=REGISTRATION))
+    assert (await call.read()).HasField("registered")
+    if end == "nonsense":
+        await call.write(worker_pb2.WorkerServiceLinkRequest(result=worker_pb2.StepResult(step=7)))
+    elif end == "gone":
+        call.cancel()
+    assert await lost is loss

@@ -77,6 +77,7 @@ class WorkerRegistration(_message.Message):
     NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
     HEARTBEATS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """For logs."""
     block_size: _builtins.int
@@ -95,6 +96,10 @@ class WorkerRegistration(_message.Message):
     """
     heartbeats: _builtins.bool
     """It reads heartbeats, and its own say what it is at."""
+    incarnation: _builtins.str
+    """Drawn at random when the process starts, and anew when a step fails. Who sees it again knows that nothing of what the
+    worker was given before has broken it. Empty: the worker cannot say so.
+    """
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo: ...
     @_builtins.property
@@ -116,10 +121,11 @@ class WorkerRegistration(_message.Message):
         num_host_blocks: _builtins.int = ...,
         kept: _abc.Iterable[Global___KeptSequence] | None = ...,
         heartbeats: _builtins.bool = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "heartbeats", b"heartbeats", "kept", b"kept", "max_batched_tokens", b"max_batched_tokens", "max_loras", b"max_loras", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "heartbeats", b"heartbeats", "incarnation", b"incarnation", "kept", b"kept", "max_batched_tokens", b"max_batched_tokens", "max_loras", b"max_loras", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

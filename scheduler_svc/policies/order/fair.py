@@ -3,6 +3,9 @@
 A tenant's counter grows by the prompt tokens it gets computed and, weighted, by the tokens it gets generated, over its
 weight. A tenant that comes back from idleness is lifted to the lowest counter of those that are busy, so that it cannot
 claim what it did not use meanwhile. Within a tenant, first come, first served.
+
+Tenants are named by clients, so there may be any number of them. Those that are idle cost nothing, and only the last
+MAX_IDLE of them are remembered: one that is forgotten begins as if it had never been there, like one under a new name.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from sortedcontainers import SortedDict
 from scheduler_svc.core.policy import OrderPolicy
 from scheduler_svc.core.view import RequestView
 from scheduler_svc.policies.options import Amount, PositiveAmount
+
+MAX_IDLE = 1024
 
 
 @dataclass(slots=True)
@@ -39,37 +44,48 @@ class FairAmongTenants(OrderPolicy):
         """A tenant of weight 2 gets twice the tokens of one of weight 1, which is what an unnamed one has."""
         self._weights = tenant_weights or {}
         self._output_weight = output_token_weight
-        self._tenants: dict[str, Tenant] = {}
+        self.busy: dict[str, Tenant] = {}
+        self.idle: dict[str, float] = {}  # counters, of those that were busy last
 
-    def _tenant(self, name: str) -> Tenant:
-        if name not in self._tenants:
-            self._tenants[name] = Tenant(self._weights.get(name, 1.0))
-        return self._tenants[name]
+    def _busy(self, name: str) -> Tenant:
+        if name not in self.busy:
+            self.busy[name] = Tenant(self._weights.get(name, 1.0), self.idle.pop(name, 0.0))
+        return self.busy[name]
+
+    def _left(self, name: str) -> None:
+        """Something of the tenant is gone: it may be idle now."""
+        if self.busy[name].is_idle:
+            self.idle[name] = self.busy.pop(name).counter
+            if len(self.idle) > MAX_IDLE:
+                del self.idle[next(iter(self.idle))]
 
     def add(self, request: RequestView) -> None:
-        tenant = self._tenant(request.tenant)
-        if tenant.is_idle:
-            busy = [other.counter for other in self._tenants.values() if not other.is_idle]
-            tenant.counter = max(tenant.counter, min(busy, default=tenant.counter))
-        tenant.waiting[request.place, request.seniority] = request
+        name = request.tenant
+        if name not in self.busy:
+            lowest = min((other.counter for other in self.busy.values()), default=0.0)
+            tenant = self._busy(name)
+            tenant.counter = max(tenant.counter, lowest)
+        self.busy[name].waiting[request.place, request.seniority] = request
 
     def remove(self, request: RequestView) -> None:
-        del self._tenants[request.tenant].waiting[request.place, request.seniority]
+        del self.busy[request.tenant].waiting[request.place, request.seniority]
+        self._left(request.tenant)
 
     def started(self, request: RequestView) -> None:
-        tenant = self._tenant(request.tenant)
+        tenant = self._busy(request.tenant)
         tenant.counter += self._prompt_cost(request, tenant)
         tenant.running[request.seniority] = (request, request.num_output_tokens)
 
     def stopped(self, request: RequestView) -> None:
-        tenant = self._tenants[request.tenant]
+        tenant = self._busy(request.tenant)
         self._charge_output(tenant)
         tenant.running.pop(request.seniority, None)
+        self._left(request.tenant)
 
     def ordered(self, now_s: float) -> Iterator[RequestView]:
         """Each request yielded counts against its tenant for those that follow, as if it were admitted."""
         heap: list[tuple[float, str, Iterator[RequestView]]] = []
-        for name, tenant in self._tenants.items():
+        for name, tenant in self.busy.items():
             self._charge_output(tenant)
             if tenant.waiting:
                 heap.append((tenant.counter, name, iter(tenant.waiting.values())))
@@ -78,7 +94,7 @@ class FairAmongTenants(OrderPolicy):
             counter, name, requests = heapq.heappop(heap)
             if (request := next(requests, None)) is not None:
                 yield request
-                heapq.heappush(heap, (counter + self._prompt_cost(request, self._tenants[name]), name, requests))
+                heapq.heappush(heap, (counter + self._prompt_cost(request, self.busy[name]), name, requests))
 
     def _prompt_cost(self, request: RequestView, tenant: Tenant) -> float:
         return (request.num_tokens - request.best_matched_tokens) / tenant.weight

@@ -217,6 +217,7 @@ async def test_a_cut_link_is_made_anew_with_empty_slots_and_what_is_in_the_block
     assert (kept.num_computed_tokens, kept.block_table) == (len(new.token_ids) // 4, new.block_table)
     again.registration.ClearField("kept")
     assert again.registration == link.registration
+    assert link.registration.incarnation, "by which the scheduler knows it again"
     # Slot 0 is free again and steps count from 1: were it not so, this would break the link.
     await again.plan(1, **first_plan())
     assert (await again.result()).token_ids == first.token_ids
@@ -262,6 +263,8 @@ async def test_a_step_that_raises_is_reported_and_the_worker_stays(
     failure = await link.failure()
     assert (failure.first_step, failure.last_step, failure.message) == (2, 2, message)
     again = await rig.accept()
+    assert again.registration.incarnation != link.registration.incarnation
+    again.registration.incarnation = link.registration.incarnation
     assert again.registration == link.registration
     await again.plan(1, **first_plan())
     assert len((await again.result()).token_ids) == 4

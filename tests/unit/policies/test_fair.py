@@ -1,0 +1,160 @@
+"""The order that is fair among tenants: who is busy, who is idle, and how many of these it remembers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_svc.core.view import RequestView
+from scheduler_svc.policies.order.fair import MAX_IDLE, FairAmongTenants
+
+WEIGHTS = {"a": 3.0, "b": 0.5}
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    seniority: int
+    tenant: str
+    num_prompt_tokens: int = 1
+    best_matched_tokens: int = 0
+    num_output_tokens: int = 0
+
+    @property
+    def place(self) -> int:
+        return self.seniority
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
+
+
+def view(request: FakeRequest) -> RequestView:
+    return cast(RequestView, request)
+
+
+@dataclass
+class Simple:
+    """The rule, in a few lines: remembers every tenant that ever was."""
+
+    counters: dict[str, float] = field(default_factory=dict)
+    waiting: list[FakeRequest] = field(default_factory=list)
+    running: dict[FakeRequest, int] = field(default_factory=dict)
+
+    def charge(self, tenant: str, tokens: float) -> None:
+        self.counters[tenant] = self.counters.get(tenant, 0.0) + tokens / WEIGHTS.get(tenant, 1.0)
+
+    def add(self, request: FakeRequest) -> None:
+        busy = {one.tenant for one in [*self.waiting, *self.running]}
+        if request.tenant not in busy:
+            own = self.counters.get(request.tenant, 0.0)
+            self.counters[request.tenant] = max(own, min((self.counters[one] for one in busy), default=own))
+        self.waiting.append(request)
+
+    def start(self, request: FakeRequest) -> None:
+        self.waiting.remove(request)
+        self.charge(request.tenant, request.num_tokens - request.best_matched_tokens)
+        self.running[request] = request.num_output_tokens
+
+    def charge_output(self, tenant: str) -> None:
+        for request, charged in self.running.items():
+            if request.tenant == tenant:
+                self.charge(tenant, 2.0 * (request.num_output_tokens - charged))
+                self.running[request] = request.num_output_tokens
+
+    def stop(self, request: FakeRequest) -> None:
+        self.charge_output(request.tenant)
+        del self.running[request]
+
+    def ordered(self) -> list[FakeRequest]:
+        for tenant in {request.tenant for request in self.running}:
+            self.charge_output(tenant)
+        counters, left, order = dict(self.counters), sorted(self.waiting, key=lambda one: one.seniority), []
+        while left:
+            least = min((counters[one.tenant], one.tenant) for one in left)[1]
+            request = next(one for one in left if one.tenant == least)
+            left.remove(request)
+            order.append(request)
+            counters[least] += (request.num_tokens - request.best_matched_tokens) / WEIGHTS.get(least, 1.0)
+        return order
+
+
+def names(order: FairAmongTenants) -> list[int]:
+    return [request.seniority for request in order.ordered(0.0)]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.randoms(use_true_random=False), st.integers(1, 60))
+def test_the_order_is_that_of_one_who_forgets_nobody(rng: Any, num_events: int) -> None:
+    order, simple = FairAmongTenants(dict(WEIGHTS)), Simple()
+    for seniority in range(num_events):
+        event = rng.choice(["add", "add", "start", "start", "cancel", "grow", "stop", "preempt"])
+        waiting, running = simple.waiting, list(simple.running)
+        if event == "add":
+            prompt = rng.randrange(1, 20)
+            request = FakeRequest(seniority, rng.choice("abcd"), prompt, rng.randrange(prompt))
+            simple.add(request)
+            order.add(view(request))
+        elif event in ("start", "cancel") and waiting:
+            request = rng.choice(waiting)
+            order.remove(view(request))
+            if event == "start":
+                simple.start(request)
+                order.started(view(request))
+            else:
+                waiting.remove(request)
+        elif event == "grow" and running:
+            rng.choice(running).num_output_tokens += rng.randrange(1, 9)
+        elif event in ("stop", "preempt") and running:
+            request = rng.choice(running)
+            simple.stop(request)
+            order.stopped(view(request))
+            if event == "preempt":
+                simple.add(request)
+                order.add(view(request))
+        if rng.random() < 0.5:
+            assert names(order) == [request.seniority for request in simple.ordered()]
+    assert names(order) == [request.seniority for request in simple.ordered()]
+
+
+def serve(order: FairAmongTenants, request: FakeRequest) -> None:
+    order.add(view(request))
+    order.remove(view(request))
+    order.started(view(request))
+    order.stopped(view(request))
+
+
+def test_of_idle_tenants_only_the_last_are_remembered_and_none_is_walked() -> None:
+    order = FairAmongTenants()
+    for i in range(3 * MAX_IDLE):
+        serve(order, FakeRequest(i, f"user-{i}", num_prompt_tokens=10))
+    assert not order.busy
+    assert list(order.idle) == [f"user-{i}" for i in range(2 * MAX_IDLE, 3 * MAX_IDLE)]
+
+
+def test_who_comes_again_is_remembered_longer() -> None:
+    order = FairAmongTenants()
+    for i in range(3 * MAX_IDLE):
+        serve(order, FakeRequest(i, f"user-{i}", num_prompt_tokens=10))
+        if i % 100 == 0:
+            serve(order, FakeRequest(i, "regular", num_prompt_tokens=10))
+    assert order.idle["regular"] == 10.0 * len(range(0, 3 * MAX_IDLE, 100))
+    assert len(order.idle) == MAX_IDLE
+
+
+def test_one_who_was_forgotten_does_not_get_before_those_that_are_busy() -> None:
+    order = FairAmongTenants()
+    serve(order, FakeRequest(0, "greedy", num_prompt_tokens=1000))
+    for i in range(1, MAX_IDLE + 2):
+        serve(order, FakeRequest(i, f"user-{i}", num_prompt_tokens=10))
+    assert "greedy" not in order.idle
+    busy = FakeRequest(5000, "busy", num_prompt_tokens=300)
+    order.add(view(busy))
+    order.remove(view(busy))
+    order.started(view(busy))
+    order.add(view(FakeRequest(5001, "busy", num_prompt_tokens=1)))
+    order.add(view(FakeRequest(5002, "greedy", num_prompt_tokens=1)))
+    order.add(view(FakeRequest(5003, "greedy", num_prompt_tokens=1)))
+    assert names(order) == [5001, 5002, 5003]
