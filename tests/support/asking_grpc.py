@@ -45,18 +45,21 @@ class _Ear:
         self._answer.broke(_kind(why), why, gateway, self._asked_s)
 
 
-_ear: ContextVar[_Ear] = ContextVar("_ear")
+# None: somebody else asks, in another test of this process.
+_ear: ContextVar[_Ear | None] = ContextVar("_ear", default=None)
 
 
 class _HeardContinuation(Continuation):
     """What the client overcomes by itself is heard of, too."""
 
     def call(self, now_s: float) -> tuple[GenerateRequest, float | None]:
-        _ear.get().called()
+        if ear := _ear.get():
+            ear.called()
         return super().call(now_s)
 
     def pause_s(self, error: PacelineError, now_s: float) -> float:
-        _ear.get().broke(error)
+        if ear := _ear.get():
+            ear.broke(error)
         return super().pause_s(error, now_s)
 
 
