@@ -40,9 +40,7 @@ class ElectedScheduler(SchedulerParty):
         self._data = data
         self._lease = 0
         self._on_end = on_end
-        self._leaving = False
         self._ahead_ms = network.rng.randrange(CLOCKS_DIFFER_MS)
-        self.on_released: Action = lambda: None
         super().__init__(network, name, core, cache)
         self._etcd = WayToEtcd(self, etcd, TTL_S / 4)
         self._campaign()
@@ -54,7 +52,7 @@ class ElectedScheduler(SchedulerParty):
     @property
     def serves(self) -> bool:
         """As its health says."""
-        return bool(self._reign) and self.alive and not self.frozen and not self._leaving
+        return bool(self._reign) and self.alive and not self.frozen and not self.leaving
 
     @property
     def holds(self) -> bool:
@@ -65,8 +63,8 @@ class ElectedScheduler(SchedulerParty):
         self._etcd.cut_off(for_s)
 
     def drain(self) -> None:
-        """SIGTERM: the lease is given back when nothing more is sent."""
-        self._leaving = True
+        """The lease is given back when nothing more is sent."""
+        self.leaving = True
         for connection in list(self.connections):
             if connection is not self._etcd.link:
                 connection.close(self)
@@ -78,7 +76,7 @@ class ElectedScheduler(SchedulerParty):
         """When it is elected."""
 
     def _event(self, handle: Callable[..., object], *args: object) -> None:
-        if self._leaving or not self.alive:
+        if self.leaving or not self.alive:
             return
         if not self.holds:
             self._step_down()
@@ -87,13 +85,13 @@ class ElectedScheduler(SchedulerParty):
         super()._event(handle, *args)
 
     def accepted(self, connection: Connection) -> None:
-        if not self._reign or self._leaving:
+        if not self._reign or self.leaving:
             connection.close(self)
 
     def connected(self, connection: Connection) -> None:
         if connection is self._etcd.link:
             self._etcd.connected()
-        elif not self._leaving:
+        elif not self.leaving:
             super().connected(connection)
 
     def received(self, connection: Connection, message: Any) -> None:
@@ -107,17 +105,17 @@ class ElectedScheduler(SchedulerParty):
             self._etcd.closed()
         elif connection.refused:
             self._step_down()
-        elif not self._leaving:
+        elif not self.leaving:
             super().closed(connection)
 
     def _step_down(self) -> None:
-        if self.alive and not self._leaving:
+        if self.alive and not self.leaving:
             self._on_end(self)
 
     # ── the election ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _campaign(self) -> None:
-        if not self._leaving:
+        if not self.leaving:
             self._etcd.ask("seat", then=self._seen, failed=self._retry)
 
     def _retry(self) -> None:
@@ -141,7 +139,7 @@ class ElectedScheduler(SchedulerParty):
     def _answered(self, asked_s: float, epoch: int, won: bool) -> None:
         if won:
             self._tenure.extend(asked_s, TTL_S)
-        if not self.holds or self._leaving:
+        if not self.holds or self.leaving:
             self._give_back(then=self._retry)
             return
         self._reign = self._data.reigns.index(self._lease) + 1
@@ -157,7 +155,7 @@ class ElectedScheduler(SchedulerParty):
         self.after(min(pause_s, max(self._tenure.ends_s - self.clock_s, 0.0)), self._renew)
 
     def _renew(self) -> None:
-        if self._leaving:
+        if self.leaving:
             return
         if not self.holds:
             self._step_down()

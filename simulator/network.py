@@ -37,6 +37,8 @@ class Party:
         self.alive = True
         self.frozen = False
         self.slept_s = 0.0  # while its machine stood still, and its monotonic clock with it
+        self.leaving = False  # told to (SIGTERM)
+        self.on_released: Action = lambda: None  # it has left
         self._backlog: list[Action] = []
         self.connections: list[Connection] = []
 
@@ -88,6 +90,10 @@ class Party:
         backlog, self._backlog = self._backlog, []
         for action in backlog:
             self.perform(action)
+
+    def drain(self) -> None:
+        """SIGTERM: it does what is to be done before the process ends, and calls `on_released`."""
+        raise NotImplementedError
 
     # ── what a party does about its connections ──────────────────────────────────────────────────────────────────────
 

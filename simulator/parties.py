@@ -31,7 +31,7 @@ from scheduler_svc.core.types import SchedulerConfig
 from services.gateway.session_core import LiveRequest, SessionCore
 from services.runtime.fence import Fence, StaleScheduler
 from simulator.exchanges import check_exchange
-from simulator.network import Action, Connection, Network, Party
+from simulator.network import Connection, Network, Party
 from simulator.toy_worker import ToyWorker
 
 Find = Callable[[], Party]  # the process that goes by a name now
@@ -41,6 +41,10 @@ RETRY_S = 0.2
 TICK_S = 0.25
 HEARTBEAT_S = 1.0
 STEP_ALLOWED_S = 1.0
+# Of those told to leave: what gRPC gives calls to end, and a gateway its clients.
+LAST_CALLS_S = 0.2
+LAST_STREAMS_S = 0.5
+DRAIN_S = 30.0
 
 
 class SchedulerParty(Party):
@@ -66,7 +70,19 @@ class SchedulerParty(Party):
         self.every(TICK_S, lambda: self._event(self.core.tick, self.network.now_s))
         self.network.connect(self, self._cache())
 
+    def drain(self) -> None:
+        """It decides nothing more, and its streams end."""
+        self.leaving = True
+        self.after(LAST_STREAMS_S, self._end)
+
+    def _end(self) -> None:
+        for connection in list(self.connections):
+            connection.close(self)
+        self.on_released()
+
     def _event(self, handle: Callable[..., object], *args: object) -> None:
+        if self.leaving:
+            return
         try:
             handle(*args)
         finally:
@@ -85,13 +101,18 @@ class SchedulerParty(Party):
                     self._hang_up(self._workers[worker])
 
     def accepted(self, connection: Connection) -> None:
-        pass  # its first message says who it is
+        if self.leaving:
+            connection.close(self)  # else its first message says who it is
 
     def connected(self, connection: Connection) -> None:
+        if self.leaving:
+            return
         self._cache_link = connection
         self._event(self.core.cache_connected, next(self._epochs))
 
     def received(self, connection: Connection, message: Any) -> None:
+        if self.leaving:
+            return
         if isinstance(message, CacheServiceLinkResponse):
             self._from_cache(connection, message)
         elif isinstance(message, SessionRequest):
@@ -100,6 +121,8 @@ class SchedulerParty(Party):
             self._from_worker(connection, message)
 
     def closed(self, connection: Connection) -> None:
+        if self.leaving:
+            return
         if connection.client is self:
             if connection is self._cache_link:
                 self._cache_link = None
@@ -171,7 +194,20 @@ class CacheParty(Party):
         self._link: Connection | None = None
         self._reign = 0
 
+    def drain(self) -> None:
+        """A link never ends by itself."""
+        self.leaving = True
+        self.after(LAST_CALLS_S, self._end)
+
+    def _end(self) -> None:
+        if self._link is not None:
+            self._link.close(self)
+        self.on_released()
+
     def accepted(self, connection: Connection) -> None:
+        if self.leaving:
+            connection.close(self)
+            return
         scheduler = connection.client
         assert isinstance(scheduler, SchedulerParty)
         try:
@@ -213,19 +249,16 @@ class WorkerParty(Party):
         self.toy = toy
         self.fence = Fence()
         self._incarnation = f"{name} of {network.now_s}"
-        self.on_released: Action = lambda: None
         self._dial = dial
         self._reign = 0
         self._link: Connection | None = None
         self._plans: deque[StepPlan] = deque()
         self._is_registered = False
-        self._leaving = False
         self.every(HEARTBEAT_S, self._beat)
         dial(self)
 
     def drain(self) -> None:
-        """SIGTERM."""
-        self._leaving = True
+        self.leaving = True
         self._say(WorkerServiceLinkRequest(drain=WorkerDrain()))
 
     def connected(self, connection: Connection) -> None:
@@ -235,7 +268,7 @@ class WorkerParty(Party):
         registration.registration.incarnation = self._incarnation
         registration.registration.kept.extend(self.toy.kept())
         self._say(registration)
-        if self._leaving:
+        if self.leaving:
             self._say(WorkerServiceLinkRequest(drain=WorkerDrain()))
 
     def received(self, connection: Connection, message: WorkerServiceLinkResponse) -> None:
@@ -301,12 +334,22 @@ class GatewayParty(Party):
     ) -> None:
         super().__init__(network, name)
         self.core = core
+        self.has_failed_all = False  # what had not ended when its time to leave was over
         self._dial = dial
         self._on_news = on_news
         self._reign = 0
         self._link: Connection | None = None
         self.every(TICK_S, self._tick)
         dial(self)
+
+    def drain(self) -> None:
+        """It finishes what its clients read."""
+        self.leaving = True
+        self.after(DRAIN_S, self._fail_all)
+
+    def _fail_all(self) -> None:
+        self.has_failed_all = True
+        self._tell(self.core.fail_all("the server is shutting down"))
 
     def submit(self, **fields: Any) -> LiveRequest:
         request = self.core.submit(now_s=self.network.now_s, **fields)
@@ -341,6 +384,8 @@ class GatewayParty(Party):
     def _tick(self) -> None:
         self._tell(self.core.tick(self.network.now_s))
         self._flush()
+        if self.leaving and not self.core.num_live:
+            self.on_released()
 
     def _tell(self, requests: list[LiveRequest]) -> None:
         for request in requests:

@@ -22,7 +22,12 @@ PAIR_EVERY = 6
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A client's request, and when it loses patience."""
+    """A client's request, and when it goes away for good.
+
+    One that `comes_back` does so when it has lost its gateway, when its connection breaks (`breaks_after_s`, from its
+    beginning), or when nothing has come for `patience_s` (twice as long each time): with the tokens that it has, or
+    else with its key. The gateway that it has left notices, or gives up waiting for it, `grace_s` later.
+    """
 
     at_s: float
     gateway: int
@@ -34,6 +39,11 @@ class Ask:
     logprobs: bool = False
     beam_width: int = 0  # 0: no beam search
     cancel_after_s: float | None = None
+    comes_back: bool = False
+    brings_tokens: bool = False  # without samples and beams: a client of gRPC
+    breaks_after_s: float | None = None
+    patience_s: float | None = None
+    grace_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +127,25 @@ def _random_ask(rng: random.Random, families: list[list[int]]) -> Ask:
     shared = rng.choice(families)[: rng.randrange(25)]
     prompt = (*shared, *(rng.randrange(8, 1000) for _ in range(rng.randrange(1, 6))))
     beam_width = rng.randrange(1, 4) if rng.random() < 0.08 else 0
+    n = 1 if beam_width else rng.choice([1, 1, 1, 2, 3])
+    comes_back = rng.random() < 0.6
     return Ask(
         at_s=round(rng.uniform(0.1, 0.4), 4),
         gateway=rng.randrange(NUM_GATEWAYS),
         prompt=prompt,
         max_tokens=rng.randrange(1, 8 if beam_width else 20),
         seed=rng.randrange(4),
-        n=1 if beam_width else rng.choice([1, 1, 1, 2, 3]),
+        n=n,
         ignore_eos=rng.random() < 0.3,
         logprobs=not beam_width and rng.random() < 0.2,
         beam_width=beam_width,
         cancel_after_s=round(rng.uniform(0.0, 0.4), 4) if rng.random() < 0.15 else None,
+        comes_back=comes_back,
+        brings_tokens=n == 1 and not beam_width and rng.random() < 0.6,
+        # Some send it twice at once.
+        breaks_after_s=round(rng.uniform(0.0, 0.3), 4) if comes_back and rng.random() < 0.4 else None,
+        patience_s=rng.choice([0.5, 2.0]) if comes_back and rng.random() < 0.3 else None,
+        grace_s=rng.choice([0.0, 0.1, 3.0]),
     )
 
 
@@ -136,9 +154,7 @@ def _random_fault(rng: random.Random, num_workers: int) -> Fault:
     workers = [f"worker-{i}" for i in range(num_workers)]
     gateways = [f"gateway-{i}" for i in range(NUM_GATEWAYS)]
     target = rng.choice([*workers, *workers, "cache", "cache", "scheduler", "scheduler", *gateways])
-    kinds: list[FaultKind] = ["kill", "kill", "freeze", "cut", "silence"]
-    if target in workers:
-        kinds.append("drain")
+    kinds: list[FaultKind] = ["kill", "kill", "freeze", "cut", "silence", "drain"]
     return Fault(
         at_s=round(rng.uniform(0.1, 0.8), 4),
         kind=rng.choice(kinds),

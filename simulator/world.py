@@ -7,42 +7,24 @@ run, each once and in order, and when all is quiet nothing may be left anywhere 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 
-import numpy as np
-
-from paceline.v1.common_pb2 import FinishReason, SamplingParams
-from paceline.v1.inference_pb2 import BeamOptions
-from scheduler_svc.core.beam_groups import make_search
 from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose
-from services.gateway.session_core import LiveRequest, SessionCore, Terms
+from services.gateway.session_core import SessionCore
+from simulator.clients import Clients
 from simulator.election import TTL_S, ElectedScheduler
 from simulator.etcd import EtcdData, EtcdParty
 from simulator.network import KEEPALIVE_S, Network, Party
 from simulator.parties import RETRY_S, CacheParty, GatewayParty, SchedulerParty, WorkerParty, new_scheduler_core
 from simulator.schedule import NUM_GATEWAYS, Ask, Fault, Schedule, Sizes
-from simulator.toy_worker import EOS, ToyWorker, expected_hypotheses, expected_output, toy_logprob
+from simulator.toy_worker import ToyWorker
 
 PATIENCE_S = 120.0  # after the last thing of the schedule; then what has not ended never will
 START_S = 0.5  # who has lost an election is started again
 QUIET_S = 2 * KEEPALIVE_S + 1  # in which everybody notices whom it has lost
-
-
-@dataclass(slots=True, eq=False)
-class Stream:
-    """What a client has asked for, and what it has got."""
-
-    ask: Ask
-    gateway: GatewayParty
-    request: LiveRequest
-    right: list[int]  # the tokens of an undisturbed run
-    num_checked: int = 0
-    cancelled: bool = False
-    gone: bool = False  # with its gateway
 
 
 class World:
@@ -53,8 +35,7 @@ class World:
         self.sizes = Sizes.of(schedule.seed)
         self.network = Network(schedule.seed)
         self.parties: dict[str, Party] = {}
-        self.streams: list[Stream] = []
-        self._by_request: dict[int, Stream] = {}
+        self.clients = Clients(self.network, self._gateway)
         self._leaving: set[Party] = set()  # told to, and not gone yet
         self._epochs = itertools.count(1)
         self._num_gateways = itertools.count(1)
@@ -74,7 +55,7 @@ class World:
             self.network.at(fault.at_s, partial(self._befall, fault))
 
     def run(self) -> None:
-        while self._pending or self._leaving or self._unfinished():
+        while self._pending or next(self._unfinished(), None):
             self._step()
         quiet_s = self.network.now_s + QUIET_S + 2 * TTL_S * self._elects
         while self.network.now_s < quiet_s:
@@ -83,18 +64,27 @@ class World:
 
     def _step(self) -> None:
         self.network.step()
-        assert self.network.now_s < self._last_s + PATIENCE_S, f"does not come to rest: {self._unfinished()}"
+        assert self.network.now_s < self._last_s + PATIENCE_S, f"does not come to rest: {[*self._unfinished()]}"
 
     @property
     def _elects(self) -> bool:
         return self.sizes.num_schedulers > 1
 
-    def _unfinished(self) -> list[str]:
+    def _unfinished(self) -> Iterator[str]:
         """Who still waits for something: those told to leave, and clients."""
-        clients = [s.request.request_id for s in self.streams if not (s.gone or s.request.ending)]
-        return [party.name for party in self._leaving] + clients
+        yield from (party.name for party in self._leaving)
+        yield from self.clients.unfinished()
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _gateway(self, number: int) -> GatewayParty:
+        party = self.parties[f"gateway-{number}"]
+        assert isinstance(party, GatewayParty)
+        return party
+
+    def _ask(self, ask: Ask) -> None:
+        self._pending -= 1
+        self.clients.ask(ask)
 
     def _find(self, name: str) -> Callable[[], Party]:
         return lambda: self.parties[name]
@@ -114,7 +104,7 @@ class World:
                 window = self.sizes.response_window
                 name_of_session = f"{name}-{next(self._num_gateways)}"
                 session = SessionCore(name_of_session, response_window=window, max_live=100, wait_s=1000.0)
-                party = GatewayParty(self.network, name, session, self._dial_master, self._news)
+                party = GatewayParty(self.network, name, session, self._dial_master, self.clients.news)
         self.parties[name] = party
 
     def _scheduler(self, name: str) -> SchedulerParty:
@@ -175,12 +165,11 @@ class World:
                 self._later(fault.for_s, partial(party.thaw, fault.for_s if fault.kind == "suspend" else 0.0))
             case "isolate" if isinstance(party, ElectedScheduler):
                 party.cut_off(fault.for_s)
-            case "drain" if (
-                isinstance(party, WorkerParty | ElectedScheduler) and party.alive and party not in self._leaving
-            ):
+            case "drain" if self._stays(party):
                 self._leaving.add(party)
                 party.on_released = lambda: self._restart(party, fault.for_s)
                 party.perform(party.drain)
+                party.perform(partial(self.clients.draining, party))
             case "cut" | "silence" if party.connections:
                 connection = party.connections[fault.which % len(party.connections)]
                 connection.cut() if fault.kind == "cut" else connection.fall_silent()
@@ -199,8 +188,7 @@ class World:
     def _restart(self, party: Party, for_s: float) -> None:
         party.die()
         self._leaving.discard(party)
-        for stream in self.streams:
-            stream.gone = stream.gone or stream.gateway is party
+        self.clients.lost(party)
         self._later(for_s, lambda: self._start(party.name))
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
@@ -212,71 +200,6 @@ class World:
             action()
 
         self.network.after(delay_s, happen)
-
-    # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _ask(self, ask: Ask) -> None:
-        gateway = self.parties[f"gateway-{ask.gateway}"]
-        assert isinstance(gateway, GatewayParty)
-        gateway.perform(lambda: self._submit(gateway, ask))
-        self._pending -= 1
-
-    def _submit(self, gateway: GatewayParty, ask: Ask) -> None:
-        first = 0
-        for i in range(ask.n):
-            sampling = SamplingParams(
-                top_p=1, max_tokens=ask.max_tokens, seed=ask.seed + i, ignore_eos=ask.ignore_eos, logprobs=ask.logprobs
-            )
-            beam = None
-            if ask.beam_width:
-                beam = BeamOptions(width=ask.beam_width, num_return=ask.beam_width)
-            request = gateway.submit(
-                request_id=f"{gateway.name}-{len(self.streams)}",
-                prompt_token_ids=np.array(ask.prompt, np.int32).tobytes(),
-                sampling=sampling,
-                final_tokens=frozenset() if ask.ignore_eos else frozenset([EOS]),
-                terms=Terms(fork_of=first),
-                beam=beam,
-            )
-            first = first or request.handle
-            stream = Stream(ask, gateway, request, expected_output(list(ask.prompt), sampling))
-            self.streams.append(stream)
-            self._by_request[id(request)] = stream
-            if ask.cancel_after_s is not None:
-                gateway.after(ask.cancel_after_s, partial(self._cancel, stream))
-
-    def _cancel(self, stream: Stream) -> None:
-        stream.cancelled = True
-        stream.gateway.cancel(stream.request)
-
-    def _news(self, request: LiveRequest) -> None:
-        """What has come is looked at once, when it comes."""
-        stream = self._by_request[id(request)]
-        got, right, i = request.tokens, stream.right, stream.num_checked
-        if not stream.ask.beam_width:
-            assert got[i:] == right[i : len(got)], f"{request.request_id} got {got[i:]} after {i} tokens of {right}"
-        stream.num_checked = len(got)
-        if request.ending is not None:
-            self._check_ending(stream)
-
-    def _check_ending(self, stream: Stream) -> None:
-        request, ask, ending = stream.request, stream.ask, stream.request.ending
-        assert ending is not None
-        prompt = list(ask.prompt)
-        if ask.logprobs:
-            right = [toy_logprob([*prompt, *request.tokens[: i + 1]]) for i in range(len(request.tokens))]
-            assert [score.logprob for score in request.scores] == right, f"log probabilities of {request.request_id}"
-        if stream.cancelled:  # what came after that is not looked at, even if it was all
-            return
-        done = (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH)
-        assert ending.reason in done, f"{request.request_id} ended with {ending}"
-        if request.beam is None:
-            assert request.tokens == stream.right, f"{request.request_id} ended early: {request.tokens}"
-            return
-        found = [(np.frombuffer(h.token_ids, np.int32).tolist(), h.score) for h in ending.hypotheses]
-        expected = expected_hypotheses(prompt, make_search(request.beam, request.sampling, [EOS]))
-        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected], "another search"
-        assert np.allclose([score for _, score in found], [score for _, score in expected])
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -21,14 +21,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
+from tests.chaos.moments import FAULTS, SERVICES, Cell, Moment, judge
 from tests.chaos.workloads import GATEWAY_FLAGS, GATEWAYS, SCHEDULER_FLAGS, WORKER_FLAGS, WORKERS, WORKLOADS
 from tests.support.asking import Answer, Gateway, Question, ask, asker
 from tests.support.stack import Stack
 
-SERVICES = ("worker", "cache", "scheduler", "gateway")
-FAULTS = ("SIGKILL", "SIGSTOP", "SIGTERM", "cut", "silent")
 # Of each kind the one to which it is done.
 VICTIMS = {"worker": "worker-1", "cache": "cache", "scheduler": "scheduler", "gateway": "gateway"}
 # Whose connection is broken when a service is cut off. The one that dials has the proxy.
@@ -45,12 +43,6 @@ PATIENCE_S = 3.0
 TIMEOUT_S = 90.0
 # A cell that leaves its stack broken has failed; those after it get another one.
 MOST_STACKS = 5
-
-
-class Cell(NamedTuple):
-    service: str
-    fault: str
-    workload: str
 
 
 @dataclass
@@ -90,20 +82,22 @@ class Matrix:
         gateways, patience_s = (self.stack.gateways, PATIENCE_S) if is_left else (self.stack.gateways[:1], TIMEOUT_S)
         async with self._asked(cell.workload, gateways, patience_s) as (answers, serving):
             await self._until(lambda: WORKLOADS[cell.workload].is_reached(self.stack, answers), serving)
-            faulted_s = loop.time()
+            moment = Moment([cell], self.stack.gateways[0], loop.time())
             caught = [answer for answer in answers if not answer.is_done]
             await fault(self.stack, cell)
             await asyncio.wait([serving], timeout=TIMEOUT_S)
         streams = [answer for answer in caught if answer.question.body["stream"]]
-        outcome.pauses_s = sorted(round(answer.longest_pause_s(faulted_s), 3) for answer in streams)
+        outcome.pauses_s = sorted(round(answer.longest_pause_s(moment.begin_s), 3) for answer in streams)
         if not caught:
             outcome.problems.append("all had ended before")
         for number, (answer, whole) in enumerate(zip(answers, right, strict=True)):
             outcome.num_breaks += len(answer.breaks)
             if difference := answer.differs(whole):
                 outcome.problems.append(f"request {number}: {difference}"[:600])
-            if answer.breaks and not is_left:
-                outcome.problems.append(f"request {number}: {answer.breaks}")
+            verdicts = [judge(broken, [moment]) for broken in answer.breaks]
+            problems = [verdict.problem for verdict in verdicts if verdict.problem]
+            if problems or (answer.breaks and not is_left):
+                outcome.problems.append(f"request {number}: {problems or answer.breaks}"[:600])
         await asyncio.to_thread(wait_rest, self.stack)
         return outcome
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from tests.chaos.workloads import CHAT, VOCAB, completion, over_grpc
-from tests.support.asking import Answer, Gateway, Question, ask
+from tests.support.asking import Answer, Break, Gateway, Question, ask
 from tests.support.sse import told
 
 TURNS = ("Tell me of a fox.", "And then?", "Who was with it?")
@@ -27,7 +27,7 @@ class Seen:
     began_s: float
     ended_s: float
     times: list[float]
-    break_times: list[float]
+    breaks: list[Break]
     is_cancelled: bool
     problem: str
 
@@ -69,16 +69,21 @@ class Traffic:
         self._known: list[list[Answer]] = []  # the turns of a chat, or one answer
         self._num_asked = 0
         self._stopping = False
+        self._asking = asyncio.Event()
+        self._asking.set()
+        self._num_open = 0
 
     @property
     def num_asked(self) -> int:
         return self._num_asked
 
     async def learn(self) -> None:
-        """The answers while nothing happens."""
+        """The answers while nothing happens. AssertionError if one does not come at once."""
         alone = asyncio.gather(*(self._answer(question) for question in _questions(random.Random(1))))
         chats = await asyncio.gather(*(self._chat(seed) for seed in range(4)))
         self._known = [*([answer] for answer in await alone), *chats]
+        unfit = [answer for answers in self._known for answer in answers if answer.breaks or not answer.is_done]
+        assert not unfit, f"not answered while nothing happens: {unfit}"
 
     async def run(self, num_clients: int) -> None:
         """Until `stop`."""
@@ -87,6 +92,16 @@ class Traffic:
     def stop(self) -> None:
         """Requests that have begun are brought to their end."""
         self._stopping = True
+        self.go_on()
+
+    async def pause(self) -> None:
+        """Until `go_on` nobody asks. Returns when all have got their answers."""
+        self._asking.clear()
+        while self._num_open:  # noqa: ASYNC110 - some seconds, now and then
+            await asyncio.sleep(0.05)
+
+    def go_on(self) -> None:
+        self._asking.set()
 
     async def _chat(self, seed: int) -> list[Answer]:
         messages: list[dict[str, str]] = []
@@ -106,6 +121,7 @@ class Traffic:
                     return
 
     async def _ask_and_check(self, right: Answer) -> None:
+        await self._asking.wait()
         loop = asyncio.get_running_loop()
         question, began_s = right.question, loop.time()
         if question.body["stream"] and self._rng.random() < CANCELLED_SHARE:
@@ -117,7 +133,7 @@ class Traffic:
                 began_s,
                 loop.time(),
                 answer.times,
-                answer.break_times,
+                answer.breaks,
                 answer.is_cancelled,
                 answer.differs(right),
             )
@@ -125,10 +141,13 @@ class Traffic:
 
     async def _answer(self, question: Question) -> Answer:
         self._num_asked += 1
+        self._num_open += 1
         answer = Answer(question)
         gateways = self._rng.sample(self._gateways, len(self._gateways))
         try:
             await ask(self._http, gateways, f"traffic-{self._num_asked}", answer)
         except Exception as error:  # refused for good, or not what a server should say: found, and the others go on
-            answer.breaks.append(repr(error))
+            answer.refusal = repr(error)
+        finally:
+            self._num_open -= 1
         return answer

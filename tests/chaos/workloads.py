@@ -21,9 +21,10 @@ WORKER_FLAGS = [
 ]
 # What random kills do to workers must not be laid at the door of the requests.
 SCHEDULER_FLAGS = ["--preset", "vllm-v1", "--policy-options", '{"mode": "swap"}', "--poison-failures", "1000"]
-# On a busy machine a scheduler takes half a minute to start. And who asks two gateways by turns (PATIENCE_S, matrix.py)
-# must find what he left at the first one: else what nobody reads any more has the seats, and nobody gets on.
-GATEWAY_FLAGS = ["--resume-grace-s", "8", "--resume-keep-s", "0", "--scheduler-wait-s", "80"]
+# So that who resumes where he was has his answer generated again. All else is the default: also the patience of
+# gateways with a scheduler that is away, and for how long they go on without the client (more than twice PATIENCE_S of
+# matrix.py: else what nobody reads any more would have the seats, and nobody would get on).
+GATEWAY_FLAGS = ["--resume-keep-s", "0"]
 MESSAGES = [{"role": "user", "content": "Tell me of a fox."}]
 
 

@@ -164,6 +164,18 @@ def token_twice(patch: Patch) -> None:
     patch.setattr(SessionCore, "_submissions", mistaken)
 
 
+def brought_tokens_kept_back(patch: Patch) -> None:
+    submissions = SessionCore._submissions
+
+    def mistaken(self: SessionCore) -> Iterator[Submission]:
+        for submission in submissions(self):
+            if not submission.accepted_before:
+                submission.ClearField("output_token_ids")
+            yield submission
+
+    patch.setattr(SessionCore, "_submissions", mistaken)
+
+
 def not_resubmitted(patch: Patch) -> None:
     connect = SessionCore.connect
 
@@ -258,31 +270,32 @@ def epoch_not_larger(patch: Patch) -> None:
 MUTANTS = [
     Mutant("a block goes with the first of its users", freed_too_early, 0),
     Mutant("a second user of a block is not counted", user_not_counted, 0),
-    Mutant("a block that is used again can still be evicted", used_block_evicted, 1),
+    Mutant("a block that is used again can still be evicted", used_block_evicted, 0),
     Mutant("a fork does not copy the last block", fork_without_copy, 0),
-    Mutant("the cache keeps the state of the link before", old_epoch_kept, 6),
+    Mutant("the cache keeps the state of the link before", old_epoch_kept, 1),
     Mutant("a copy-on-write never reaches the worker", copy_lost, 0),
-    Mutant("a swap-in never reaches the worker", swap_in_lost, 23),
-    Mutant("an eviction to host memory never reaches the worker", demotion_lost, 25),
+    Mutant("a swap-in never reaches the worker", swap_in_lost, 10),
+    Mutant("an eviction to host memory never reaches the worker", demotion_lost, 10),
     Mutant("a worker is not told that a slot is free", slot_not_freed, 0),
-    Mutant("a preempted request forgets what it has generated", tokens_forgotten, 1),
+    Mutant("a preempted request forgets what it has generated", tokens_forgotten, 3),
     Mutant("the cache is not told that a request has ended", sequence_leaked, 0),
-    Mutant("who waits for the cache's answer when it dies waits for ever", lost_wake_up, 10),
-    Mutant("what ran on a lost worker is not queued again", dropped_with_worker, 1),
-    Mutant("a new cache is told of a token more than was computed", claim_too_long, 12),
-    Mutant("a worker that is to leave is never let go", never_released, 5),
-    Mutant("a gateway resubmits without the last token that it has", token_twice, 6),
-    Mutant("a gateway does not resubmit what it had submitted", not_resubmitted, 2),
+    Mutant("who waits for the cache's answer when it dies waits for ever", lost_wake_up, 76),
+    Mutant("what ran on a lost worker is not queued again", dropped_with_worker, 19),
+    Mutant("a new cache is told of a token more than was computed", claim_too_long, 25),
+    Mutant("a worker that is to leave is never let go", never_released, 2),
+    Mutant("a gateway resubmits without the last token that it has", token_twice, 0),
+    Mutant("a gateway keeps the tokens that a client has brought to itself", brought_tokens_kept_back, 0),
+    Mutant("a gateway does not resubmit what it had submitted", not_resubmitted, 12),
     Mutant("a session's credit is not given back", credit_lost, 2),
     Mutant("tokens for which a reader has no credit are dropped", slow_reader_misses, 2),
-    Mutant("a beam nobody forks from keeps its blocks", beam_not_unparked, 26),
+    Mutant("a beam nobody forks from keeps its blocks", beam_not_unparked, 29),
     Mutant("what a step is to write counts as written before it is sent", planned_counts_as_written, 0),
-    Mutant("what a cache said of a waiting request outlives it", matches_outlive_cache, 4),
-    Mutant("a step that waits for the cache is lost with its worker", draft_lost_with_worker, 10),
-    Mutant("a block that is to be copied is granted in the same exchange", copied_block_granted, 37),
-    Mutant("a worker does not check the epoch of a master", worker_forgets_epoch, 57),
-    Mutant("a gateway does not check the epoch of a master", gateway_forgets_epoch, 321),
-    Mutant("the cache does not check the epoch of a master", cache_forgets_epoch, 3),
-    Mutant("a master does not notice that its lease is over", lease_end_unnoticed, 39),
+    Mutant("what a cache said of a waiting request outlives it", matches_outlive_cache, 5),
+    Mutant("a step that waits for the cache is lost with its worker", draft_lost_with_worker, 76),
+    Mutant("a block that is to be copied is granted in the same exchange", copied_block_granted, 23),
+    Mutant("a worker does not check the epoch of a master", worker_forgets_epoch, 159),
+    Mutant("a gateway does not check the epoch of a master", gateway_forgets_epoch, 159),
+    Mutant("the cache does not check the epoch of a master", cache_forgets_epoch, 21),
+    Mutant("a master does not notice that its lease is over", lease_end_unnoticed, 9),
     Mutant("a master takes over with the epoch of the one before", epoch_not_larger, 3),
 ]

@@ -15,7 +15,7 @@ from services.runtime.fence import StaleScheduler
 from simulator.schedule import Schedule, random_schedule, shrink
 from simulator.soak import explain, play, play_seed
 from simulator.world import World
-from tests.simulation.mutants import MUTANTS, Mutant, token_twice
+from tests.simulation.mutants import MUTANTS, Mutant, not_resubmitted
 
 NUM_SEEDS, BATCH = 2000, 50
 
@@ -50,16 +50,24 @@ def test_the_seeds_reach_what_they_are_meant_to(monkeypatch: pytest.MonkeyPatch)
         world = World(random_schedule(seed))
         world.run()
         seen.update(f"fault: {fault.kind}" for fault in world.schedule.faults)
-        seen["resubmitted"] += sum(stream.request.attempt > 1 for stream in world.streams)
-        seen["gone with a gateway"] += sum(stream.gone for stream in world.streams)
+        seen.update(
+            f"drained: {fault.target.partition('-')[0]}" for fault in world.schedule.faults if fault.kind == "drain"
+        )
+        copies = world.clients.copies
+        seen["resubmitted"] += sum(request.attempt > 1 for copy in copies for request in copy.requests)
+        seen["gone with a gateway"] += sum(client.gone for client in world.clients.all)
+        seen["lost a gateway and came back"] += sum(copy.gone and not copy.client.gone for copy in copies)
+        seen["went on behind its tokens"] += sum(any(copy.num_brought) for copy in copies)
+        seen["found its copy again"] += sum(client.num_taken_up for client in world.clients.all)
+        seen["two copies at once"] += sum(client.num_at_once > 1 for client in world.clients.all)
         seen["taken over by another scheduler"] += len(world.etcd.reigns) > 1
     seen["a zombie refused"] = len(refusals)
     for name in ("preempted", "swapped_in", "requeued", "restored"):
         seen[name] = sum(getattr(core.counters, name) for core in schedulers)
     for name in ("copied_blocks", "forked_sequences", "evicted_blocks", "demoted_blocks", "promoted_blocks"):
         seen[name] = sum(getattr(core.counters, name) for core in caches)
-    assert len(seen) == 7 + 3 + 1 + 4 + 5
-    assert min(seen.values()) >= 5, seen
+    assert len(seen) == 7 + 5 + 7 + 1 + 4 + 5
+    assert min(seen.values()) >= 3, seen
 
 
 def _made(monkeypatch: pytest.MonkeyPatch, kind: Any) -> list[Any]:
@@ -80,13 +88,15 @@ def test_a_run_can_be_repeated_event_by_event() -> None:
         runs = [World(random_schedule(seed)) for _ in range(2)]
         for world in runs:
             world.run()
-        first, second = ((w.network.num_events, w.network.now_s, [s.request.tokens for s in w.streams]) for w in runs)
+        first, second = (
+            (w.network.num_events, w.network.now_s, [client.got for client in w.clients.all]) for w in runs
+        )
         assert first == second
 
 
 def test_a_failing_schedule_is_shrunk_and_can_be_played_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    token_twice(monkeypatch)
-    outcome = play_seed(next(mutant.caught_by for mutant in MUTANTS if mutant.plant is token_twice))
+    not_resubmitted(monkeypatch)
+    outcome = play_seed(next(mutant.caught_by for mutant in MUTANTS if mutant.plant is not_resubmitted))
     small = shrink(outcome.schedule, lambda schedule: bool(play(schedule).error))
     assert len(small.asks) == 1
     assert len(small.faults) == 1

@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import httpx
 
@@ -23,6 +23,22 @@ GRPC = "grpc"
 class Gateway(NamedTuple):
     url: str
     target: str  # of gRPC
+
+
+class Break(NamedTuple):
+    """Why an answer had to be asked for again. On the loop's clock: when it was asked for, since when nothing had come,
+    and when it broke.
+
+    "gave up": the client's own patience, or its pings. "lost": the connection, or there was none. "sent": an error, or
+    an end without one, from the server.
+    """
+
+    kind: Literal["gave up", "lost", "sent"]
+    why: str
+    gateway: Gateway
+    asked_s: float
+    silent_since_s: float
+    time_s: float
 
 
 @dataclass(frozen=True)
@@ -42,14 +58,18 @@ class Answer:
     question: Question
     events: list[Event] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    breaks: list[str] = field(default_factory=list)  # why it had to be asked for again
-    break_times: list[float] = field(default_factory=list)
+    breaks: list[Break] = field(default_factory=list)
+    refusal: str = ""  # that nothing changes: why it was not asked for again
     is_done: bool = False
     is_cancelled: bool = False
 
     def add(self, event: Event) -> None:
         self.events.append(event)
         self.times.append(asyncio.get_running_loop().time())
+
+    def broke(self, kind: Literal["gave up", "lost", "sent"], why: str, gateway: Gateway, asked_s: float) -> None:
+        silent_since_s = max(asked_s, self.times[-1]) if self.times else asked_s
+        self.breaks.append(Break(kind, why, gateway, asked_s, silent_since_s, asyncio.get_running_loop().time()))
 
     def longest_pause_s(self, since_s: float) -> float:
         """Between events, or between `since_s` and the first after it."""
@@ -63,7 +83,7 @@ class Answer:
             wrong = [text for index, text in mine["texts"].items() if not whole["texts"][index].startswith(text)]
             return f"{wrong} is not what {whole['texts']} begins with" if wrong else ""
         if not self.is_done:
-            return f"did not end: {self.breaks}"
+            return f"did not end: {self.refusal or self.breaks}"
         different = [name for name in mine if not alike(mine[name], whole[name])]
         return "; ".join(f"{name}: {_apart(str(mine[name]), str(whole[name]))}" for name in different)
 
@@ -99,12 +119,14 @@ async def ask(http: httpx.AsyncClient, gateways: Sequence[Gateway], key: str, an
     question = answer.question
     if question.path == GRPC:
         try:
-            await ask_grpc([gateway.target for gateway in gateways], answer)
+            await ask_grpc(gateways, answer)
         except PacelineError as error:
-            answer.breaks.append(f"{error.code.name}: {error}")
+            answer.refusal = f"{error.code.name}: {error}"
         return
+    clock = asyncio.get_running_loop().time
     headers = {"Idempotency-Key": key}
     for gateway in itertools.islice(itertools.cycle(gateways), ATTEMPTS):
+        asked_s, kind = clock(), "sent"
         try:
             async with http.stream(
                 "POST", gateway.url + question.path, json=question.body, headers=headers
@@ -114,12 +136,13 @@ async def ask(http: httpx.AsyncClient, gateways: Sequence[Gateway], key: str, an
                 else:
                     why = f"{response.status_code} {(await response.aread()).decode()}"
                     assert response.status_code in (409, 429) or response.status_code >= 500, why
+        except httpx.TimeoutException as error:
+            kind, why = "gave up", repr(error)
         except httpx.TransportError as error:
-            why = repr(error)
+            kind, why = "lost", repr(error)
         if answer.is_done or answer.is_cancelled:
             return
-        answer.breaks.append(why)
-        answer.break_times.append(asyncio.get_running_loop().time())
+        answer.broke(kind, why, gateway, asked_s)
         await asyncio.sleep(PAUSE_S)
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Literal
 
-from services.client import AsyncPacelineClient, Piece
+import services.client.client as client_module
+from paceline.v1.inference_pb2 import GenerateRequest
+from services.client import AsyncPacelineClient, PacelineError, Piece
+from services.client.continuation import Continuation
 from tests.support.sse import Event
 
 if TYPE_CHECKING:
-    from tests.support.asking import Answer
+    from tests.support.asking import Answer, Gateway
 
 # So that a frozen server is left after three seconds, as the HTTP clients leave it.
 PING_TIMEOUT_S = 1.5
@@ -19,12 +24,57 @@ RETRY_FOR_S = 60.0
 HEAD = {"id": "", "created": 0, "model": "", "object": "grpc"}
 
 
-async def ask_grpc(targets: Sequence[str], answer: Answer) -> None:
-    """Until the answer is whole. With one target alone nothing is tried again: raises PacelineError where it breaks."""
+# Of what gRPC says of a connection that it has given up, and of one that it has lost or never had.
+GAVE_UP = ("ping timeout", "keepalive", "timed out")
+LOST = ("failed to connect", "Socket closed", "Connection reset", "Connection refused", "GOAWAY", "RST_STREAM")
+
+
+class _Ear:
+    """Notes the calls that the client makes, and how they break."""
+
+    def __init__(self, gateways: Sequence[Gateway], answer: Answer) -> None:
+        self._gateways, self._answer = gateways, answer
+        self._asked_s = 0.0
+
+    def called(self) -> None:
+        self._asked_s = asyncio.get_running_loop().time()
+
+    def broke(self, error: PacelineError) -> None:
+        gateway = self._gateways[len(self._answer.breaks) % len(self._gateways)]  # the client takes them by turns
+        why = f"{error.code.name}: {error}"
+        self._answer.broke(_kind(why), why, gateway, self._asked_s)
+
+
+# None: somebody else asks, in another test of this process.
+_ear: ContextVar[_Ear | None] = ContextVar("_ear", default=None)
+
+
+class _HeardContinuation(Continuation):
+    """What the client overcomes by itself is heard of, too."""
+
+    def call(self, now_s: float) -> tuple[GenerateRequest, float | None]:
+        if ear := _ear.get():
+            ear.called()
+        return super().call(now_s)
+
+    def pause_s(self, error: PacelineError, now_s: float) -> float:
+        if ear := _ear.get():
+            ear.broke(error)
+        return super().pause_s(error, now_s)
+
+
+client_module.Continuation = _HeardContinuation  # type: ignore[misc]
+
+
+async def ask_grpc(gateways: Sequence[Gateway], answer: Answer) -> None:
+    """Until the answer is whole. With one gateway nothing is tried again: raises PacelineError where it breaks."""
     question = answer.question
-    retry_for_s = RETRY_FOR_S if len(targets) > 1 else 0.0
+    retry_for_s = RETRY_FOR_S if len(gateways) > 1 else 0.0
     options: dict[str, Any] = {name: value for name, value in question.body.items() if name != "stream"}
-    client = AsyncPacelineClient(targets, retry_for_s=retry_for_s, ping_timeout_s=PING_TIMEOUT_S)
+    _ear.set(_Ear(gateways, answer))
+    client = AsyncPacelineClient(
+        [gateway.target for gateway in gateways], retry_for_s=retry_for_s, ping_timeout_s=PING_TIMEOUT_S
+    )
     async with client, aclosing(client.stream(**options)) as pieces:  # type: ignore[type-var]
         async for piece in pieces:
             answer.add(_event(piece))
@@ -36,6 +86,12 @@ async def ask_grpc(targets: Sequence[str], answer: Answer) -> None:
     answer.add(Event("", json.dumps(HEAD | {"choices": [], "usage": usage})))
     answer.add(Event("", "[DONE]"))
     answer.is_done = True
+
+
+def _kind(why: str) -> Literal["gave up", "lost", "sent"]:
+    if any(words in why for words in GAVE_UP):
+        return "gave up"
+    return "lost" if any(words in why for words in LOST) else "sent"
 
 
 def _event(piece: Piece) -> Event:
