@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,12 +78,21 @@ class Traffic:
         return self._num_asked
 
     async def learn(self) -> None:
-        """The answers while nothing happens. AssertionError if one does not come at once."""
-        alone = asyncio.gather(*(self._answer(question) for question in _questions(random.Random(1))))
-        chats = await asyncio.gather(*(self._chat(seed) for seed in range(4)))
-        self._known = [*([answer] for answer in await alone), *chats]
-        unfit = [answer for answers in self._known for answer in answers if answer.breaks or not answer.is_done]
-        assert not unfit, f"not answered while nothing happens: {unfit}"
+        """The answers while nothing happens, a few at a time. AssertionError if one does not come at once."""
+        few = asyncio.Semaphore(4)
+
+        async def answers(asking: Coroutine[Any, Any, list[Answer]]) -> list[Answer]:
+            async with few:
+                return await asking
+
+        async def alone(question: Question) -> list[Answer]:
+            return [await self._answer(question)]
+
+        asking = [alone(question) for question in _questions(random.Random(1))] + [self._chat(i) for i in range(4)]
+        self._known = await asyncio.gather(*map(answers, asking))
+        unfit = [answer for known in self._known for answer in known if answer.breaks or not answer.is_done]
+        why = [(answer.question.name, answer.breaks, answer.refusal) for answer in unfit]
+        assert not unfit, f"not answered while nothing happens: {why}"
 
     async def run(self, num_clients: int) -> None:
         """Until `stop`."""
