@@ -15,14 +15,15 @@ import httpx
 def resuming_stream(gateways, path, body, key=None):
     """Each chunk of a streamed answer, once and in order, whatever dies meanwhile.
 
-    Raises httpx.HTTPStatusError for a request that is refused, RuntimeError for one that failed by itself,
-    ConnectionError after 100 attempts.
+    Raises httpx.HTTPStatusError for a request that is refused or fails by itself (RuntimeError in the middle of its
+    answer), ConnectionError after 100 attempts.
     """
     body, headers = body | {"stream": True}, {"Idempotency-Key": key or str(uuid.uuid4())}
     for gateway in itertools.islice(itertools.cycle(gateways), 100):
         try:
             with httpx.stream("POST", gateway + path, json=body, headers=headers, timeout=30) as answer:
-                if answer.status_code not in (429, 502, 503):
+                is_final = answer.headers.get("x-should-retry") == "false"
+                if is_final or answer.status_code not in (429, 502, 503, 504):
                     answer.raise_for_status()
                     event = {}
                     for line in answer.iter_lines():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from paceline.v1 import admin_pb2_grpc, cache_pb2_grpc, inference_pb2_grpc, worker_pb2_grpc
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest
@@ -219,6 +220,13 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         log.info("worker attached", worker=worker, name=first.registration.name, peer=context.peer())
 
         async def read() -> None:
+            try:
+                await take_in()
+            except DecodeError:
+                self.event(self.core.worker_lost, worker, Loss.FAULT)
+                raise
+
+        async def take_in() -> None:
             async for message in request_iterator:
                 watch.heard(time.monotonic())
                 if message.HasField("result"):

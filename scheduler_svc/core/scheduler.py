@@ -250,13 +250,14 @@ class SchedulerCore:
             return
         absence = None
         if worker.incarnation and loss is not Loss.FAULT:
-            absence = Absence(worker.incarnation, loss, self.life.now_s)
+            absence = Absence(worker.incarnation, loss, self._trials.clock_s)
         if worker.in_flight and not worker.draining:  # one that drains leaves when its time is up
             first, last = worker.in_flight[0].step, worker.in_flight[-1].step
             self._lose(worker, f"worker {worker_id} was lost in {_steps(first, last)}", first, last, absence)
         else:
             self._lose(worker, "its worker was lost")
-        if any(one.incarnation == worker.incarnation for one in self.workers.values()):  # it knew before we did
+        newer = (one for one in self.workers.values() if one.id > worker_id)
+        if any(one.incarnation == worker.incarnation for one in newer):  # it knew before we did
             self._trials.came_back(worker.incarnation)
 
     def _lose(self, worker: Worker, why: str, first: int = 0, last: int = 0, absence: Absence | None = None) -> None:

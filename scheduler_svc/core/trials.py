@@ -23,6 +23,8 @@ from scheduler_svc.core.suspects import Absence, Suspects
 from scheduler_svc.core.view import RequestView
 from scheduler_svc.core.worker import Worker
 
+# Of the time between two ticks no more counts for those who are away: what was longer, this process was stopped.
+MOST_BETWEEN_TICKS_S = 0.5
 # Tokens that a suspect has to generate: one comes of its prefill, one of a decode.
 PROOF_TOKENS = 2
 
@@ -36,6 +38,8 @@ class Trials:
     _why: dict[int, str] = field(default_factory=dict)  # each was accused the last time
     _at: dict[int, list[int]] = field(default_factory=dict)  # the group that a worker tries, by worker
     _resting: set[int] = field(default_factory=set)  # workers whose next step is for what else runs there
+    clock_s: float = 0.0  # which does not count the time in which this process did not run
+    _ticked_s: float = 0.0
 
     @property
     def active(self) -> bool:
@@ -65,11 +69,13 @@ class Trials:
         self._suspects.came_back(incarnation)
 
     def judge(self) -> list[tuple[Request, str]]:
-        """Who was held and is guilty, as it turns out, and why."""
+        """Who was held and is guilty, as it turns out, and why. To be called with each tick."""
+        self.clock_s += min(self.life.now_s - self._ticked_s, MOST_BETWEEN_TICKS_S)
+        self._ticked_s = self.life.now_s
         for one in list(self._suspects.held):
             self._settle(self._requests[one])  # it may have ended
         found = []
-        for guilty in self._suspects.judge(self.life.now_s):
+        for guilty in self._suspects.judge(self.clock_s):
             request = self._requests[guilty]
             request.is_suspect = False
             found.append((request, self._why[guilty]))

@@ -76,13 +76,14 @@ class _Kept:
         return max(len(run.job.delivered) for run in self.runs)
 
     @property
-    def failed_by_itself(self) -> bool:
-        return any(run.failed_by_itself for run in self.runs)
+    def verdict(self) -> ApiError | None:
+        """With which one of them failed, and all would again."""
+        return next((verdict for run in self.runs if (verdict := run.verdict) is not None), None)
 
     @property
     def may_run_again(self) -> bool:
-        """It failed, and not by itself."""
-        return any(run.failed for run in self.runs) and not self.failed_by_itself
+        """It failed, and another run may bring an answer."""
+        return any(run.failed for run in self.runs) and self.verdict is None
 
 
 _Place = tuple[str, str]  # tenant and key
@@ -153,6 +154,8 @@ class RequestStore:
         else:
             self._take_over(place, kept)
         kept.reading = Reading(kept.runs, kept.created_s, lambda reading: self._leave(place, kept, reading))
+        if (verdict := kept.verdict) is not None:
+            kept.reading.interrupt(verdict)  # also whoever reads another sample, which was cancelled for it
         return kept.reading
 
     def tick(self) -> None:
@@ -197,7 +200,7 @@ class RequestStore:
         """What becomes of a request that nobody reads."""
         if kept.may_run_again:
             self._drop(place)
-        elif kept.failed_by_itself or all(run.ended for run in kept.runs):
+        elif kept.verdict is not None or all(run.ended for run in kept.runs):
             del self._waiting[place]
             self._finish(place, kept, now_s)
         elif now_s - kept.left_s >= self._grace_s:

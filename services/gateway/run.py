@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.v1 import common_pb2
-from services.gateway.errors import is_final
+from services.gateway.errors import ApiError, from_scheduler, is_final
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request import GenerateJob
 from services.gateway.session import SchedulerSession
@@ -59,12 +59,13 @@ class Run:
         return ending is not None and not self.stopped and ending.reason not in FINISH_NAMES
 
     @property
-    def failed_by_itself(self) -> bool:
-        """It has ended without an answer, and would do so again."""
+    def verdict(self) -> ApiError | None:
+        """The error with which it has ended, if it would do so again."""
         ending = self.live.ending
         if ending is None or not self.failed:
-            return False
-        return ending.reason == common_pb2.FINISH_REASON_ERROR and is_final(ending.code)
+            return None
+        is_verdict = ending.reason == common_pb2.FINISH_REASON_ERROR and is_final(ending.code)
+        return from_scheduler(ending.code, ending.message, ending.field, ending.retry_after_s) if is_verdict else None
 
     @property
     def num_bytes(self) -> int:

@@ -55,4 +55,4 @@ def _num_acked(sock: socket.socket) -> int | None:
     if len(info) < _BYTES_ACKED + 8:
         return None
     num_bytes: int = struct.unpack_from("=Q", info, _BYTES_ACKED)[0]
-    return num_bytes
+    return num_bytes or None  # who has taken nothing has at least taken what its kernel had room for

@@ -1,11 +1,11 @@
 """Fair among tenants: the one that was served least goes next (virtual token counter, Sheng et al., OSDI 2024).
 
 A tenant's counter grows by the prompt tokens it gets computed and, weighted, by the tokens it gets generated, over its
-weight. A tenant that comes back from idleness is lifted to the lowest counter of those that are busy, so that it cannot
-claim what it did not use meanwhile. Within a tenant, first come, first served.
+weight. A tenant that comes, or comes back from idleness, is lifted to the lowest counter of those that are busy, or if
+nobody is to that of the last one that was, so that it cannot claim what it did not use before. Within a tenant, first come, first served.
 
 Tenants are named by clients, so there may be any number of them. Those that are idle cost nothing, and only the last
-MAX_IDLE of them are remembered: one that is forgotten begins as if it had never been there, like one under a new name.
+MAX_IDLE of them are remembered: one that is forgotten begins like one under a new name.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class FairAmongTenants(OrderPolicy):
         self._output_weight = output_token_weight
         self.busy: dict[str, Tenant] = {}
         self.idle: dict[str, float] = {}  # counters, of those that were busy last
+        self._last = 0.0  # counter of the last one of these
 
     def _busy(self, name: str) -> Tenant:
         if name not in self.busy:
@@ -55,14 +56,14 @@ class FairAmongTenants(OrderPolicy):
     def _left(self, name: str) -> None:
         """Something of the tenant is gone: it may be idle now."""
         if self.busy[name].is_idle:
-            self.idle[name] = self.busy.pop(name).counter
+            self.idle[name] = self._last = self.busy.pop(name).counter
             if len(self.idle) > MAX_IDLE:
                 del self.idle[next(iter(self.idle))]
 
     def add(self, request: RequestView) -> None:
         name = request.tenant
         if name not in self.busy:
-            lowest = min((other.counter for other in self.busy.values()), default=0.0)
+            lowest = min((other.counter for other in self.busy.values()), default=self._last)
             tenant = self._busy(name)
             tenant.counter = max(tenant.counter, lowest)
         self.busy[name].waiting[request.place, request.seniority] = request

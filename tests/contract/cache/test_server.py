@@ -24,7 +24,7 @@ from services.runtime.settings import load_settings
 from tests.unit.cache import driver as d
 
 A = list(range(100, 116))
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 @dataclass

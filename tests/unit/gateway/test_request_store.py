@@ -127,13 +127,14 @@ async def test_what_failed_is_run_again(rig: Rig) -> None:
     assert (rig.store.num_waiting, rig.store.num_finished, rig.num_live) == (0, 0, 1)
 
 
-async def test_what_failed_by_itself_is_not(rig: Rig) -> None:
+@pytest.mark.parametrize("guilty", [0, 1])
+async def test_what_failed_by_itself_is_not(rig: Rig, guilty: int) -> None:
     """It might kill a worker at each attempt. Of several samples one is enough."""
     for attempt in range(3):
         reading = rig.open(n=2)
-        rig.session.end(rig.session.live[0], ERROR, code=13)
+        rig.session.end(rig.session.live[guilty], ERROR, code=13)
         with pytest.raises(ApiError) as failed:
-            await reading.generations[0].next()
+            await reading.generations[guilty if attempt == 0 else 0].next()
         assert (failed.value.status, failed.value.headers) == (500, {"x-should-retry": "false"})
         if attempt == 0:
             rig.open(n=2)  # while somebody has not noticed yet

@@ -42,15 +42,23 @@ class Simple:
     counters: dict[str, float] = field(default_factory=dict)
     waiting: list[FakeRequest] = field(default_factory=list)
     running: dict[FakeRequest, int] = field(default_factory=dict)
+    last: float = 0.0  # counter of the tenant that was busy last
+
+    @property
+    def busy(self) -> set[str]:
+        return {one.tenant for one in [*self.waiting, *self.running]}
+
+    def left(self, tenant: str) -> None:
+        if tenant not in self.busy:
+            self.last = self.counters[tenant]
 
     def charge(self, tenant: str, tokens: float) -> None:
         self.counters[tenant] = self.counters.get(tenant, 0.0) + tokens / WEIGHTS.get(tenant, 1.0)
 
     def add(self, request: FakeRequest) -> None:
-        busy = {one.tenant for one in [*self.waiting, *self.running]}
-        if request.tenant not in busy:
-            own = self.counters.get(request.tenant, 0.0)
-            self.counters[request.tenant] = max(own, min((self.counters[one] for one in busy), default=own))
+        if request.tenant not in self.busy:
+            lowest = min((self.counters[one] for one in self.busy), default=self.last)
+            self.counters[request.tenant] = max(self.counters.get(request.tenant, 0.0), lowest)
         self.waiting.append(request)
 
     def start(self, request: FakeRequest) -> None:
@@ -67,6 +75,7 @@ class Simple:
     def stop(self, request: FakeRequest) -> None:
         self.charge_output(request.tenant)
         del self.running[request]
+        self.left(request.tenant)
 
     def ordered(self) -> list[FakeRequest]:
         for tenant in {request.tenant for request in self.running}:
@@ -105,6 +114,7 @@ def test_the_order_is_that_of_one_who_forgets_nobody(rng: Any, num_events: int) 
                 order.started(view(request))
             else:
                 waiting.remove(request)
+                simple.left(request.tenant)
         elif event == "grow" and running:
             rng.choice(running).num_output_tokens += rng.randrange(1, 9)
         elif event in ("stop", "preempt") and running:
@@ -126,6 +136,14 @@ def serve(order: FairAmongTenants, request: FakeRequest) -> None:
     order.stopped(view(request))
 
 
+def test_a_new_name_claims_nothing_of_what_was_served_before() -> None:
+    order = FairAmongTenants()
+    serve(order, FakeRequest(0, "old", num_prompt_tokens=1_000_000))
+    for seniority in range(1, 9):
+        order.add(view(FakeRequest(seniority, "new" if seniority < 5 else "old", num_prompt_tokens=100)))
+    assert names(order) == [1, 5, 2, 6, 3, 7, 4, 8]
+
+
 def test_of_idle_tenants_only_the_last_are_remembered_and_none_is_walked() -> None:
     order = FairAmongTenants()
     for i in range(3 * MAX_IDLE):
@@ -140,7 +158,8 @@ def test_who_comes_again_is_remembered_longer() -> None:
         serve(order, FakeRequest(i, f"user-{i}", num_prompt_tokens=10))
         if i % 100 == 0:
             serve(order, FakeRequest(i, "regular", num_prompt_tokens=10))
-    assert order.idle["regular"] == 10.0 * len(range(0, 3 * MAX_IDLE, 100))
+    assert "regular" in order.idle
+    assert "user-0" not in order.idle
     assert len(order.idle) == MAX_IDLE
 
 

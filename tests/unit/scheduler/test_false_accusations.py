@@ -47,7 +47,13 @@ def lose(system: LocalSystem, end: WorkerEnd, loss: Loss) -> None:
 
 
 def pass_time(system: LocalSystem, seconds: float) -> None:
-    system.now_s += seconds
+    end_s = system.now_s + seconds
+    while system.now_s < end_s:
+        tick(system, min(0.25, end_s - system.now_s))
+
+
+def tick(system: LocalSystem, after_s: float) -> None:
+    system.now_s += after_s
     system.scheduler.tick(system.now_s)
     system.poll()
 
@@ -107,6 +113,17 @@ def test_others_run_while_one_is_held(system: LocalSystem, client: Client) -> No
     system.run()
     assert client.tokens == {2: expected_output([9, 10], params())}
     assert [request.handle for request in system.scheduler.queue] == [1]
+
+
+def test_a_scheduler_that_stood_still_itself_does_not_count_that_time(system: LocalSystem, client: Client) -> None:
+    system.submit("s", 1, PROMPT, params())
+    for name in "ab":
+        lose(system, system.attach(toy(name)), Loss.LINK)
+    tick(system, 2 * RETURN_S)  # what those who came back have sent is read after it
+    assert not client.endings
+    system.attach(toy("c"))
+    pass_time(system, RETURN_S)
+    assert client.endings[1].reason == FinishReason.FINISH_REASON_ERROR
 
 
 def test_workers_that_do_not_come_back_make_guilty(system: LocalSystem, client: Client) -> None:
