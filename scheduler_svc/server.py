@@ -220,14 +220,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         log.info("worker attached", worker=worker, name=first.registration.name, peer=context.peer())
 
         async def read() -> None:
-            try:
-                await take_in()
-            except DecodeError:
-                self.event(self.core.worker_lost, worker, Loss.FAULT)
-                raise
-
-        async def take_in() -> None:
-            async for message in request_iterator:
+            async for message in self._from_worker(worker, request_iterator):
                 watch.heard(time.monotonic())
                 if message.HasField("result"):
                     watch.limit_s = self._heartbeat_timeout_s
@@ -257,6 +250,16 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
             del self._workers[worker]
             self.event(self.core.worker_lost, worker)
             log.info("worker detached", worker=worker, name=first.registration.name)
+
+    async def _from_worker(
+        self, worker: int, messages: AsyncIterator[WorkerServiceLinkRequest]
+    ) -> AsyncIterator[WorkerServiceLinkRequest]:
+        try:
+            async for message in messages:
+                yield message
+        except DecodeError:  # this is no cut either
+            self.event(self.core.worker_lost, worker, Loss.FAULT)
+            raise
 
     def _worker_message(self, worker: int, message: WorkerServiceLinkRequest) -> None:
         match message.WhichOneof("message"):

@@ -2,7 +2,9 @@
 
 A tenant's counter grows by the prompt tokens it gets computed and, weighted, by the tokens it gets generated, over its
 weight. A tenant that comes, or comes back from idleness, is lifted to the lowest counter of those that are busy, or if
-nobody is to that of the last one that was, so that it cannot claim what it did not use before. Within a tenant, first come, first served.
+nobody is to that of the last one that was, so that it cannot claim what it did not use before.
+
+Within a tenant, first come, first served.
 
 Tenants are named by clients, so there may be any number of them. Those that are idle cost nothing, and only the last
 MAX_IDLE of them are remembered: one that is forgotten begins like one under a new name.

@@ -38,7 +38,9 @@ def chunks() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "refusal", [httpx.Response(503), httpx.Response(429), httpx.Response(504), error_event("service_unavailable_error")], ids=str
+    "refusal",
+    [httpx.Response(503), httpx.Response(429), httpx.Response(504), error_event("service_unavailable_error")],
+    ids=str,
 )
 def test_it_asks_again(server: list[httpx.Response], refusal: httpx.Response) -> None:
     server += [refusal, ANSWER]
@@ -46,7 +48,9 @@ def test_it_asks_again(server: list[httpx.Response], refusal: httpx.Response) ->
     assert not server
 
 
-@pytest.mark.parametrize("verdict", [httpx.Response(500), httpx.Response(504, headers=FINAL), httpx.Response(400)], ids=str)
+@pytest.mark.parametrize(
+    "verdict", [httpx.Response(500), httpx.Response(504, headers=FINAL), httpx.Response(400)], ids=str
+)
 def test_not_what_failed_by_itself(server: list[httpx.Response], verdict: httpx.Response) -> None:
     server += [verdict, ANSWER]
     with pytest.raises(httpx.HTTPStatusError):
