@@ -9,6 +9,9 @@ from typing import NamedTuple
 from tests.support.asking import Break, Gateway
 
 SERVICES = ("worker", "cache", "scheduler", "gateway")
+# So long after a gateway is back a gRPC channel may still say that it was not there: it waits up to a second, and a
+# fifth of it by chance, before it tries to connect again (services/client).
+BACKOFF_S = 1.5
 FAULTS = ("SIGKILL", "SIGSTOP", "SIGTERM", "cut", "silent")
 
 
@@ -41,7 +44,8 @@ class Moment:
         scheduler, makes clients wait, and answers none of them with an error: they may leave it, no more.
         """
         faults = {cell.fault for cell in self.cells if cell.service == "gateway"}
-        if broken.gateway != self.gateway or not faults or not self.overlaps(broken.silent_since_s, broken.time_s):
+        since_s = broken.silent_since_s - (BACKOFF_S if "failed to connect" in broken.why else 0.0)
+        if broken.gateway != self.gateway or not faults or not self.overlaps(since_s, broken.time_s):
             return False
         if broken.kind == "gave up":
             return True

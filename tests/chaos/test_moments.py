@@ -49,6 +49,12 @@ def test_a_gateway_that_dies_breaks_connections() -> None:
     assert judge(sent(101.0), [moment("gateway", "SIGKILL")]).problem
 
 
+def test_a_channel_may_say_for_a_moment_that_a_gateway_is_not_there_yet() -> None:
+    why = "UNAVAILABLE: failed to connect to all addresses"
+    back = [Break("lost", why, VICTIM, time_s, time_s, time_s) for time_s in (111.0, 112.0)]
+    assert [bool(judge(broken, [moment("gateway", "SIGKILL")]).problem) for broken in back] == [False, True]
+
+
 def test_a_gateway_that_leaves_refuses_the_new_and_finishes_the_old() -> None:
     leaving = [moment("gateway", "SIGTERM")]
     assert not judge(lost(101.0, asked_s=100.5), leaving).problem
