@@ -407,7 +407,8 @@ def test_the_smallest_shares_stay_above_zero(builder: RequestBuilder, name: str,
     assert getattr(make_job(builder, **{name: given}).sampling, name) == 2.0**-149
 
 
-async def test_long_texts_are_tokenised_a_few_at_a_time_and_not_for_those_who_have_gone() -> None:
+def slow_builder() -> tuple[RequestBuilder, list[str], threading.Event]:
+    """With the texts that its tokeniser has begun with, and what it waits for."""
     begun: list[str] = []
     go_on = threading.Event()
 
@@ -417,7 +418,11 @@ async def test_long_texts_are_tokenised_a_few_at_a_time_and_not_for_those_who_ha
             assert go_on.wait(60)
             return [1]
 
-    builder = RequestBuilder(Slow.from_folder(CHECKPOINT), read_model_files(CHECKPOINT))
+    return RequestBuilder(Slow.from_folder(CHECKPOINT), read_model_files(CHECKPOINT)), begun, go_on
+
+
+async def test_long_texts_are_tokenised_a_few_at_a_time_and_not_for_those_who_have_gone() -> None:
+    builder, begun, go_on = slow_builder()
     gone: set[int] = set()
 
     def is_gone(number: int) -> Callable[[], bool]:
@@ -439,16 +444,7 @@ async def test_long_texts_are_tokenised_a_few_at_a_time_and_not_for_those_who_ha
 
 async def test_who_is_cancelled_leaves_his_place_when_his_thread_has_ended() -> None:
     """Else those that come and go would leave any number of texts in threads."""
-    begun: list[str] = []
-    go_on = threading.Event()
-
-    class Slow(TextTokenizer):
-        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-            begun.append(text)
-            assert go_on.wait(60)
-            return [1]
-
-    builder = RequestBuilder(Slow.from_folder(CHECKPOINT), read_model_files(CHECKPOINT))
+    builder, begun, go_on = slow_builder()
     num_threads = os.cpu_count() or 1
 
     def encode(count: int) -> list[asyncio.Task[list[int]]]:
