@@ -1,4 +1,4 @@
-"""Why requests wait, kept in bounded memory, for `paceline explain`.
+"""Why requests wait, for `paceline explain`: of all that are there, and of the last ones that have ended.
 
 A decision costs what it names, not what waits: it notes the requests that it looked at and left out. Whoever stood
 behind the first of those waited for their turn, which is told from the same notes when somebody asks.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from scheduler_svc.core.request import Request
 
-MAX_REQUESTS = 4096
+MAX_ENDED = 4096
 MAX_SPANS = 64  # of one request
 MAX_HEADS = 4096
 WAITING = ("waiting", "preempted", "requeued")
@@ -47,6 +47,7 @@ class Wait:
 @dataclass(slots=True)
 class Record:
     request_id: str
+    seniority: int  # clients choose the ids, and two requests may have the same
     arrival_s: float
     # A list, though only the last MAX_SPANS are kept: most records have a few, and an empty deque takes 600 bytes.
     spans: list[Event | Span]
@@ -76,26 +77,42 @@ class Record:
 @dataclass(slots=True)
 class Journal:
     decisions: int = 0
-    _records: OrderedDict[str, Record] = field(default_factory=OrderedDict)
+    _live: dict[str, Record] = field(default_factory=dict)  # as many as the queue and the workers take
+    _ended: OrderedDict[str, Record] = field(default_factory=OrderedDict)
     _heads: deque[tuple[str, Span]] = field(default_factory=lambda: deque(maxlen=MAX_HEADS))
 
     def arrived(self, request: Request, now_s: float) -> None:
         arrival = ("waiting", f"{request.num_tokens} tokens", self.decisions, now_s)
-        self._records[request.request_id] = Record(request.request_id, now_s, [arrival])
-        if len(self._records) > MAX_REQUESTS:
-            self._records.popitem(last=False)
+        self._live[request.request_id] = Record(request.request_id, request.seniority, now_s, [arrival])
 
     def event(self, request: Request, reason: str, detail: str, now_s: float) -> None:
-        """It waits, runs, was preempted, has ended."""
-        record = self._records.get(request.request_id)
+        """It waits, runs, was preempted."""
+        record = self._of(request)
         if record is not None:
             record.add((reason, detail, self.decisions, now_s))
+
+    def ended(self, request: Request, how: str, now_s: float) -> None:
+        """From now on it may be forgotten."""
+        record = self._of(request)
+        if record is None:
+            return
+        record.add(("ended", how, self.decisions, now_s))
+        del self._live[request.request_id]
+        self._ended.pop(request.request_id, None)
+        self._ended[request.request_id] = record
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+
+    def _of(self, request: Request) -> Record | None:
+        """None if a later request has taken its id."""
+        record = self._live.get(request.request_id)
+        return record if record is not None and record.seniority == request.seniority else None
 
     def decided(self, held_back: Sequence[tuple[Request, str, str]], now_s: float) -> None:
         """A decision looked at these and left them out, the first one first."""
         self.decisions += 1
         for request, reason, detail in held_back:
-            record = self._records.get(request.request_id)
+            record = self._of(request)
             if record is not None:
                 self._extend(record, reason, detail, now_s)
         if held_back:
@@ -107,8 +124,9 @@ class Journal:
                 self._heads.append((request.request_id, span))
 
     def explain(self, request_id: str) -> list[Span] | None:
-        """Oldest first, times in seconds since the arrival; None if nothing is known of it."""
-        record = self._records.get(request_id)
+        """Oldest first, times in seconds since the arrival; None if nothing is known of it. Of several that have the
+        id, the last one that is there, else the last one that has ended."""
+        record = self._live.get(request_id) or self._ended.get(request_id)
         if record is None:
             return None
         spans = record.told()

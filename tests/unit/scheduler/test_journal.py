@@ -29,7 +29,7 @@ def test_a_reason_is_one_range_of_decisions() -> None:
     notes.decided([(first, "capacity", "needs 9 blocks, 3 are available")], 5.0)
     notes.decided([(second, "capacity", "")], 6.0)
     notes.event(first, "running", "on worker 1", 6.0)
-    notes.event(first, "ended", "length", 7.0)
+    notes.ended(first, "length", 7.0)
     assert told(notes, "r1") == [
         ("waiting", "1 tokens", 0, 0, 0.0, 0.0),
         ("seats", "all 2 are taken", 1, 3, 1.0, 3.0),
@@ -67,16 +67,33 @@ def test_the_decision_that_let_it_in_says_nothing_of_others() -> None:
 
 
 def test_memory_is_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(journal, "MAX_REQUESTS", 10)
+    """What has ended is forgotten, the first one first; what is there is not, however long it has been."""
+    monkeypatch.setattr(journal, "MAX_ENDED", 10)
     notes, requests = Journal(), [request(i) for i in range(50)]
+    waits = request(100)
+    notes.arrived(waits, 1.0)
     for one in requests:
         notes.arrived(one, 50.0)
+        notes.ended(one, "length", 50.0)
+    assert notes.explain("r100") is not None
     assert notes.explain("r39") is None
     assert notes.explain("r40") is not None
     for i in range(1000):  # ever other reasons
-        notes.decided([(requests[40 + i % 10], "seats" if i % 20 < 10 else "blocks", "")], 51.0)
-    assert len(told(notes, "r49")) < 3 * journal.MAX_SPANS + journal.MAX_HEADS
+        notes.decided([(waits, "seats" if i % 20 < 10 else "blocks", "")], 51.0)
+    assert len(told(notes, "r100")) < 3 * journal.MAX_SPANS + journal.MAX_HEADS
     assert notes.explain("never seen") is None
+
+
+def test_of_two_requests_with_one_id_the_later_one_is_told() -> None:
+    notes, first, second = Journal(), request(1), request(2)
+    second.request_id = first.request_id
+    notes.arrived(first, 1.0)
+    notes.arrived(second, 2.0)
+    notes.ended(first, "length", 3.0)
+    notes.event(second, "running", "on worker 1", 4.0)
+    assert [span[0] for span in told(notes, "r1")] == ["waiting", "running"]
+    notes.ended(second, "stop", 5.0)
+    assert told(notes, "r1")[-1][:2] == ("ended", "stop")
 
 
 def test_a_wait_is_told_though_its_beginning_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
