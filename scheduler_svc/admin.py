@@ -22,7 +22,7 @@ from paceline.v1.admin_pb2_grpc import AdminServiceServicer
 from scheduler_svc.core.policy import PolicyError
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.policies.presets import DEFAULT, PRESETS, Choice
-from scheduler_svc.policies.registry import KINDS, build, choose, names
+from scheduler_svc.policies.registry import KINDS, build, check_given, choose, names
 from services.runtime.logs import get_logger
 
 log = get_logger(__name__)
@@ -57,6 +57,7 @@ class Admin(AdminServiceServicer):
         try:
             choice = choose(wanted.preset, {kind: getattr(wanted, kind) for kind in KINDS}, options, self.choice)
             policies = build(choice)
+            check_given(choice, options)
             self.core.set_policies(policies)
         except PolicyError as error:
             await _invalid(context, str(error))

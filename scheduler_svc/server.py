@@ -25,7 +25,7 @@ from scheduler_svc.core.suspects import Loss
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.generate import generate
 from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.policies.registry import KINDS, build, choose
+from scheduler_svc.policies.registry import KINDS, build, check_given, choose
 from scheduler_svc.policy_errors import PolicyErrors
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.standby import StandbyGate, open_election, step_down
@@ -346,6 +346,7 @@ async def serve(
     try:
         choice = choose(settings.preset, overrides, settings.policy_options)
         policies = build(choice)
+        check_given(choice, settings.policy_options)
     except PolicyError as error:
         raise CannotStart(str(error)) from error
     # Later schedulers have larger epochs, so that a peer can tell an old one. Who is to be elected has none yet.

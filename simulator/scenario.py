@@ -131,7 +131,6 @@ class Run:
             host_cache=False,  # as with the schedulers that it is compared to
             max_queued_requests=1 << 30,
             max_queued_tokens=1 << 60,
-            max_loras=loras,
         )
         self.core = SchedulerCore(config, policies, lambda: build(choose()), epoch=1, on_policy_error=_raise)
         self.cache = CacheCore()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from scheduler_svc.core.decision import Admission
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.types import SchedulerConfig
+from scheduler_svc.core.worker import Worker
 
 # What a client is told at the least and at the most to wait, in seconds.
 RETRY_AFTER_S = (0.1, 600.0)
@@ -27,7 +28,7 @@ class Budgets:
 
     config: SchedulerConfig
     tenant_tokens: Counter[str] = field(default_factory=Counter)  # that they may grow to
-    loras: Counter[str] = field(default_factory=Counter)
+    loras: Counter[tuple[int, str]] = field(default_factory=Counter)  # requests, by worker id and adapter
     _taken_tokens: Counter[str | None] = field(default_factory=Counter)  # out of the queue, by tenant; None: in all
     _tokens_per_s: dict[str | None, float] = field(default_factory=dict)
     _measured_s: float | None = None
@@ -40,7 +41,7 @@ class Budgets:
         tenant, taken = request.tenant, self._taken_tokens
         self.tenant_tokens[tenant] = self.tenant_tokens.get(tenant, 0) + request.max_total_tokens
         if request.lora:
-            self.loras[request.lora] += 1
+            self.loras[request.worker, request.lora] += 1
         if request.num_preemptions == 0 and request.num_worker_losses == 0:  # else it is not the queue that shrinks
             num_tokens = request.num_tokens
             taken[tenant] = taken.get(tenant, 0) + num_tokens
@@ -52,22 +53,25 @@ class Budgets:
         else:
             self.tenant_tokens.pop(request.tenant)
         if request.lora:
-            self.loras[request.lora] -= 1
-            if not self.loras[request.lora]:
-                del self.loras[request.lora]
+            self.loras[request.worker, request.lora] -= 1
+            if not self.loras[request.worker, request.lora]:
+                del self.loras[request.worker, request.lora]
 
-    def exceeded(self, request: Request, admitted: Collection[Admission]) -> str | None:
-        """Which budget the request does not fit in beside what is bound and `admitted`; "name: numbers"."""
+    def exceeded(self, worker: Worker, request: Request, admitted: Collection[Admission]) -> str | None:
+        """Which budget the request does not fit in on the worker, beside what is bound and `admitted` there; "name:
+        numbers"."""
         if (limit := self.config.tenant_max_running_tokens) > 0:
             running = self.tenant_tokens[request.tenant]
             running += sum(a.request.max_total_tokens for a in admitted if a.request.tenant == request.tenant)
             # A tenant whose one request is larger than its budget still gets it served, alone.
             if running and running + request.max_total_tokens > limit:
                 return f"tenant: {running} tokens of tenant {request.tenant!r} run, its limit is {limit}"
-        if self.config.max_loras and request.lora:
-            loras = {*self.loras, *(a.request.lora for a in admitted if a.request.lora)}
-            if request.lora not in loras and len(loras) >= self.config.max_loras:
-                return f"lora: {len(loras)} adapters are in the batch, the limit is {self.config.max_loras}"
+        if request.lora:
+            limit = worker.registration.max_loras
+            loras = {lora for worker_id, lora in self.loras if worker_id == worker.id}
+            loras |= {admission.request.lora for admission in admitted if admission.request.lora}
+            if request.lora not in loras and len(loras) >= limit:
+                return f"lora: {len(loras)} adapters are in the batch, worker {worker.id} serves {limit} at once"
         return None
 
     def measure(self, now_s: float, waiting: Collection[str] = ()) -> None:

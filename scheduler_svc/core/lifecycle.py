@@ -131,8 +131,8 @@ class Lifecycle:
         if request.swapped_on:
             self.swaps.bind(request)
         self.queue.started(request)
-        self.budgets.bind(request)
         request.phase, request.worker = Phase.BINDING, worker.id
+        self.budgets.bind(request)
         if request.started_s is None:
             request.started_s = self.now_s
         if request.group is not None:
@@ -153,7 +153,7 @@ class Lifecycle:
     def put_back(self, request: Request) -> None:
         """It was about to be seated, and waits on; with what it has in host memory, if it can still come back."""
         self._unbind(request)
-        request.phase, request.worker = Phase.WAITING, 0
+        request.phase = Phase.WAITING
         self.queue.add(request)
         if request.swapped_on:
             if self._workers[request.swapped_on].draining:
@@ -288,6 +288,7 @@ class Lifecycle:
     def _unbind(self, request: Request) -> None:
         """It neither runs nor is about to; what becomes of it is the caller's business."""
         self.budgets.unbind(request)
+        request.worker = 0
         self.queue.stopped(request)
 
     def _forget_sequence(self, request: Request) -> None:
@@ -325,7 +326,7 @@ class Lifecycle:
             self._deadlines.pop((request.deadline_s, request.seniority), None)
         name = REASONS[reason]
         self.counters.finished[name] = self.counters.finished.get(name, 0) + 1
-        self.journal.event(request, "ended", name if error is None else error.message, self.now_s)
+        self.journal.ended(request, name if error is None else error.message, self.now_s)
         session = self._sessions.get(request.session_id)
         if session is not None and session.live.pop(request.handle, None) is not None:
             ending = session.add_ending()

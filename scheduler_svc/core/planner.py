@@ -28,7 +28,7 @@ from scheduler_svc.core.worker import Chunk, Draft, Prefill, StepInFlight, Worke
 @dataclass(frozen=True, slots=True)
 class Planner:
     preempt: Callable[[Request, str, str], None]  # with PreemptionPolicy's requeue and mode
-    over_budget: Callable[[Request, Collection[Admission]], str | None]
+    over_budget: Callable[[Worker, Request, Collection[Admission]], str | None]
     session_index: Callable[[Request], int]
     resumed: Callable[[Request], None]  # what was swapped out is seated again
     commit: Callable[[int, bytes, int], None]  # sequence, new tokens, how many of all are computed by what was sent
@@ -63,7 +63,8 @@ class Planner:
     ) -> Step | None:
         worker.binding_tokens = 0
         shares = policies.batch.shares_in_step
-        step = Step(worker, waiting, policies.capacity, now_s, self.over_budget, self.max_num_seqs, shares)
+        over_budget = partial(self.over_budget, worker)
+        step = Step(worker, waiting, policies.capacity, now_s, over_budget, self.max_num_seqs, shares)
         try:
             policies.capacity.begin(step)
             policies.batch.compose(step)
@@ -84,7 +85,7 @@ class Planner:
         nothing runs, some are better than none."""
         if not (worker.swapped and policies.preemption.mode == "auto" and (worker.running or worker.in_flight)):
             return set()
-        back = {admission.request.seniority for admission in step.decision().admissions}
+        back = {admission.request.seniority for admission in step._decision().admissions}
         ids = {True: set[int](), False: set[int]()}
         for request in worker.swapped.values():
             if request.samples:

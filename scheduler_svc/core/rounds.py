@@ -12,6 +12,7 @@ from paceline.v1.worker_pb2 import WorkerServiceLinkResponse
 from scheduler_svc.core.beam_groups import BeamGroups
 from scheduler_svc.core.cache_link import CacheLink, Sent, admit_result
 from scheduler_svc.core.composer import Composer
+from scheduler_svc.core.decision import Decision
 from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.request import Phase, Request
@@ -118,16 +119,17 @@ class Rounds:
         worker.preempted.clear()
         if not is_trial:
             self._composer.planned(step)
-        self._life.journal.decided(step.held_back, self._life.now_s)
+        decision = step._decision()
+        self._life.journal.decided(decision.held_back, self._life.now_s)
         if step.is_empty:
             self._life.counters.barren_steps += preempted
             if not (self._ask_for_pins(worker, step) or is_trial):
-                self._watch_progress(step)
+                self._watch_progress(decision)
             return preempted  # what gave way may be all that there is to run
         self._refusals, worker.asked_for_pins = 0, False
-        draft = Draft(worker.id, step.decision(), worker.slots.num_releases)
-        if len(draft.decision.growth) or draft.decision.admissions:
-            for admission in draft.decision.admissions:
+        draft = Draft(worker.id, decision, worker.slots.num_releases)
+        if len(decision.growth) or decision.admissions:
+            for admission in decision.admissions:
                 self._life.bind(worker, admission.request)
             worker.draft = draft
             drafts.append((worker, draft))
@@ -146,18 +148,18 @@ class Rounds:
         self._cache.unpins[worker.id] = None
         return True
 
-    def _watch_progress(self, step: Step) -> None:
+    def _watch_progress(self, decision: Decision) -> None:
         """Nothing runs anywhere, and still the policies let nobody in: after a while the first one is failed, so that
         it does not block the others for ever."""
         idle = not any(w.running or w.in_flight or w.draft for w in self._workers.values())
-        if not (idle and step.held_back and len(self._life.queue)):
+        if not (idle and decision.held_back and len(self._life.queue)):
             return
         if sum(self._groups.give_up_blocks(worker) for worker in self._workers.values()):
             return
         self._refusals += 1
         if self._refusals >= self._life.config.stuck_decisions * len(self._workers):
             self._refusals = 0
-            request, reason, detail = step.held_back[0]
+            request, reason, detail = decision.held_back[0]
             message = f"{reason}: no progress is possible for this request under the policies in force: {detail}"
             self._life.fail(request, message)
 

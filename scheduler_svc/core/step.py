@@ -129,6 +129,8 @@ class Step(StepView):
 
     def hold_back(self, request: RequestView, verdict: Verdict, reason: str, detail: str = "") -> Verdict:
         """Note why a request does not get in now, for `paceline explain`; returns the verdict."""
+        if not self._open:
+            raise PolicyError("hold_back after the composition has ended")
         self._held_back.append((self._waits(request), str(reason), str(detail)))
         return verdict
 
@@ -152,8 +154,9 @@ class Step(StepView):
         return self.num_decoding > 0 if self._decodes is None else bool(self._decodes)
 
     @property
-    def held_back(self) -> Sequence[tuple[Request, str, str]]:
-        return tuple(self._held_back)
+    def held_back(self) -> Sequence[tuple[RequestView, str, str]]:
+        """Request, reason, detail: who was looked at and does not get in."""
+        return tuple((view_of(request), reason, detail) for request, reason, detail in self._held_back)
 
     def own(self, sequences: Iterable[Running]) -> list[Running]:
         """What a policy named, checked: running sequences of this step, each once. Raises PolicyError."""
@@ -170,7 +173,8 @@ class Step(StepView):
         if self._lack is not None:
             raise self._lack
 
-    def decision(self) -> Decision:
+    def _decision(self) -> Decision:
+        """For the planner: it has the requests themselves in it, which are no policy's business."""
         generation = self._worker.slots.generation
         match self._growth:
             case []:

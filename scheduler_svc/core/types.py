@@ -20,7 +20,6 @@ class SchedulerConfig:
     partial_reuse: bool = True  # of the beginning of a cached block
     host_cache: bool = True  # what is evicted is kept in the workers' host memory
     max_num_seqs: int = 0  # running on one worker; 0: as many as the worker has slots
-    max_loras: int = 0  # distinct adapters in the batch; 0: any
     tenant_max_running_tokens: int = 0  # that one tenant's running requests may grow to; 0: any
     tenant_max_queued_tokens: int = 0
     waiting_timeout_s: float = 0.0  # until a request first runs; 0: for ever

@@ -143,8 +143,10 @@ class Worker:
         return -(-num_tokens // self.block_size)
 
     def can_ever_hold(self, request: Request) -> bool:
-        """The last token of a sequence is never computed, so it needs no room."""
-        return request.max_total_tokens - 1 <= self.pool_tokens
+        """The last token of a sequence is never computed, so it needs no room; an adapter needs a worker that serves
+        any."""
+        serves = not request.lora or self.registration.max_loras > 0
+        return serves and request.max_total_tokens - 1 <= self.pool_tokens
 
     def need_blocks(self, request: Request) -> int:
         """Blocks that admitting all of the request takes from the pool."""
@@ -297,7 +299,7 @@ class Worker:
             self.frees.append(slot)
         self.slots.release(slot, self.decode_step)
         self.num_departed += 1
-        request.worker, request.slot = 0, -1
+        request.slot = -1
         return request
 
 

@@ -23,6 +23,7 @@ GROUP = "paceline.policies"
 # What a policy states about itself, and may state.
 DECLARED: dict[str, dict[str, tuple[object, ...]]] = {
     "capacity": {"reserves_prompt": (True, False), "preempts_for_waiting": (True, False)},
+    "batch": {"shares_in_step": (True, False)},
     "preemption": {"requeue": ("seniority", "front", "back"), "mode": ("recompute", "swap", "auto")},
 }
 KINDS: dict[str, type] = {
@@ -55,8 +56,18 @@ def choose(
     return dataclasses.replace(chosen, **replaced, options={**chosen.options, **(options or {})})
 
 
+def check_given(choice: Choice, options: Mapping[str, Any]) -> None:
+    """Raises PolicyError if one of these options, which somebody has asked for, is none of the four policies'."""
+    of = {kind: _parameters(kind, find(kind, getattr(choice, kind))) for kind in KINDS}
+    for name in options:
+        if not any(name in known for known in of.values()):
+            four = ", ".join(f"{kind} {getattr(choice, kind)} ({', '.join(of[kind]) or 'none'})" for kind in KINDS)
+            raise PolicyError(f"options.{name}: none of the four policies has it; they and their options: {four}")
+
+
 def build(choice: Choice) -> Policies:
-    """Raises PolicyError naming the policy or option that is wrong; an option has to be meant for one of the four."""
+    """Raises PolicyError naming the policy or option that is wrong. An option may be that of another policy: of the one
+    whose place somebody has taken, or of another preset that is tried on the same scenario."""
     left = dict(choice.options)
     policies: dict[str, Any] = {}
     used: set[str] = set()
@@ -64,7 +75,7 @@ def build(choice: Choice) -> Policies:
         cls = find(kind, getattr(choice, kind))
         policies[kind] = _make(kind, cls, left, used)
     if unused := [name for name in left if name not in used]:
-        known = _options_of_any()  # an option of a preset may be none of the policy's that was put in one's place
+        known = _options_of_any()
         for name in unused:
             if name in known:
                 _checked(name, known[name], left[name])
@@ -121,8 +132,12 @@ def _make(kind: str, cls: type, options: dict[str, Any], used: set[str]) -> obje
     except Exception as error:
         raise PolicyError(f"{kind} {cls.__name__}: {error}") from error
     for name, allowed in DECLARED.get(kind, {}).items():
-        if getattr(policy, name) not in allowed:
-            raise PolicyError(f"{kind} {cls.__name__}: {name} is {getattr(policy, name)!r}, none of {allowed}")
+        # Not what a property would say: the core asks for it where nobody could catch what that raises.
+        stated = inspect.getattr_static(policy, name)
+        if inspect.ismemberdescriptor(stated):  # of __slots__
+            stated = getattr(policy, name, None)
+        if stated not in allowed:
+            raise PolicyError(f"{kind} {cls.__name__}: {name} is {stated!r}, none of {allowed}")
     return policy
 
 

@@ -77,6 +77,8 @@ def writes(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> A
                 write_to(sequence.request)
             for request in given.waiting():
                 write_to(request)
+            for request, _, _ in given.held_back:
+                write_to(request)
     return good(*arguments)
 
 

@@ -13,7 +13,7 @@ from scheduler_svc.policies.capacity.watermark import Watermark
 from scheduler_svc.policies.order.fcfs import FirstComeFirstServed
 from scheduler_svc.policies.preemption.last_in import LastIn
 from scheduler_svc.policies.presets import PRESETS
-from scheduler_svc.policies.registry import KINDS, build, choose, find
+from scheduler_svc.policies.registry import KINDS, build, check_given, choose, find
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -75,6 +75,27 @@ class StatesNonsense(CapacityPolicy):
         return Verdict.ADMIT
 
 
+class Moody(StatesNonsense):
+    asked = 0
+
+    @property
+    def reserves_prompt(self) -> bool:  # type: ignore[override]
+        Moody.asked += 1
+        if Moody.asked > 1:
+            raise RuntimeError("not today")
+        return False
+
+
+class Slotted(CapacityPolicy):
+    __slots__ = ("reserves_prompt",)
+
+    def __init__(self) -> None:
+        self.reserves_prompt = True  # type: ignore[misc]
+
+    def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
+        return Verdict.ADMIT
+
+
 class Sideways(LastIn):
     def __init__(self) -> None:
         super().__init__("sideways")  # type: ignore[arg-type]
@@ -123,6 +144,7 @@ def test_what_is_in_force_stays_but_for_what_is_changed() -> None:
         ),
         ({"capacity": own("Uncheckable")}, {"thing": 1}, r"options\.thing: its type, .* is none that can be checked"),
         ({"capacity": own("StatesNonsense")}, {}, r"capacity StatesNonsense: reserves_prompt is 'sometimes', none of "),
+        ({"capacity": own("Moody")}, {}, r"capacity Moody: reserves_prompt is <property object .*, none of "),
         ({"preemption": own("Sideways")}, {}, r"preemption Sideways: requeue is 'sideways', none of "),
         ({}, {"ageing_per_s": -1}, r"options\.ageing_per_s: Input should be greater than or equal to 0"),
     ],
@@ -130,3 +152,17 @@ def test_what_is_in_force_stays_but_for_what_is_changed() -> None:
 def test_what_is_wrong_is_named(overrides: dict[str, str], options: dict[str, Any], message: str) -> None:
     with pytest.raises(PolicyError, match=f"^{message}"):
         build(choose("", overrides, options))
+
+
+def test_what_is_stated_may_stand_in_a_slot() -> None:
+    assert build(choose("", {"capacity": own("Slotted")})).capacity.reserves_prompt
+
+
+def test_an_option_that_is_asked_for_has_to_be_somebodys() -> None:
+    """A scenario may bring options of another preset; a server's settings say what is meant for it."""
+    given = {"watermark": 0.5, "chunked_prefill": True}
+    choice = choose("sglang", options=given)
+    assert build(choice), "left out"
+    with pytest.raises(PolicyError, match=r"^options\.watermark: none of the four .* token-ratio \(init_new_token_"):
+        check_given(choice, given)
+    check_given(choice, {"chunked_prefill": True})

@@ -34,7 +34,7 @@ def params(max_tokens: int) -> SamplingParams:
 
 
 def system_with(policies: Any = None, max_loras: int = 0, **config: Any) -> tuple[LocalSystem, Client]:
-    system = LocalSystem(SchedulerConfig(max_loras=max_loras, **config), policies)
+    system = LocalSystem(SchedulerConfig(**config), policies)
     toy = ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=64)
     toy.registration.max_loras = max_loras
     system.attach(toy)
@@ -78,6 +78,26 @@ def test_a_batch_has_no_more_adapters_than_it_may() -> None:
         assert len(set(bound) - {""}) <= 2
         system.move(*moves[0])
     assert len(client.endings) == 5
+
+
+def test_each_worker_has_as_many_adapters_as_it_serves() -> None:
+    """One serves none, one a single one, one any: nobody's place is taken by an adapter on another worker."""
+    system = LocalSystem(SchedulerConfig())
+    for max_loras in (0, 1, 9):
+        toy = ToyWorker(block_size=4, num_blocks=64, max_num_seqs=2, max_batched_tokens=64)
+        toy.registration.max_loras = max_loras
+        system.attach(toy)
+    client, most = system.open("s"), dict.fromkeys((0, 1, 9), 0)
+    for handle, lora in enumerate(["u", "v", "w", "x", "y", "z"] * 2):
+        system.submit("s", handle, [9] * 6, params(6), lora=lora)
+    while moves := system.moves():
+        for worker in system.scheduler.workers.values():
+            limit, loras = worker.registration.max_loras, {request.lora for request in worker.bound}
+            assert len(loras) <= limit
+            most[limit] = max(most[limit], len(loras))
+        system.move(*moves[0])
+    assert most == {0: 0, 1: 1, 9: 2}
+    assert all(client.endings[handle].reason == LENGTH for handle in range(12))
 
 
 @pytest.mark.parametrize(
