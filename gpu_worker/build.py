@@ -58,7 +58,10 @@ def build_worker(
         layer = model.weights.layers[0]
         check_products(TiledProducts(), (layer.qkv, layer.output, layer.gate_up, layer.down, model.weights.head))
     max_model_len = _max_model_len(settings, model.config)
-    make = _RunnerMaker(settings, model, device, max_model_len, _flashinfer(settings, model, device))
+    flashinfer = _flashinfer(settings, model, device)
+    if flashinfer is None:
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each shape, and most steps have new ones
+    make = _RunnerMaker(settings, model, device, max_model_len, flashinfer)
     runner = make.runner(settings.num_blocks or make.num_blocks(), _num_host_blocks(settings, model))
     if make.graph_sizes:
         runner.capture_graphs(make.graph_sizes, CudaCapture(), capture_progress)

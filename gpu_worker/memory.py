@@ -19,6 +19,10 @@ from gpu_worker.sampling.prompt_scores import SCORER_BYTES_PER_LOGIT, rows_at_on
 SAMPLER_BYTES_PER_LOGIT = 6 * 4 + 4 * 8
 SAMPLER_BYTES_PER_ROW = 2**16 * (3 * 8 + 1)
 
+# What a graph takes at the least, for what FlashInfer plans with: 8 MiB for each kind of window. The allocator asks the
+# device for several of them at once, so that a single graph may seem to take nothing.
+MIN_GRAPH_BYTES = 2 * 8 * 2**20
+
 
 def kv_blocks_that_fit(
     total_bytes: int, free_bytes: int, needed_bytes: int, utilization: float, block_bytes: int
@@ -50,7 +54,7 @@ def bytes_for_steps(make_runner: Callable[[], ModelRunner], graph_sizes: list[in
         free: list[int] = []
         runner.capture_graphs(graph_sizes[-2:], CudaCapture(), lambda done, total: free.append(_free_bytes(device)))
         drops = [max(0, more - less) for more, less in pairwise(free)]
-        taken += free[0] - free[-1] + drops[-1] * (len(graph_sizes) - len(drops))
+        taken += free[0] - free[-1] + max(drops[-1], MIN_GRAPH_BYTES) * (len(graph_sizes) - len(drops))
     limits = runner.limits
     del runner
     gc.collect()

@@ -9,8 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpu_worker.device import upload
+from gpu_worker.device import pin, upload
 from gpu_worker.errors import DeviceError
+from gpu_worker.kv.rows import BlockRows
 from gpu_worker.kv.swap import SwapLane
 
 # Never granted to a sequence: padding reads it, so it must stay finite.
@@ -26,6 +27,7 @@ class KvPool:
     """
 
     storage: Tensor
+    rows: BlockRows
     host: Tensor
     lane: SwapLane | None  # None: there are no host blocks
 
@@ -59,8 +61,9 @@ class KvPool:
 
     def copy(self, sources: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -> None:
         """Block sources[i] to block targets[i], in every layer. No block stands in both."""
-        kv, device = self.storage.flatten(0, 1), self.storage.device
-        kv.index_copy_(1, upload(targets, device), kv.index_select(1, upload(sources, device)))
+        rows, device = self.rows, self.storage.device
+        content = rows.matrix.index_select(0, rows.of(upload(sources, device)))
+        rows.matrix.index_copy_(0, rows.of(upload(targets, device)), content)
 
     def swap_out(self, blocks: npt.NDArray[np.int32], host_blocks: npt.NDArray[np.int32]) -> None:
         """Block blocks[i], as it is now, to host block host_blocks[i]. Nobody waits for it, see kv/swap.py."""
@@ -75,7 +78,7 @@ class KvPool:
     def clear(self, block_ids: npt.NDArray[np.int32]) -> None:
         """Zeros into blocks that got a new owner. Attention reads a block's unused rest with weight 0, and 0 x NaN of
         whoever failed there before would be NaN."""
-        self.storage.flatten(0, 1).index_fill_(1, upload(block_ids, self.storage.device), 0)
+        self.rows.matrix.index_fill_(0, self.rows.of(upload(block_ids, self.storage.device)), 0)
 
 
 def allocate_pool(
@@ -93,12 +96,16 @@ def allocate_pool(
     storage = _zeros((2, num_layers, num_blocks + 1, *block), dtype, device)
     pinned = device.type == "cuda" and num_host_blocks > 0
     host = _zeros((num_host_blocks, 2 * num_layers, *block), dtype, torch.device("cpu"), pinned)
-    return KvPool(storage, host, SwapLane(storage.flatten(0, 1), host) if num_host_blocks else None)
+    rows = BlockRows(storage)
+    return KvPool(storage, rows, host, SwapLane(rows, host) if num_host_blocks else None)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pinned: bool = False) -> Tensor:
     try:
-        return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
+        tensor = torch.zeros(shape, dtype=dtype, device=device)
+        if pinned:
+            pin(tensor)
+        return tensor
     except (torch.OutOfMemoryError, RuntimeError) as error:
         needed_gib = torch.Size(shape).numel() * dtype.itemsize / 2**30
         raise DeviceError(f"no memory for a KV pool of {needed_gib:.2f} GiB on {device}: {error}") from error

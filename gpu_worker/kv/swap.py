@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.device import Fence, SideStream, upload
+from gpu_worker.kv.rows import BlockRows
 
 # Blocks that wait in one staging buffer.
 SWAP_BATCH_BLOCKS = 64
@@ -28,22 +29,23 @@ class SwapLane:
     its last reader is done, whichever stream that was on.
     """
 
-    def __init__(self, kv: Tensor, host: Tensor) -> None:
-        """kv: [2 * layers, blocks, ...]; host: [host blocks, 2 * layers, ...], at least one."""
-        self._kv, self._host = kv, host
+    def __init__(self, rows: BlockRows, host: Tensor) -> None:
+        """host: [host blocks, 2 * layers, ...], at least one."""
+        self._rows, self._host, self._device = rows, host, rows.matrix.device
         size = min(SWAP_BATCH_BLOCKS, len(host))
-        self._buffers = [torch.zeros(size, *host.shape[1:], dtype=kv.dtype, device=kv.device) for _ in range(2)]
-        self._free = [Fence(kv.device) for _ in range(2)]
-        self._filled = [Fence(kv.device) for _ in range(2)]
-        self._side = SideStream(kv.device)
+        self._buffers = [torch.zeros(size, *host.shape[1:], dtype=host.dtype, device=self._device) for _ in range(2)]
+        self._free = [Fence(self._device) for _ in range(2)]
+        self._filled = [Fence(self._device) for _ in range(2)]
+        self._side = SideStream(self._device)
         self._turn = 0
 
     def out(self, blocks: Int32s, places: Int32s) -> None:
-        """kv[:, blocks[i]] to host[places[i]]."""
-        for ids, targets in self._batches(blocks, places):
+        """Block blocks[i] to host[places[i]]."""
+        matrix = self._rows.matrix
+        for rows, targets in self._batches(blocks, places):
             staged, free, filled = self._next(len(targets))
             free.hold()
-            staged.copy_(self._kv.index_select(1, ids).transpose(0, 1))
+            torch.index_select(matrix, 0, rows, out=staged.view(len(rows), -1))
             filled.record()
             with self._side.use():
                 filled.hold()
@@ -52,8 +54,9 @@ class SwapLane:
                 free.record()
 
     def back(self, places: Int32s, blocks: Int32s) -> None:
-        """host[places[i]] to kv[:, blocks[i]]; what is queued from then on finds it there."""
-        for ids, sources in self._batches(blocks, places):
+        """host[places[i]] to block blocks[i]; what is queued from then on finds it there."""
+        matrix = self._rows.matrix
+        for rows, sources in self._batches(blocks, places):
             staged, free, filled = self._next(len(sources))
             with self._side.use():
                 free.hold()
@@ -61,7 +64,7 @@ class SwapLane:
                     block.copy_(self._host[source], non_blocking=True)
                 filled.record()
             filled.hold()
-            self._kv.index_copy_(1, ids, staged.transpose(0, 1))
+            matrix.index_copy_(0, rows, staged.view(len(rows), -1))
             free.record()
 
     def _next(self, count: int) -> tuple[Tensor, Fence, Fence]:
@@ -69,8 +72,8 @@ class SwapLane:
         return self._buffers[self._turn][:count], self._free[self._turn], self._filled[self._turn]
 
     def _batches(self, blocks: Int32s, places: Int32s) -> Iterator[tuple[Tensor, list[int]]]:
-        """Block ids on the device, and places in host memory."""
+        """Rows of the pool, and places in host memory."""
         size = len(self._buffers[0])
         for start in range(0, len(blocks), size):
             batch = slice(start, start + size)
-            yield upload(blocks[batch], self._kv.device), places[batch].tolist()
+            yield self._rows.of(upload(blocks[batch], self._device)), places[batch].tolist()

@@ -27,6 +27,9 @@ class Streams(TorchDispatchMode):
         if func in _WRITES:
             self.queue(lambda: func(*args, **(kwargs or {})))
             return args[0]
+        if func is _aten.index_select.out:
+            self.queue(lambda: func(*args, **kwargs))
+            return kwargs["out"]
         if func is _aten.index_select.default:
             source, dim, index = args
             out = source.new_empty([*source.shape[:dim], len(index), *source.shape[dim + 1 :]])

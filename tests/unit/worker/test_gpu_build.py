@@ -101,6 +101,8 @@ def test_torch_that_was_asked_for_needs_no_line() -> None:
 class TrialRunner:
     """Takes memory as a runner on a GPU does; `free` is what is left, in MiB."""
 
+    of_each_other_graph = 27
+
     def __init__(self, free: list[int]) -> None:
         self._free = free
         self.limits = SlotLimits(10, 64, 64, 16, 1, 1000, ())
@@ -113,12 +115,12 @@ class TrialRunner:
     def capture_graphs(self, sizes: list[int], capture: object, progress: Callable[[int, int], None]) -> None:
         for done, size in enumerate(sorted(sizes, reverse=True)):
             progress(done, len(sizes))
-            self._free[0] -= 50 if done == 0 else 7
+            self._free[0] -= 50 if done == 0 else self.of_each_other_graph
             self.captured.append(size)
         progress(len(sizes), len(sizes))
 
 
-@pytest.mark.parametrize(("sizes", "graphs_mib"), [([], 0), ([8], 50), ([4, 8], 57), ([1, 2, 4, 8], 50 + 3 * 7)])
+@pytest.mark.parametrize(("sizes", "graphs_mib"), [([], 0), ([8], 50), ([4, 8], 77), ([1, 2, 4, 8], 50 + 3 * 27)])
 def test_what_steps_take_is_what_a_trial_took(
     sizes: list[int], graphs_mib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +132,17 @@ def test_what_steps_take_is_what_a_trial_took(
     needed = memory.bytes_for_steps(lambda: TrialRunner(free), sizes, torch.device("cpu"))
     sampling = 10 * (memory.SAMPLER_BYTES_PER_LOGIT * 1000 + memory.SAMPLER_BYTES_PER_ROW)
     assert needed == ((400 + 300 + graphs_mib) << 20) + sampling
+
+
+def test_a_graph_that_found_room_in_what_the_allocator_had_counts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [5000]
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: free[0] << 20)
+    monkeypatch.setattr(memory, "CudaCapture", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(TrialRunner, "of_each_other_graph", 0)
+    alone = memory.bytes_for_steps(lambda: TrialRunner(free), [8], torch.device("cpu"))
+    needed = memory.bytes_for_steps(lambda: TrialRunner(free), [1, 2, 4, 8], torch.device("cpu"))
+    assert needed - alone == 2 * memory.MIN_GRAPH_BYTES  # of the two that are not tried
 
 
 def test_scoring_prompts_counts_where_it_takes_more_than_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
