@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from bench.gpu_load import Load, PlannedStep, Request
+from gpu_worker.inputs import StepInput
 from gpu_worker.runner import LaunchedStep, ModelRunner
+from gpu_worker.step_arrays import StepArrays
 
 WINDOW = 2
 WARM_STEPS = 8
@@ -58,7 +60,7 @@ class Measured:
     """One step of a run."""
 
     step: PlannedStep
-    began: Any  # the device comes to it
+    began: Any  # the device comes to its first kernel: the host has planned it, and the inputs are there
     ended: Any  # the device is done with all of it
     launched_s: float  # the host begins to launch it
     host_ms: float  # to launch it
@@ -68,6 +70,24 @@ class Measured:
 def play(runner: ModelRunner, requests: list[Request], concurrency: int, clock: Clock) -> list[Measured]:
     """Run the requests to their end."""
     runner.reset()
+    prepare, began = runner._prepare, list[Any]()
+
+    def prepare_and_stamp(arrays: StepArrays, captured: bool) -> StepInput:
+        prepared = prepare(arrays, captured)
+        began.append(clock.stamp())
+        return prepared
+
+    runner._prepare = prepare_and_stamp  # type: ignore[method-assign]
+    try:
+        return _play(runner, requests, concurrency, clock, began)
+    finally:
+        runner._prepare = prepare  # type: ignore[method-assign]
+
+
+def _play(
+    runner: ModelRunner, requests: list[Request], concurrency: int, clock: Clock, stamps: list[Any]
+) -> list[Measured]:
+    """`stamps` gets one of each step that computes anything."""
     in_flight: deque[tuple[PlannedStep, LaunchedStep, Any, Any, float, float]] = deque()
     measured = []
 
@@ -78,8 +98,9 @@ def play(runner: ModelRunner, requests: list[Request], concurrency: int, clock: 
 
     for step in Load(runner.limits, requests).steps(concurrency):
         launched_s = time.perf_counter()
-        began = clock.stamp()
+        stamps.clear()
         launched = runner.launch(step.plan)
+        began = stamps[0] if stamps else clock.stamp()
         in_flight.append((step, launched, began, clock.stamp(), launched_s, 1e3 * (time.perf_counter() - launched_s)))
         if len(in_flight) == WINDOW:
             finish()
@@ -90,7 +111,8 @@ def play(runner: ModelRunner, requests: list[Request], concurrency: int, clock: 
 
 
 def decode(runner: ModelRunner, batch: int, context_tokens: int, steps: int, clock: Clock) -> dict[str, Any]:
-    """A batch of decodes around `context_tokens`: the time of a step, and how much of it the device has nothing to do.
+    """A batch of decodes around `context_tokens`: the time of a step, and how much of it is no computation: from one
+    step's last kernel to the next one's first. That is idle time, but for zeros into new blocks and copies of inputs.
 
     The prompts' KV is what the pool happens to hold (zeros, or an earlier run's): attention takes as long with any."""
     half = (steps + WARM_STEPS) // 2
