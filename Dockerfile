@@ -54,7 +54,8 @@ FROM build AS worker-deps
 # cpu or cuda.
 ARG DEVICE=cpu
 # Package indexes that only you can name: PyTorch's for CPU builds (else the default index decides, and its Linux build
-# brings CUDA along), and FlashInfer's with kernels compiled beforehand (else they are compiled at the first start).
+# brings CUDA along), and FlashInfer's with kernels compiled beforehand (without it the base image needs nvcc and a C++
+# compiler, which compile them at the first start).
 ARG TORCH_CPU_INDEX=
 ARG FLASHINFER_INDEX=
 COPY --from=lists /build/lists/ ./
@@ -71,8 +72,12 @@ RUN set -e; install="pip --python /opt/venv/bin/python install -c constraints.tx
       $install -r gpu.txt; \
       /opt/venv/bin/python -c "import torch; assert torch.version.cuda, torch.__version__"; \
       version=$(/opt/venv/bin/python -c "from importlib.metadata import version; print(version('flashinfer-python'))"); \
-      [ -z "$FLASHINFER_INDEX" ] \
-        || $install --no-deps --index-url "$FLASHINFER_INDEX" "flashinfer-jit-cache==$version";; \
+      if [ -n "$FLASHINFER_INDEX" ]; then \
+        $install --no-deps --index-url "$FLASHINFER_INDEX" "flashinfer-jit-cache==$version"; \
+      elif ! command -v nvcc || ! command -v c++; then \
+        echo "DEVICE=cuda: FLASHINFER_INDEX (FlashInfer's index of compiled kernels), or a BASE_IMAGE with nvcc and c++" >&2; \
+        exit 1; \
+      fi;; \
     *) echo "DEVICE is cpu or cuda, not '$DEVICE'" >&2; exit 1;; \
     esac
 

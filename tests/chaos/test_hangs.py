@@ -38,7 +38,7 @@ RUNNING = "paceline_scheduler_num_requests_running"
 # Of which a prompt is computed in one step of several seconds.
 LARGE = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 512, "intermediate_size": 1408,
-    "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 4096,
+    "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 4096,
     "eos_token_id": 7,
 }  # fmt: skip
 # The scheduler last: who was frozen himself expects others to be late for a while (its link to the cache outlives it).

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # that it is a prototype
 def test_torch_sees_no_wait() -> None:
     """With everything that can be asked for; twice, so that nothing has to be set up any more."""
     controls = Controls(VOCAB, DEVICE)

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# On a borrowed GPU machine without a network, for a checkout that is not installed there (docs/worker.md):
+#
+#   scripts/gpu_lease.sh wheels TOOLS   here, beforehand: .whl/ with what the machine lacks. TOOLS has make_wheels.sh
+#   scripts/gpu_lease.sh check          there, 2 minutes: a few kernels, and whether a worker of full size starts
+#   scripts/gpu_lease.sh tests          there, up to 8 minutes: tests/gpu, a process for each file
+#   scripts/gpu_lease.sh bench          there, 5 minutes: one model; ARGS for bench.gpu behind it
+#
+# What comes of the last three is in $OUT.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+# The kernels that tests/gpu, the bench and models with heads of 64 or 128 need, with and without sliding windows.
+sets=core,d128,d64,swa_d128,swa_d64
+
+if [ "${1:-}" = wheels ]; then
+  set -e
+  "${2:?the folder with make_wheels.sh}/make_wheels.sh" --project . --aot "$sets"
+  for name in protobuf pydantic pydantic-core pydantic-settings annotated-types python-dotenv structlog orjson \
+    safetensors transformers PyYAML pytest pytest-asyncio pytest-timeout hypothesis; do
+    pin=$(grep -iE "^${name//-/[-_]}==" constraints.txt | sed 's/+.*//')
+    python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp -d .whl \
+      --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 "${pin:-$name}"
+  done
+  du -sh .whl
+  exit
+fi
+
+. .whl/env.sh || exit
+out=${OUT:?where the results go}
+export PYTHONPATH=$PWD:$PWD/protos:$PYTHONPATH
+export FLASHINFER_DISABLE_JIT=1  # a kernel that is missing fails at once, and is not compiled inside a test's time
+part=${1:-}; shift
+case $part in
+check)
+  timeout 90 python3 .whl/smoke.py --budget 60 --only env,norm,rope,act,append,decode,prefill_fa2,graph --out "$out/smoke.json"
+  timeout 120 python3 -m bench.gpu --models llama-3.1-8b --budget 75 --out "$out/start.json";;
+tests)
+  for name in kernels sampling model serving; do  # after an illegal access all else in a process fails
+    timeout 140 python3 -m pytest "tests/gpu/test_$name.py" -o filterwarnings=default -p no:cacheprovider --durations=8 \
+      --junitxml="$out/$name.xml" "$@" 2>&1 | tee "$out/$name.log"
+  done;;
+bench) timeout 590 python3 -m bench.gpu --models llama-3.1-8b --budget 280 --out "$out/gpu.json" "$@";;
+*) sed -n '2,9p' "$0" >&2; exit 2;;
+esac
