@@ -16,6 +16,7 @@ import itertools
 
 from scheduler_svc.core.policy import BatchPolicy, Verdict
 from scheduler_svc.core.step import Step
+from scheduler_svc.policies.batch.rules import may_cut
 from scheduler_svc.policies.options import Count, Positive
 
 
@@ -104,7 +105,7 @@ class PrefillFirst(BatchPolicy):
                 step.hold_back(request, Verdict.STOP, "budget", "nothing of it is left")
                 break
             tokens = step.uncached_tokens(request)
-            cut = self.chunked_prefill and not left.holds(tokens)
+            cut = not left.holds(tokens) and may_cut(step, tokens, self.chunked_prefill)
             if cut:
                 tokens = min(tokens, left.chunk_tokens // step.block_size * step.block_size or left.chunk_tokens)
             verdict = step.consider(request, tokens)
