@@ -11,7 +11,7 @@ from itertools import islice
 from scheduler_svc.core.policy import BatchPolicy, Verdict
 from scheduler_svc.core.step import Step
 from scheduler_svc.core.view import Running
-from scheduler_svc.policies.batch.rules import may_cut
+from scheduler_svc.policies.batch.rules import hold_back_after_preemption, may_cut
 from scheduler_svc.policies.options import Count
 
 
@@ -31,6 +31,7 @@ class DecodeFirst(BatchPolicy):
         self._longest_chunk = 0 if self._is_alone(step) else self.threshold
         self._run(step)
         if step.preempted:
+            hold_back_after_preemption(step)
             return
         for request in step.waiting():
             left = step.budget_tokens

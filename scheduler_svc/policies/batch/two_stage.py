@@ -80,15 +80,21 @@ class TwoStage(BatchPolicy):
         step.run_decodes()  # first, so that nobody who waits is offered the blocks that they grow by
         contexts = self._contexts(step)
         sizes = self._sizes(step, contexts)
+        reason, detail = "budget", "what is left is less than a chunk"
         if self._holds_back(step, sum(sizes)):
+            reason, detail = (
+                "batch-wait",
+                f"{sum(sizes)} tokens, for {self._next_waited} of {self.wait_iters} iterations",
+            )
             sizes = [0] * len(contexts)
         for context, size in zip(contexts, sizes, strict=True):
-            if not size:
-                continue
             if isinstance(context.item, Running):
-                step.run(context.item, size)
-            else:
+                if size:
+                    step.run(context.item, size)
+            elif size:
                 step.place(context.item, size)
+            else:
+                step.hold_back(context.item, Verdict.STOP, reason, detail)
 
     def _contexts(self, step: Step) -> list[Context]:
         """Prompts that fit the resources: what has begun goes on, then as many as the budget may have tokens for."""
