@@ -29,7 +29,15 @@ PRESETS: dict[str, Choice] = {
         "watermark",
         "prefill-first",
         "last-in",
-        {"watermark": 0.01, "chunked_prefill": False, "requeue": "front", "mode": "auto"},
+        {
+            "watermark": 0.01,
+            "chunked_prefill": False,
+            "max_prefill_tokens": 0,
+            "charges_blocks": False,
+            "closes_when_full": False,
+            "requeue": "front",
+            "mode": "auto",
+        },
     ),
     # vLLM V1 with its defaults.
     "vllm-v1": Choice("fcfs", "watermark", "decode-first", "last-in", {"watermark": 0.0, "requeue": "front"}),

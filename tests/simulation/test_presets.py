@@ -1,4 +1,6 @@
-"""Every preset on random scenarios: what holds whatever is decided (DESIGN §5), and that it is decided twice alike."""
+"""Every preset on random scenarios, alone and after one another: what holds whatever is decided (DESIGN §5), and that
+it is decided twice alike.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_svc.policies.presets import PRESETS
-from simulator.scenario import play
+from scheduler_svc.policies.registry import build, choose
+from simulator.scenario import Outcome, Run, Step
 from simulator.scenario_file import Scenario
 
 REQUEST = st.fixed_dictionaries(
@@ -29,7 +32,7 @@ REQUEST = st.fixed_dictionaries(
 @st.composite
 def scenarios(draw: st.DrawFn) -> dict[str, Any]:
     block_size = draw(st.sampled_from([1, 4, 16]))
-    budget = draw(st.sampled_from([16, 64, 256]))
+    budget = draw(st.sampled_from([4, 16, 64, 256]))  # also below a prompt, and below what a preempted one has grown to
     requests = []
     for i, fields in enumerate(draw(st.lists(REQUEST, min_size=1, max_size=12))):
         shared, family = min(fields.pop("shared"), fields["prompt_len"]), fields.pop("family")
@@ -43,17 +46,28 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         "max_model_len": 128,
         "prefix_caching": draw(st.booleans()),
         "requests": requests,
-        # Else a prompt longer than the budget could never run.
-        "options": {"chunked_prefill": True},
+        "options": draw(st.sampled_from([{}, {"chunked_prefill": False}, {"chunked_prefill": True}])),
     }
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@settings(max_examples=40, deadline=None)
-@given(scenario=scenarios())
-def test_every_request_ends_and_no_budget_is_exceeded(preset: str, scenario: dict[str, Any]) -> None:
-    file = Scenario.model_validate({**scenario, "preset": preset})
-    outcome = play(file)
+class ChangingRun(Run):
+    """Other presets are put in force in the middle, each before the step that is its key."""
+
+    def __init__(self, scenario: Scenario, changes: dict[int, str]) -> None:
+        super().__init__(scenario, scenario.policies())
+        self.changes = sorted(changes.items())
+
+    def _submit(self, step: Step) -> None:
+        super()._submit(step)
+        while self.changes and self.changes[0][0] <= step.step:
+            self.core.set_policies(build(choose(self.changes.pop(0)[1], options=self.scenario.options)))
+
+
+def check(scenario: dict[str, Any], changes: dict[int, str]) -> None:
+    def play() -> Outcome:
+        return ChangingRun(Scenario.model_validate(scenario), changes).play()  # raises what a policy raises
+
+    outcome = play()
     assert not outcome.stuck
     assert outcome.generated_tokens == {r["id"]: r["max_new_tokens"] for r in scenario["requests"]}
     finished = [name for step in outcome.steps for name in step.finished]
@@ -66,5 +80,23 @@ def test_every_request_ends_and_no_budget_is_exceeded(preset: str, scenario: dic
         assert step.running <= scenario["max_num_seqs"]
         assert 0 <= step.free_blocks <= scenario["num_blocks"]
         assert all(arrival[name] <= step.step for name in names)
-    again = play(Scenario.model_validate({**scenario, "preset": preset}))
-    assert again.as_json() == outcome.as_json()
+    assert play().as_json() == outcome.as_json()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@settings(max_examples=40, deadline=None)
+@given(scenario=scenarios())
+def test_every_request_ends_and_no_budget_is_exceeded(preset: str, scenario: dict[str, Any]) -> None:
+    check(scenario | {"preset": preset}, changes={})
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    scenario=scenarios(),
+    preset=st.sampled_from(list(PRESETS)),
+    changes=st.dictionaries(st.integers(1, 40), st.sampled_from(list(PRESETS)), min_size=1, max_size=4),
+)
+def test_also_if_the_preset_changes_in_the_middle(
+    scenario: dict[str, Any], preset: str, changes: dict[int, str]
+) -> None:
+    check(scenario | {"preset": preset}, changes)

@@ -11,6 +11,7 @@ from itertools import islice
 from scheduler_svc.core.policy import BatchPolicy, Verdict
 from scheduler_svc.core.step import Step
 from scheduler_svc.core.view import Running
+from scheduler_svc.policies.batch.rules import hold_back_after_preemption, may_cut
 from scheduler_svc.policies.options import Count
 
 
@@ -19,7 +20,8 @@ class DecodeFirst(BatchPolicy):
         self, chunked_prefill: bool = True, long_prefill_token_threshold: Count = 0, share_in_step: bool = True
     ) -> None:
         """No chunk is longer than the threshold (0: no limit), unless nobody else is there to profit. Without chunks a
-        prompt runs whole or waits. `share_in_step`: equal beginnings that come in together are computed once."""
+        prompt runs whole or waits (rules.py). `share_in_step`: equal beginnings that come in together are computed
+        once."""
         self.shares_in_step = share_in_step
         self.chunked_prefill = chunked_prefill
         self.threshold = long_prefill_token_threshold
@@ -29,6 +31,7 @@ class DecodeFirst(BatchPolicy):
         self._longest_chunk = 0 if self._is_alone(step) else self.threshold
         self._run(step)
         if step.preempted:
+            hold_back_after_preemption(step)
             return
         for request in step.waiting():
             left = step.budget_tokens
@@ -36,7 +39,7 @@ class DecodeFirst(BatchPolicy):
                 step.hold_back(request, Verdict.STOP, "budget", f"{step.max_batched_tokens} tokens are spent")
                 break
             tokens = self._limit(step.uncached_tokens(request))
-            if tokens > left and not self.chunked_prefill:
+            if tokens > left and not may_cut(step, tokens, self.chunked_prefill):
                 step.hold_back(request, Verdict.STOP, "budget", f"{tokens} tokens, {left} are left")
                 break
             if step.admit(request, min(tokens, left)) is Verdict.STOP:

@@ -6,29 +6,32 @@ followed the one before (SGLang's answer to starved decodes; 0: never waits).
 
 What was swapped out comes back beside the decodes, and until all of it is back nobody else comes in (vLLM V0).
 
-Once a waiting request was refused for want of room beside others that decode, nobody is offered a place until somebody
-has left (SGLang's `batch_is_full`).
+Two rules are SGLang's alone, and can be switched off. `closes_when_full`: once a waiting request was refused for want
+of room beside others that decode, nobody is offered a place until somebody has left (its `batch_is_full`); vLLM V0
+tries again in every step. `charges_blocks`: the budgets are charged in whole blocks; vLLM V0 counts tokens.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 
 from scheduler_svc.core.policy import BatchPolicy, Verdict
 from scheduler_svc.core.step import Step
-from scheduler_svc.policies.options import Count, Positive
+from scheduler_svc.policies.batch.rules import hold_back_after_preemption, hold_back_first, may_cut
+from scheduler_svc.policies.options import Count
 
 
 class Left:
-    """What is left of a step's budgets for prompts. They are charged in whole blocks.
+    """What is left of a step's budgets for prompts. They are charged in whole units: blocks, or tokens.
 
     A prompt may begin while anything is left of `prefill_tokens`; of `chunk_tokens` it gets no more than there is.
     """
 
-    def __init__(self, step: Step, prefill_tokens: int) -> None:
+    def __init__(self, step: Step, prefill_tokens: float, unit: int) -> None:
         self.chunk_tokens = step.budget_tokens
         self.prefill_tokens = prefill_tokens
-        self._block_size = step.block_size
+        self._unit = unit
 
     def __str__(self) -> str:
         return str(max(0, min(self.chunk_tokens, self.prefill_tokens)))
@@ -37,15 +40,18 @@ class Left:
     def is_spent(self) -> bool:
         return min(self.chunk_tokens, self.prefill_tokens) <= 0
 
-    def in_blocks(self, tokens: int) -> int:
-        return -(-tokens // self._block_size) * self._block_size
+    def in_units(self, tokens: int) -> int:
+        return -(-tokens // self._unit) * self._unit
 
     def holds(self, tokens: int) -> bool:
-        return self.in_blocks(tokens) <= self.chunk_tokens
+        return self.in_units(tokens) <= self.chunk_tokens
+
+    def largest_cut(self) -> int:
+        return self.chunk_tokens // self._unit * self._unit or self.chunk_tokens
 
     def spend(self, tokens: int) -> None:
-        self.chunk_tokens -= self.in_blocks(tokens)
-        self.prefill_tokens -= self.in_blocks(tokens)
+        self.chunk_tokens -= self.in_units(tokens)
+        self.prefill_tokens -= self.in_units(tokens)
 
 
 class PrefillFirst(BatchPolicy):
@@ -54,36 +60,52 @@ class PrefillFirst(BatchPolicy):
     def __init__(
         self,
         chunked_prefill: bool = True,
-        max_prefill_tokens: Positive = 16384,
+        max_prefill_tokens: Count = 16384,
         prefill_decode_interval: Count = 0,
+        charges_blocks: bool = True,
+        closes_when_full: bool = True,
     ) -> None:
+        """`max_prefill_tokens` 0: no limit but the step's budget."""
         self.chunked_prefill = chunked_prefill
-        self.max_prefill_tokens = max_prefill_tokens
+        self.max_prefill_tokens = max_prefill_tokens or math.inf
         self.interval = prefill_decode_interval
+        self.charges_blocks = charges_blocks
+        self.closes_when_full = closes_when_full
         # By worker: decode steps since the last prefill; how many had left when a request was refused.
         self._decodes_since: dict[int, int] = {}
         self._full_at: dict[int, int] = {}
 
     def compose(self, step: Step) -> None:
-        if not (step.num_decoding and self._decodes_since.get(step.worker_id, self.interval) < self.interval):
+        since = self._decodes_since.get(step.worker_id, self.interval)
+        if not (step.num_decoding and since < self.interval):
             self._prefill(step)
+        elif not step.num_swapped:
+            hold_back_first(step, "interval", f"{since} of {self.interval} decode steps since the last prompts")
         if step.budget_tokens == step.max_batched_tokens:
             step.run_decodes()
             self._take_back(step)
             if step.is_empty and step.num_swapped:  # capacity prefers others: then those
-                self._take_in(step, Left(step, self.max_prefill_tokens))
+                self._take_in(step, self._left(step))
+
+    def _left(self, step: Step) -> Left:
+        return Left(step, self.max_prefill_tokens, step.block_size if self.charges_blocks else 1)
 
     def _take_back(self, step: Step) -> None:
-        for request in itertools.islice(step.waiting(), step.num_swapped):
+        if not step.num_swapped:
+            return
+        waiting = step.waiting()
+        for request in itertools.islice(waiting, step.num_swapped):
             tokens = step.uncached_tokens(request)
             if tokens > step.budget_tokens:
                 step.hold_back(request, Verdict.STOP, "budget", f"{step.max_batched_tokens} tokens are spent")
-                break
+                return
             if step.admit(request, tokens) is Verdict.STOP:
-                break
+                return
+        if not step.is_empty and (first := next(waiting, None)) is not None:
+            step.hold_back(first, Verdict.STOP, "swapped", "what was swapped out comes back first")
 
     def _prefill(self, step: Step) -> None:
-        left = Left(step, self.max_prefill_tokens)
+        left = self._left(step)
         unfinished = False
         for sequence in step.prefills:
             if left.chunk_tokens > 0:
@@ -92,9 +114,17 @@ class PrefillFirst(BatchPolicy):
                 unfinished |= tokens < sequence.remaining_tokens
                 left.spend(tokens)
         full = step.num_running and self._full_at.get(step.worker_id) == step.num_departed
+        if unfinished:
+            hold_back_first(step, "prefill", "a prompt that is not finished goes first")
+        elif step.preempted:
+            hold_back_after_preemption(step)
+        elif step.num_swapped and step.runs_prefills:
+            hold_back_first(step, "swapped", "it comes back beside decodes, and this step runs prompts")
+        elif full:
+            hold_back_first(step, "full", "somebody was refused for want of room, and nobody has left since")
         if unfinished or step.preempted or step.num_swapped or full:
             return
-        if self._take_in(step, left) and step.num_decoding:
+        if self._take_in(step, left) and step.num_decoding and self.closes_when_full:
             self._full_at[step.worker_id] = step.num_departed
 
     def _take_in(self, step: Step, left: Left) -> bool:
@@ -104,15 +134,17 @@ class PrefillFirst(BatchPolicy):
                 step.hold_back(request, Verdict.STOP, "budget", "nothing of it is left")
                 break
             tokens = step.uncached_tokens(request)
-            cut = self.chunked_prefill and not left.holds(tokens)
+            cut = not left.holds(tokens) and may_cut(step, tokens, self.chunked_prefill)
             if cut:
-                tokens = min(tokens, left.chunk_tokens // step.block_size * step.block_size or left.chunk_tokens)
-            verdict = step.consider(request, tokens)
-            if verdict is Verdict.STOP:
-                return True
-            if verdict is Verdict.SKIP:
-                continue
-            if tokens > step.budget_tokens or not self._within(left, step, tokens):
+                tokens = min(tokens, left.largest_cut())
+            fits = tokens <= step.budget_tokens and self._within(left, step, tokens)
+            if fits or self.closes_when_full:  # who lacks room, too, closes the batch
+                verdict = step.consider(request, tokens)
+                if verdict is Verdict.STOP:
+                    return True
+                if verdict is Verdict.SKIP:
+                    continue
+            if not fits:
                 step.hold_back(request, Verdict.STOP, "budget", f"{tokens} tokens, {left} are left")
                 return False
             step.place(request, tokens)
@@ -123,7 +155,7 @@ class PrefillFirst(BatchPolicy):
 
     def _within(self, left: Left, step: Step, tokens: int) -> bool:
         """Without chunks, the first prompt may be longer than `max_prefill_tokens`: it would never get in."""
-        return self.chunked_prefill or not step.num_admissions or left.in_blocks(tokens) < left.prefill_tokens
+        return self.chunked_prefill or not step.num_admissions or left.in_units(tokens) < left.prefill_tokens
 
     def planned(self, step: Step) -> None:
         since = self._decodes_since.get(step.worker_id, self.interval)

@@ -1,9 +1,9 @@
 """TensorRT-LLM's second stage, the micro-batch: of those that may hold resources, who runs now.
 
-Every decode costs a token of the budget. Without chunks a prompt runs whole, and the first that does not fit ends the
-search. With chunks, decodes are charged first and the rest is shared out: first come, first served, or in equal
-progress, unit by unit. `batch_wait_iters` and `batch_wait_max_tokens_ratio` hold prefills back while decodes run,
-until enough of them have gathered.
+Every decode costs a token of the budget, and is charged first. Without chunks a prompt runs whole (rules.py says which
+cannot), and the first that does not fit ends the search. With chunks the rest of the budget is shared out: first come,
+first served, or in equal progress, unit by unit. `batch_wait_iters` and `batch_wait_max_tokens_ratio` hold prefills
+back while decodes run, until enough of them have gathered.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Literal
 from scheduler_svc.core.policy import BatchPolicy, Verdict
 from scheduler_svc.core.step import Step
 from scheduler_svc.core.view import RequestView, Running
+from scheduler_svc.policies.batch.rules import may_cut
 from scheduler_svc.policies.options import Amount, Count
 
 
@@ -50,6 +51,7 @@ class Context:
 
     item: Running | RequestView
     tokens: int
+    at_least: int  # it gets of the budget, if nothing holds prompts back: whoever comes behind it cannot have those
 
 
 class TwoStage(BatchPolicy):
@@ -75,67 +77,76 @@ class TwoStage(BatchPolicy):
         self._next_waited = 0
 
     def compose(self, step: Step) -> None:
-        decodes, contexts = self._candidates(step)
-        sizes = self._sizes(step, contexts, step.budget_tokens - len(decodes))
-        if self._holds_back(step, len(decodes), sum(sizes)):
+        step.run_decodes()  # first, so that nobody who waits is offered the blocks that they grow by
+        contexts = self._contexts(step)
+        sizes = self._sizes(step, contexts)
+        reason, detail = "budget", "what is left is less than a chunk"
+        if self._holds_back(step, sum(sizes)):
+            reason, detail = (
+                "batch-wait",
+                f"{sum(sizes)} tokens, for {self._next_waited} of {self.wait_iters} iterations",
+            )
             sizes = [0] * len(contexts)
-        if len(decodes) == step.num_decoding:
-            step.run_decodes()
-        else:
-            for sequence in decodes:
-                step.run(sequence, 1)
         for context, size in zip(contexts, sizes, strict=True):
-            if not size:
-                continue
             if isinstance(context.item, Running):
-                step.run(context.item, size)
-            else:
+                if size:
+                    step.run(context.item, size)
+            elif size:
                 step.place(context.item, size)
-
-    def _candidates(self, step: Step) -> tuple[list[Running], list[Context]]:
-        """Who fits the resources, and as many decodes and whole prompts as fit the budget."""
-        decodes: list[Running] = []
-        contexts: list[Context] = []
-        budget = step.budget_tokens
-        for sequence in step.running:
-            cost = 1 if sequence.is_decoding else 0 if self.chunked_prefill else sequence.remaining_tokens
-            if cost > budget:
-                return decodes, contexts
-            budget -= cost
-            if sequence.is_decoding:
-                decodes.append(sequence)
             else:
-                contexts.append(Context(sequence, sequence.remaining_tokens))
+                step.hold_back(context.item, Verdict.STOP, reason, detail)
+
+    def _contexts(self, step: Step) -> list[Context]:
+        """Prompts that fit the resources: what has begun goes on, then as many as the budget may have tokens for."""
+        contexts: list[Context] = []
+        left = step.budget_tokens
+        for sequence in step.prefills:
+            contexts.append(self._context(step, sequence, sequence.remaining_tokens, left))
+            left -= contexts[-1].at_least
         for request in step.waiting():
             tokens = step.uncached_tokens(request)
-            if tokens > budget and not self.chunked_prefill:
-                step.hold_back(request, Verdict.STOP, "budget", f"{tokens} tokens, {budget} are left")
+            if left <= 0 or (tokens > left and not may_cut(step, tokens, self.chunked_prefill)):
+                step.hold_back(request, Verdict.STOP, "budget", f"{tokens} tokens, {left} are left")
                 break
-            match step.consider(request, tokens):
+            context = self._context(step, request, tokens, left)
+            match step.consider(request, context.tokens):
                 case Verdict.STOP:
                     break
                 case Verdict.ADMIT:
-                    contexts.append(Context(request, tokens))
-                    budget -= 0 if self.chunked_prefill else tokens
-        return decodes, contexts
+                    contexts.append(context)
+                    left -= context.at_least
+        return contexts
 
-    def _sizes(self, step: Step, contexts: list[Context], capacity: int) -> list[int]:
-        tokens = [context.tokens for context in contexts]
-        longest = self.longest or step.max_batched_tokens
+    def _context(self, step: Step, item: Running | RequestView, tokens: int, left: int) -> Context:
+        if not self.chunked_prefill:
+            tokens = min(tokens, left)
+            return Context(item, tokens, tokens)
+        unit, longest = self._limits(step)
+        wanted = min(tokens, unit) if self.share_out is equal_progress else tokens
+        [at_least] = self.share_out([wanted], unit, left, longest)
+        return Context(item, tokens, at_least)
+
+    def _sizes(self, step: Step, contexts: list[Context]) -> list[int]:
+        tokens, capacity = [context.tokens for context in contexts], step.budget_tokens
+        unit, longest = self._limits(step)
         if not self.chunked_prefill or (sum(tokens) <= capacity and max(tokens, default=0) <= longest):
             return tokens
-        sizes = self.share_out(tokens, self.unit or step.block_size, capacity, longest)
+        sizes = self.share_out(tokens, unit, capacity, longest)
         if not any(sizes) and capacity == step.max_batched_tokens:
             sizes[0] = min(tokens[0], capacity, longest)  # not even a unit fits, and nothing else runs: never would
         return sizes
 
-    def _holds_back(self, step: Step, num_decodes: int, context_tokens: int) -> bool:
+    def _limits(self, step: Step) -> tuple[int, int]:
+        """The unit of a chunk, and the longest one."""
+        return self.unit or step.block_size, self.longest or step.max_batched_tokens
+
+    def _holds_back(self, step: Step, context_tokens: int) -> bool:
         waited = self._waited.get(step.worker_id, 0)
         self._next_waited = 0
-        if not (num_decodes and context_tokens):
+        if not (step.num_decoding and context_tokens):
             self._next_waited = waited
             return False
-        few = context_tokens + num_decodes < self.wait_ratio * step.max_batched_tokens
+        few = context_tokens + step.num_decoding < self.wait_ratio * step.max_batched_tokens
         if waited < self.wait_iters and few:
             self._next_waited = waited + 1
             return True

@@ -1,0 +1,27 @@
+"""What the batch policies have in common."""
+
+from __future__ import annotations
+
+from scheduler_svc.core.policy import Verdict
+from scheduler_svc.core.step import Step
+
+
+def may_cut(step: Step, num_tokens: int, chunked_prefill: bool) -> bool:
+    """Whether a prompt that waits, with so many tokens to compute, may run in pieces.
+
+    Without chunks it runs whole or waits, unless no step could ever hold it: then it takes what this one has left, and
+    goes on as any prompt that has begun. It may have been accepted while chunks were on, or have grown so long before
+    it was preempted, and nothing that was accepted is lost.
+    """
+    return chunked_prefill or num_tokens > step.max_batched_tokens
+
+
+def hold_back_first(step: Step, reason: str, detail: str) -> None:
+    """Nobody is offered a place in this step: the first one is told why, and who stands behind it waits for it."""
+    first = next(step.waiting(), None)
+    if first is not None:
+        step.hold_back(first, Verdict.STOP, reason, detail)
+
+
+def hold_back_after_preemption(step: Step) -> None:
+    hold_back_first(step, "preemption", f"{len(step.preempted)} had to give way in this step")

@@ -1,0 +1,81 @@
+"""Rules of vLLM V0 (shared/anchors/vllm.md §1.8) that its preset does not share with SGLang's. What SGLang does instead
+is beside each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.v1.inference_pb2 import SessionRequest
+from simulator.scenario import Outcome, Run, Scenario, Step, play
+
+
+def scenario(preset: str, requests: list[dict[str, Any]], **fields: Any) -> Scenario:
+    """Ten tokens in a block and no prefix cache, unless told."""
+    given: dict[str, Any] = {
+        "block_size": 10,
+        "num_blocks": 20,
+        "max_num_seqs": 8,
+        "max_batched_tokens": 8192,
+        "max_model_len": 40_000,
+        "prefix_caching": False,
+        "preset": preset,
+        "requests": [{"id": name, **request} for name, request in zip("abc", requests, strict=False)],
+    }
+    return Scenario(**given | fields)
+
+
+def run(preset: str, requests: list[dict[str, Any]], **fields: Any) -> Outcome:
+    return play(scenario(preset, requests, **fields))
+
+
+def tokens(outcome: Outcome, step: int) -> dict[str, int]:
+    return {row.id: row.tokens for row in outcome.steps[step].scheduled}
+
+
+def starts(outcome: Outcome) -> dict[str, int]:
+    first: dict[str, int] = {}
+    for step in outcome.steps:
+        for row in step.scheduled:
+            first.setdefault(row.id, step.step)
+    return first
+
+
+def test_the_budget_counts_tokens() -> None:
+    """SchedulingBudget.can_schedule: what is scheduled and what is new, in tokens, may be all of the budget."""
+    requests = [{"prompt_len": 11, "max_new_tokens": 3}, {"prompt_len": 9, "max_new_tokens": 3}]
+    assert tokens(run("vllm-v0", requests, max_batched_tokens=20), 0) == {"a": 11, "b": 9}
+    assert tokens(run("sglang", requests, max_batched_tokens=20), 0) == {"a": 11}, "two blocks, and none is left"
+
+
+def test_no_limit_to_prompts_but_the_budget() -> None:
+    requests = [{"prompt_len": 10_000, "max_new_tokens": 2}] * 3
+    pool = {"block_size": 16, "num_blocks": 5000, "max_batched_tokens": 40_000}
+    assert tokens(run("vllm-v0", requests, **pool), 0) == {"a": 10_000, "b": 10_000, "c": 10_000}
+    assert tokens(run("sglang", requests, **pool), 0) == {"a": 10_000, "b": 10_000}, "nothing is left of 16,384 tokens"
+
+
+class CancellingRun(Run):
+    """The second request is cancelled before step 5."""
+
+    def _submit(self, step: Step) -> None:
+        super()._submit(step)
+        if step.step == 5:
+            self.core.session_message("scenario", SessionRequest(cancels=[1]), 0.0)
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, 5), ({"closes_when_full": True}, 40)])
+def test_who_waits_is_tried_in_every_step(options: dict[str, Any], expected: int) -> None:
+    """_schedule_prefills looks at the queue whenever nothing is swapped out. Here its head is refused for want of
+    blocks, and what stands behind it would fit: it comes in as soon as the head is gone. SGLang looks again when
+    somebody has left the batch.
+    """
+    requests = [
+        {"prompt_len": 40, "max_new_tokens": 40},
+        {"prompt_len": 90, "max_new_tokens": 10, "arrive": 1},
+        {"prompt_len": 10, "max_new_tokens": 5, "arrive": 2},
+    ]
+    file = scenario("vllm-v0", requests, num_blocks=12, options=options)
+    assert starts(CancellingRun(file, file.policies()).play()) == {"a": 0, "c": expected}
