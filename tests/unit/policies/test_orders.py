@@ -1,0 +1,123 @@
+"""Order policies as the scheduler tells them what comes, goes, runs and stops."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.v1.common_pb2 import SamplingParams
+from scheduler_svc.core.policy import OrderPolicy
+from scheduler_svc.core.request import Match, Request
+from scheduler_svc.core.view import view_of
+from scheduler_svc.policies.order.dfs_weight import DepthFirstByWeight
+from scheduler_svc.policies.order.lpm import LongestPrefixMatch
+
+
+def request(seniority: int, tokens: list[int], cached: int = 0, arrival_s: float = 0.0, **fields: Any) -> Request:
+    prompt, sampling = np.array(tokens, np.int32).tobytes(), SamplingParams(max_tokens=4)
+    made = Request(seniority, "", seniority, str(seniority), prompt, bytearray(), sampling, arrival_s, **fields)
+    made.place, made.matches = seniority, {1: Match(cached)}
+    return made
+
+
+def wait(order: OrderPolicy, *requests: Request) -> None:
+    for one in requests:
+        order.add(view_of(one))
+
+
+def run(order: OrderPolicy, one: Request, now_s: float = 0.0) -> None:
+    """As Lifecycle.bind does."""
+    order.remove(view_of(one))
+    order.started(view_of(one))
+    if one.started_s is None:
+        one.started_s = now_s
+
+
+def serve(order: OrderPolicy, one: Request) -> None:
+    wait(order, one)
+    run(order, one)
+    order.stopped(view_of(one))
+
+
+def names(order: OrderPolicy) -> list[int]:
+    return [view.seniority for view in order.ordered(0.0)]
+
+
+# ── namespaces ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("field", ["lora", "cache_salt"])
+def test_lpm_holds_nobody_back_for_a_prefix_of_another_namespace(field: str) -> None:
+    order = LongestPrefixMatch()
+    wait(order, *(request(i, [7] * 100, **{field: name}) for i, name in enumerate("abab", 1)), request(5, [9] * 20))
+    assert names(order) == [1, 2, 5, 3, 4]
+
+
+@pytest.mark.parametrize("field", ["lora", "cache_salt"])
+def test_dfs_weight_counts_a_branch_by_namespace(field: str) -> None:
+    order = DepthFirstByWeight()
+    wait(order, *(request(i, [7] * 40, 32, **{field: name}) for i, name in enumerate("abab", 1)))
+    wait(order, *(request(i, [8] * 40, 32) for i in (5, 6, 7)))
+    assert names(order) == [5, 6, 7, 1, 3, 2, 4]
+
+
+# ── dfs-weight ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_dfs_weight_of_equal_branches_the_one_with_the_oldest_goes_first() -> None:
+    order = DepthFirstByWeight()
+    branches = [request(i, [i] * 40, 32) for i in range(1, 5)]
+    wait(order, *branches)
+    assert names(order) == [1, 2, 3, 4]
+    order.remove(view_of(branches[0]))
+    branches[0].place = 9
+    wait(order, branches[0])
+    assert names(order) == [2, 3, 4, 1], "by its place, which a preemption may have changed"
+
+
+def by_the_rule(requests: list[Request], depth: int = 0) -> list[int]:
+    """What dfs-weight says of requests that have all stood in the same branch down to `depth`, with strides of 1."""
+    own = [one for one in requests if one.best_matched_tokens == depth]
+    branches: dict[int, list[Request]] = {}
+    for one in requests:
+        if one.best_matched_tokens > depth:
+            branches.setdefault(int(np.frombuffer(one.prompt, np.int32)[depth]), []).append(one)
+    ranked = sorted(branches.values(), key=lambda branch: (-len(branch), min(one.place for one in branch)))
+    below = [seniority for branch in ranked for seniority in by_the_rule(branch, depth + 1)]
+    return below + [one.seniority for one in sorted(own, key=lambda one: one.place)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_dfs_weight_is_the_rule_whatever_has_come_and_gone(seed: int) -> None:
+    rng, order, waiting = random.Random(seed), DepthFirstByWeight(stride_tokens=1), dict[int, Request]()
+    places = itertools.count(1000)
+    for seniority in range(1, 200):
+        one = request(seniority, [rng.randrange(3) for _ in range(6)], rng.randrange(6))
+        wait(order, one)
+        waiting[seniority] = one
+        for event in ("remove", "rematch", "requeue"):
+            one = waiting[rng.choice(list(waiting))]
+            if event == "rematch":
+                one.matches = {1: Match(rng.randrange(6))}
+                order.rematched(view_of(one))
+            elif rng.random() < 0.5:
+                order.remove(view_of(one))
+                if event == "requeue" or len(waiting) < 2:
+                    one.place = rng.choice([next(places), -next(places)])
+                    wait(order, one)
+                else:
+                    del waiting[one.seniority]
+        assert names(order) == by_the_rule(list(waiting.values()))
+
+
+def test_dfs_weight_finds_the_oldest_at_any_depth() -> None:
+    """Below thousands of nodes, once the one that was the oldest of all of them has gone."""
+    order = DepthFirstByWeight(stride_tokens=1)
+    deep = [request(i, [7] * 5000 + [i], 5001) for i in (1, 3)]
+    wait(order, *deep, request(2, [8] * 5, 4))
+    order.remove(view_of(deep[0]))
+    assert names(order) == [2, 3]
