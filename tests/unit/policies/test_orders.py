@@ -15,6 +15,7 @@ from scheduler_svc.core.request import Match, Request
 from scheduler_svc.core.view import view_of
 from scheduler_svc.policies.order.dfs_weight import DepthFirstByWeight
 from scheduler_svc.policies.order.lpm import LongestPrefixMatch
+from scheduler_svc.policies.order.random import Random
 
 
 def request(seniority: int, tokens: list[int], cached: int = 0, arrival_s: float = 0.0, **fields: Any) -> Request:
@@ -121,3 +122,18 @@ def test_dfs_weight_finds_the_oldest_at_any_depth() -> None:
     wait(order, *deep, request(2, [8] * 5, 4))
     order.remove(view_of(deep[0]))
     assert names(order) == [2, 3]
+
+
+# ── random ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_random_orders_of_two_seeds_have_nothing_to_do_with_each_other() -> None:
+    drawn = []
+    for seed in range(6):
+        order = Random(seed)
+        wait(order, *(request(i, [1]) for i in range(1, 101)))
+        drawn.append({seniority: rank for rank, seniority in enumerate(names(order))})
+    pairs = list(itertools.combinations(range(1, 101), 2))
+    for one, other in itertools.combinations(drawn, 2):
+        alike = sum((one[a] < one[b]) == (other[a] < other[b]) for a, b in pairs)
+        assert 0.4 < alike / len(pairs) < 0.6
