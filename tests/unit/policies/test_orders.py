@@ -14,6 +14,7 @@ from scheduler_svc.core.policy import OrderPolicy
 from scheduler_svc.core.request import Match, Request
 from scheduler_svc.core.view import view_of
 from scheduler_svc.policies.order.dfs_weight import DepthFirstByWeight
+from scheduler_svc.policies.order.hrrn import HighestResponseRatioNext
 from scheduler_svc.policies.order.lpm import LongestPrefixMatch
 from scheduler_svc.policies.order.random import Random
 
@@ -137,3 +138,44 @@ def test_random_orders_of_two_seeds_have_nothing_to_do_with_each_other() -> None
     for one, other in itertools.combinations(drawn, 2):
         alike = sum((one[a] < one[b]) == (other[a] < other[b]) for a, b in pairs)
         assert 0.4 < alike / len(pairs) < 0.6
+
+
+# ── hrrn ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_hrrn_keeps_the_age_of_what_has_to_wait_again() -> None:
+    order, old = HighestResponseRatioNext(), request(1, [1] * 100)
+    wait(order, old)
+    for i in range(2, 12):
+        serve(order, request(i, [i] * 100))
+    run(order, old)
+    order.stopped(view_of(old))
+    wait(order, old, request(50, [50] * 50))
+    serve(order, request(51, [51] * 10))
+    assert names(order) == [1, 50], "1,010 tokens of age for 100 against 10 for 50"
+
+
+def test_hrrn_counts_what_is_refused_once() -> None:
+    order, refused = HighestResponseRatioNext(), request(1, [1] * 100)
+    long, short = request(2, [2] * 300), request(3, [3] * 5)
+    wait(order, long)
+    serve(order, request(9, [9] * 120))
+    wait(order, refused, short)
+    for _ in range(10):
+        run(order, refused)
+        order.stopped(view_of(refused))
+        wait(order, refused)
+    assert names(order) == [3, 1, 2], "100 were served since: 20 times 5, once 100, a third of 300"
+
+
+def test_hrrn_remembers_nobody_who_has_ended() -> None:
+    order = HighestResponseRatioNext()
+    for i in range(1, 1000):
+        serve(order, request(i, [i] * 10))
+        cancelled = request(i + 1000, [i] * 10)
+        wait(order, cancelled)
+        order.remove(view_of(cancelled))
+        assert names(order) == []
+    kept = [len(value) for value in vars(order).values() if isinstance(value, dict)]
+    assert kept
+    assert max(kept) == 0
