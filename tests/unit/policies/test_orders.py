@@ -13,6 +13,7 @@ from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.policy import OrderPolicy
 from scheduler_svc.core.request import Match, Request
 from scheduler_svc.core.view import view_of
+from scheduler_svc.policies.order.deadline import EarliestDeadlineFirst
 from scheduler_svc.policies.order.dfs_weight import DepthFirstByWeight
 from scheduler_svc.policies.order.hrrn import HighestResponseRatioNext
 from scheduler_svc.policies.order.lpm import LongestPrefixMatch
@@ -179,3 +180,54 @@ def test_hrrn_remembers_nobody_who_has_ended() -> None:
     kept = [len(value) for value in vars(order).values() if isinstance(value, dict)]
     assert kept
     assert max(kept) == 0
+
+
+# ── deadline ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def given_up(order: OrderPolicy, now_s: float) -> list[int]:
+    return [view.seniority for view in order.hopeless(now_s)]
+
+
+def test_deadline_gives_nobody_up_under_light_traffic() -> None:
+    """A short prompt every four seconds, and nothing waits between them: that says nothing of what a long one takes."""
+    order = EarliestDeadlineFirst()
+    for i in range(10):
+        short = request(i + 1, [1] * 20, deadline_s=4 * i + 100.0)
+        wait(order, short)
+        for k in range(16):
+            if k == 1:
+                run(order, short)
+            assert given_up(order, 4 * i + k / 4) == []
+    long = request(50, [1] * 1500, deadline_s=90.0)
+    wait(order, long)
+    for k in range(20):
+        assert given_up(order, 40 + k / 4) == []
+
+
+def test_deadline_gives_up_early_what_is_hopeless_when_there_is_always_somebody() -> None:
+    order, source = EarliestDeadlineFirst(), itertools.count(1)
+    queue = [request(next(source), [1] * 100, deadline_s=1000.0) for _ in range(100)]
+    wait(order, *queue)
+    hopeless, in_time = (request(i, [1] * 1000, deadline_s=5.0 + i) for i in (1001, 1010))
+    for tick in range(8):  # 400 tokens a second
+        now_s = tick / 4
+        if tick == 4:
+            hopeless.deadline_s, in_time.deadline_s = now_s + 2.0, now_s + 4.0
+            wait(order, hopeless, in_time)
+        expected = [1001] if tick >= 4 else []
+        assert given_up(order, now_s) == expected, f"at {now_s} s"
+        run(order, queue.pop())
+
+
+def test_deadline_starts_its_measurement_anew_when_nobody_waited() -> None:
+    """In all of its second somebody waits when it is asked, and one moment in between nobody did."""
+    order, one, other = EarliestDeadlineFirst(), request(1, [1] * 10), request(2, [1] * 10)
+    wait(order, one)
+    assert given_up(order, 0.0) == []
+    run(order, one)
+    wait(order, other, request(3, [1] * 1000, deadline_s=50.0))
+    assert given_up(order, 1.0) == []
+    run(order, other)
+    assert given_up(order, 1.9) == []
+    assert given_up(order, 2.0) == [3], "10 tokens in a second in which somebody always waited"
