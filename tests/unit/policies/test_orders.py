@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 
 from paceline.v1.common_pb2 import SamplingParams
-from scheduler_svc.core.policy import OrderPolicy
+from scheduler_svc.core.policy import OrderPolicy, PolicyError
 from scheduler_svc.core.request import Match, Request
 from scheduler_svc.core.view import view_of
 from scheduler_svc.policies.order.deadline import EarliestDeadlineFirst
 from scheduler_svc.policies.order.dfs_weight import DepthFirstByWeight
 from scheduler_svc.policies.order.hrrn import HighestResponseRatioNext
 from scheduler_svc.policies.order.lpm import LongestPrefixMatch
+from scheduler_svc.policies.order.priority import Priority
 from scheduler_svc.policies.order.random import Random
+from scheduler_svc.policies.registry import build, choose
 
 
 def request(seniority: int, tokens: list[int], cached: int = 0, arrival_s: float = 0.0, **fields: Any) -> Request:
@@ -231,3 +233,28 @@ def test_deadline_starts_its_measurement_anew_when_nobody_waited() -> None:
     run(order, other)
     assert given_up(order, 1.9) == []
     assert given_up(order, 2.0) == [3], "10 tokens in a second in which somebody always waited"
+
+
+# ── priority ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("order", "option", "value"),
+    [
+        ("priority", "ageing_per_s", 1e308),
+        ("deadline", "prefill_tokens_per_s", 1e308),
+        ("fair", "output_token_weight", 1e308),
+        ("fair", "tenant_weights", {"a": 1e308}),
+        ("fair", "tenant_weights", {"a": 1e-308}),
+    ],
+)
+def test_numbers_that_would_make_all_keys_infinite_are_refused(order: str, option: str, value: object) -> None:
+    with pytest.raises(PolicyError, match=f"options.{option}: Input should be (less|greater) than or equal to"):
+        build(choose(overrides={"order": order}, options={option: value}))
+
+
+def test_the_fastest_ageing_still_tells_arrivals_apart() -> None:
+    order = build(choose(overrides={"order": "priority"}, options={"ageing_per_s": 1e9})).order
+    assert isinstance(order, Priority)
+    wait(order, *(request(i, [1], arrival_s=1e6 - i, priority=i) for i in range(1, 5)))
+    assert names(order) == [4, 3, 2, 1]
