@@ -30,16 +30,6 @@ class Node:
         self.weight = 0  # requests here and below
         self.oldest: Age | None = None  # of these; None: not known
 
-    def add(self, age: Age) -> None:
-        if not self.weight or (self.oldest is not None and age < self.oldest):
-            self.oldest = age
-        self.weight += 1
-
-    def remove(self, age: Age) -> None:
-        if age == self.oldest:
-            self.oldest = None
-        self.weight -= 1
-
 
 class DepthFirstByWeight(OrderPolicy):
     def __init__(self, stride_tokens: Positive = 16) -> None:
@@ -63,7 +53,10 @@ class DepthFirstByWeight(OrderPolicy):
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = Node()
-            child.add(age)
+                child.oldest = age
+            elif child.oldest is not None and age < child.oldest:
+                child.oldest = age
+            child.weight += 1
             node = child
         node.requests[request.seniority] = request
         self._paths[request.seniority] = path
@@ -72,7 +65,9 @@ class DepthFirstByWeight(OrderPolicy):
         node, age = self._root, _age(request)
         for key in self._paths.pop(request.seniority):
             child = node.children[key]
-            child.remove(age)
+            if child.oldest == age:
+                child.oldest = None
+            child.weight -= 1
             if not child.weight:
                 del node.children[key]
             node = child
