@@ -2,8 +2,9 @@
 failed by the scheduler whatever the order. One that waits and cannot get its first token in time any more is given up
 here: at the best rate at which prompts have been taken up, its own would take longer than there is time.
 
-That rate says what can be done only if there was always something to do, so it is measured while somebody waits all the
-time. Before there has been such a time nobody is given up.
+That rate says what can be done only while prompts are what takes the time. So it is measured while somebody waits and
+some prompt is being computed, both all the time: a queue that is empty now and then shows what was asked for, and one
+that stands still while everything decodes shows what seats there are. Before there is a measurement nobody is given up.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ WINDOW_S = 1.0
 
 class EarliestDeadlineFirst(KeyedOrder):
     def __init__(self, prefill_tokens_per_s: Amount = 0.0) -> None:
-        """`prefill_tokens_per_s`: how fast a prompt is computed at best; 0: the best that was seen so far, while
-        somebody always waited."""
+        """`prefill_tokens_per_s`: how fast a prompt is computed at best; 0: the best that was measured so far."""
         super().__init__()
         self.prefill_tokens_per_s = prefill_tokens_per_s
         self._best_tokens_per_s = 0.0
-        self._began_s = math.nan  # the measurement: since then somebody has always waited
+        self._began_s = math.nan  # the measurement
         self._begun_tokens = 0
+        # What runs and has not generated anything since it began, with its output tokens then; by seniority.
+        self._computing: dict[int, tuple[RequestView, int]] = {}
 
     def key(self, request: RequestView) -> float:
         return request.deadline_s
@@ -39,6 +41,10 @@ class EarliestDeadlineFirst(KeyedOrder):
 
     def started(self, request: RequestView) -> None:
         self._begun_tokens += _uncached_tokens(request)
+        self._computing[request.seniority] = request, request.num_output_tokens
+
+    def stopped(self, request: RequestView) -> None:
+        self._computing.pop(request.seniority, None)
 
     def hopeless(self, now_s: float) -> Iterator[RequestView]:
         rate = self.prefill_tokens_per_s or self._measure(now_s)
@@ -49,7 +55,11 @@ class EarliestDeadlineFirst(KeyedOrder):
                 yield request
 
     def _measure(self, now_s: float) -> float:
-        if not self._entries:
+        for seniority, (request, num_output_tokens) in list(self._computing.items()):
+            if request.num_output_tokens != num_output_tokens:
+                del self._computing[seniority]
+        if not (self._entries and self._computing):
+            self._began_s = math.nan
             return self._best_tokens_per_s
         if math.isnan(self._began_s):
             self._began_s, self._begun_tokens = now_s, 0

@@ -207,31 +207,52 @@ def test_deadline_gives_nobody_up_under_light_traffic() -> None:
         assert given_up(order, 40 + k / 4) == []
 
 
-def test_deadline_gives_up_early_what_is_hopeless_when_there_is_always_somebody() -> None:
-    order, source = EarliestDeadlineFirst(), itertools.count(1)
-    queue = [request(next(source), [1] * 100, deadline_s=1000.0) for _ in range(100)]
-    wait(order, *queue)
-    hopeless, in_time = (request(i, [1] * 1000, deadline_s=5.0 + i) for i in (1001, 1010))
-    for tick in range(8):  # 400 tokens a second
-        now_s = tick / 4
-        if tick == 4:
-            hopeless.deadline_s, in_time.deadline_s = now_s + 2.0, now_s + 4.0
-            wait(order, hopeless, in_time)
-        expected = [1001] if tick >= 4 else []
-        assert given_up(order, now_s) == expected, f"at {now_s} s"
+def test_deadline_gives_nobody_up_because_seats_are_short() -> None:
+    """One seat, a prompt of twenty tokens each five seconds, and always somebody who waits: for four of them because
+    the seat's owner decodes."""
+    order = EarliestDeadlineFirst()
+    queue = [request(i, [1] * 20, deadline_s=200.0) for i in range(1, 12)]
+    wait(order, *queue, request(50, [1] * 1500, deadline_s=90.0))
+    running: Request | None = None
+    for tick in range(200):
+        if tick % 20 == 0:
+            if running is not None:
+                order.stopped(view_of(running))
+            running = queue.pop(0)
+            run(order, running)
+        elif tick % 4 == 0 and running is not None:
+            running.add_output(bytes(4))
+        assert given_up(order, tick / 4) == []
+
+
+def test_deadline_gives_up_early_what_is_hopeless_when_there_is_always_a_prompt_to_compute() -> None:
+    order = EarliestDeadlineFirst()
+    queue = [request(i, [1] * 100, deadline_s=1000.0) for i in range(1, 100)]
+    hopeless, in_time = (request(i, [1] * 1000, deadline_s=1000.0) for i in (1001, 1002))
+    wait(order, *queue, hopeless, in_time)
+    for tick in range(12):  # 400 tokens a second
         run(order, queue.pop())
+        now_s = tick / 4
+        if tick == 5:
+            for one, left_s in (hopeless, 2.0), (in_time, 5.0):
+                order.remove(view_of(one))
+                one.deadline_s = now_s + left_s
+                wait(order, one)
+        assert given_up(order, now_s) == ([1001] if tick >= 5 else []), f"at {now_s} s"
 
 
-def test_deadline_starts_its_measurement_anew_when_nobody_waited() -> None:
-    """In all of its second somebody waits when it is asked, and one moment in between nobody did."""
-    order, one, other = EarliestDeadlineFirst(), request(1, [1] * 10), request(2, [1] * 10)
-    wait(order, one)
-    assert given_up(order, 0.0) == []
+def test_deadline_measures_anew_when_nobody_waited_for_a_moment() -> None:
+    order = EarliestDeadlineFirst()
+    one, other, late = request(1, [1] * 10), request(2, [1] * 10), request(3, [1] * 1000, deadline_s=50.0)
+    wait(order, one, other)
     run(order, one)
-    wait(order, other, request(3, [1] * 1000, deadline_s=50.0))
-    assert given_up(order, 1.0) == []
+    assert given_up(order, 0.0) == []
     run(order, other)
+    last = request(4, [1] * 10)
+    wait(order, late, last)
+    assert given_up(order, 1.0) == []
     assert given_up(order, 1.9) == []
+    run(order, last)
     assert given_up(order, 2.0) == [3], "10 tokens in a second in which somebody always waited"
 
 
