@@ -139,6 +139,11 @@ class Request:
         return self.max_total_tokens - self.num_prompt_tokens
 
     @property
+    def namespace(self) -> tuple[str, str]:
+        """Of its blocks: no other request shares them unless its adapter and salt are the same."""
+        return self.lora, self.cache_salt
+
+    @property
     def token_ids(self) -> bytes:
         return self.prompt + self.output if self.output else self.prompt
 

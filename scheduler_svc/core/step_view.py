@@ -273,7 +273,8 @@ class StepView:
         computing: list[RequestView | Request] = [sequence.request for sequence in self.prefills]
         if wanted < request.num_tokens:  # else that block may well be cached, and not reused for its last token
             computing += [*(admission.request for admission in self._considered.values()), *others]
-        return any(other.token_ids.startswith(beginning) for other in computing)
+        own = request.namespace
+        return any(other.token_ids.startswith(beginning) and other.namespace == own for other in computing)
 
     def _shared_tokens(self, request: Request, on_device: int, live: int) -> int:
         """The longest beginning of whole blocks that is cached on the device and live, or of what was considered before
@@ -282,10 +283,12 @@ class StepView:
         for admission in self._considered.values():
             if live >= on_device:
                 break
-            others = admission.request.token_ids
+            other, others = admission.request, admission.request.token_ids
             if not others.startswith(tokens[: (live + block_size) * TOKEN_BYTES]):
                 continue
-            longest = min(self._device_tokens(admission.request.match_on(self._worker.id)), on_device)
+            if other.namespace != request.namespace:
+                continue
+            longest = min(self._device_tokens(other.match_on(self._worker.id)), on_device)
             live = _common_blocks(others, tokens, live, longest, block_size)
         return live
 
@@ -300,15 +303,12 @@ class StepView:
             if num_computed <= shared or not others.startswith(wanted, shared * TOKEN_BYTES):
                 continue
             end = min(whole, num_computed // block_size * block_size)
-            if end > shared and _alike(other, request) and others.startswith(tokens[: shared * TOKEN_BYTES]):
+            if end <= shared or other.namespace != request.namespace:
+                continue
+            if others.startswith(tokens[: shared * TOKEN_BYTES]):
                 shared = _common_blocks(others, tokens, shared, end, block_size)
                 wanted = tokens[shared * TOKEN_BYTES : (shared + block_size) * TOKEN_BYTES]
         return shared if shared > on_device else 0
-
-
-def _alike(one: Request, other: Request) -> bool:
-    """Whether their blocks are of one namespace."""
-    return one.lora == other.lora and one.cache_salt == other.cache_salt
 
 
 def _common_blocks(others: bytes, tokens: bytes, low: int, high: int, block_size: int) -> int:

@@ -53,6 +53,11 @@ class RequestView:
         return self._request.lora
 
     @property
+    def namespace(self) -> tuple[str, str]:
+        """Adapter and salt: only requests of one namespace can share what is cached, however equal their tokens."""
+        return self._request.namespace
+
+    @property
     def priority(self) -> float:
         """Larger is more urgent."""
         return self._request.priority

@@ -11,7 +11,8 @@ MOST = 2**31 - 1  # of whatever is counted in tokens or steps, so that NumPy can
 Count = Annotated[int, Field(ge=0, le=MOST)]
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 AtLeastMinusOne = Annotated[int, Field(ge=-1, le=MOST)]
-Amount = Annotated[float, Field(ge=0)]
-PositiveAmount = Annotated[float, Field(gt=0)]
+# Far from the ends of floating point, so that sums and quotients of them stay finite and different ones stay different.
+Amount = Annotated[float, Field(ge=0, le=1e9)]
+PositiveAmount = Annotated[float, Field(ge=1e-9, le=1e9)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]

@@ -1,6 +1,10 @@
 """Earliest deadline first (Liu and Layland 1973); without a deadline last. A request whose deadline has passed is
 failed by the scheduler whatever the order. One that waits and cannot get its first token in time any more is given up
 here: at the best rate at which prompts have been taken up, its own would take longer than there is time.
+
+That rate says what can be done only while prompts are what takes the time. So it is measured while somebody waits and
+some prompt is being computed, both all the time: a queue that is empty now and then shows what was asked for, and one
+that stands still while everything decodes shows what seats there are. Before there is a measurement nobody is given up.
 """
 
 from __future__ import annotations
@@ -18,18 +22,29 @@ WINDOW_S = 1.0
 
 class EarliestDeadlineFirst(KeyedOrder):
     def __init__(self, prefill_tokens_per_s: Amount = 0.0) -> None:
-        """`prefill_tokens_per_s`: how fast a prompt is computed at best; 0: the best that was seen so far."""
+        """`prefill_tokens_per_s`: how fast a prompt is computed at best; 0: the best that was measured so far."""
         super().__init__()
         self.prefill_tokens_per_s = prefill_tokens_per_s
         self._best_tokens_per_s = 0.0
-        self._began_s = math.nan
+        self._began_s = math.nan  # the measurement
         self._begun_tokens = 0
+        # What runs and has not generated anything since it began, with its output tokens then; by seniority.
+        self._computing: dict[int, tuple[RequestView, int]] = {}
 
     def key(self, request: RequestView) -> float:
         return request.deadline_s
 
+    def remove(self, request: RequestView) -> None:
+        super().remove(request)
+        if not self._entries:
+            self._began_s = math.nan
+
     def started(self, request: RequestView) -> None:
         self._begun_tokens += _uncached_tokens(request)
+        self._computing[request.seniority] = request, request.num_output_tokens
+
+    def stopped(self, request: RequestView) -> None:
+        self._computing.pop(request.seniority, None)
 
     def hopeless(self, now_s: float) -> Iterator[RequestView]:
         rate = self.prefill_tokens_per_s or self._measure(now_s)
@@ -40,6 +55,12 @@ class EarliestDeadlineFirst(KeyedOrder):
                 yield request
 
     def _measure(self, now_s: float) -> float:
+        for seniority, (request, num_output_tokens) in list(self._computing.items()):
+            if request.num_output_tokens != num_output_tokens:
+                del self._computing[seniority]
+        if not (self._entries and self._computing):
+            self._began_s = math.nan
+            return self._best_tokens_per_s
         if math.isnan(self._began_s):
             self._began_s, self._begun_tokens = now_s, 0
         elapsed_s = now_s - self._began_s

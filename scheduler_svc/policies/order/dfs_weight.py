@@ -1,27 +1,34 @@
 """Depth first through the prefix tree, the child with most waiting requests below it first (SGLang `dfs-weight`):
-what shares a prefix is served together while the prefix is cached.
+what shares a prefix is served together while the prefix is cached. Of children of equal weight, the one with the oldest
+request goes first, so that nobody starves behind branches that are new.
 
-The tree is that of the matches of waiting requests, kept as they come, go and change: O(matched blocks) each, and a
-pass visits only what is asked for.
+The tree is that of the matches of waiting requests, kept as they come, go and change: O(matched blocks) each. A pass
+sorts the children of the nodes that it comes through, and no others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from scheduler_svc.core.policy import OrderPolicy
 from scheduler_svc.core.request import TOKEN_BYTES
 from scheduler_svc.core.view import RequestView
 from scheduler_svc.policies.options import Positive
 
+# Of a child: its tokens, and on the first level the namespace, since below it there is one only.
+Key = bytes | tuple[tuple[str, str], bytes]
+Age = tuple[int, int]  # place and seniority
+
 
 class Node:
-    __slots__ = ("children", "requests", "weight")
+    __slots__ = ("children", "oldest", "requests", "weight")
 
     def __init__(self) -> None:
-        self.children: dict[bytes, Node] = {}
+        self.children: dict[Key, Node] = {}
         self.requests: dict[int, RequestView] = {}  # that match up to here and no further, by seniority
         self.weight = 0  # requests here and below
+        self.oldest: Age | None = None  # of these; None: not known
 
 
 class DepthFirstByWeight(OrderPolicy):
@@ -29,27 +36,37 @@ class DepthFirstByWeight(OrderPolicy):
         """`stride_tokens`: the grain at which prefixes are told apart; the block size is the natural one."""
         self._stride_bytes = stride_tokens * TOKEN_BYTES
         self._root = Node()
-        self._paths: dict[int, list[bytes]] = {}
+        self._paths: dict[int, list[Key]] = {}
 
-    def _path(self, request: RequestView) -> list[bytes]:
+    def _path(self, request: RequestView) -> list[Key]:
         matched_bytes, stride = request.best_matched_tokens * TOKEN_BYTES, self._stride_bytes
         tokens = request.token_ids
-        return [tokens[i : i + stride] for i in range(0, matched_bytes - stride + 1, stride)]
+        path: list[Key] = [tokens[i : i + stride] for i in range(0, matched_bytes - stride + 1, stride)]
+        if path:
+            path[0] = request.namespace, tokens[:stride]
+        return path
 
     def add(self, request: RequestView) -> None:
-        path = self._paths[request.seniority] = self._path(request)
+        path, age = self._path(request), _age(request)
         node = self._root
-        node.weight += 1
         for key in path:
-            node = node.children.setdefault(key, Node())
-            node.weight += 1
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = Node()
+                child.oldest = age
+            elif child.oldest is not None and age < child.oldest:
+                child.oldest = age
+            child.weight += 1
+            node = child
         node.requests[request.seniority] = request
+        self._paths[request.seniority] = path
 
     def remove(self, request: RequestView) -> None:
-        node = self._root
-        node.weight -= 1
+        node, age = self._root, _age(request)
         for key in self._paths.pop(request.seniority):
             child = node.children[key]
+            if child.oldest == age:
+                child.oldest = None
             child.weight -= 1
             if not child.weight:
                 del node.children[key]
@@ -68,7 +85,32 @@ class DepthFirstByWeight(OrderPolicy):
             if not isinstance(top, Node):
                 yield top
                 continue
-            own = sorted(top.requests.values(), key=lambda request: (request.place, request.seniority))
-            stack += reversed(own)  # after everything below
-            children = sorted(top.children.values(), key=lambda child: child.weight)
+            own = sorted(top.requests.values(), key=_age, reverse=True)
+            stack += own  # after everything below
+            children = list(top.children.values())
+            if len(children) > 1:
+                for child in children:
+                    if child.oldest is None:
+                        _find_oldest(child)
+                children.sort(key=attrgetter("oldest"), reverse=True)
+                children.sort(key=attrgetter("weight"))
             stack += children
+
+
+def _age(request: RequestView) -> Age:
+    return request.place, request.seniority
+
+
+def _find_oldest(node: Node) -> None:
+    """Of the node, and for that of those below it of which it is not known. A path may be thousands of nodes long, too
+    long to recurse."""
+    stack = [node]
+    while stack:
+        top = stack[-1]
+        unknown = [child for child in top.children.values() if child.oldest is None]
+        if unknown:
+            stack += unknown
+            continue
+        stack.pop()
+        ages = [child.oldest for child in top.children.values() if child.oldest is not None]
+        top.oldest = min(ages + [_age(request) for request in top.requests.values()])

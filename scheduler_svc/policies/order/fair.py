@@ -1,8 +1,10 @@
 """Fair among tenants: the one that was served least goes next (virtual token counter, Sheng et al., OSDI 2024).
 
 A tenant's counter grows by the prompt tokens it gets computed and, weighted, by the tokens it gets generated, over its
-weight. A tenant that comes, or comes back from idleness, is lifted to the lowest counter of those that are busy, or if
-nobody is to that of the last one that was, so that it cannot claim what it did not use before.
+weight. A prompt is charged when its request first runs, and never again: what is computed anew after a preemption is
+not the doing of the tenant that was pushed out. A tenant that comes, or comes back from idleness, is lifted to the
+lowest counter of those that are busy, or if nobody is to that of the last one that was, so that it cannot claim what it
+did not use before.
 
 Within a tenant, first come, first served.
 
@@ -100,6 +102,8 @@ class FairAmongTenants(OrderPolicy):
                 heapq.heappush(heap, (counter + self._prompt_cost(request, self.busy[name]), name, requests))
 
     def _prompt_cost(self, request: RequestView, tenant: Tenant) -> float:
+        if request.started_s is not None:  # and has been paid for then
+            return 0.0
         return (request.num_tokens - request.best_matched_tokens) / tenant.weight
 
     def _charge_output(self, tenant: Tenant) -> None:

@@ -2,7 +2,9 @@
 compute).
 
 The clock is the work admitted so far, so short requests go first and nobody waits for ever. What is cached whole goes
-before all.
+before all. A request counts on the clock when it first runs, and keeps its age when it has to wait again.
+
+All ratios change with the clock, each at a rate of its own, so a pass looks at everything that waits.
 """
 
 from __future__ import annotations
@@ -28,20 +30,34 @@ class HighestResponseRatioNext(OrderPolicy):
     def __init__(self) -> None:
         self._served_tokens = 0
         self._entries: dict[int, Entry] = {}  # by seniority
+        # When they arrived: who was removed last, since it may have been to run; who runs; and who ran until just now.
+        self._removed: tuple[int, int] = (0, 0)  # seniority, arrival
+        self._running: dict[int, int] = {}
+        self._stopped: dict[int, int] = {}
 
     def add(self, request: RequestView) -> None:
-        self._entries[request.seniority] = Entry(request, self._served_tokens, request.place, _uncached(request))
+        seniority = request.seniority
+        arrived_at = self._stopped.pop(seniority, self._served_tokens)
+        self._entries[seniority] = Entry(request, arrived_at, request.place, _uncached(request))
 
     def remove(self, request: RequestView) -> None:
-        del self._entries[request.seniority]
+        self._removed = request.seniority, self._entries.pop(request.seniority).arrived_at
 
     def rematched(self, request: RequestView) -> None:
         self._entries[request.seniority].uncached_tokens = _uncached(request)
 
     def started(self, request: RequestView) -> None:
-        self._served_tokens += max(1, _uncached(request))
+        seniority, arrived_at = self._removed
+        # One that ran before this order was chosen has never been added.
+        self._running[request.seniority] = arrived_at if seniority == request.seniority else self._served_tokens
+        if request.started_s is None:
+            self._served_tokens += max(1, _uncached(request))
+
+    def stopped(self, request: RequestView) -> None:
+        self._stopped[request.seniority] = self._running.pop(request.seniority, self._served_tokens)
 
     def ordered(self, now_s: float) -> Iterator[RequestView]:
+        self._stopped.clear()  # who has not been added again has ended
         served = self._served_tokens
         ranked = sorted(
             ((entry.arrived_at - served) / entry.uncached_tokens, entry.place, seniority)

@@ -4,8 +4,8 @@ computed yet, one goes first and the others wait behind everything, so that they
 SGLang matches every waiting request anew in every pass and builds a throw-away tree of those that match little; above
 128 waiting it gives up and becomes fcfs. Here a request is matched on arrival and moves when the cache reports a
 change. And the tree comes down to groups: a request meets an earlier one's first `in_batch_deprioritize_threshold`
-tokens in that tree exactly if its own are equal, so the first request of each group of equal beginnings is its
-leader, and the rest are deprioritised. Everything is O(log waiting), at any length of the queue.
+tokens in that tree exactly if its own are equal and of the same namespace, so the first request of each group of equal
+beginnings is its leader, and the rest are deprioritised. Everything is O(log waiting), at any length of the queue.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from scheduler_svc.core.request import TOKEN_BYTES
 from scheduler_svc.core.view import RequestView
 from scheduler_svc.policies.options import AtLeastMinusOne, Count
 
+# What requests have in common that could share it: namespace and tokens.
+Beginning = tuple[tuple[str, str], bytes]
+
 
 class LongestPrefixMatch(KeyedOrder):
     def __init__(
@@ -26,17 +29,19 @@ class LongestPrefixMatch(KeyedOrder):
         super().__init__()
         self.check_threshold = in_batch_check_threshold
         self.beginning_bytes = max(1, in_batch_deprioritize_threshold) * TOKEN_BYTES
-        self._groups: dict[bytes, SortedDict[tuple[int, int], RequestView]] = {}
-        self._group_of: dict[int, bytes] = {}  # by seniority
+        self._groups: dict[Beginning, SortedDict[tuple[int, int], RequestView]] = {}
+        self._group_of: dict[int, Beginning] = {}  # by seniority
 
     def key(self, request: RequestView) -> tuple[bool, int]:
-        group = self._groups.get(self._group_of.get(request.seniority, b""))
+        beginning = self._group_of.get(request.seniority)
+        group = None if beginning is None else self._groups.get(beginning)
         follows = group is not None and group.peekitem(0)[1] != request
         return (follows, -request.best_matched_tokens)
 
     def add(self, request: RequestView) -> None:
-        beginning = request.token_ids[: self.beginning_bytes]
-        if request.best_matched_tokens <= self.check_threshold and len(beginning) == self.beginning_bytes:
+        tokens = request.token_ids[: self.beginning_bytes]
+        if request.best_matched_tokens <= self.check_threshold and len(tokens) == self.beginning_bytes:
+            beginning = request.namespace, tokens
             group = self._groups.setdefault(beginning, SortedDict())
             led_before = group.peekitem(0)[1] if group else None
             group[request.place, request.seniority] = request

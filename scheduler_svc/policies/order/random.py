@@ -4,7 +4,7 @@ once).
 
 from __future__ import annotations
 
-import zlib
+from hashlib import blake2b
 
 from scheduler_svc.core.policy import KeyedOrder
 from scheduler_svc.core.view import RequestView
@@ -15,5 +15,6 @@ class Random(KeyedOrder):
         super().__init__()
         self.seed = seed
 
-    def key(self, request: RequestView) -> int:
-        return zlib.crc32(f"{self.seed} {request.seniority}".encode())
+    def key(self, request: RequestView) -> bytes:
+        # No checksum would do: those are linear, so that another seed hardly changes who of two is first.
+        return blake2b(f"{self.seed} {request.seniority}".encode(), digest_size=8).digest()

@@ -21,6 +21,7 @@ class FakeRequest:
     num_prompt_tokens: int = 1
     best_matched_tokens: int = 0
     num_output_tokens: int = 0
+    started_s: float | None = None
 
     @property
     def place(self) -> int:
@@ -29,6 +30,11 @@ class FakeRequest:
     @property
     def num_tokens(self) -> int:
         return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def prompt_cost(self) -> int:
+        """A prompt is paid for once."""
+        return self.num_tokens - self.best_matched_tokens if self.started_s is None else 0
 
 
 def view(request: FakeRequest) -> RequestView:
@@ -63,7 +69,7 @@ class Simple:
 
     def start(self, request: FakeRequest) -> None:
         self.waiting.remove(request)
-        self.charge(request.tenant, request.num_tokens - request.best_matched_tokens)
+        self.charge(request.tenant, request.prompt_cost)
         self.running[request] = request.num_output_tokens
 
     def charge_output(self, tenant: str) -> None:
@@ -86,7 +92,7 @@ class Simple:
             request = next(one for one in left if one.tenant == least)
             left.remove(request)
             order.append(request)
-            counters[least] += (request.num_tokens - request.best_matched_tokens) / WEIGHTS.get(least, 1.0)
+            counters[least] += request.prompt_cost / WEIGHTS.get(least, 1.0)
         return order
 
 
@@ -112,6 +118,7 @@ def test_the_order_is_that_of_one_who_forgets_nobody(rng: Any, num_events: int) 
             if event == "start":
                 simple.start(request)
                 order.started(view(request))
+                request.started_s = 0.0  # as Lifecycle.bind does
             else:
                 waiting.remove(request)
                 simple.left(request.tenant)
@@ -133,6 +140,7 @@ def serve(order: FairAmongTenants, request: FakeRequest) -> None:
     order.add(view(request))
     order.remove(view(request))
     order.started(view(request))
+    request.started_s = 0.0
     order.stopped(view(request))
 
 
@@ -177,3 +185,19 @@ def test_one_who_was_forgotten_does_not_get_before_those_that_are_busy() -> None
     order.add(view(FakeRequest(5002, "greedy", num_prompt_tokens=1)))
     order.add(view(FakeRequest(5003, "greedy", num_prompt_tokens=1)))
     assert names(order) == [5001, 5002, 5003]
+
+
+def test_what_is_computed_anew_because_it_was_pushed_out_is_nobodys_debt() -> None:
+    order = FairAmongTenants()
+    victim = FakeRequest(1, "victim", num_prompt_tokens=100)
+    serve(order, victim)
+    victim.num_output_tokens = 50
+    for _ in range(5):
+        serve(order, victim)
+    other = FakeRequest(2, "other", num_prompt_tokens=100)
+    order.add(view(victim))
+    serve(order, other)
+    order.add(view(FakeRequest(3, "victim", num_prompt_tokens=1000)))
+    order.add(view(FakeRequest(4, "other", num_prompt_tokens=10)))
+    assert [tenant.counter for tenant in order.busy.values()] == [100.0, 200.0]
+    assert names(order) == [1, 3, 4], "nor does it stand behind others for it"

@@ -1,0 +1,54 @@
+"""The order `deadline` on the cores, one second a step: with ample time one is served, without hope failed early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simulator.scenario import Outcome, Run, Scenario
+
+Failed = dict[str, tuple[int, str]]
+
+
+def play(requests: list[dict[str, Any]], deadlines: dict[str, float], **fields: Any) -> tuple[Outcome, Failed]:
+    """With these deadlines, by the step, of others at a thousand; and who failed for it, in which step and why."""
+    scenario = Scenario.model_validate(
+        {
+            "block_size": 10,
+            "num_blocks": 400,
+            "max_model_len": 4096,
+            "prefix_caching": False,
+            "preset": {"order": "deadline"},
+            "requests": requests,
+            **fields,
+        }
+    )
+    run = Run(scenario, scenario.policies())
+    for _, submission in run._submissions:
+        submission.deadline_s = deadlines.get(submission.request_id, 1000.0)
+    submit = run._submit
+
+    def submit_and_tick(step: Any) -> None:
+        submit(step)
+        run.core.tick(float(step.step))
+
+    run._submit = submit_and_tick  # type: ignore[method-assign]
+    outcome = run.play()
+    failed = {one["id"]: (step.step, one["reason"]) for step in outcome.steps for one in step.rejected}
+    return outcome, failed
+
+
+def test_one_seat_and_light_traffic() -> None:
+    requests = [{"id": f"s{i}", "arrive": 4 * i, "prompt_len": 20, "max_new_tokens": 5} for i in range(6)]
+    requests.append({"id": "big", "arrive": 22, "prompt_len": 1500, "max_new_tokens": 3})
+    outcome, failed = play(requests, {"big": 80.0}, max_num_seqs=1, max_batched_tokens=8192)
+    assert not failed
+    assert outcome.generated_tokens["big"] == 3
+
+
+def test_always_a_prompt_to_compute() -> None:
+    """A hundred tokens a second, so that a prompt of 1,500 takes fifteen; at best two of 130 have begun in a second."""
+    requests = [{"id": f"s{i}", "prompt_len": 130, "max_new_tokens": 1} for i in range(40)]
+    requests += [{"id": name, "arrive": 10, "prompt_len": 1500, "max_new_tokens": 1} for name in ("late", "in_time")]
+    outcome, failed = play(requests, {"late": 15.0, "in_time": 40.0}, max_num_seqs=8, max_batched_tokens=100)
+    assert failed == {"late": (10, "deadline_s: 5.0 s are left, which is too little")}
+    assert outcome.generated_tokens["in_time"] == 1
