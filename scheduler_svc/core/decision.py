@@ -42,3 +42,4 @@ class Decision(NamedTuple):
     admissions: list[Admission]
     shares: bool  # the admissions may share what the step is to compute
     held_back: list[tuple[Request, str, str]]  # (request, reason, detail): first of the queue that did not get in
+    closed: tuple[str, str] | None  # why nobody was offered a place: reason, detail

@@ -120,7 +120,7 @@ class Rounds:
         if not is_trial:
             self._composer.planned(step)
         decision = step._decision()
-        self._life.journal.decided(decision.held_back, self._life.now_s)
+        self._life.journal.decided(worker.id, decision.held_back, decision.closed, self._life.now_s)
         if step.is_empty:
             self._life.counters.barren_steps += preempted
             if not (self._ask_for_pins(worker, step) or is_trial):

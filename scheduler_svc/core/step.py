@@ -134,6 +134,11 @@ class Step(StepView):
         self._held_back.append((self._waits(request), str(reason), str(detail)))
         return verdict
 
+    def hold_back_all(self, reason: str, detail: str = "") -> None:
+        """Note why nobody is offered a place in this step, for `paceline explain`; without a look at who waits."""
+        self._expect_open()
+        self._closed = str(reason), str(detail)
+
     def pause(self, victims: Iterable[Running]) -> None:
         """Take running sequences out, for recomputation. The composition starts over without them (raises Paused)."""
         if own := self.own(victims):
@@ -191,6 +196,7 @@ class Step(StepView):
             admissions=list(self._placed.values()),
             shares=self._shares,
             held_back=self._held_back,
+            closed=self._closed,
         )
 
     def _expect_open(self) -> None:

@@ -28,6 +28,7 @@ class StepView:
         "_budget_tokens",
         "_capacity",
         "_chunks",
+        "_closed",
         "_computing",
         "_considered",
         "_credit_of",
@@ -70,6 +71,7 @@ class StepView:
     _considered: dict[int, Admission]  # by seniority
     _placed: dict[int, Admission]  # by seniority
     _held_back: list[tuple[Request, str, str]]
+    _closed: tuple[str, str] | None  # why nobody is offered a place: reason, detail
     _open: bool
     _lack: OutOfBlocks | None  # of blocks: then the composition has failed
     _shares: bool
@@ -109,6 +111,7 @@ class StepView:
         self._considered = {}
         self._placed = {}
         self._held_back = []
+        self._closed = None
         self._open = True
         self._lack = None
         self._shares = shares and worker.prefix_caching

@@ -18,7 +18,7 @@ import math
 
 from scheduler_svc.core.policy import BatchPolicy, Verdict
 from scheduler_svc.core.step import Step
-from scheduler_svc.policies.batch.rules import hold_back_after_preemption, hold_back_first, may_cut
+from scheduler_svc.policies.batch.rules import hold_back_after_preemption, may_cut
 from scheduler_svc.policies.options import Count
 
 
@@ -80,7 +80,7 @@ class PrefillFirst(BatchPolicy):
         if not (step.num_decoding and since < self.interval):
             self._prefill(step)
         elif not step.num_swapped:
-            hold_back_first(step, "interval", f"{since} of {self.interval} decode steps since the last prompts")
+            step.hold_back_all("interval", f"{since} of {self.interval} decode steps since the last prompts")
         if step.budget_tokens == step.max_batched_tokens:
             step.run_decodes()
             self._take_back(step)
@@ -93,16 +93,15 @@ class PrefillFirst(BatchPolicy):
     def _take_back(self, step: Step) -> None:
         if not step.num_swapped:
             return
-        waiting = step.waiting()
-        for request in itertools.islice(waiting, step.num_swapped):
+        for request in itertools.islice(step.waiting(), step.num_swapped):
             tokens = step.uncached_tokens(request)
             if tokens > step.budget_tokens:
                 step.hold_back(request, Verdict.STOP, "budget", f"{step.max_batched_tokens} tokens are spent")
                 return
             if step.admit(request, tokens) is Verdict.STOP:
                 return
-        if not step.is_empty and (first := next(waiting, None)) is not None:
-            step.hold_back(first, Verdict.STOP, "swapped", "what was swapped out comes back first")
+        if not step.is_empty:
+            step.hold_back_all("swapped", "what was swapped out comes back first")
 
     def _prefill(self, step: Step) -> None:
         left = self._left(step)
@@ -115,13 +114,13 @@ class PrefillFirst(BatchPolicy):
                 left.spend(tokens)
         full = step.num_running and self._full_at.get(step.worker_id) == step.num_departed
         if unfinished:
-            hold_back_first(step, "prefill", "a prompt that is not finished goes first")
+            step.hold_back_all("prefill", "a prompt that is not finished goes first")
         elif step.preempted:
             hold_back_after_preemption(step)
         elif step.num_swapped and step.runs_prefills:
-            hold_back_first(step, "swapped", "it comes back beside decodes, and this step runs prompts")
+            step.hold_back_all("swapped", "it comes back beside decodes, and this step runs prompts")
         elif full:
-            hold_back_first(step, "full", "somebody was refused for want of room, and nobody has left since")
+            step.hold_back_all("full", "somebody was refused for want of room, and nobody has left since")
         if unfinished or step.preempted or step.num_swapped or full:
             return
         if self._take_in(step, left) and step.num_decoding and self.closes_when_full:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from scheduler_svc.core.policy import Verdict
 from scheduler_svc.core.step import Step
 
 
@@ -16,12 +15,5 @@ def may_cut(step: Step, num_tokens: int, chunked_prefill: bool) -> bool:
     return chunked_prefill or num_tokens > step.max_batched_tokens
 
 
-def hold_back_first(step: Step, reason: str, detail: str) -> None:
-    """Nobody is offered a place in this step: the first one is told why, and who stands behind it waits for it."""
-    first = next(step.waiting(), None)
-    if first is not None:
-        step.hold_back(first, Verdict.STOP, reason, detail)
-
-
 def hold_back_after_preemption(step: Step) -> None:
-    hold_back_first(step, "preemption", f"{len(step.preempted)} had to give way in this step")
+    step.hold_back_all("preemption", f"{len(step.preempted)} had to give way in this step")

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from paceline.v1.common_pb2 import SamplingParams
+from paceline.v1.inference_pb2 import BeamOptions
+from scheduler_svc.policies.api import RequestView
+from scheduler_svc.policies.registry import build, choose
 from simulator.scenario import Run, Scenario
+from simulator.system import LocalSystem
+from simulator.toy_worker import ToyWorker
 
 A = {"id": "a", "prompt_len": 10, "max_new_tokens": 20}
 LATE = [{"id": name, "arrive": 2, "prompt_len": 70, "max_new_tokens": 5} for name in "bc"]
@@ -58,7 +65,45 @@ def test_why_it_waits(reason: str, preset: str, fields: dict[str, Any], requests
     run.play()
     spans = {r["id"]: run.core.journal.explain(r["id"]) or [] for r in requests}
     told = {name: {(s.reason, s.detail) for s in of} for name, of in spans.items()}
-    heads = {name for name, of in told.items() if any(r == reason and detail for r, detail in of)}
-    assert heads
-    behind = {name for name, of in told.items() if any(d.endswith(f"waits for {reason}") for _, d in of)}
-    assert behind or {"b", "c"} <= heads
+    late = told["b"] | told["c"]
+    assert any(r == reason or detail.endswith(f"waits for {reason}") for r, detail in late)
+
+
+def test_a_closed_queue_is_not_looked_at() -> None:
+    """Not in every decode step: some orders sort all that waits, each time that they are asked."""
+    policies, times = build(choose("sglang")), 0
+    ordered = policies.order.ordered
+
+    def counted(now_s: float) -> Iterator[RequestView]:
+        nonlocal times
+        times += 1
+        return ordered(now_s)
+
+    policies.order.ordered = counted  # type: ignore[method-assign]
+    system = LocalSystem(policies=policies)
+    system.attach(ToyWorker(block_size=16, num_blocks=16, max_num_seqs=8, max_batched_tokens=64))
+    client, sampling = system.open("s"), SamplingParams(top_p=1.0, max_tokens=200, ignore_eos=True)
+    for handle in range(5):
+        system.submit("s", handle, [9 + handle] * 20, sampling)
+        system.run_for(10)
+    while 0 not in client.endings:
+        system.move(*system.moves()[0])
+    assert 0 < times < 50, "of more than 200 steps"
+    spans = system.scheduler.journal.explain("s-4")
+    assert spans is not None
+    assert "full" in {span.reason for span in spans}
+
+
+def test_why_a_search_waits() -> None:
+    """Its beams are requests of their own, which nobody has asked for by name."""
+    system = LocalSystem()
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=2, max_batched_tokens=64))
+    client, sampling = system.open("s"), SamplingParams(top_p=1.0, max_tokens=30, ignore_eos=True)
+    for handle in range(4):
+        system.submit("s", handle, [9] * 10, sampling)
+    system.submit("s", 9, [7] * 10, sampling, beam=BeamOptions(width=3, num_return=1))
+    system.run()
+    assert len(client.endings) == 5
+    spans = system.scheduler.journal.explain("s-9")
+    assert spans is not None
+    assert {"waiting", "order", "running", "seats", "ended"} == {span.reason for span in spans}

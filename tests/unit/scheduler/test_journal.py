@@ -25,9 +25,9 @@ def test_a_reason_is_one_range_of_decisions() -> None:
     notes, first, second = Journal(), request(1), request(2)
     notes.arrived(first, 1.0)
     for i in range(3):
-        notes.decided([(first, "seats", "all 2 are taken")], 2.0 + i)
-    notes.decided([(first, "capacity", "needs 9 blocks, 3 are available")], 5.0)
-    notes.decided([(second, "capacity", "")], 6.0)
+        notes.decided(1, [(first, "seats", "all 2 are taken")], None, 2.0 + i)
+    notes.decided(1, [(first, "capacity", "needs 9 blocks, 3 are available")], None, 5.0)
+    notes.decided(1, [(second, "capacity", "")], None, 6.0)
     notes.event(first, "running", "on worker 1", 6.0)
     notes.ended(first, "length", 7.0)
     assert told(notes, "r1") == [
@@ -45,10 +45,10 @@ def test_who_was_not_looked_at_waited_behind_the_first_that_was() -> None:
     notes.arrived(first, 1.0)
     notes.arrived(second, 2.0)
     for i in range(4):
-        notes.decided([(first, "blocks", "")], 3.0 + i)
+        notes.decided(1, [(first, "blocks", "")], None, 3.0 + i)
     notes.event(second, "running", "", 6.0)
     for i in range(4):
-        notes.decided([(first, "blocks", "")], 7.0 + i)
+        notes.decided(1, [(first, "blocks", "")], None, 7.0 + i)
     assert told(notes, "r2") == [
         ("waiting", "1 tokens", 0, 0, 0.0, 0.0),
         ("order", "behind r1, which waits for blocks", 1, 3, 1.0, 4.0),
@@ -60,8 +60,8 @@ def test_the_decision_that_let_it_in_says_nothing_of_others() -> None:
     notes, first, second = Journal(), request(1), request(2)
     for one in (first, second):
         notes.arrived(one, 2.0)
-    notes.decided([(first, "seats", ""), (second, "seats", "")], 3.0)
-    notes.decided([(second, "seats", "")], 4.0)
+    notes.decided(1, [(first, "seats", ""), (second, "seats", "")], None, 3.0)
+    notes.decided(1, [(second, "seats", "")], None, 4.0)
     notes.event(first, "running", "", 4.0)
     assert [span[0] for span in told(notes, "r1")] == ["waiting", "seats", "running"]
 
@@ -79,21 +79,45 @@ def test_memory_is_bounded(monkeypatch) -> None:
     assert notes.explain("r39") is None
     assert notes.explain("r40") is not None
     for i in range(1000):  # ever other reasons
-        notes.decided([(waits, "seats" if i % 20 < 10 else "blocks", "")], 51.0)
+        notes.decided(1, [(waits, "seats" if i % 20 < 10 else "blocks", "")], None, 51.0)
     assert len(told(notes, "r100")) < 3 * journal.MAX_SPANS + journal.MAX_HEADS
     assert notes.explain("never seen") is None
 
 
-def test_of_two_requests_with_one_id_the_later_one_is_told() -> None:
+def test_of_two_requests_with_one_id_the_later_one_is_told_that_is_there() -> None:
     notes, first, second = Journal(), request(1), request(2)
     second.request_id = first.request_id
     notes.arrived(first, 1.0)
     notes.arrived(second, 2.0)
-    notes.ended(first, "length", 3.0)
     notes.event(second, "running", "on worker 1", 4.0)
     assert [span[0] for span in told(notes, "r1")] == ["waiting", "running"]
     notes.ended(second, "stop", 5.0)
-    assert told(notes, "r1")[-1][:2] == ("ended", "stop")
+    assert [span[0] for span in told(notes, "r1")] == ["waiting"], "the first one still waits"
+    notes.ended(first, "length", 6.0)
+    assert told(notes, "r1")[-1][:2] == ("ended", "length")
+
+
+def test_decisions_of_several_workers_make_one_range() -> None:
+    """Workers decide in turns, and each has its own reason; one looks at nobody."""
+    notes, first, second = Journal(), request(1), request(2)
+    notes.arrived(first, 0.0)
+    notes.arrived(second, 0.0)
+    for i in range(5):
+        notes.decided(1, [(first, "seats", "all 2 are taken")], None, 1.0 + 2 * i)
+        notes.decided(2, [], ("full", "nobody has left"), 2.0 + 2 * i)
+    assert [span[:4] for span in told(notes, "r1")] == [
+        ("waiting", "1 tokens", 0, 0),
+        ("seats", "all 2 are taken", 1, 9),
+        ("full", "nobody has left", 2, 10),
+    ]
+    assert [span[:4] for span in told(notes, "r2")] == [
+        ("waiting", "1 tokens", 0, 0),
+        ("order", "behind r1, which waits for seats", 1, 9),
+        ("full", "nobody has left", 2, 10),
+    ]
+    notes.decided(1, [], None, 11.0)  # it let everybody in, had there been anybody
+    notes.decided(1, [(first, "seats", "all 2 are taken")], None, 12.0)
+    assert [span[0] for span in told(notes, "r1")] == ["waiting", "seats", "full", "seats"]
 
 
 def test_a_wait_is_told_though_its_beginning_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,9 +127,9 @@ def test_a_wait_is_told_though_its_beginning_is_forgotten(monkeypatch: pytest.Mo
     notes.arrived(first, 1.0)
     notes.arrived(second, 2.0)
     for reason in ("seats", "blocks", "seats"):
-        notes.decided([(second, reason, "")], 3.0)
-    notes.decided([(first, "blocks", "")], 4.0)
-    notes.decided([(first, "blocks", "")], 5.0)
+        notes.decided(1, [(second, reason, "")], None, 3.0)
+    notes.decided(1, [(first, "blocks", "")], None, 4.0)
+    notes.decided(1, [(first, "blocks", "")], None, 5.0)
     notes.event(second, "running", "on worker 1", 5.0)
     reasons = [(reason, detail, first, last) for reason, detail, first, last, *_ in told(notes, "r2")]
     assert ("order", "behind r1, which waits for blocks", 4, 4) in reasons
