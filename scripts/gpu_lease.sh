@@ -3,7 +3,7 @@
 #
 #   scripts/gpu_lease.sh wheels TOOLS   here, beforehand: .whl/ with what the machine lacks. TOOLS has make_wheels.sh
 #   scripts/gpu_lease.sh check          there, 2 minutes: a few kernels, and whether a worker of full size starts
-#   scripts/gpu_lease.sh tests          there, up to 8 minutes: tests/gpu, a process for each file
+#   scripts/gpu_lease.sh tests          there, up to 9 minutes: tests/gpu, a process for each file
 #   scripts/gpu_lease.sh bench          there, 5 minutes: one model; ARGS for bench.gpu behind it
 #
 # What comes of the last three is in $OUT.
@@ -25,20 +25,22 @@ if [ "${1:-}" = wheels ]; then
   exit
 fi
 
+part=${1:-}
+case $part in check | tests | bench) shift;; *) sed -n '2,9p' "$0" >&2; exit 2;; esac
 . .whl/env.sh || exit
 out=${OUT:?where the results go}
 export PYTHONPATH=$PWD:$PWD/protos:$PYTHONPATH
 export FLASHINFER_DISABLE_JIT=1  # a kernel that is missing fails at once, and is not compiled inside a test's time
-part=${1:-}; shift
+status=0
 case $part in
 check)
-  timeout 90 python3 .whl/smoke.py --budget 60 --only env,norm,rope,act,append,decode,prefill_fa2,graph --out "$out/smoke.json"
-  timeout 120 python3 -m bench.gpu --models llama-3.1-8b --budget 75 --out "$out/start.json";;
+  timeout 90 python3 .whl/smoke.py --budget 60 --only env,norm,rope,act,append,decode,prefill_fa2,graph --out "$out/smoke.json" || status=$?
+  timeout 120 python3 -m bench.gpu --models llama-3.1-8b --budget 75 --out "$out/start.json" || status=$?;;
 tests)
   for name in kernels sampling model serving; do  # after an illegal access all else in a process fails
     timeout 140 python3 -m pytest "tests/gpu/test_$name.py" -o filterwarnings=default -p no:cacheprovider --durations=8 \
-      --junitxml="$out/$name.xml" "$@" 2>&1 | tee "$out/$name.log"
+      --junitxml="$out/$name.xml" "$@" 2>&1 | tee "$out/$name.log" || status=$?
   done;;
-bench) timeout 590 python3 -m bench.gpu --models llama-3.1-8b --budget 280 --out "$out/gpu.json" "$@";;
-*) sed -n '2,9p' "$0" >&2; exit 2;;
+bench) timeout 590 python3 -m bench.gpu --models llama-3.1-8b --budget 280 --out "$out/gpu.json" "$@" || status=$?;;
 esac
+exit $status
