@@ -24,11 +24,10 @@ MAX_RATES = 1024
 
 @dataclass(slots=True)
 class Budgets:
-    """What is bound or running, by tenant and adapter."""
+    """What is bound or running, by tenant."""
 
     config: SchedulerConfig
     tenant_tokens: Counter[str] = field(default_factory=Counter)  # that they may grow to
-    loras: Counter[tuple[int, str]] = field(default_factory=Counter)  # requests, by worker id and adapter
     _taken_tokens: Counter[str | None] = field(default_factory=Counter)  # out of the queue, by tenant; None: in all
     _tokens_per_s: dict[str | None, float] = field(default_factory=dict)
     _measured_s: float | None = None
@@ -40,8 +39,6 @@ class Budgets:
     def bind(self, request: Request) -> None:
         tenant, taken = request.tenant, self._taken_tokens
         self.tenant_tokens[tenant] = self.tenant_tokens.get(tenant, 0) + request.max_total_tokens
-        if request.lora:
-            self.loras[request.worker, request.lora] += 1
         if request.num_preemptions == 0 and request.num_worker_losses == 0:  # else it is not the queue that shrinks
             num_tokens = request.num_tokens
             taken[tenant] = taken.get(tenant, 0) + num_tokens
@@ -52,10 +49,6 @@ class Budgets:
             self.tenant_tokens[request.tenant] = left
         else:
             self.tenant_tokens.pop(request.tenant)
-        if request.lora:
-            self.loras[request.worker, request.lora] -= 1
-            if not self.loras[request.worker, request.lora]:
-                del self.loras[request.worker, request.lora]
 
     def exceeded(self, worker: Worker, request: Request, admitted: Collection[Admission]) -> str | None:
         """Which budget the request does not fit in on the worker, beside what is bound and `admitted` there; "name:
@@ -68,8 +61,7 @@ class Budgets:
                 return f"tenant: {running} tokens of tenant {request.tenant!r} run, its limit is {limit}"
         if request.lora:
             limit = worker.registration.max_loras
-            loras = {lora for worker_id, lora in self.loras if worker_id == worker.id}
-            loras |= {admission.request.lora for admission in admitted if admission.request.lora}
+            loras = worker.loras.keys() | {admission.request.lora for admission in admitted if admission.request.lora}
             if request.lora not in loras and len(loras) >= limit:
                 return f"lora: {len(loras)} adapters are in the batch, worker {worker.id} serves {limit} at once"
         return None

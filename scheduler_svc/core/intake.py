@@ -124,7 +124,7 @@ def _too_long(name: str, text: str) -> Rejection:
     return invalid(name, f"has {len(text)} characters, {MAX_CHARS} are possible")
 
 
-def check_limits(request: Request, lora: str, limits: Limits, changes_logits: bool = True) -> None:
+def check_limits(request: Request, limits: Limits, changes_logits: bool = True) -> None:
     """What the model and the pools allow; `changes_logits`: as check_submission found. Raises Rejection."""
     vocab, longest = limits.vocab_size, limits.max_model_len
     check_tokens("prompt_token_ids", request.prompt, vocab)
@@ -135,8 +135,8 @@ def check_limits(request: Request, lora: str, limits: Limits, changes_logits: bo
             raise outside("stop_token_ids", token, vocab)
     if changes_logits:
         check_logit_tokens(request.sampling, vocab)
-    if lora and not limits.max_loras:
-        raise invalid("lora", f"{lora!r}: no attached worker serves adapters")
+    if request.lora and not limits.max_loras:
+        raise invalid("lora", f"{request.lora!r}: no attached worker serves adapters")
     num_tokens, total = request.num_prompt_tokens, request.max_total_tokens
     # The last token of a sequence is never computed, so it needs no room in the pool.
     if num_tokens >= longest:
@@ -232,7 +232,7 @@ def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, 
 def recheck(request: Request, limits: Limits) -> Rejection | None:
     """The verdict on a request that was accepted before the limits were known."""
     try:
-        check_limits(request, "", limits)
+        check_limits(request, limits)
     except Rejection as rejection:
         return rejection
     return None

@@ -132,7 +132,9 @@ class Lifecycle:
             self.swaps.bind(request)
         self.queue.started(request)
         request.phase, request.worker = Phase.BINDING, worker.id
+        worker.bind_adapter(request)
         self.budgets.bind(request)
+        request.has_run = True
         if request.started_s is None:
             request.started_s = self.now_s
         if request.group is not None:
@@ -288,6 +290,8 @@ class Lifecycle:
     def _unbind(self, request: Request) -> None:
         """It neither runs nor is about to; what becomes of it is the caller's business."""
         self.budgets.unbind(request)
+        if worker := self._workers.get(request.worker):
+            worker.unbind_adapter(request)
         request.worker = 0
         self.queue.stopped(request)
 

@@ -24,6 +24,7 @@ def best_place(request: Request, workers: Collection[Worker]) -> Worker | None:
         if not worker.draining
         and worker.slots.num_free
         and worker.can_ever_hold(request)
+        and worker.has_adapter(request)
         and worker.available_blocks >= worker.need_blocks(request)
     ]
     return min(roomy, key=cost, default=None)

@@ -70,7 +70,7 @@ class OrderPolicy(ABC):
         """What the cache holds of the request's tokens has changed."""
 
     def started(self, request: RequestView) -> None:  # noqa: B027
-        """It was removed because it runs now. Its `started_s` is None if that is for the first time."""
+        """It was removed because it runs now. Its `has_run` is False if that is for the first time."""
 
     def stopped(self, request: RequestView) -> None:  # noqa: B027
         """It runs no more: it has ended, or `add` follows before `ordered` is asked again."""

@@ -75,7 +75,8 @@ class Request:
     worker: int = 0  # while BINDING or RUNNING
     slot: int = -1  # while RUNNING
     seat: tuple[SlotTable, int] | None = field(default=None, init=False, repr=False)  # while RUNNING
-    started_s: float | None = None  # first admission
+    started_s: float | None = None  # first admission, of a beam: of its search
+    has_run: bool = False
     cached_tokens: int | None = None  # reused at the first admission
     num_preemptions: int = 0
     num_worker_losses: int = 0

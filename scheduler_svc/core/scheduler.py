@@ -170,7 +170,7 @@ class SchedulerCore:
         if is_search:
             check_beam(submission)
         if self.limits:
-            check_limits(request, request.lora, self.limits, changes_logits)
+            check_limits(request, self.limits, changes_logits)
         if request.handle in session.live:
             raise Rejection(CODE_FAILED_PRECONDITION, f"handle: {request.handle} is in use", "handle")
         request.seniority = request.place = self.life.next_seniority()
@@ -263,6 +263,7 @@ class SchedulerCore:
     def _lose(self, worker: Worker, why: str, first: int = 0, last: int = 0, absence: Absence | None = None) -> None:
         """Steps `first` to `last` are to blame, if they are given (the first step is 1)."""
         del self.workers[worker.id]
+        self.journal.worker_gone(worker.id)
         if self._cache.connected:
             self._cache.forget_worker(worker.id)
         accused, num_rows, num_steps = worker.in_steps(first, last)

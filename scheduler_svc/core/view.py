@@ -77,6 +77,11 @@ class RequestView:
         return self._request.started_s
 
     @property
+    def has_run(self) -> bool:
+        """It was let in before, and waits again or runs."""
+        return self._request.has_run
+
+    @property
     def num_preemptions(self) -> int:
         return self._request.num_preemptions
 

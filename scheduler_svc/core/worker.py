@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -106,6 +106,7 @@ class Worker:
     swap_outs: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # copies to ask for: device, host blocks
     demotions: dict[int, int] = field(default_factory=dict)  # copies to ask for: evicted device blocks, by host block
     free_host_blocks: int = 0  # those in which something is only cached among them
+    loras: Counter[str] = field(default_factory=Counter)  # requests that are bound, by adapter
     num_departed: int = 0  # sequences that ever left
     binding_tokens: int = 0  # load of the requests that the draft binds
     # As in the registration, which is slow to read.
@@ -147,6 +148,21 @@ class Worker:
         any."""
         serves = not request.lora or self.registration.max_loras > 0
         return serves and request.max_total_tokens - 1 <= self.pool_tokens
+
+    def has_adapter(self, request: Request) -> bool:
+        """Whether the request's adapter is in the batch, or there is room for one more; or it needs none."""
+        lora = request.lora
+        return not lora or lora in self.loras or len(self.loras) < self.registration.max_loras
+
+    def bind_adapter(self, request: Request) -> None:
+        if request.lora:
+            self.loras[request.lora] += 1
+
+    def unbind_adapter(self, request: Request) -> None:
+        if request.lora:
+            self.loras[request.lora] -= 1
+            if not self.loras[request.lora]:
+                del self.loras[request.lora]
 
     def need_blocks(self, request: Request) -> int:
         """Blocks that admitting all of the request takes from the pool."""

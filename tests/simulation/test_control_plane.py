@@ -6,6 +6,7 @@ The toy worker notices every wrong block; here the clients check that each got e
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -58,7 +59,10 @@ class Run:
         preset = rng.choice([*PRESETS])
         overrides = {kind: rng.choice(sorted(names(kind))) for kind in KINDS if rng.random() < 0.3}
         options = {
-            "chunked_prefill": True,  # else a prompt longer than the budget could never run
+            "chunked_prefill": rng.random() < 0.5,
+            "charges_blocks": rng.random() < 0.5,
+            "closes_when_full": rng.random() < 0.5,
+            "max_prefill_tokens": rng.choice([0, 5, 16384]),
             "watermark": rng.choice([0.0, 0.01, 0.2]),
             "chunking": rng.choice(["first-come", "equal-progress"]),
             "chunk_unit_tokens": rng.choice([0, 1, 4]),
@@ -87,6 +91,7 @@ class Run:
             max_batched_tokens=self.rng.choice([8, 16, 64]),
             num_host_blocks=self.rng.choice([0, self.num_blocks // 4, self.num_blocks, 4 * self.num_blocks]),
         )
+        worker.registration.max_loras = self.rng.choice([1, 2, 9])
         self.system.attach(worker)
 
     def submit(self) -> None:
@@ -95,7 +100,7 @@ class Run:
         shared = rng.choice(self.families)[: rng.randrange(length + 1)]
         prompt = (shared + [rng.randrange(8, 1000) for _ in range(length)])[:length]
         session, first = rng.choice("ab"), self.requests_left
-        fields = {"priority": rng.randrange(3), "tenant": rng.choice("xyz")}
+        fields = {"priority": rng.randrange(3), "tenant": rng.choice("xyz"), "lora": rng.choice(["", *"abc"])}
         max_tokens = rng.randrange(1, min(40, room - length + 2))  # at most a token longer than the pool
         ignore_eos = rng.random() < 0.3
         if rng.random() < 0.1:
@@ -162,6 +167,10 @@ class Run:
 
     def tend(self) -> None:
         """Before each move."""
+        for worker in self.system.scheduler.workers.values():
+            bound = Counter(request.lora for request in worker.bound if request.lora)
+            assert worker.loras == bound
+            assert len(bound) <= worker.registration.max_loras
 
     def play(self) -> None:
         for _ in range(MAX_MOVES):
@@ -187,6 +196,9 @@ class Run:
         raise AssertionError("does not come to rest")
 
     def check(self) -> None:
+        core = self.system.scheduler
+        assert not core.life.budgets.tenant_tokens
+        assert not core.journal._live
         for (session, handle), (prompt, sampling) in self.asked.items():
             client = self.system.clients[session]
             got, right = client.tokens.get(handle, []), expected_output(prompt, sampling)
@@ -241,6 +253,7 @@ class SwapRun(Run):
             max_batched_tokens=64,
             num_host_blocks=self.rng.choice([self.num_blocks // 2, self.num_blocks, 4 * self.num_blocks]),
         )
+        worker.registration.max_loras = self.rng.choice([1, 2, 9])
         self.system.attach(worker)
 
     def fault(self) -> None:

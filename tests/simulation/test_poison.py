@@ -50,6 +50,7 @@ class PoisonRun(Run):
             max_batched_tokens=self.rng.choice([8, 16, 64]),
             num_host_blocks=self.rng.choice([0, self.num_blocks]),
         )
+        worker.registration.max_loras = 9
         self.system.attach(worker)
 
     def tend(self) -> None:

@@ -119,8 +119,7 @@ class TwoStage(BatchPolicy):
 
     def _context(self, step: Step, item: Running | RequestView, tokens: int, left: int) -> Context:
         if not self.chunked_prefill:
-            tokens = min(tokens, left)
-            return Context(item, tokens, tokens)
+            return Context(item, tokens, min(tokens, left))
         unit, longest = self._limits(step)
         wanted = min(tokens, unit) if self.share_out is equal_progress else tokens
         [at_least] = self.share_out([wanted], unit, left, longest)
@@ -129,7 +128,9 @@ class TwoStage(BatchPolicy):
     def _sizes(self, step: Step, contexts: list[Context]) -> list[int]:
         tokens, capacity = [context.tokens for context in contexts], step.budget_tokens
         unit, longest = self._limits(step)
-        if not self.chunked_prefill or (sum(tokens) <= capacity and max(tokens, default=0) <= longest):
+        if not self.chunked_prefill:
+            return [context.at_least for context in contexts]
+        if sum(tokens) <= capacity and max(tokens, default=0) <= longest:
             return tokens
         sizes = self.share_out(tokens, unit, capacity, longest)
         if not any(sizes) and capacity == step.max_batched_tokens:

@@ -102,7 +102,7 @@ class FairAmongTenants(OrderPolicy):
                 heapq.heappush(heap, (counter + self._prompt_cost(request, self.busy[name]), name, requests))
 
     def _prompt_cost(self, request: RequestView, tenant: Tenant) -> float:
-        if request.started_s is not None:  # and has been paid for then
+        if request.has_run:  # and has been paid for then
             return 0.0
         return (request.num_tokens - request.best_matched_tokens) / tenant.weight
 

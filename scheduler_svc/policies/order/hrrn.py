@@ -50,7 +50,7 @@ class HighestResponseRatioNext(OrderPolicy):
         seniority, arrived_at = self._removed
         # One that ran before this order was chosen has never been added.
         self._running[request.seniority] = arrived_at if seniority == request.seniority else self._served_tokens
-        if request.started_s is None:
+        if not request.has_run:
             self._served_tokens += max(1, _uncached(request))
 
     def stopped(self, request: RequestView) -> None:

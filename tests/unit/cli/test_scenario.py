@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from scheduler_svc.policies.api import CapacityPolicy, RequestView, Step, Verdict
 from services.cli.main import main
 
 NAN, INF = float("nan"), float("inf")
@@ -197,15 +198,20 @@ def test_who_arrives_right_after_an_empty_step_is_not_lost(tmp_path: Path, capsy
     assert outcome["generated_tokens"] == {"a": 10, "b": 4, "c": 3}
 
 
+class ShortOnes(CapacityPolicy):
+    def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
+        return Verdict.ADMIT if request.num_tokens < 9 else Verdict.STOP
+
+
 def test_however_many_can_never_run_the_others_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    never = [{"id": f"n{i}", "prompt_len": 9, "max_new_tokens": 2} for i in range(4)]  # a token more than a step has
+    never = [{"id": f"n{i}", "prompt_len": 9, "max_new_tokens": 2} for i in range(4)]
     fits = {"id": "fits", "arrive": 1, "prompt_len": 3, "max_new_tokens": 2}
-    budget = {"max_batched_tokens": 8, "options": {"chunked_prefill": False}}
-    outcome = played(tmp_path, capsys, block_size=4, num_blocks=6, **budget, requests=[*never, fits])
+    preset = {"order": "fcfs", "capacity": f"{__name__}:ShortOnes", "batch": "decode-first", "preemption": "last-in"}
+    outcome = played(tmp_path, capsys, block_size=4, num_blocks=6, preset=preset, requests=[*never, fits])
     assert "stuck" not in outcome
     rejected = {r["id"]: r["reason"] for step in outcome["steps"] for r in step["rejected"]}
     assert sorted(rejected) == ["n0", "n1", "n2", "n3"]
-    assert "budget: no progress is possible for this request under the policies in force: 9 tokens" in rejected["n0"]
+    assert "capacity: no progress is possible for this request under the policies in force: needs 3" in rejected["n0"]
     assert outcome["generated_tokens"]["fits"] == 2
 
 

@@ -8,8 +8,13 @@ from typing import Any, cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.v1.common_pb2 import SamplingParams
+from paceline.v1.inference_pb2 import BeamOptions
 from scheduler_svc.core.view import RequestView
 from scheduler_svc.policies.order.fair import MAX_IDLE, FairAmongTenants
+from scheduler_svc.policies.registry import build, choose
+from simulator.system import LocalSystem
+from simulator.toy_worker import ToyWorker
 
 WEIGHTS = {"a": 3.0, "b": 0.5}
 
@@ -21,7 +26,7 @@ class FakeRequest:
     num_prompt_tokens: int = 1
     best_matched_tokens: int = 0
     num_output_tokens: int = 0
-    started_s: float | None = None
+    has_run: bool = False
 
     @property
     def place(self) -> int:
@@ -34,7 +39,7 @@ class FakeRequest:
     @property
     def prompt_cost(self) -> int:
         """A prompt is paid for once."""
-        return self.num_tokens - self.best_matched_tokens if self.started_s is None else 0
+        return self.num_tokens - self.best_matched_tokens if not self.has_run else 0
 
 
 def view(request: FakeRequest) -> RequestView:
@@ -118,7 +123,7 @@ def test_the_order_is_that_of_one_who_forgets_nobody(rng: Any, num_events: int) 
             if event == "start":
                 simple.start(request)
                 order.started(view(request))
-                request.started_s = 0.0  # as Lifecycle.bind does
+                request.has_run = True  # as Lifecycle.bind does
             else:
                 waiting.remove(request)
                 simple.left(request.tenant)
@@ -140,7 +145,7 @@ def serve(order: FairAmongTenants, request: FakeRequest) -> None:
     order.add(view(request))
     order.remove(view(request))
     order.started(view(request))
-    request.started_s = 0.0
+    request.has_run = True
     order.stopped(view(request))
 
 
@@ -201,3 +206,16 @@ def test_what_is_computed_anew_because_it_was_pushed_out_is_nobodys_debt() -> No
     order.add(view(FakeRequest(4, "other", num_prompt_tokens=10)))
     assert [tenant.counter for tenant in order.busy.values()] == [100.0, 200.0]
     assert names(order) == [1, 3, 4], "nor does it stand behind others for it"
+
+
+def test_a_search_pays_for_each_of_its_beams() -> None:
+    """A beam is a request of one token; that its search has begun does not make it free."""
+    system = LocalSystem(policies=build(choose("", {"order": "fair"})))
+    system.attach(ToyWorker(block_size=4, num_blocks=200, max_num_seqs=8, max_batched_tokens=64))
+    system.open("s")
+    sampling = SamplingParams(top_p=1.0, max_tokens=40, ignore_eos=True)
+    system.submit("s", 1, [7] * 20, sampling, tenant="t", beam=BeamOptions(width=4, num_return=1))
+    system.run()
+    order = system.scheduler.policies.order
+    assert isinstance(order, FairAmongTenants)
+    assert order.idle["t"] >= 20 + 4 * 39

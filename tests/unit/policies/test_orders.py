@@ -38,6 +38,7 @@ def run(order: OrderPolicy, one: Request, now_s: float = 0.0) -> None:
     """As Lifecycle.bind does."""
     order.remove(view_of(one))
     order.started(view_of(one))
+    one.has_run = True
     if one.started_s is None:
         one.started_s = now_s
 

@@ -33,11 +33,9 @@ def params(max_tokens: int) -> SamplingParams:
     return SamplingParams(top_p=1.0, max_tokens=max_tokens, seed=1, ignore_eos=True)
 
 
-def system_with(policies: Any = None, max_loras: int = 0, **config: Any) -> tuple[LocalSystem, Client]:
+def system_with(policies: Any = None, **config: Any) -> tuple[LocalSystem, Client]:
     system = LocalSystem(SchedulerConfig(**config), policies)
-    toy = ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=64)
-    toy.registration.max_loras = max_loras
-    system.attach(toy)
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=64))
     return system, system.open("s")
 
 
@@ -67,37 +65,6 @@ def test_a_request_larger_than_its_tenants_budget_runs_alone() -> None:
         assert len(running(system)) <= 1
         system.move(*moves[0])
     assert [client.endings[handle].reason for handle in range(2)] == [LENGTH, LENGTH]
-
-
-def test_a_batch_has_no_more_adapters_than_it_may() -> None:
-    system, client = system_with(max_loras=2)
-    for handle, lora in enumerate(["x", "y", "z", "x", ""]):
-        system.submit("s", handle, [9] * 6, params(6), lora=lora)
-    while moves := system.moves():
-        bound = [request.lora for worker in system.scheduler.workers.values() for request in worker.bound]
-        assert len(set(bound) - {""}) <= 2
-        system.move(*moves[0])
-    assert len(client.endings) == 5
-
-
-def test_each_worker_has_as_many_adapters_as_it_serves() -> None:
-    """One serves none, one a single one, one any: nobody's place is taken by an adapter on another worker."""
-    system = LocalSystem(SchedulerConfig())
-    for max_loras in (0, 1, 9):
-        toy = ToyWorker(block_size=4, num_blocks=64, max_num_seqs=2, max_batched_tokens=64)
-        toy.registration.max_loras = max_loras
-        system.attach(toy)
-    client, most = system.open("s"), dict.fromkeys((0, 1, 9), 0)
-    for handle, lora in enumerate(["u", "v", "w", "x", "y", "z"] * 2):
-        system.submit("s", handle, [9] * 6, params(6), lora=lora)
-    while moves := system.moves():
-        for worker in system.scheduler.workers.values():
-            limit, loras = worker.registration.max_loras, {request.lora for request in worker.bound}
-            assert len(loras) <= limit
-            most[limit] = max(most[limit], len(loras))
-        system.move(*moves[0])
-    assert most == {0: 0, 1: 1, 9: 2}
-    assert all(client.endings[handle].reason == LENGTH for handle in range(12))
 
 
 @pytest.mark.parametrize(
@@ -166,22 +133,6 @@ def test_the_deadline_order_gives_up_who_cannot_make_it() -> None:
     system.scheduler.tick(1.2)
     system.poll()
     assert client.endings.keys() == {1, 2}
-
-
-def test_the_deadline_order_learns_how_fast_prompts_are_taken_up() -> None:
-    system, client = system_with(build(choose("", {"order": "deadline"})))
-    system.scheduler.tick(0.0)
-    system.submit("s", 1, [9] * 40, params(1))
-    system.run()
-    system.scheduler.tick(2.0)  # 20 tokens a second
-    system.kill(system.workers[0])
-    system.submit("s", 2, [8] * 40, params(1), deadline_s=4.5)
-    system.scheduler.tick(2.1)
-    system.poll()
-    assert 2 not in client.endings
-    system.scheduler.tick(2.6)
-    system.poll()
-    assert client.endings[2].code == CODE_DEADLINE_EXCEEDED
 
 
 def test_waiting_and_running_have_their_time() -> None:
@@ -285,7 +236,8 @@ def test_who_waits_for_room_to_its_end_is_told_how_much() -> None:
     system.run_for(10)
     spans = system.scheduler.journal.explain("s-2")
     assert spans is not None
-    assert "needs 2 blocks, 14 are available; up to 12 to its end" in [span.detail for span in spans]
+    # 3 blocks, of 9 tokens, are the other one's.
+    assert "needs 2 blocks, 13 are available; up to 12 to its end" in [span.detail for span in spans]
 
 
 def test_those_who_are_refused_are_told_to_come_back_one_behind_the_other() -> None:
