@@ -99,10 +99,13 @@ def _check_waiter(waiter: Waiter, tree: PrefixTree) -> None:
 def _holdings(worker: Worker, index: int) -> list[Holding]:
     """Everything that this memory of the worker holds: in the tree, and in those that families of forks have of their
     own."""
-    found: dict[int, PrefixNode] = {}
-    for root in [*worker.tree.roots.values(), *(_root(sequence.node) for sequence in worker.sequences.values())]:
-        found.update((id(node), node) for node in subtree(root) if index in node.holdings)
-    return [node.holdings[index] for node in found.values()]
+    tops = _tops(worker.tree, worker.sequences.values())
+    return [node.holdings[index] for node in subtree(*tops) if index in node.holdings]
+
+
+def _tops(tree: PrefixTree, sequences: Iterable[Sequence]) -> list[PrefixNode]:
+    """The roots of all there is, each once."""
+    return list(dict.fromkeys([*tree.roots.values(), *(_root(sequence.node) for sequence in sequences)]))
 
 
 def _root(node: PrefixNode) -> PrefixNode:
@@ -122,15 +125,16 @@ def _check_device(worker: Worker, pins: Pins) -> None:
     for place in pins.places(worker):
         users.update(id(node.holdings[worker.index]) for node in _path(place))
     _require(pins.num_blocks(worker) <= pins.max_blocks(worker), f"{name}: more blocks are pinned than may be")
-    for holding in _holdings(worker, worker.index):
+    holdings = _holdings(worker, worker.index)
+    for holding in holdings:
         block = holding.blocks[0]
         _require(holding.users == users[id(holding)], f"{name}: wrong number of users of the node with block {block}")
-    _check_memory(name, worker, worker.device, private)
+    _check_memory(name, worker.device, holdings, private)
 
 
-def _check_memory(name: str, worker: Worker, memory: Memory, private: list[int]) -> None:
+def _check_memory(name: str, memory: Memory, holdings: list[Holding], private: list[int]) -> None:
     """Each block in one state; a stored block is never one that somebody still writes."""
-    holdings, pool = _holdings(worker, memory.index), memory.pool
+    pool = memory.pool
     stored = [block for holding in holdings for block in holding.blocks]
     withheld = list(memory.withheld)
     _require(memory.sources <= set(stored), f"{name}: is to be copied from a block that is not stored")
@@ -172,7 +176,7 @@ def _check_host(worker: Worker) -> None:
     orphans = {node: n for node, n in above.items() if node and node.parent and worker.host.index not in node.holdings}
     _require(worker.host.orphans == orphans, f"{name}: wrong number of children of what is not held there")
     private = [block for swapped in worker.swapped.values() for block in swapped.host_blocks]
-    _check_memory(name, worker, worker.host, private)
+    _check_memory(name, worker.host, holdings, private)
 
 
 def _check_tree(
@@ -188,7 +192,7 @@ def _check_tree(
     _require(not users, "a sequence is of a namespace that is not there")
     indexes = {memory.index for worker in workers.values() for memory in (worker.device, worker.host)}
     running = [sequence for worker in workers.values() for sequence in worker.sequences.values()]
-    for top in [*tree.roots.values(), *(_root(sequence.node) for sequence in running)]:
+    for top in _tops(tree, running):
         for node in subtree(top):
             _check_node(node, top, tree, indexes)
 

@@ -109,6 +109,7 @@ def find(kind: str, name: str) -> type:
     return cls
 
 
+@cache
 def _parameters(kind: str, cls: type) -> dict[str, Any]:
     """The options of a policy: the arguments of its constructor, with their types. Raises PolicyError."""
     try:
