@@ -107,3 +107,42 @@ def test_a_reader_that_stops_early_gets_no_traceback(tmp_path: Path) -> None:
     command = f"{sys.executable} -m services.cli scenario {path} --json | head -c 9"
     ended = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.stdout, ended.stderr) == ('{"steps":', "")
+
+
+ECHO = """
+import services.cli, asyncio, grpc, grpc.aio
+from pathlib import Path
+
+async def echo(requests, context):
+    async for request in requests:
+        yield request
+
+async def main():
+    handler = grpc.stream_stream_rpc_method_handler(echo)
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Echo", {"Stream": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.stream_stream("/Echo/Stream")()
+        for _ in range(100):
+            await call.write(b"x")
+            await call.read()
+    switches = 0
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().startswith("event_engine"):
+            status = (task / "status").read_text()
+            switches += int(status.partition("\\nvoluntary_ctxt_switches:")[2].split()[0])
+    print(switches)
+    await server.stop(None)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to see which threads have run")
+def test_grpc_does_not_hand_messages_from_thread_to_thread() -> None:
+    """docs/adr/0007. Fails when a new grpcio does not know the names in GRPC_EXPERIMENTS any more."""
+    done = subprocess.run([sys.executable, "-c", ECHO], capture_output=True, text=True, timeout=60, check=True)
+    assert "experiment" not in done.stderr
+    assert int(done.stdout) < 100, "switches of gRPC's EventEngine threads in 100 echoes"
