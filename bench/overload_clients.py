@@ -65,6 +65,16 @@ class Answer:
     took_ms: float
 
 
+def settle(answered: asyncio.Future[Answer]) -> Callable[[Answer], None]:
+    """A callback that gives it its result, unless nobody waits any more."""
+
+    def give(answer: Answer) -> None:
+        if not answered.done():
+            answered.set_result(answer)
+
+    return give
+
+
 def completion(rng: random.Random, max_tokens: int, **options: Any) -> bytes:
     fields = {
         "prompt": [rng.randrange(8, 900) for _ in range(PROMPT_TOKENS)],
@@ -83,21 +93,27 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._data = b""
         self._length = 0  # of head and body, once it is known
-        self._answer: asyncio.Future[Answer] | None = None
+        self._on_answer: Callable[[Answer], object] | None = None
         self._written_s = 0.0
         self.transport: Any = None  # uvloop's is no asyncio.Transport
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
 
-    async def ask(self, request: bytes) -> Answer:
+    def send(self, request: bytes, on_answer: Callable[[Answer], object]) -> None:
+        """Without a task or a future, which take longer than the request: the server shares the cores."""
         self._data, self._length = b"", 0
-        self._answer = asyncio.get_running_loop().create_future()
+        self._on_answer = on_answer
         self._written_s = time.perf_counter()
         if self.transport.is_closing():
-            return Answer(0, 0, 0.0)
-        self.transport.write(request)
-        return await self._answer
+            self._done(0, 0)
+        else:
+            self.transport.write(request)
+
+    async def ask(self, request: bytes) -> Answer:
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.send(request, settle(answered))
+        return await answered
 
     def data_received(self, data: bytes) -> None:
         self._data += data
@@ -113,9 +129,9 @@ class Connection(asyncio.Protocol):
         return self._data.lower().partition(b"\r\n%s: " % name)[2].partition(b"\r")[0]
 
     def _done(self, status: int, retry_after_s: int) -> None:
-        if self._answer is not None and not self._answer.done():
-            took_ms = 1000 * (time.perf_counter() - self._written_s)
-            self._answer.set_result(Answer(status, retry_after_s, round(took_ms, 3)))
+        on_answer, self._on_answer = self._on_answer, None
+        if on_answer is not None:
+            on_answer(Answer(status, retry_after_s, round(1000 * (time.perf_counter() - self._written_s), 3)))
 
 
 class Clients:
@@ -147,14 +163,22 @@ class Clients:
 
     async def ask(self) -> Answer:
         """On a connection that is kept for others, as a proxy in front would do."""
-        self.tally.started += 1
-        request, length = self._requests[self.rng.randrange(_NUM_REQUESTS)]
         connection = self._free.pop() if self._free else await self._connect()
-        answer = await connection.ask(request)
-        if answer.status:
-            self._free.append(connection)
-        self.tally.count(answer, length)
-        return answer
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._send(connection, settle(answered))
+        return await answered
+
+    def _send(self, connection: Connection, then: Callable[[Answer], object] = lambda answer: None) -> None:
+        request, length = self._requests[int(self.rng.random() * _NUM_REQUESTS)]
+
+        def count(answer: Answer) -> None:
+            if answer.status:
+                self._free.append(connection)
+            self.tally.count(answer, length)
+            then(answer)
+
+        self.tally.started += 1
+        connection.send(request, count)
 
     async def _connect(self) -> Connection:
         _, connection = await asyncio.get_running_loop().create_connection(Connection, HOST, self.port)
@@ -184,6 +208,9 @@ class Clients:
             while True:
                 for _ in range(int((time.perf_counter() - began_s) * self.number) - sent):
                     sent += 1
+                    if self._free:
+                        self._send(self._free.pop())
+                        continue
                     task = asyncio.create_task(self.ask())
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)

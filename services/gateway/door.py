@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
+from random import getrandbits
 
 from services.gateway.event_ids import LAST_EVENT_ID
 from services.gateway.front import sanitised_request_id
@@ -55,7 +56,9 @@ class Door:
             return Entry(partial(self._entering.pop, number, None))
         gateway.metrics.refused(kind)
         error = gateway.session.refusal("the server has no room for more requests")
-        return TurnedAway(error, sanitised_request_id(given.decode("latin-1")))
+        # Nothing is kept under this id, so it need not be one that nobody can guess.
+        request_id = sanitised_request_id(given.decode("latin-1")) if given else f"{getrandbits(128):032x}"
+        return TurnedAway(error, request_id)
 
     def _forget_late(self, now_s: float) -> None:
         entering = self._entering
