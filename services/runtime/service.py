@@ -8,7 +8,7 @@ import os
 import resource
 import signal
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import uvloop
@@ -39,6 +39,13 @@ def raise_file_limit() -> None:
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def give_way() -> None:
+    """For a process that wakes for every message: who computes on its core is not interrupted for it, but for a turn
+    (some milliseconds) at the most, if no other core is free. Threads made later inherit it. Linux only."""
+    with suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @contextmanager

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 from pathlib import Path
+
+import pytest
 
 from tests.support import load
 from tests.support.stack import Stack
@@ -93,3 +96,14 @@ async def test_random_weights_from_a_config_alone(own_stack: Stack, tmp_path: Pa
     async with load.client(stack.url) as http:
         refused = await http.post("/v1/completions", json={"prompt": "hello"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="needs Linux's scheduling policies")
+def test_whoever_wakes_for_every_message_does_not_interrupt_the_forward_pass(stack: Stack) -> None:
+    policies = {
+        name: {os.sched_getscheduler(int(thread)) for thread in os.listdir(f"/proc/{process.pid}/task")}
+        for name, process in stack.processes.items()
+    }
+    assert policies.pop("worker-1") == {os.SCHED_OTHER}
+    assert set(policies) == {"cache", "scheduler", "gateway"}
+    assert set().union(*policies.values()) == {os.SCHED_BATCH}
