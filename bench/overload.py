@@ -124,7 +124,7 @@ def bucket_percentile_ms(before: dict[float, float], after: dict[float, float], 
 
 
 def stolen_by_host_s() -> float:
-    """Of the time of all cores, since the machine started; 0 where the system does not tell."""
+    """Of the time of all cores, since the machine started; 0 where the system does not tell: all is quiet there."""
     return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
@@ -333,7 +333,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     turns = [row for row in rows if "of_peak" in row]
     for name, ratios in (
         ("all", [row["of_peak"] for row in turns]),
-        (f"those with less than {QUIET_STOLEN_CORES} cores stolen", [row["of_peak"] for row in turns if row["quiet"]]),
+        (f"those with at most {QUIET_STOLEN_CORES} cores stolen", [row["of_peak"] for row in turns if row["quiet"]]),
     ):
         if ratios:
             span = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"

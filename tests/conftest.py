@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-import services.cli  # noqa: F401 - sets gRPC up, before it is imported, as in every process of ours
-
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -19,6 +17,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import services.cli  # noqa: F401 - sets gRPC up, before it is imported, as in every service
 
 # How long an example takes says more about the machine's other work than about us.
 UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}

@@ -43,9 +43,11 @@ def raise_file_limit() -> None:
 
 def give_way() -> None:
     """For a process that wakes for every message: who computes on its core is not interrupted for it, but for a turn
-    (some milliseconds) at the most, if no other core is free. Threads made later inherit it. Linux only."""
+    (some milliseconds) at the most, if no other core is free. Threads made later inherit it. Linux only; who was given
+    another policy (`chrt`, systemd's CPUSchedulingPolicy) keeps it."""
     with suppress(AttributeError, OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @contextmanager

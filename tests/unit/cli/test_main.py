@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -110,7 +111,7 @@ def test_a_reader_that_stops_early_gets_no_traceback(tmp_path: Path) -> None:
 
 
 ECHO = """
-import services.cli, asyncio, grpc, grpc.aio
+import services.cli, asyncio, contextlib, grpc, grpc.aio
 from pathlib import Path
 
 async def echo(requests, context):
@@ -125,16 +126,24 @@ async def main():
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = channel.stream_stream("/Echo/Stream")()
-        for _ in range(100):
-            await call.write(b"x")
-            await call.read()
-    switches = 0
-    for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text().startswith("event_engine"):
-            status = (task / "status").read_text()
-            switches += int(status.partition("\\nvoluntary_ctxt_switches:")[2].split()[0])
-    print(switches)
+        counts = []
+        for _ in range(3):
+            before = switches()
+            for _ in range(100):
+                await call.write(b"x")
+                await call.read()
+            counts.append(switches() - before)
+    print(min(counts))
     await server.stop(None)
+
+def switches():
+    total = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has ended
+            if (task / "comm").read_text().startswith("event_engine"):
+                status = (task / "status").read_text()
+                total += int(status.partition("\\nvoluntary_ctxt_switches:")[2].split()[0])
+    return total
 
 asyncio.run(main())
 """
@@ -143,6 +152,8 @@ asyncio.run(main())
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to see which threads have run")
 def test_grpc_does_not_hand_messages_from_thread_to_thread() -> None:
     """docs/adr/0007. Fails when a new grpcio does not know the names in GRPC_EXPERIMENTS any more."""
-    done = subprocess.run([sys.executable, "-c", ECHO], capture_output=True, text=True, timeout=60, check=True)
+    env = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
+    done = subprocess.run([sys.executable, "-c", ECHO], capture_output=True, text=True, timeout=60, check=True, env=env)
     assert "experiment" not in done.stderr
-    assert int(done.stdout) < 100, "switches of gRPC's EventEngine threads in 100 echoes"
+    # They wake for timers, too.
+    assert int(done.stdout) < 100, "switches of gRPC's EventEngine threads in 100 echoes, the least of three times"
