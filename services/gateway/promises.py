@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import accumulate
 
 # Nobody is told more: OpenAI's clients do not listen to more than a minute.
 LONGEST_S = 60
@@ -56,14 +57,14 @@ class Promises:
         """
         rate = PROMISED_SHARE * per_s
         from_now_s = self._second - now_s
+        # Summed from the front, in the same order each time: what a sum loses by rounding never makes the next one told
+        # come before this one.
+        before = list(accumulate(self._expected, initial=-min(self._came, self._expected[0])))[1:]
         second = LONGEST_S
-        # Who is expected up to the end of `second`, without those of this one who have come.
-        before = sum(self._expected) - min(self._came, self._expected[0])
         # All that follow must still find their places: so the first second behind which there is always one left.
-        while second and rate * (from_now_s + second) - (before - self._expected[second]) >= 1:
-            before -= self._expected[second]
+        while second and rate * (from_now_s + second) - before[second - 1] >= 1:
             second -= 1
-        after_s = (before + 1) / rate
+        after_s = (before[second] + 1) / rate
         if second == LONGEST_S or after_s > LONGEST_S:
             self._overbooked = (self._overbooked + _STEP) % 1
             after_s = LONGEST_S * (1 + self._overbooked) / 2
