@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,6 +27,9 @@ UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("repeatable", derandomize=True, **UNTIMED)
 settings.load_profile("repeatable")
 
+# One file that `make test` spreads over its processes: 2,000 seeds, which are to take two minutes of two cores.
+SPREAD = "tests/simulation/test_world.py"
+
 # Of a test that starts processes, some of them several times; on two busy cores the start of one may take a minute.
 PROCESSES_TIMEOUT_S = 600.0
 
@@ -33,3 +38,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name in ("e2e", "chaos") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(PROCESSES_TIMEOUT_S))
+
+
+class AllButOneByFile(LoadFileScheduling):
+    """A file to a process, as `--dist loadfile` has it, but for SPREAD."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return nodeid if file == SPREAD else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return AllButOneByFile(config, log) if config.getoption("dist") == "loadfile" else None
