@@ -14,9 +14,10 @@ from services.gateway.errors import ApiError, invalid
 from services.gateway.front import sanitised_request_id
 from services.gateway.generation import Generation, NotThere
 from services.gateway.idempotency import RequestKey, check_key, message_fingerprint
+from services.gateway.list_limits import MAX_MESSAGES
 from services.gateway.logprobs import ScoredToken
 from services.gateway.request import MAX_SAMPLES, GenerateJob, check_beam, check_terms, make_search
-from services.gateway.sampling import FieldNames, SamplingChoices
+from services.gateway.sampling import MAX_BAD_WORDS, FieldNames, SamplingChoices
 from services.gateway.state import Gateway
 
 SERVICE_NAME = "paceline.v1.InferenceService"
@@ -45,6 +46,7 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
         """One message per batch of tokens that has arrived; the last has the reason and the usage."""
         request_id = sanitised_request_id(request.request_id)
         try:
+            _check_lengths(request)
             key = _key(request)
             if not request.resume_after:
                 self._gateway.check_room(key)
@@ -119,6 +121,16 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
         _check_resume(request, job)
         job.delivered = tuple(builder.check_token_ids(request.resume_token_ids, "resume_token_ids"))
         return job
+
+
+def _check_lengths(request: inference_pb2.GenerateRequest) -> None:
+    """Of the lists of messages, before anything goes through them: 16 MiB have room for millions, and nobody else would
+    be served meanwhile (list_limits.py). Raises ApiError 400."""
+    if (count := len(request.messages.messages)) > MAX_MESSAGES:
+        raise invalid("messages", f"messages: has {count}; at most {MAX_MESSAGES} are possible")
+    name = "sampling.bad_word_ids"
+    if (count := len(request.sampling.bad_word_ids)) > MAX_BAD_WORDS:
+        raise invalid(name, f"{name} has {count} entries; at most {MAX_BAD_WORDS} are possible")
 
 
 def _key(request: inference_pb2.GenerateRequest) -> RequestKey | None:

@@ -26,6 +26,9 @@ _REFUSAL_LINGER_S = 1.0
 _BODY_LINGER_S = 5.0
 # How long the rest of a request that was turned away may take, on a connection that is used on.
 _SKIP_TIMEOUT_S = 60.0
+# How long a connection may rest between two requests. What is no beginning of one (the rest of a body whose request is
+# answered, an empty line) does not begin it anew.
+_REST_TIMEOUT_S = 75
 # In the scope of a request: its Peer.
 PEER = "paceline.peer"
 # If the doorkeeper gave one: its Entry.
@@ -115,6 +118,7 @@ class _Protocol(HttpToolsProtocol):
     # Of a request that is turned away the rest is dropped.
     _skipping = False
     _skip_timer: asyncio.TimerHandle | None = None
+    _has_begun = False  # a request, in what has just come
     _last = False
     _entry: Entry | None = None
     body_is_here = False
@@ -142,7 +146,14 @@ class _Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
+        # uvicorn would stop it for whatever comes, and begin it again for an answer only.
+        rest_timer, self.timeout_keep_alive_task, self._has_begun = self.timeout_keep_alive_task, None, False
         super().data_received(data)
+        if rest_timer is not None:
+            if self._has_begun or self.timeout_keep_alive_task is not None:
+                rest_timer.cancel()
+            else:
+                self.timeout_keep_alive_task = rest_timer
         if self._last and not self._refused:
             self.refuse(_BODY_LINGER_S)
         elif self._skipping and not self.body_is_here and self._skip_timer is None:
@@ -150,6 +161,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
+        self._has_begun = True
         self._skipping = False
         self._unset_keepalive_if_required()
         if self._head_timer is None:  # not the first request of this connection
@@ -327,7 +339,7 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,
             date_header=False,
-            timeout_keep_alive=75,
+            timeout_keep_alive=_REST_TIMEOUT_S,
             timeout_graceful_shutdown=1,
         )
         config.head_timeout_s = head_timeout_s

@@ -18,7 +18,7 @@ from services.gateway.sampling import (
 
 MAX_PROMPTS = 128
 MAX_MESSAGES = 16384
-MAX_PARTS = 16384  # of one message
+MAX_PARTS = 16384  # of all messages together
 MAX_TEMPLATE_VARIABLES = 1024
 MAX_DETOKENIZED = 2**17  # or as many as the model can see
 
@@ -68,9 +68,8 @@ def _check_prompt(prompt: list[Any], max_model_len: int) -> None:
 def _check_chat(messages: list[Any]) -> None:
     if len(messages) > MAX_MESSAGES:
         raise invalid("messages", f"messages: has {len(messages)}; at most {MAX_MESSAGES} are possible")
-    for message in messages:
-        if len(parts := _list(message, "content")) > MAX_PARTS:
-            raise invalid("messages", f"messages: a content has {len(parts)} parts; at most {MAX_PARTS} are possible")
+    if (num_parts := sum(len(_list(message, "content")) for message in messages)) > MAX_PARTS:
+        raise invalid("messages", f"messages: the contents have {num_parts} parts; at most {MAX_PARTS} are possible")
 
 
 def _list(holder: Any, name: str) -> list[Any]:

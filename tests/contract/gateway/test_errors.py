@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from paceline.v1 import common_pb2, inference_pb2
+from services.gateway import http_server
 from tests.contract.gateway.conftest import MODEL, Running, Start, until, until_metrics
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
@@ -263,6 +264,13 @@ async def test_metrics(start: Start) -> None:
     assert common_pb2.FINISH_REASON_ERROR == 4  # the literal in this file
 
 
+async def test_parts_of_all_messages_are_counted_together(running: Running) -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": ""}] * 10_000}
+    status, error = await post(running, "/v1/chat/completions", json={"messages": [message] * 2})
+    assert (status, error["param"]) == (400, "messages")
+    assert "20000 parts" in error["message"]
+
+
 async def test_a_head_that_does_not_come_is_not_waited_for(start: Start) -> None:
     running = await start(settings={"head_timeout_s": 1.0})
     assert await raw(running, b"") == b"", "nothing was asked"
@@ -278,6 +286,46 @@ async def test_a_head_that_does_not_come_is_not_waited_for(start: Start) -> None
         await asyncio.sleep(1.2)
     writer.write(well[:20])
     assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 408")
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "then"),
+    [
+        (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"\r\n"),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n", b"a"),
+        (b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n", b"a"),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n", b"a"),
+    ],
+)
+async def test_what_begins_no_request_keeps_no_connection(
+    start: Start, monkeypatch: pytest.MonkeyPatch, asked: bytes, then: bytes
+) -> None:
+    monkeypatch.setattr(http_server, "_REST_TIMEOUT_S", 1)
+    running = await start()
+    reader, writer = await asyncio.open_connection(*str(running.addresses.http).split(":"))
+    writer.write(asked)
+    assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 ")
+    for _ in range(2):  # time for the rest of the answer
+        await asyncio.sleep(0.1)
+        writer.write(then)
+    async with asyncio.timeout(10):
+        while await reader.read(1000):
+            pass
+    writer.close()
+
+
+async def test_a_request_after_an_empty_line_is_served(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_REST_TIMEOUT_S", 1)
+    running = await start(step_s=0.1)
+    reader, writer = await asyncio.open_connection(*str(running.addresses.http).split(":"))
+    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert b"200 OK" in await reader.readuntil(b"}")
+    writer.write(b"\r\n")
+    await asyncio.sleep(0.1)
+    content = json.dumps({"prompt": "x", "max_tokens": 20, "ignore_eos": True}).encode()
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content) + content)
+    assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"}"), 20), "an answer is no rest"
     writer.close()
 
 

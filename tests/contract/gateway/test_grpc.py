@@ -145,3 +145,24 @@ async def test_a_cancelled_call_ends_at_the_scheduler(start: Start, how: str) ->
     await until(lambda: running.scheduler.num_running == 0)
     assert len(running.scheduler.cancels) == 1
     await client.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        ({"messages": {"messages": [{"role": "user", "content": ""}] * 16_385}}, "messages"),
+        ({"text": "x", "sampling": {"bad_word_ids": [{"ids": [1]}] * 257}}, "sampling.bad_word_ids"),
+    ],
+)
+async def test_nothing_goes_through_lists_that_are_too_long(
+    running: Running, request_: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message has room for a million of them, and a million take half a minute in which nobody else is served."""
+    monkeypatch.setattr(TextTokenizer, "encode_chat", None)
+    async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest(**request_))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert dict(caught.value.trailing_metadata() or ())["field"] == field
+    assert "at most" in (caught.value.details() or "")
