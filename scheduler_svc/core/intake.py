@@ -211,16 +211,16 @@ def free_places(queue: WaitingQueue, config: SchedulerConfig) -> int:
 
 
 def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, budgets: Budgets) -> None:
-    """Whether the queue takes one more. Raises Rejection."""
+    """Whether the queue takes one more. Raises Rejection: never for tokens where none wait, for who was refused then
+    would be refused for ever."""
     tokens, tenant = request.num_tokens, None
     queued = queue.tenant_tokens.get(request.tenant, 0)
     if len(queue) >= config.max_queued_requests:
         why, excess = f"queue: full with {len(queue)} requests", tokens
-    elif queue.num_tokens + tokens > config.max_queued_tokens:
+    elif queue.num_tokens and queue.num_tokens + tokens > config.max_queued_tokens:
         why = f"queue: {queue.num_tokens} tokens wait, the limit is {config.max_queued_tokens}"
         excess = queue.num_tokens + tokens - config.max_queued_tokens
-    elif config.tenant_max_queued_tokens and queued + tokens > config.tenant_max_queued_tokens:
-        limit = config.tenant_max_queued_tokens
+    elif queued and 0 < (limit := config.tenant_max_queued_tokens) < queued + tokens:
         why = f"tenant: {queued} tokens of tenant {request.tenant!r} wait, its limit is {limit}"
         excess, tenant = queued + tokens - limit, request.tenant
     else:

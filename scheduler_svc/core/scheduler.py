@@ -148,7 +148,7 @@ class SchedulerCore:
 
     def session_message(self, session_id: str, message: SessionRequest, now_s: float) -> None:
         session = self.sessions[session_id]
-        session.read = max(session.read, message.responses_read)
+        session.read = max(session.read, min(message.responses_read, session.sent))
         session.num_submissions += len(message.submissions)
         for submission in message.submissions:
             try:
@@ -174,14 +174,16 @@ class SchedulerCore:
         if request.handle in session.live:
             raise Rejection(CODE_FAILED_PRECONDITION, f"handle: {request.handle} is in use", "handle")
         request.seniority = request.place = self.life.next_seniority()
-        if not request.accepted_before:  # nothing accepted is lost
+        parent = session.live.get(submission.fork_of) if submission.fork_of else None
+        if parent is not None and parent.prompt != request.prompt:
+            parent = None
+        # Nothing accepted is lost, and samples are one request: what was said of the first holds for them.
+        if not (request.accepted_before or parent):
             check_queue(self.queue, request, self.config, self.life.budgets)
-        if (fork_of := submission.fork_of) and not (request.output or request.scores_prompt):
-            parent = session.live.get(fork_of)
-            if parent is not None and parent.prompt == request.prompt:
-                request.parent = parent
-                request.samples = parent.samples = parent.samples or [parent]
-                request.samples.append(request)
+        if parent is not None and not (request.output or request.scores_prompt):
+            request.parent = parent
+            request.samples = parent.samples = parent.samples or [parent]
+            request.samples.append(request)
         self.life.accept(session, request, enqueue=not is_search)
         if is_search:
             self._groups.start(request, submission.beam, self.limits)

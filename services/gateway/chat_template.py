@@ -18,7 +18,7 @@ from services.gateway.errors import invalid
 from services.gateway.model_files import read_json_object, read_text
 
 # What a request may not set: they are ours.
-_RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+_RESERVED = frozenset({"self", "messages", "add_generation_prompt", "tools", "documents"})
 
 
 class _Generation(Extension):

@@ -44,7 +44,7 @@ class Door:
             return None
         given = b""
         for name, value in headers:
-            if name in _MAY_RUN:
+            if value and name in _MAY_RUN:
                 return None
             if name == b"x-request-id":
                 given = given or value

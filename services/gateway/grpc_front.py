@@ -51,8 +51,8 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
             if not request.resume_after:
                 self._gateway.check_room(key)
             with self._gateway.held_body() as held:
-                held.add(request.ByteSize())
-                await self._gateway.turn(new=key is None)  # who goes meanwhile is cancelled
+                held.add(num_bytes := request.ByteSize())
+                await self._gateway.turn(num_bytes=num_bytes, new=key is None)  # who goes meanwhile is cancelled
                 job = await self._job(request, request_id, time.perf_counter(), key)
             reading = self._gateway.open([job], key)
         except ApiError as error:

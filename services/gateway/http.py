@@ -155,7 +155,7 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
 async def _body(gateway: Gateway, request: Request, held: HeldBody, *, new: bool = False) -> Any:
     """Read at once, and decoded when it is the request's turn. Raises as read_body, Gateway.turn and decode_json."""
     body = await read_body(request, held, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
-    await gateway.turn(request.scope[PEER].has_gone, new=new)
+    await gateway.turn(request.scope[PEER].has_gone, num_bytes=len(body), new=new)
     return decode_json(body)
 
 
@@ -225,7 +225,8 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
     arrival_s, gone = time.perf_counter(), request.scope[PEER].has_gone
     try:
         name = check_key(request.headers.getlist(IDEMPOTENCY_KEY), IDEMPOTENCY_KEY)
-        new = name is None and LAST_EVENT_ID not in request.headers  # else it may run already
+        resumed = bool(request.headers.get(LAST_EVENT_ID))
+        new = name is None and not resumed  # else it may run already
         if new:
             gateway.check_room()
         with gateway.held_body() as held:
@@ -235,8 +236,9 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
             key = None
             if name is not None:
                 key = RequestKey(parsed.terms().tenant, name, body_fingerprint(kind, body), IDEMPOTENCY_KEY)
-                if LAST_EVENT_ID not in request.headers:
+                if not resumed:
                     gateway.check_room(key)
+            del body  # decoded, it may be twenty times what it was, and a tokeniser takes its time
             jobs = await make_jobs(gateway, parsed, _Asked(request.scope["state"]["request_id"], arrival_s, key, gone))
         after = _last_event(request, parsed, jobs, key)
         if after is not None and after.after == "d":

@@ -50,7 +50,7 @@ class SchedulerSession:
     ) -> None:
         self._target = target
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._wait_s, self._max_live = wait_s, max_live
+        self._wait_s, self.max_live = wait_s, max_live
         self._transport = link_options(ping_timeout_s)
         self._core = SessionCore(
             f"gateway-{uuid.uuid4().hex[:12]}", response_window=response_window, max_live=max_live, wait_s=wait_s
@@ -96,7 +96,7 @@ class SchedulerSession:
         """
         if self._model_told.is_set():
             return
-        if self._num_asking >= self._max_live:
+        if self._num_asking >= self.max_live:
             raise self.refusal(_FULL)
         self._num_asking += 1
         try:

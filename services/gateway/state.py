@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from services.gateway.body import Bodies, HeldBody, TooManyBodies
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, invalid
 from services.gateway.idempotency import RequestKey
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request import GenerateJob, RequestBuilder
@@ -69,8 +69,9 @@ class Gateway:
         if (key is None or not self.requests.has(key)) and (error := self.no_room()) is not None:
             raise error
 
-    async def turn(self, gone: Callable[[], bool] = lambda: False, *, new: bool) -> None:
-        """Wait until it is a request's turn to be parsed and submitted; `new`: it cannot be running already.
+    async def turn(self, gone: Callable[[], bool] = lambda: False, *, num_bytes: int, new: bool) -> None:
+        """Wait until it is the turn of a request of so many bytes to be parsed and submitted; `new`: it cannot be
+        running already.
 
         Raises ApiError 429 if meanwhile there is no room for it, and Gone if its client has gone.
         """
@@ -82,7 +83,7 @@ class Gateway:
 
         if self.turnstile.crowded:
             raise self._no_place_to_wait()
-        await self.turnstile.turn(verdict)
+        await self.turnstile.turn(verdict, num_bytes=num_bytes)
 
     def count_gone(self) -> None:
         """A client had gone before anything was done for it."""
@@ -103,6 +104,8 @@ class Gateway:
 
     def _submit(self, jobs: Sequence[GenerateJob]) -> list[Run]:
         """All jobs or none."""
+        if (count := len(jobs)) > (most := self.session.max_live):  # a 429 would be one for ever
+            raise invalid("n", f"n: {count} sequences for all prompts; at most {most} can be in flight here")
         runs: list[Run] = []
         first = None
         try:

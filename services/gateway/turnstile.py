@@ -10,6 +10,9 @@ from collections.abc import Callable
 # them tokens, /health and new connections get theirs.
 _PER_TURN = 8
 _SENT_AWAY = 8
+# For each so many of its bytes a request counts as one more, and turns pass until what was too much for one is paid:
+# some MiB of JSON take tenths of a second.
+_BYTES_OF_ONE = 64 * 1024
 # Their bodies are in memory.
 MAX_WAITING = 1024
 
@@ -27,7 +30,7 @@ class Turnstile:
     def __init__(self, *, per_turn: int = _PER_TURN, max_waiting: int = MAX_WAITING) -> None:
         self._budget = self._left = per_turn * _SENT_AWAY
         self._max_waiting = max_waiting
-        self._waiting: deque[tuple[asyncio.Future[None], Verdict]] = deque()
+        self._waiting: deque[tuple[asyncio.Future[None], Verdict, int]] = deque()
         self._turning = False
 
     @property
@@ -35,20 +38,21 @@ class Turnstile:
         """Nobody else should wait."""
         return len(self._waiting) >= self._max_waiting
 
-    async def turn(self, verdict: Verdict = lambda: None) -> None:
-        """Wait for one's turn; ask whether it is `crowded` before. Raises what `verdict` gives then."""
+    async def turn(self, verdict: Verdict = lambda: None, *, num_bytes: int = 0) -> None:
+        """Wait for one's turn to parse so many bytes; ask whether it is `crowded` before. Raises what `verdict` gives
+        then."""
         if self._left > 0 and not self._waiting:
             self._turn_later()
-            if (error := self._judge(verdict)) is not None:
+            if (error := self._judge(verdict, num_bytes)) is not None:
                 raise error
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((future, verdict))
+        self._waiting.append((future, verdict, num_bytes))
         await future
 
-    def _judge(self, verdict: Verdict) -> Exception | None:
+    def _judge(self, verdict: Verdict, num_bytes: int) -> Exception | None:
         error = verdict()
-        self._left -= 1 if error is not None else _SENT_AWAY
+        self._left -= 1 if error is not None else _SENT_AWAY * (1 + num_bytes // _BYTES_OF_ONE)
         return error
 
     def _turn_later(self) -> None:
@@ -57,12 +61,12 @@ class Turnstile:
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
-        self._turning, self._left = False, self._budget
+        self._turning, self._left = False, min(self._budget, self._left + self._budget)
         while self._left > 0 and self._waiting:
-            future, verdict = self._waiting.popleft()
+            future, verdict, num_bytes = self._waiting.popleft()
             if future.done():  # cancelled
                 continue
-            if (error := self._judge(verdict)) is not None:
+            if (error := self._judge(verdict, num_bytes)) is not None:
                 future.set_exception(error)
             else:
                 future.set_result(None)

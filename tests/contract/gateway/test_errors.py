@@ -217,6 +217,30 @@ async def test_too_many_requests_in_flight(start: Start) -> None:
     assert [(await task).status_code for task in tasks] == [200, 200]
 
 
+async def test_more_sequences_than_can_ever_be_in_flight(start: Start) -> None:
+    running = await start(settings={"max_live_requests": 8})
+    request = {"prompt": ["x", "y", "z"], "n": 3}
+    response = await running.http.post("/v1/completions", json=request)
+    assert response.status_code == 400, "no 429, after which a client comes again and again"
+    assert check_shape(response.json())["param"] == "n"
+    assert "9 sequences" in response.json()["error"]["message"]
+    assert not running.scheduler.submissions
+    assert (await running.http.post("/v1/completions", json=request | {"n": 2})).status_code == 200
+
+
+@pytest.mark.parametrize("value", ["", "x:1"])
+async def test_only_who_comes_back_passes_the_door(start: Start, value: str) -> None:
+    running = await start(settings={"max_live_requests": 1})
+    running.scheduler.paused = True
+    task = asyncio.create_task(running.http.post("/v1/completions", json={"prompt": "x"}))
+    await until(lambda: running.scheduler.num_running == 1)
+    request = {"prompt": "y", "stream": True, "temperature": 0}
+    response = await running.http.post("/v1/completions", json=request, headers={"Last-Event-ID": value})
+    assert response.status_code == (400 if value else 429), "the first one was looked at"
+    running.scheduler.paused = False
+    assert (await task).status_code == 200
+
+
 async def test_a_failure_after_the_first_token_is_an_event(start: Start) -> None:
     running = await start()
     running.scheduler.paused = True

@@ -107,8 +107,8 @@ def test_a_template_cannot_reach_out(source: str) -> None:
 
 
 def test_our_variables_cannot_be_replaced() -> None:
-    with pytest.raises(ApiError, match="must not set bos_token, messages"):
-        render("x", messages="y", bos_token="z")
+    with pytest.raises(ApiError, match="must not set bos_token, messages, self"):
+        render("x", **{"messages": "y", "bos_token": "z", "self": 1})
 
 
 def test_where_a_template_comes_from(tmp_path: Path) -> None:

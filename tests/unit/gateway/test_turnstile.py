@@ -26,6 +26,23 @@ async def test_a_few_in_each_turn_of_the_loop_first_come_first_served() -> None:
     await asyncio.gather(*tasks)
 
 
+async def test_large_ones_come_one_in_a_turn_and_are_paid_off_in_others() -> None:
+    turnstile, now, entered = Turnstile(per_turn=4), 0, []
+
+    async def request(num_bytes: int) -> None:
+        await turnstile.turn(num_bytes=num_bytes)
+        entered.append(now)
+
+    tasks = [asyncio.create_task(request(num_bytes)) for num_bytes in (10 * 2**16, 2**20, 0, 0)]
+    while len(entered) < 4:
+        now += 1
+        await asyncio.sleep(0)
+    first, second, *small = (turn - entered[0] for turn in entered)
+    assert (first, second) == (0, 3), "11 of 4 in a turn"
+    assert small == [second + 5] * 2, "17"
+    await asyncio.gather(*tasks)
+
+
 async def test_who_has_gone_takes_nobodys_place_and_is_told_when_it_is_his_turn() -> None:
     turnstile, asked, entered = Turnstile(per_turn=1), [], []
 

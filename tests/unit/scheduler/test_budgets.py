@@ -88,6 +88,34 @@ def test_a_full_queue_says_what_is_full_and_when_to_come_back(config: dict[str, 
         assert 3 not in client.endings, "another tenant is not concerned"
 
 
+@pytest.mark.parametrize("limit", ["max_queued_tokens", "tenant_max_queued_tokens"])
+def test_what_alone_is_more_than_a_queue_may_hold_waits_alone(limit: str) -> None:
+    """A 429 would be one for ever, however long the client waits."""
+    system, client = system_with(**{limit: 15})
+    system.kill(system.workers[0])
+    for handle in range(2):
+        system.submit("s", handle, [9] * 20, params(4), tenant="a")
+    assert [client.endings[handle].code for handle in client.endings] == [CODE_RESOURCE_EXHAUSTED]
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=64))
+    system.run()
+    assert client.endings[0].reason == LENGTH
+
+
+@pytest.mark.parametrize("config", [{"max_queued_tokens": 50}, {"max_queued_requests": 3}])
+def test_samples_are_one_request_to_the_queue(config: dict[str, int]) -> None:
+    """Else n of them would be refused for ever, each time for its own sake."""
+    system = LocalSystem(SchedulerConfig(**config))
+    client = system.open("s")
+    for handle in range(1, 9):
+        system.submit("s", handle, [9] * 20, params(4), fork_of=min(handle - 1, 1))
+    assert not client.endings
+    system.submit("s", 9, [9] * 20, params(4))
+    assert client.endings[9].code == CODE_RESOURCE_EXHAUSTED
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=64))
+    system.run()
+    assert [client.endings[handle].reason for handle in range(1, 9)] == [LENGTH] * 8
+
+
 def test_the_time_to_come_back_is_what_the_queue_needs_to_drain() -> None:
     """20 tokens a second leave the queue; 40 are too many."""
     system, client = system_with(max_queued_tokens=100)
