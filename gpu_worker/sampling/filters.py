@@ -1,10 +1,10 @@
-"""Temperature and the filters (min-p, top-k, top-p, typical) on rows of logits, with transformers' rules at ties; and
-the draw. Nothing here makes the host wait for a device.
+"""Temperature and the filters (min-p, top-k, top-p, typical) on rows of logits, with transformers' rules at ties.
+Nothing here makes the host wait for a device.
 
-Sums of probabilities decide which tokens top-p keeps and which one is drawn, and a sum of floats hangs on the order in
-which it is done: on a GPU that is another one for another number of rows, and for a running sum it may be another one
-each time. So they are sums of whole numbers (`whole_weights`), which come out alike in any order: a row's token is the
-same on either device and in any company.
+Sums of probabilities decide which tokens top-p keeps, and a sum of floats hangs on the order in which it is done: on a
+GPU that is another one for another number of rows, and for a running sum it may be another one each time. So they are
+sums of whole numbers (`whole_weights`), which come out alike in any order: of the same logits the same tokens are kept
+on either device and in any company.
 
 FlashInfer's top_p_renorm_probs and top_k_mask_logits are not used: they round to float32 probabilities first, in which
 different logits may be equal, and top_p_renorm_probs is reproducible with is_deterministic alone, which costs part of
@@ -21,7 +21,6 @@ FIRST_CANDIDATES = 64
 # Of the mantissa of a float64: sums up to 2**53 are exact.
 _EXACT_BITS = 53
 _NO_WEIGHT = -60.0
-_DRAW_BLOCK = 512  # tokens
 _DIGITS = 2**16  # of half a float32
 
 
@@ -64,14 +63,11 @@ def mask_typical_p(logits: Tensor, typical_p: Tensor) -> Tensor:
 
 def whole_weights(logits: Tensor) -> Tensor:
     """Probabilities as whole numbers, float32 [rows, vocab]: 2**n for the row's most likely token, where n is the most
-    for which float64 sums of a row are exact: 36 at a vocabulary of 128k, where one is finer than a random number's
-    own step (uniform.py)."""
-    return _whole(logits - logits.amax(-1, keepdim=True), logits.shape[-1])
-
-
-def _whole(below_best: Tensor, vocab: int) -> Tensor:
-    """In place. What is that far below the best comes to 0; without the limit exp() of it takes 15 times as long."""
-    return below_best.clamp_(min=_NO_WEIGHT).exp_().mul_(2.0 ** (_EXACT_BITS - (vocab - 1).bit_length())).round_()
+    for which float64 sums of a row are exact: 36 at a vocabulary of 128k."""
+    scale = 2.0 ** (_EXACT_BITS - (logits.shape[-1] - 1).bit_length())
+    below_best = logits - logits.amax(-1, keepdim=True)
+    # What is that far below comes to 0; without the limit exp() of it takes 15 times as long.
+    return below_best.clamp_(min=_NO_WEIGHT).exp_().mul_(scale).round_()
 
 
 def _beyond(values: Tensor, weights: Tensor, shares: Tensor) -> Tensor:
@@ -129,23 +125,3 @@ def _ordered_bits(values: Tensor) -> Tensor:
     """int32, in the order of the float32 values; equals are equal (so -0 becomes 0)."""
     bits = (values + 0.0).view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Inverse CDF over the vocabulary in id order: int64 [rows]. uniforms: float64 [rows] in (0, 1).
-
-    First the block of tokens in which it ends is found, then the token in it."""
-    rows, vocab = logits.shape
-    padded = logits.new_empty((rows, -(-vocab // _DRAW_BLOCK) * _DRAW_BLOCK))
-    padded[:, vocab:] = -torch.inf
-    torch.sub(logits, logits.amax(-1, keepdim=True), out=padded[:, :vocab])
-    weights = _whole(padded, vocab).view(rows, -1, _DRAW_BLOCK)
-    blocks = weights.sum(-1, dtype=torch.float64)
-    upto = blocks.cumsum(-1)
-    target = uniforms.unsqueeze(-1) * upto[:, -1:]
-    # The limits are for rows of logits that overflowed when divided by a temperature: no sum of theirs is a number.
-    block = torch.searchsorted(upto, target, right=True).clamp_(max=upto.shape[-1] - 1)
-    inside = weights.gather(1, block.unsqueeze(-1).expand(-1, -1, _DRAW_BLOCK)).squeeze(1)
-    target -= upto.gather(1, block) - blocks.gather(1, block)
-    token = torch.searchsorted(inside.cumsum(-1, dtype=torch.float64), target, right=True)
-    return (block * _DRAW_BLOCK + token).clamp_(max=vocab - 1).squeeze(-1)

@@ -11,7 +11,7 @@ The order is that of vLLM V1 (its Sampler's documentation), the definitions are 
  6. greedy rows take the largest; the others go on with
  7. temperature, min_p, top_k, top_p;
  8. typical_p, which vLLM does not have and transformers applies last;
- 9. the token, by inverse CDF with a random number of seed and position alone.
+ 9. the token, by Gumbel-max with random numbers of seed, position and token id alone.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from gpu_worker.device import upload
 from gpu_worker.sampling.controls import BatchControls
 from gpu_worker.sampling.filters import (
     apply_temperature,
-    draw,
     mask_min_p,
     mask_top_k,
     mask_top_p,
     mask_typical_p,
 )
+from gpu_worker.sampling.gumbel import draw, draw_keys
 from gpu_worker.sampling.processors import ban
-from gpu_worker.sampling.uniform import uniforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +142,7 @@ def _sample_random(logits: Tensor, rows: SamplingRows, which: npt.NDArray[np.int
     logits = _filter(logits, partial(mask_top_k, most=int(top_k.max(where=asked, initial=1))), top_k, asked)
     logits = _filter(logits, mask_top_p, top_p, top_p < 1)
     logits = _filter(logits, mask_typical_p, typical_p, typical_p < 1)
-    return draw(logits, upload(uniforms(rows.seed[which], rows.position[which]), device))
+    return draw(logits, upload(draw_keys(rows.seed[which], rows.position[which]), device))
 
 
 def _filter(

@@ -8,7 +8,8 @@ import torch
 
 from gpu_worker.device import fetch
 from gpu_worker.sampling.controls import Controls
-from gpu_worker.sampling.filters import beyond_by_radix, draw, mask_top_p, mask_typical_p, whole_weights
+from gpu_worker.sampling.filters import beyond_by_radix, mask_top_p, mask_typical_p, whole_weights
+from gpu_worker.sampling.gumbel import draw, draw_keys, noise_bits
 from gpu_worker.sampling.sampler import sample
 from tests.unit.worker.test_controls import seat
 from tests.unit.worker.test_no_waiting import ASKED, BANS, PER_ROW, ROWS, SCORES, VOCAB
@@ -54,12 +55,18 @@ def test_a_row_is_filtered_and_drawn_alike_in_any_batch() -> None:
     """Bit for bit, again and again: running sums of floats on a GPU would not be."""
     row = (3 * torch.randn(1, 128_256, device=DEVICE)).bfloat16().float()
     others = 3 * torch.randn(200, 128_256, device=DEVICE)
-    share, number = torch.full((201,), 0.9, device=DEVICE), torch.full((201,), 0.37, dtype=torch.float64, device=DEVICE)
+    share = torch.full((201,), 0.9, device=DEVICE)
+    keys = torch.from_numpy(draw_keys(np.full(201, 7, np.uint64), np.full(201, 37))).to(DEVICE)
     for mask in (mask_top_p, mask_typical_p):
         alone = mask(row, share[:1])
-        token = draw(alone, number[:1])
+        token = draw(alone, keys[:1])
         for place in (0, 1, 7, 64, 200):
             batch = torch.cat((others[:place], row, others[: (place * 7) % 50]))
             kept = mask(batch, share[: len(batch)])
             assert torch.equal(kept[place], alone[0])
-            assert draw(kept, number[: len(batch)])[place] == token[0]
+            assert draw(kept, keys[: len(batch)])[place] == token[0]
+
+
+def test_a_gpu_has_the_noise_of_a_cpu() -> None:
+    keys = torch.from_numpy(draw_keys(np.arange(9, dtype=np.uint64), np.arange(9)))
+    assert torch.equal(noise_bits(keys.to(DEVICE), 128_256).cpu(), noise_bits(keys, 128_256))

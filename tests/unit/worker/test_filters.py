@@ -1,8 +1,7 @@
-"""Top-p and typical-p by either of their two ways, and the draw: the same everywhere, ties and edges included."""
+"""Top-p and typical-p by either of their two ways: the same everywhere, ties and edges included."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,12 +13,10 @@ from gpu_worker.sampling import filters
 from gpu_worker.sampling.filters import (
     beyond_by_radix,
     beyond_by_sorting,
-    draw,
     mask_top_p,
     mask_typical_p,
     whole_weights,
 )
-from gpu_worker.sampling.uniform import uniforms
 
 SHARES = (1e-45, 1e-6, 0.1, 0.5, 0.9, 0.999, 1.0)
 
@@ -93,24 +90,3 @@ def test_sums_of_weights_do_not_hang_on_their_order(vocab: int) -> None:
     for order in (weights, weights.flip(-1), shuffled):
         assert [int(total) for total in order.sum(-1, dtype=torch.float64)] == exact
         assert [int(total) for total in order.cumsum(-1, dtype=torch.float64)[:, -1]] == exact
-
-
-@pytest.mark.parametrize("vocab", [1, 3, 511, 512, 513, 5000])
-def test_the_draw_is_the_inverse_of_the_sums(vocab: int) -> None:
-    """Over blocks, and for random numbers that are next to nothing and next to one; never what has been filtered."""
-    logits = 3 * torch.randn(40, vocab, generator=torch.Generator().manual_seed(vocab))
-    logits[::3, 1::2] = -torch.inf
-    numbers = uniforms(np.arange(40, dtype=np.uint64), np.arange(40))
-    numbers[:8] = [0.5 / 2**32, 1 - 0.5 / 2**32] * 4
-    tokens = draw(logits, torch.from_numpy(numbers)).tolist()
-    for row, (token, number) in enumerate(zip(tokens, numbers.tolist(), strict=True)):
-        upto = np.cumsum(whole_weights(logits[row : row + 1])[0].double().numpy())
-        assert token == int(np.searchsorted(upto, number * upto[-1], side="right"))
-        assert logits[row, token] > -torch.inf
-
-
-def test_a_row_without_numbers_does_not_break_the_draw() -> None:
-    """What a division by a small temperature can make of large logits; the token means nothing, but it is one."""
-    logits = torch.full((2, 700), torch.inf)
-    logits[1, 5] = torch.nan
-    assert all(0 <= token < 700 for token in draw(logits, torch.full((2,), 0.9, dtype=torch.float64)).tolist())

@@ -16,7 +16,6 @@ from transformers import (
 from gpu_worker.build import BuiltWorker
 from gpu_worker.sampling.filters import apply_temperature, mask_top_k, mask_top_p
 from gpu_worker.sampling.sampler import SamplingRows, sample
-from gpu_worker.sampling.uniform import uniforms
 from paceline.v1.common_pb2 import SamplingParams
 from tests.unit.worker.driver import Driver
 from tests.unit.worker.families import VOCAB, Reference
@@ -111,19 +110,6 @@ def test_a_token_without_probability_is_never_drawn() -> None:
     logits = torch.full((5000, 9), -torch.inf)
     logits[:, [2, 5]] = 0.0
     assert set(sample(logits, make_rows(5000)).tokens.tolist()) == {2, 5}
-
-
-def test_uniforms_depend_on_seed_and_position_alone_and_look_random() -> None:
-    seeds = np.array([0, 1, 2**64 - 1] * 1000, np.uint64)
-    positions = np.arange(3000)
-    values = uniforms(seeds, positions)
-    assert (values == np.array([uniforms(seeds[i : i + 1], positions[i : i + 1])[0] for i in range(3000)])).all()
-    assert values.min() > 0
-    assert values.max() < 1
-    assert abs(values.mean() - 0.5) < 0.02
-    # Neighbouring seeds and positions share nothing.
-    assert abs(np.corrcoef(uniforms(np.full(999, 7, np.uint64), np.arange(999)), values[:999])[0, 1]) < 0.1
-    assert len(np.unique(values)) > 2990
 
 
 def test_a_row_does_not_see_its_neighbours_parameters() -> None:
