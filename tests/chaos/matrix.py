@@ -1,9 +1,9 @@
 """The kill matrix: every service × fault × workload on real processes, token for token.
 
-python -m tests.chaos.matrix [--cells worker,decode] [--rounds 3] [--out FILE]
+python -m tests.chaos.matrix [--cells worker,decode] [--rounds 3] [--seed 1] [--out FILE]
 
-`--cells`: only those that these words name, as worker, SIGKILL, decode. Pauses go to FILE.json, their table, as it
-stands in docs/reliability.md, to FILE.md.
+`--cells`: only those that these words name, as worker, SIGKILL, decode. Another seed asks for other tokens, and draws
+others. Pauses go to FILE.json, their table, as it stands in docs/reliability.md, to FILE.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from tests.chaos.moments import FAULTS, SERVICES, Cell, Moment, judge
-from tests.chaos.workloads import GATEWAY_FLAGS, GATEWAYS, SCHEDULER_FLAGS, WORKER_FLAGS, WORKERS, WORKLOADS
+from tests.chaos.workloads import GATEWAY_FLAGS, GATEWAYS, SCHEDULER_FLAGS, WORKER_FLAGS, WORKERS, WORKLOADS, varied
 from tests.support.asking import Answer, Gateway, Question, ask, asker
 from tests.support.stack import Stack
 
@@ -68,8 +68,9 @@ def new_stack(folder: Path) -> Stack:
 class Matrix:
     """A running stack on which cells are played, one after the other. Each leaves it as it was."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack, seed: int = 0) -> None:
         self.stack = stack
+        self._seed = seed
         self._right: dict[str, list[Answer]] = {}
         self._salts = itertools.count()
 
@@ -115,7 +116,8 @@ class Matrix:
     ) -> AsyncIterator[tuple[list[Answer], asyncio.Future[list[None]]]]:
         """All at once. With a salt of its own, so that it finds nothing in the prefix cache."""
         salt = f"matrix-{next(self._salts)}"
-        answers = [Answer(salted(question, salt)) for question in WORKLOADS[workload].questions]
+        questions = [varied(question, self._seed) for question in WORKLOADS[workload].questions]
+        answers = [Answer(salted(question, salt)) for question in questions]
         async with asker(patience_s) as http:
             serving = asyncio.gather(*(ask(http, gateways, f"{salt}-{i}", answer) for i, answer in enumerate(answers)))
             try:
@@ -172,9 +174,9 @@ def wait_rest(stack: Stack) -> None:
         stack.wait_total(name, 'state="used"', 0, of="cache")
 
 
-async def play_all(stack: Stack, cells: Iterable[Cell], tell: Callable[[Outcome], None]) -> None:
+async def play_all(stack: Stack, cells: Iterable[Cell], tell: Callable[[Outcome], None], seed: int = 0) -> None:
     """Ends early where the stack is broken: what follows would say nothing."""
-    matrix = Matrix(stack)
+    matrix = Matrix(stack, seed)
     for cell in cells:
         try:
             tell(await matrix.play(cell))
@@ -223,6 +225,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default="", help="words with commas between them (default: all cells)")
     parser.add_argument("--rounds", type=int, default=1, help="how often each cell is played")
+    parser.add_argument("--seed", type=int, default=0, help="of what is asked")
     parser.add_argument("--out", type=Path, help="where the table goes, without suffix")
     arguments = parser.parse_args()
     cells = cells_named(word for word in arguments.cells.split(",") if word) * arguments.rounds
@@ -247,7 +250,7 @@ def main() -> int:
     for _ in range(MOST_STACKS):
         stack = new_stack(folder)
         try:
-            asyncio.run(play_all(up(stack), cells[len(outcomes) :], tell))
+            asyncio.run(play_all(up(stack), cells[len(outcomes) :], tell, arguments.seed))
         finally:
             stack.down()
         if len(outcomes) == len(cells):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.support.asking import GRPC, Answer, Question
@@ -41,6 +41,17 @@ def completion(name: str, prompt: list[int] | str, max_tokens: int, **options: A
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     usage = {} if options.get("stream") is False else {"stream_options": {"include_usage": True}}
     return Question(name, COMPLETION, body | usage | options)
+
+
+def varied(question: Question, seed: int) -> Question:
+    """Other prompts of tokens and other draws, of the same kind and size; 0: as it is."""
+    body = dict(question.body)
+    if "seed" in body:
+        body["seed"] += 1000 * seed
+    for name in ("prompt", "token_ids"):
+        if isinstance(tokens := body.get(name), list) and isinstance(tokens[0], int):
+            body[name] = [8 + (token - 8 + 101 * seed) % (VOCAB - 8) for token in tokens]
+    return replace(question, body=body)
 
 
 def over_grpc(name: str, **options: Any) -> Question:
