@@ -25,8 +25,9 @@ _DIGITS = 2**16  # of half a float32
 
 
 def apply_temperature(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """logits float32 [rows, vocab]; temperatures float32 [rows], above 0."""
-    return logits / temperatures.unsqueeze(-1)
+    """logits float32 [rows, vocab]; temperatures float32 [rows], above 0. Each row's best comes to 0: else a small
+    temperature would make numbers of which a float32 has few, or none."""
+    return (logits - logits.amax(-1, keepdim=True)) / temperatures.unsqueeze(-1)
 
 
 def mask_min_p(logits: Tensor, min_p: Tensor) -> Tensor:

@@ -37,13 +37,13 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 def draw(logits: Tensor, keys: Tensor) -> Tensor:
     """int64 [rows]. logits: float32 [rows, vocab], -inf for what must not be drawn; keys: draw_keys(), of any
-    integer type. A row that overflowed when it was divided by a temperature gets some token."""
+    integer type."""
     return (logits - clocks(keys, logits.shape[-1]).log_()).argmax(-1)
 
 
 def clocks(keys: Tensor, vocab: int) -> Tensor:
     """When each token's clock rings if it is as likely as all others: float32 [rows, vocab], exponentially distributed,
-    above 0. Small ones are as fine as others, relative to their size: with them unlikely tokens win."""
+    above 0. In steps of 2**-31 at the finest: a token less likely than that is hardly ever drawn."""
     bits = noise_bits(keys, vocab).bitwise_and_(2**31 - 1)
     uniform = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=_BELOW_ONE)
     return uniform.neg_().log1p_().neg_()

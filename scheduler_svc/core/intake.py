@@ -229,6 +229,11 @@ def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, 
     raise Rejection(CODE_RESOURCE_EXHAUSTED, why, retry_after_s=retry_after_s)
 
 
+def is_sample_of(parent: Request, request: Request) -> bool:
+    """Whether both are of one client's request, and share their blocks."""
+    return (parent.tenant, parent.namespace, parent.prompt) == (request.tenant, request.namespace, request.prompt)
+
+
 def recheck(request: Request, limits: Limits) -> Rejection | None:
     """The verdict on a request that was accepted before the limits were known."""
     try:

@@ -36,6 +36,7 @@ from scheduler_svc.core.intake import (
     explain_rejection,
     free_places,
     is_full,
+    is_sample_of,
     new_request,
     recheck,
 )
@@ -175,7 +176,7 @@ class SchedulerCore:
             raise Rejection(CODE_FAILED_PRECONDITION, f"handle: {request.handle} is in use", "handle")
         request.seniority = request.place = self.life.next_seniority()
         parent = session.live.get(submission.fork_of) if submission.fork_of else None
-        if parent is not None and parent.prompt != request.prompt:
+        if parent is not None and not is_sample_of(parent, request):
             parent = None
         # Nothing accepted is lost, and samples are one request: what was said of the first holds for them.
         if not (request.accepted_before or parent):

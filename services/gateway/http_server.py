@@ -178,6 +178,7 @@ class _Protocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._has_begun = True  # also if its first bytes came before the answer after which the connection rests
         self.body_is_here = False
         self._head_is_here()
         if self._last or self._turn_away():
@@ -219,7 +220,7 @@ class _Protocol(HttpToolsProtocol):
     def _turn_away(self) -> bool:
         """Answer a request for which there is no room, at its head; False if it is to be served."""
         # With the request before it, or with answers that are not read: in what a request has else there is a brake.
-        busy = self.flow.write_paused or (self.cycle is not None and not self.cycle.response_complete)
+        busy = self.flow.write_paused or self._is_answering
         if busy or self.expect_100_continue or self.parser.get_method() != b"POST":
             return False
         verdict = self.config.doorkeeper(self.url, self.headers)
@@ -248,7 +249,14 @@ class _Protocol(HttpToolsProtocol):
         error = ApiError(431 if too_large else 400, message, code="invalid_http")
         self._answer(status, error)
 
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _answer(self, status: bytes, error: ApiError) -> None:
+        if self._is_answering:  # no answer belongs into the middle of another one
+            self.transport.close()
+            return
         self._write(status, error, [("connection", "close")])
         self.refuse(_REFUSAL_LINGER_S)
 
@@ -270,6 +278,9 @@ class _Protocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         self._head_timer = None
+        if self._is_answering:
+            self._expect_head()
+            return
         if not self._head_bytes:  # nothing was asked
             self.transport.close()
             return

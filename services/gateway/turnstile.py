@@ -51,7 +51,10 @@ class Turnstile:
         await future
 
     def _judge(self, verdict: Verdict, num_bytes: int) -> Exception | None:
-        error = verdict()
+        try:
+            error = verdict()
+        except Exception as bug:  # who waits behind would wait for ever
+            error = bug
         self._left -= 1 if error is not None else _SENT_AWAY * (1 + num_bytes // _BYTES_OF_ONE)
         return error
 

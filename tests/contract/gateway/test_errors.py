@@ -353,6 +353,45 @@ async def test_a_request_after_an_empty_line_is_served(start: Start, monkeypatch
     writer.close()
 
 
+STREAM = json.dumps({"prompt": "x", "max_tokens": 20, "ignore_eos": True, "stream": True}).encode()
+ASKED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(STREAM) + STREAM
+LAST_CHUNK = b"0\r\n\r\n"
+
+
+async def test_a_head_that_begins_during_an_answer_and_ends_after_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time that a connection may rest is counted from that answer on, and its end is not that of the next one."""
+    monkeypatch.setattr(http_server, "_REST_TIMEOUT_S", 1)
+    running = await start(step_s=0.1)
+    reader, writer = await asyncio.open_connection(*str(running.addresses.http).split(":"))
+    writer.write(ASKED)
+    await reader.readuntil(b"data: ")
+    writer.write(ASKED[:10])
+    await asyncio.wait_for(reader.readuntil(LAST_CHUNK), 20)
+    await asyncio.sleep(0.1)
+    writer.write(ASKED[10:])
+    assert b"[DONE]" in await asyncio.wait_for(reader.readuntil(LAST_CHUNK), 20)
+    writer.close()
+
+
+@pytest.mark.parametrize("more", [ASKED[:10], b"\0\0\0\0"])
+async def test_no_refusal_stands_in_the_middle_of_an_answer(start: Start, more: bytes) -> None:
+    """Of what has come behind its request: a head that is late, and what is no HTTP."""
+    running = await start(step_s=0.1, settings={"head_timeout_s": 0.5})
+    reader, writer = await asyncio.open_connection(*str(running.addresses.http).split(":"))
+    writer.write(ASKED)
+    got = await reader.readuntil(b"data: ")
+    writer.write(more)
+    async with asyncio.timeout(20):
+        while part := await reader.read(65536):
+            got += part
+    whole, _, refusal = got.partition(LAST_CHUNK)
+    assert whole.count(b"HTTP/1.1") == 1
+    assert refusal.startswith(b"HTTP/1.1 408") == (b"[DONE]" in whole) == (more in ASKED), "late only after the answer"
+    writer.close()
+
+
 async def test_more_connections_than_there_may_be_are_refused(start: Start) -> None:
     running = await start(settings={"max_connections": 3})
     assert (await running.http.get("/health")).status_code == 200  # one of the three

@@ -63,6 +63,17 @@ async def test_who_has_gone_takes_nobodys_place_and_is_told_when_it_is_his_turn(
     assert [isinstance(outcome, Gone) for outcome in outcomes] == [False] + [True] * 5 + [False] * 2
 
 
+async def test_a_verdict_that_fails_holds_up_nobody_else() -> None:
+    turnstile = Turnstile(per_turn=1)
+
+    def bug() -> None:
+        raise RuntimeError("bug")
+
+    tasks = [asyncio.create_task(turnstile.turn(verdict)) for verdict in (lambda: None, bug, lambda: None)]
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [type(None), RuntimeError, type(None)]
+
+
 async def test_a_waiter_that_is_cancelled_is_forgotten() -> None:
     turnstile = Turnstile(per_turn=1)
     tasks = [asyncio.create_task(turnstile.turn()) for _ in range(4)]

@@ -116,6 +116,14 @@ def test_samples_are_one_request_to_the_queue(config: dict[str, int]) -> None:
     assert [client.endings[handle].reason for handle in range(1, 9)] == [LENGTH] * 8
 
 
+def test_samples_are_of_one_tenant() -> None:
+    system = LocalSystem(SchedulerConfig(tenant_max_queued_tokens=50))
+    client = system.open("s")
+    for handle, tenant in enumerate("abbb", start=1):
+        system.submit("s", handle, [9] * 20, params(4), tenant=tenant, fork_of=int(handle > 1))
+    assert [client.endings[handle].code for handle in client.endings] == [CODE_RESOURCE_EXHAUSTED]
+
+
 def test_the_time_to_come_back_is_what_the_queue_needs_to_drain() -> None:
     """20 tokens a second leave the queue; 40 are too many."""
     system, client = system_with(max_queued_tokens=100)

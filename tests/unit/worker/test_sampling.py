@@ -89,6 +89,14 @@ def test_draws_follow_the_distribution() -> None:
     torch.testing.assert_close(shares, torch.tensor([0.5, 0.2, 0.2, 0.1]), atol=0.01, rtol=0)
 
 
+def test_a_small_temperature_does_not_decide_between_equals() -> None:
+    """Divided by it, large logits are so large that no noise could be added to them."""
+    logits = torch.tensor([100.0, 99.0, 100.0, 100.0]).repeat(20_000, 1)
+    rows = make_rows(20_000, temperature=np.full(20_000, 1e-5, np.float32), position=np.arange(20_000))
+    shares = torch.bincount(sample(logits, rows).tokens, minlength=4) / 20_000
+    torch.testing.assert_close(shares, torch.tensor([1 / 3, 0.0, 1 / 3, 1 / 3]), atol=0.015, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["top_p", "typical_p"])
 def test_the_smallest_share_keeps_one_token(
     name: str, reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
