@@ -17,6 +17,9 @@ NUM_REMEMBERED = 200
 FEW_TOKENS = 64
 # So many steps with more of them, and what one costs is known.
 NUM_LONG_STEPS = 20
+# To look at so many cached tokens takes a prompt token as long as all else that is done for it where a model is 170
+# wide (of d channels: 4 d operations for each of them, against 24 d * d); in wider ones less.
+CACHED_TOKENS = 1024
 # Fields of a plan that make the device do something that it may not have done before.
 COMPUTED = {"prefill_tokens", "copy_from", "skip_decodes"}
 
@@ -28,17 +31,20 @@ class Pace:
     A step that does something for the first time may compile kernels for minutes. So nothing is known until
     NUM_REMEMBERED steps after the last plan that had a field, one of COMPUTED or of a sequence's sampling, which no
     plan had before it (a long prompt samples many steps after the plan that brings it). And nothing is ever known of
-    plans that copy between device and host, whose size is not their tokens.
+    plans that copy between device and host, whose size is not their tokens. What prompt tokens cost grows with what is
+    cached before them: by how much has been measured if it was computed here, but not if it was found.
     """
 
     hang_s: float  # 0: nothing is ever known
     _fields: set[str] = field(default_factory=set)  # that some plan had
     _num_alike: int = 0  # steps since the last of these was new
     _short_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
+    _num_cached: deque[int] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))  # the most in each plan
     _token_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))  # per token, of long steps
 
     def allowed_s(self, plan: StepPlan, num_prefill: int) -> float | None:
         """None: nobody knows. To be asked once for each plan, in order."""
+        self._num_cached.append(max((one.num_cached_tokens for one in plan.new_sequences), default=0))
         new = _fields_of(plan) - self._fields
         if new:
             self._fields |= new
@@ -51,6 +57,8 @@ class Pace:
             if len(self._token_s) < NUM_LONG_STEPS:
                 return None
             expected_s += max(self._token_s) * num_prefill
+        if num_prefill:
+            expected_s *= 1 + max(self._num_cached) / CACHED_TOKENS
         return self.hang_s + TIMES_SLOWEST * expected_s
 
     def took(self, num_prefill: int, seconds: float) -> None:

@@ -5,8 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
-from gpu_worker.deadline import FEW_TOKENS, MOST_AT_ONCE_S, NUM_LONG_STEPS, NUM_REMEMBERED, Allowance, Pace, StepWatch
+from gpu_worker.deadline import (
+    CACHED_TOKENS,
+    FEW_TOKENS,
+    MOST_AT_ONCE_S,
+    NUM_LONG_STEPS,
+    NUM_REMEMBERED,
+    Allowance,
+    Pace,
+    StepWatch,
+)
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 
@@ -109,6 +119,20 @@ def test_a_long_prefill_is_not_a_hang() -> None:
     steps = Steps().known()
     steps.begin(20_000)  # of which 20 s are expected
     assert steps.overdue_after_s() >= 10 * 20
+
+
+def test_a_prefill_behind_a_long_prefix_that_was_found_is_not_a_hang() -> None:
+    """Of steps that looked at few tokens it is not known what one costs that looks at many; the next chunk is planned
+    before the first one is done."""
+    steps = Steps().known()
+    steps.begin(100, new_sequences=[NewSequence(num_cached_tokens=10 * CACHED_TOKENS)])
+    steps.begin(100)
+    assert steps.overdue_after_s() == pytest.approx(HANG_S + 11 * 10 * (0.01 + 0.1), abs=0.3)
+    steps.watch.finished(10.0)
+    assert steps.overdue_after_s() == pytest.approx(HANG_S + 11 * 10 * (0.01 + 0.1), abs=0.3)
+    steps.watch.finished(10.0)
+    steps.begin()
+    assert steps.overdue_after_s() == 1.5, "a decode looks at them once"
 
 
 def test_before_that_the_configured_deadlines_hold() -> None:
