@@ -254,7 +254,7 @@ class _Protocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _answer(self, status: bytes, error: ApiError) -> None:
-        if self._is_answering:  # no answer belongs into the middle of another one
+        if self._is_answering and self.cycle.response_started:  # it would stand in the middle of that answer
             self.transport.close()
             return
         self._write(status, error, [("connection", "close")])
