@@ -3,9 +3,10 @@
 The demo model behind the real services on this machine; clients of each kind in a process of their own
 (bench.overload_clients). At first what the server does at its best (`peak`): as many requests at once as have a place;
 and, in turns with it, ten times as many requests as it has just served, by the clock, from clients that never come
-again (`10x`). Then ten times as many clients as have a place, who come again when they were told to
-(`10x, come back`). Then beside readers that do not read, heads of requests that come byte by byte, connections that ask
-nothing, and clients that go away as soon as they have asked.
+again (`10x`); the peak beside a process that takes as much of the cores as those clients do. Then ten times as many
+clients as have a place, who come again when they were told to (`10x, come back`). Then beside readers that do not read,
+heads of requests that come byte by byte, connections that ask nothing, and clients that go away as soon as they have
+asked.
 
 Beside what clients saw stands how late the event loops were, the gateway's (its own metric) and the clients': what a
 client saw has both in it, and of the cores, which they share.
@@ -39,6 +40,7 @@ SECONDS = 12.0
 # turns, until there have been so many from which no more than that many cores were stolen.
 TURNS, MOST_TURNS, TURN_SECONDS = 8, 24, 6.0
 QUIET_STOLEN_CORES = 0.1
+FLOOD_CORES = 0.08  # what the clients of a flood take more than those of the peak, before it has been measured
 LONGEST_S = 90.0  # until all who were told to come back have been served
 IDLE_CONNECTIONS, SLOW_HEADS, STALLED_READERS = 10_000, 500, 8
 STORM_PER_S = 1000
@@ -202,7 +204,7 @@ class Measurement:
                 "client_lag_p99_ms": percentile(saw["lag_ms"], 0.99),
                 # The clients share the cores: what they take, no server has. So beside the raw goodput what a second of
                 # the server's own CPU brings, with the refusals that it paid for.
-                "cpu_s": {process: round(seconds, 1) for process, seconds in spent_s.items()},
+                "cpu_s": {process: round(seconds, 2) for process, seconds in spent_s.items()},
                 "cores_busy": round(sum(spent_s.values()) / saw["seconds"], 2),
                 "tokens_per_server_cpu_s": round(saw["tokens"] / servers_s, 1) if servers_s else None,
                 "gateway_waited_for_core_s": round(waited_s, 1),
@@ -223,19 +225,24 @@ class Measurement:
             row["others"] = {key: value for key, value in others.result().items() if key in ("started", "others")}
         self.rest()
 
-    def peak(self) -> dict[str, Any]:
-        row = self.row("peak", "closed", SEATS + QUEUE // 2, TURN_SECONDS)
+    def peak(self, flood_cores: float) -> dict[str, Any]:
+        """Beside a process that takes what the flood's clients take: they are no part of the server, and share its
+        cores."""
+        with Role(self.stack, "burn", flood_cores):
+            row = self.row("peak", "closed", SEATS + QUEUE // 2, TURN_SECONDS)
+        row["burnt_cores"] = flood_cores
         self.rest()
         return row
 
     def turns(self) -> None:
         """The peak and OVERLOAD times what it has served, one after the other."""
-        before, num_quiet = self.peak(), 0
+        before, num_quiet = self.peak(FLOOD_CORES), 0
         for _ in range(MOST_TURNS):
             per_s = OVERLOAD * before["served"] / before["seconds"]
             row = self.row(f"{OVERLOAD}x", "open", per_s, TURN_SECONDS)
             self.rest()
-            after = self.peak()
+            spent_s = row["cpu_s"]["clients"] - before["cpu_s"]["clients"]
+            after = self.peak(round(max(spent_s, 0.0) / TURN_SECONDS, 3))
             row["offered_per_s"] = round(per_s, 1)
             # Of the mean of the peaks before and after it: the machine is not the same from one minute to the next.
             row["of_peak"] = round(2 * row["tokens_per_s"] / (before["tokens_per_s"] + after["tokens_per_s"]), 3)

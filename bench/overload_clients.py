@@ -29,6 +29,7 @@ WARM_S = 2.0
 _NUM_REQUESTS = 512
 _LAG_EVERY_S = 0.02
 _PROBE_EVERY_S = 0.05
+_BURN_EVERY_S = 0.002
 _GO_AFTER_S = 0.02
 HOST = "127.0.0.1"
 
@@ -323,8 +324,17 @@ class Clients:
             connection.transport.close()
             await asyncio.sleep(_PROBE_EVERY_S)
 
+    async def burn(self) -> None:
+        """As much CPU as so many cores have, in pieces as short as those of a flood."""
+        self.ready()
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        while not self._ended.is_set():
+            while time.process_time() - began_cpu_s < self.number * (time.perf_counter() - began_s):
+                pass
+            await asyncio.sleep(_BURN_EVERY_S)
+
     ROLES: dict[str, Callable[[Clients], Awaitable[None]]] = {  # noqa: RUF012 - never changed
-        role.__name__: role for role in (closed, open, come_back, storm, stalled, heads, idle, probe)
+        role.__name__: role for role in (closed, open, come_back, storm, stalled, heads, idle, probe, burn)
     }
 
 
