@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -24,6 +25,32 @@ CACHED_TOKENS = 1024
 COMPUTED = {"prefill_tokens", "copy_from", "skip_decodes"}
 
 
+class Samples:
+    """Of the last NUM_REMEMBERED steps of a kind what one took, or a token of it; and behind how many found tokens."""
+
+    __slots__ = ("_found", "_seconds")
+
+    def __init__(self) -> None:
+        self._seconds = deque[float](maxlen=NUM_REMEMBERED)
+        self._found = deque[int](maxlen=NUM_REMEMBERED)
+
+    def __len__(self) -> int:
+        return len(self._seconds)
+
+    def add(self, seconds: float, found: int) -> None:
+        self._seconds.append(seconds)
+        self._found.append(found)
+
+    def slowest_s(self, found: int) -> float:
+        """Of these, each as if it had been behind so many found tokens, if it was behind fewer."""
+        if not found:
+            return max(self._seconds)
+        return max(
+            seconds * max(1.0, (CACHED_TOKENS + found) / (CACHED_TOKENS + before))
+            for seconds, before in zip(self._seconds, self._found, strict=True)
+        )
+
+
 @dataclass(slots=True)
 class Pace:
     """What steps have taken of late, and so what the next one may take. It outlives links.
@@ -32,42 +59,48 @@ class Pace:
     NUM_REMEMBERED steps after the last plan that had a field, one of COMPUTED or of a sequence's sampling, which no
     plan had before it (a long prompt samples many steps after the plan that brings it). And nothing is ever known of
     plans that copy between device and host, whose size is not their tokens. What prompt tokens cost grows with what is
-    cached before them: by how much has been measured if it was computed here, but not if it was found.
+    cached before them: by how much has been measured if it was computed here, or if a step of late was behind as much
+    that was found.
     """
 
     hang_s: float  # 0: nothing is ever known
     _fields: set[str] = field(default_factory=set)  # that some plan had
     _num_alike: int = 0  # steps since the last of these was new
-    _short_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
-    _num_cached: deque[int] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))  # the most in each plan
-    _token_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))  # per token, of long steps
+    _found: dict[int, int] = field(default_factory=dict)  # cached tokens with which the sequence in a slot came
+    # Seconds of short steps, and seconds for each prompt token of long ones.
+    _short: Samples = field(default_factory=Samples)
+    _token: Samples = field(default_factory=Samples)
 
-    def allowed_s(self, plan: StepPlan, num_prefill: int) -> float | None:
+    def found_tokens(self, plan: StepPlan) -> int:
+        """The most that a sequence found cached of which the plan computes prompt tokens. To be asked once for each
+        plan, in order."""
+        for one in plan.new_sequences:
+            self._found[one.slot] = one.num_cached_tokens
+        return max((self._found.get(slot, 0) for slot in array("i", plan.prefill_slots)), default=0)
+
+    def allowed_s(self, plan: StepPlan, num_prefill: int, found: int) -> float | None:
         """None: nobody knows. To be asked once for each plan, in order."""
-        self._num_cached.append(max((one.num_cached_tokens for one in plan.new_sequences), default=0))
         new = _fields_of(plan) - self._fields
         if new:
             self._fields |= new
             self._num_alike = 0
-        known = self.hang_s and self._num_alike >= NUM_REMEMBERED and len(self._short_s) == NUM_REMEMBERED
+        known = self.hang_s and self._num_alike >= NUM_REMEMBERED and len(self._short) == NUM_REMEMBERED
         if not known or plan.swap_out_to or plan.swap_in_to:
             return None
-        expected_s = max(self._short_s)
+        expected_s = self._short.slowest_s(found)
         if num_prefill >= FEW_TOKENS:
-            if len(self._token_s) < NUM_LONG_STEPS:
+            if len(self._token) < NUM_LONG_STEPS:
                 return None
-            expected_s += max(self._token_s) * num_prefill
-        if num_prefill:
-            expected_s *= 1 + max(self._num_cached) / CACHED_TOKENS
+            expected_s += self._token.slowest_s(found) * num_prefill
         return self.hang_s + TIMES_SLOWEST * expected_s
 
-    def took(self, num_prefill: int, seconds: float) -> None:
-        """A step with so many prompt tokens is done."""
+    def took(self, num_prefill: int, found: int, seconds: float) -> None:
+        """A step with so many prompt tokens, behind so many that were found, is done."""
         self._num_alike += 1
         if num_prefill < FEW_TOKENS:
-            self._short_s.append(seconds)
+            self._short.add(seconds, found)
         else:
-            self._token_s.append(seconds / num_prefill)
+            self._token.add(seconds / num_prefill, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +114,9 @@ class Allowance:
     max_num_seqs: int  # decodes in a step at the most: a plan does not name them
     pace: Pace
 
-    def of(self, plan: StepPlan, num_prefill: int) -> float:
+    def of(self, plan: StepPlan, num_prefill: int, found: int = 0) -> float:
         allowed_s = self.step_s + self.token_s * (num_prefill + self.max_num_seqs)
-        known_s = self.pace.allowed_s(plan, num_prefill)
+        known_s = self.pace.allowed_s(plan, num_prefill, found)
         if plan.step == 1:
             return max(allowed_s, self.first_step_s)
         return allowed_s if known_s is None else min(allowed_s, known_s)
@@ -94,27 +127,29 @@ class StepWatch:
     """The steps in flight of one link. Only the oldest one runs, or is overdue."""
 
     allowance: Allowance
-    _in_flight: deque[tuple[int, int, float]] = field(default_factory=deque)  # step, prompt tokens, allowed seconds
+    # Step, prompt tokens, found tokens before them, allowed seconds.
+    _in_flight: deque[tuple[int, int, int, float]] = field(default_factory=deque)
     _age_s: float = 0.0  # of the oldest one
     last_begun: int = 0  # step
 
     @property
     def allowed_s(self) -> float:
         """What the step that runs may take; 0 if none does."""
-        return self._in_flight[0][2] if self._in_flight else 0.0
+        return self._in_flight[0][3] if self._in_flight else 0.0
 
     def begun(self, plan: StepPlan) -> None:
         if not self._in_flight:
             self._age_s = 0.0
         num_prefill = sum(memoryview(plan.prefill_tokens).cast("i")) if plan.prefill_tokens else 0
         self.last_begun = plan.step
-        self._in_flight.append((plan.step, num_prefill, self.allowance.of(plan, num_prefill)))
+        found = self.allowance.pace.found_tokens(plan)
+        self._in_flight.append((plan.step, num_prefill, found, self.allowance.of(plan, num_prefill, found)))
 
     def finished(self, seconds: float) -> None:
         """The oldest one is done, and has taken so long."""
-        step, num_prefill, _ = self._in_flight.popleft()
+        step, num_prefill, found, _ = self._in_flight.popleft()
         if step > 1:
-            self.allowance.pace.took(num_prefill, seconds)
+            self.allowance.pace.took(num_prefill, found, seconds)
         self._age_s = 0.0
 
     def passed(self, elapsed_s: float) -> tuple[int, float] | None:
@@ -123,7 +158,7 @@ class StepWatch:
         if not self._in_flight:
             return None
         self._age_s += min(elapsed_s, MOST_AT_ONCE_S)
-        step, _, allowed_s = self._in_flight[0]
+        step, *_, allowed_s = self._in_flight[0]
         return (step, allowed_s) if self._age_s > allowed_s else None
 
 

@@ -121,18 +121,51 @@ def test_a_long_prefill_is_not_a_hang() -> None:
     assert steps.overdue_after_s() >= 10 * 20
 
 
+def slots(*slots: int) -> bytes:
+    return np.array(slots, np.int32).tobytes()
+
+
+def found(slot: int, times: int) -> list[NewSequence]:
+    """A sequence that comes with so many times CACHED_TOKENS in its blocks."""
+    return [NewSequence(slot=slot, num_cached_tokens=times * CACHED_TOKENS)]
+
+
 def test_a_prefill_behind_a_long_prefix_that_was_found_is_not_a_hang() -> None:
     """Of steps that looked at few tokens it is not known what one costs that looks at many; the next chunk is planned
     before the first one is done."""
     steps = Steps().known()
-    steps.begin(100, new_sequences=[NewSequence(num_cached_tokens=10 * CACHED_TOKENS)])
-    steps.begin(100)
-    assert steps.overdue_after_s() == pytest.approx(HANG_S + 11 * 10 * (0.01 + 0.1), abs=0.3)
-    steps.watch.finished(10.0)
-    assert steps.overdue_after_s() == pytest.approx(HANG_S + 11 * 10 * (0.01 + 0.1), abs=0.3)
-    steps.watch.finished(10.0)
+    steps.begin(100, prefill_slots=slots(3), new_sequences=found(3, times=10))
+    steps.begin(100, prefill_slots=slots(3))
+    for _ in range(2):
+        assert steps.overdue_after_s() == pytest.approx(HANG_S + 11 * 10 * (0.01 + 0.1), abs=0.3)
+        steps.watch.finished(1.0)
     steps.begin()
     assert steps.overdue_after_s() == 1.5, "a decode looks at them once"
+
+
+def test_what_was_measured_behind_a_prefix_is_not_counted_twice() -> None:
+    steps = Steps().known()
+    steps.run(1, 1.0, 100, prefill_slots=slots(3), new_sequences=found(3, times=10))
+    for times, most_s, took_s in (
+        (10, 11 * 0.1, 1.0),
+        (5, 1.0, 0.5),
+    ):  # as computed from a step behind nothing; as measured behind more
+        steps.begin(100, prefill_slots=slots(3), new_sequences=found(3, times))
+        assert steps.overdue_after_s() == pytest.approx(HANG_S + 10 * ((times + 1) * 0.01 + most_s), abs=0.3)
+        steps.watch.finished(took_s)
+    steps.begin(100, prefill_slots=slots(3), new_sequences=found(3, times=21))
+    assert steps.overdue_after_s() == pytest.approx(HANG_S + 10 * (22 * 0.01 + 22 * 0.1), abs=0.3)
+
+
+def test_a_prefix_that_one_has_found_gives_others_no_time() -> None:
+    steps = Steps().known()
+    steps.begin(100, prefill_slots=slots(3), new_sequences=found(3, times=10))
+    steps.watch.finished(0.1)
+    steps.begin(100, prefill_slots=slots(4))
+    assert steps.overdue_after_s() == pytest.approx(HANG_S + 10 * (0.01 + 0.1), abs=0.3)
+    steps.watch.finished(0.1)
+    steps.begin(100, prefill_slots=slots(3), new_sequences=found(3, times=0))
+    assert steps.overdue_after_s() == pytest.approx(HANG_S + 10 * (0.01 + 0.1), abs=0.3)
 
 
 def test_before_that_the_configured_deadlines_hold() -> None:
