@@ -14,10 +14,10 @@ from services.gateway.errors import ApiError, invalid
 from services.gateway.front import sanitised_request_id
 from services.gateway.generation import Generation, NotThere
 from services.gateway.idempotency import RequestKey, check_key, message_fingerprint
-from services.gateway.list_limits import MAX_MESSAGES
+from services.gateway.list_limits import MAX_MESSAGES, check_length, long_bad_word
 from services.gateway.logprobs import ScoredToken
-from services.gateway.request import MAX_SAMPLES, GenerateJob, check_beam, check_terms, make_search
-from services.gateway.sampling import MAX_BAD_WORDS, FieldNames, SamplingChoices
+from services.gateway.request import MAX_SAMPLES, GenerateJob, check_beam, check_terms, make_search, too_long
+from services.gateway.sampling import MAX_BAD_WORD_CHARS, FieldNames, SamplingChoices
 from services.gateway.state import Gateway
 
 SERVICE_NAME = "paceline.v1.InferenceService"
@@ -27,6 +27,7 @@ EARLY_STOPPING: dict[int, bool | str] = {
     inference_pb2.EARLY_STOPPING_FIRST: True,
     inference_pb2.EARLY_STOPPING_NEVER: "never",
 }
+_LISTS = ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids")
 # Options that are handed on as they are, if they are given.
 _PLAIN = frozenset(field.name for field in inference_pb2.SamplingOptions.DESCRIPTOR.fields if field.has_presence)
 _Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
@@ -46,7 +47,7 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
         """One message per batch of tokens that has arrived; the last has the reason and the usage."""
         request_id = sanitised_request_id(request.request_id)
         try:
-            _check_lengths(request)
+            _check_lengths(request, self._gateway.builder.max_model_len)
             key = _key(request)
             if not request.resume_after:
                 self._gateway.check_room(key)
@@ -123,14 +124,24 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
         return job
 
 
-def _check_lengths(request: inference_pb2.GenerateRequest) -> None:
-    """Of the lists of messages, before anything goes through them: 16 MiB have room for millions, and nobody else would
-    be served meanwhile (list_limits.py). Raises ApiError 400."""
+def _check_lengths(request: inference_pb2.GenerateRequest, max_model_len: int) -> None:
+    """Of all lists, before anything goes through them: 16 MiB have room for millions, and nobody else would be served
+    meanwhile (list_limits.py). Raises ApiError 400."""
     if (count := len(request.messages.messages)) > MAX_MESSAGES:
         raise invalid("messages", f"messages: has {count}; at most {MAX_MESSAGES} are possible")
-    name = "sampling.bad_word_ids"
-    if (count := len(request.sampling.bad_word_ids)) > MAX_BAD_WORDS:
-        raise invalid(name, f"{name} has {count} entries; at most {MAX_BAD_WORDS} are possible")
+    if (count := len(request.token_ids.ids)) > max_model_len:
+        raise too_long("token_ids", str(count), max_model_len)
+    if (count := len(request.resume_token_ids)) > max_model_len:
+        name = "resume_token_ids"
+        raise invalid(name, f"{name} has {count} tokens; this model's context is {max_model_len}")
+    check_length("cache_retention", len(request.cache_retention))
+    options = request.sampling
+    for name in _LISTS:
+        check_length(name, len(getattr(options, name)), "sampling.")
+    check_length("bad_words", len(options.bad_word_ids), "sampling.", "bad_word_ids")
+    for word in options.bad_word_ids:
+        if len(word.ids) > MAX_BAD_WORD_CHARS:
+            raise long_bad_word("sampling.bad_word_ids", len(word.ids))
 
 
 def _key(request: inference_pb2.GenerateRequest) -> RequestKey | None:

@@ -1,4 +1,4 @@
-"""Lengths of the lists in a JSON body, looked at before anything goes through their entries: a body within its limit of
+"""Lengths of the lists in a request, looked at before anything goes through their entries: a body within its limit of
 bytes has room for millions, and the event loop would go through them while nobody else is served."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from services.gateway.errors import invalid
+from services.gateway.errors import ApiError, invalid
 from services.gateway.request import MAX_RETENTION_RANGES, MAX_STOP_STRINGS, too_long
 from services.gateway.sampling import (
     MAX_ALLOWED_TOKENS,
@@ -34,16 +34,30 @@ _ENTRIES = {
 }
 
 
+def check_length(name: str, count: int, prefix: str = "", field: str = "") -> None:
+    """Of the list of that name; `prefix` and `field` (if it has another name) say where it stands. Raises ApiError
+    400."""
+    most, things = _ENTRIES[name]
+    if count > most:
+        where = prefix + (field or name)
+        raise invalid(where, f"{where} has {count} {things}; at most {most} are possible")
+
+
+def long_bad_word(name: str, count: int) -> ApiError:
+    """Of which an entry has so many tokens."""
+    return invalid(name, f"{name}: an entry has {count} tokens; {MAX_BAD_WORD_CHARS} are possible")
+
+
 def check_lengths(body: Mapping[str, Any], max_model_len: int) -> None:
-    """Raises ApiError 400 for a list that cannot be. What is no list, or holds the wrong things, is for the schema."""
+    """Of a JSON body. Raises ApiError 400 for a list that cannot be. What is no list, or holds the wrong things, is for
+    the schema."""
     for name in _ENTRIES.keys() & body.keys():
         value = body[name]
-        most, things = _ENTRIES[name]
-        if isinstance(value, list | dict) and len(value) > most:
-            raise invalid(name, f"{name} has {len(value)} {things}; at most {most} are possible")
+        if isinstance(value, list | dict):
+            check_length(name, len(value))
     for word in _list(body, "bad_words"):
         if isinstance(word, list) and len(word) > MAX_BAD_WORD_CHARS:
-            raise invalid("bad_words", f"bad_words: an entry has {len(word)} tokens; {MAX_BAD_WORD_CHARS} are possible")
+            raise long_bad_word("bad_words", len(word))
     most = max(MAX_DETOKENIZED, max_model_len)
     if len(tokens := _list(body, "tokens")) > most:
         raise invalid("tokens", f"tokens has {len(tokens)} tokens; at most {most} are possible")

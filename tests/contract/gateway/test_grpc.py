@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from typing import Any
 
 import grpc
@@ -12,6 +13,8 @@ import pytest
 
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from services.client import AsyncPacelineClient, InvalidRequest, NotFound, Overloaded, PacelineClient, Unavailable
+from services.gateway import grpc_front
+from services.gateway.request import RequestBuilder
 from services.gateway.tokenizer import TextTokenizer
 from tests.contract.gateway.conftest import MODEL, Running, Start, until
 from tests.contract.gateway.fake_scheduler import scripted
@@ -151,18 +154,30 @@ async def test_a_cancelled_call_ends_at_the_scheduler(start: Start, how: str) ->
     ("request_", "field"),
     [
         ({"messages": {"messages": [{"role": "user", "content": ""}] * 16_385}}, "messages"),
+        ({"token_ids": {"ids": [5] * 2049}}, "token_ids"),
+        ({"text": "x", "resume_after": 1, "resume_token_ids": [5] * 2049}, "resume_token_ids"),
+        ({"text": "x", "cache_retention": [{}] * 65}, "cache_retention"),
+        ({"text": "x", "sampling": {"stop": [""] * 17}}, "sampling.stop"),
+        ({"text": "x", "sampling": {"stop_token_ids": [5] * 257}}, "sampling.stop_token_ids"),
+        ({"text": "x", "sampling": {"logit_bias": dict.fromkeys(range(1025), 1.0)}}, "sampling.logit_bias"),
+        ({"text": "x", "sampling": {"bad_words": [""] * 257}}, "sampling.bad_words"),
+        ({"text": "x", "sampling": {"allowed_token_ids": [5] * 8193}}, "sampling.allowed_token_ids"),
         ({"text": "x", "sampling": {"bad_word_ids": [{"ids": [1]}] * 257}}, "sampling.bad_word_ids"),
+        ({"text": "x", "sampling": {"bad_word_ids": [{"ids": [1] * 257}]}}, "sampling.bad_word_ids"),
     ],
 )
 async def test_nothing_goes_through_lists_that_are_too_long(
     running: Running, request_: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message has room for a million of them, and a million take half a minute in which nobody else is served."""
-    monkeypatch.setattr(TextTokenizer, "encode_chat", None)
+    for nothing in (TextTokenizer.encode_chat, TextTokenizer.encode, RequestBuilder.check_token_ids):
+        monkeypatch.setattr(f"{nothing.__module__}.{nothing.__qualname__}", None)
+    monkeypatch.setattr(grpc_front, "_choices", None)
+    monkeypatch.setattr(grpc_front, "message_fingerprint", None)
     async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
         call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest(**request_))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert dict(caught.value.trailing_metadata() or ())["field"] == field
-    assert "at most" in (caught.value.details() or "")
+    assert re.search(r"at most \d+ |context is 2048|256 are possible", caught.value.details() or "")
