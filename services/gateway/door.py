@@ -11,7 +11,7 @@ from random import getrandbits
 
 from services.gateway.event_ids import LAST_EVENT_ID
 from services.gateway.front import sanitised_request_id
-from services.gateway.http_server import Entry, TurnedAway
+from services.gateway.http_connection import Entry, TurnedAway
 from services.gateway.idempotency import IDEMPOTENCY_KEY
 from services.gateway.openai_format import Kind
 from services.gateway.state import Gateway

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.answer import RAW_SEND, error_response
 from services.gateway.errors import ApiError
-from services.gateway.http_server import PEER
+from services.gateway.http_connection import PEER
 from services.gateway.turnstile import Gone
 from services.runtime.logs import bind_request_id
 

@@ -22,7 +22,7 @@ from services.gateway.body import HeldBody, decode_json, read_body
 from services.gateway.errors import ApiError, invalid
 from services.gateway.event_ids import LAST_EVENT_ID, EventId, cannot_resume, parse_event_id
 from services.gateway.front import CLIENT_CLOSED_REQUEST, Front, Handler, internal_error
-from services.gateway.http_server import ENTRY, PEER
+from services.gateway.http_connection import ENTRY, PEER
 from services.gateway.idempotency import IDEMPOTENCY_KEY, RequestKey, body_fingerprint, check_key
 from services.gateway.openai_format import Envelope, Kind
 from services.gateway.request import GenerateJob

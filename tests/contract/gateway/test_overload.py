@@ -15,7 +15,7 @@ import pytest
 
 from services.client import AsyncPacelineClient
 from services.client.types import PacelineError
-from services.gateway import http, http_server
+from services.gateway import http, http_connection
 from services.gateway.room import Room
 from services.gateway.tokenizer import TextTokenizer
 from tests.contract.gateway.conftest import Running, Start, eventually, until, until_metrics
@@ -169,7 +169,7 @@ async def test_bodies_that_do_not_come_keep_no_places(start: Start, monkeypatch:
 
 
 async def test_who_is_turned_away_has_so_long_to_send_the_rest(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "_SKIP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(http_connection, "_SKIP_TIMEOUT_S", 0.5)
     running = await start()
     await full(running)
     connection = connect(running, HEAD % 1000)

@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.errors import invalid
 from services.gateway.front import Front
-from services.gateway.http_server import PEER
+from services.gateway.http_connection import PEER
 from services.gateway.turnstile import Gone
 
 

@@ -1,0 +1,93 @@
+"""A client that sends its next request before it has the answer to the one before (HTTP/1.1 pipelining)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from tests.contract.gateway.conftest import Running, Start, until
+
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+BROKEN = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
+
+
+def completion(**options: Any) -> bytes:
+    body = json.dumps({"prompt": "x", "ignore_eos": True, **options}).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+
+
+async def connect(running: Running) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(*str(running.addresses.http).split(":"))
+
+
+def num_served() -> int:
+    """Requests that have a task, of the gateway in this event loop."""
+    return sum("run_asgi" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+
+async def test_pipelined_requests_are_answered_in_their_order(start: Start) -> None:
+    running = await start(step_s=0.01)
+    reader, writer = await connect(running)
+    writer.write(completion(max_tokens=20, stream=True) + HEALTH + completion(max_tokens=5, stream=True))
+    assert b"[DONE]" in await asyncio.wait_for(reader.readuntil(LAST_CHUNK), 20)
+    assert b'"status"' in await asyncio.wait_for(reader.readuntil(b"}"), 20)
+    assert b"[DONE]" in await asyncio.wait_for(reader.readuntil(LAST_CHUNK), 20)
+    writer.close()
+
+
+@pytest.mark.parametrize("aborts", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_who_goes_away_is_noticed_with_another_request_behind(start: Start, aborts: bool, stream: bool) -> None:
+    running = await start(step_s=0.1)
+    _, writer = await connect(running)
+    writer.write(completion(max_tokens=2000, stream=stream) + HEALTH)
+    await until(lambda: running.scheduler.num_running > 0)
+    if aborts:
+        writer.transport.abort()
+    else:
+        writer.close()
+    await until(lambda: running.scheduler.num_running == 0)
+    await until(lambda: num_served() == 0)
+
+
+async def test_who_has_gone_before_its_turn_leaves_nothing_with_another_request_behind(start: Start) -> None:
+    running = await start(settings={"max_bodies_bytes": 1 << 30})
+    for _ in range(5):
+        _, writer = await connect(running)
+        await asyncio.sleep(0.02)  # or the listener drops it
+        writer.write(completion(max_tokens=5) + HEALTH)
+        writer.transport.abort()
+    await until(lambda: num_served() == 0)
+
+
+@pytest.mark.parametrize("broken", [BROKEN, HEALTH + BROKEN, HEALTH + b"\0\0\0"], ids=["body", "third", "garbage"])
+async def test_what_is_broken_behind_an_answer_is_not_answered_in_the_middle_of_it(start: Start, broken: bytes) -> None:
+    running = await start(step_s=0.1, settings={"head_timeout_s": 0.5})
+    reader, writer = await connect(running)
+    writer.write(completion(max_tokens=10, stream=True))
+    got = await reader.readuntil(b"data: ")
+    writer.write(broken)
+    async with asyncio.timeout(20):
+        while LAST_CHUNK not in got and (part := await reader.read(65536)):
+            got += part
+    assert got.partition(LAST_CHUNK)[0].count(b"HTTP/1.1") == 1
+    writer.close()
+
+
+async def test_what_is_broken_behind_a_request_whose_answer_has_not_begun(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The 400 ends what is asked, and nothing is written behind it."""
+    running = await start(step_s=0.1)
+    reader, writer = await connect(running)
+    writer.write(completion(max_tokens=5))
+    await until(lambda: running.scheduler.num_running > 0)
+    writer.write(b"\0\0\0")
+    assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 400 ")
+    await until(lambda: running.scheduler.num_running == 0)
+    assert "Exception in ASGI application" not in caplog.text
+    writer.close()
