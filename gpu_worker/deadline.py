@@ -6,6 +6,8 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from paceline.v1.worker_pb2 import StepPlan
 
 # Of the time between two calls of passed(), no more counts: a process that was stopped, or a machine that slept, is
@@ -28,27 +30,25 @@ COMPUTED = {"prefill_tokens", "copy_from", "skip_decodes"}
 class Samples:
     """Of the last NUM_REMEMBERED steps of a kind what one took, or a token of it; and behind how many found tokens."""
 
-    __slots__ = ("_found", "_seconds")
+    __slots__ = ("_found", "_num", "_seconds")
 
     def __init__(self) -> None:
-        self._seconds = deque[float](maxlen=NUM_REMEMBERED)
-        self._found = deque[int](maxlen=NUM_REMEMBERED)
+        self._seconds = np.zeros(NUM_REMEMBERED)
+        self._found = np.zeros(NUM_REMEMBERED)
+        self._num = 0  # ever
 
     def __len__(self) -> int:
-        return len(self._seconds)
+        return min(self._num, NUM_REMEMBERED)
 
-    def add(self, seconds: float, found: int) -> None:
-        self._seconds.append(seconds)
-        self._found.append(found)
+    def add(self, seconds: float, found: float) -> None:
+        place = self._num % NUM_REMEMBERED
+        self._seconds[place], self._found[place] = seconds, found
+        self._num += 1
 
-    def slowest_s(self, found: int) -> float:
+    def slowest_s(self, found: float) -> float:
         """Of these, each as if it had been behind so many found tokens, if it was behind fewer."""
-        if not found:
-            return max(self._seconds)
-        return max(
-            seconds * max(1.0, (CACHED_TOKENS + found) / (CACHED_TOKENS + before))
-            for seconds, before in zip(self._seconds, self._found, strict=True)
-        )
+        times = np.maximum(1.0, (CACHED_TOKENS + found) / (CACHED_TOKENS + self._found))
+        return float((self._seconds * times).max())
 
 
 @dataclass(slots=True)
@@ -71,14 +71,16 @@ class Pace:
     _short: Samples = field(default_factory=Samples)
     _token: Samples = field(default_factory=Samples)
 
-    def found_tokens(self, plan: StepPlan) -> int:
-        """The most that a sequence found cached of which the plan computes prompt tokens. To be asked once for each
-        plan, in order."""
+    def found_before(self, plan: StepPlan) -> float:
+        """Behind how many tokens that their sequence found cached the plan's prompt tokens are, on average. To be asked
+        once for each plan, in order."""
         for one in plan.new_sequences:
             self._found[one.slot] = one.num_cached_tokens
-        return max((self._found.get(slot, 0) for slot in array("i", plan.prefill_slots)), default=0)
+        slots, counts = array("i", plan.prefill_slots), array("i", plan.prefill_tokens)
+        behind = sum(self._found.get(slot, 0) * count for slot, count in zip(slots, counts, strict=False))
+        return behind / (sum(counts) or 1)
 
-    def allowed_s(self, plan: StepPlan, num_prefill: int, found: int) -> float | None:
+    def allowed_s(self, plan: StepPlan, num_prefill: int, found: float) -> float | None:
         """None: nobody knows. To be asked once for each plan, in order."""
         new = _fields_of(plan) - self._fields
         if new:
@@ -94,7 +96,7 @@ class Pace:
             expected_s += self._token.slowest_s(found) * num_prefill
         return self.hang_s + TIMES_SLOWEST * expected_s
 
-    def took(self, num_prefill: int, found: int, seconds: float) -> None:
+    def took(self, num_prefill: int, found: float, seconds: float) -> None:
         """A step with so many prompt tokens, behind so many that were found, is done."""
         self._num_alike += 1
         if num_prefill < FEW_TOKENS:
@@ -114,7 +116,7 @@ class Allowance:
     max_num_seqs: int  # decodes in a step at the most: a plan does not name them
     pace: Pace
 
-    def of(self, plan: StepPlan, num_prefill: int, found: int = 0) -> float:
+    def of(self, plan: StepPlan, num_prefill: int, found: float = 0) -> float:
         allowed_s = self.step_s + self.token_s * (num_prefill + self.max_num_seqs)
         known_s = self.pace.allowed_s(plan, num_prefill, found)
         if plan.step == 1:
@@ -128,7 +130,7 @@ class StepWatch:
 
     allowance: Allowance
     # Step, prompt tokens, found tokens before them, allowed seconds.
-    _in_flight: deque[tuple[int, int, int, float]] = field(default_factory=deque)
+    _in_flight: deque[tuple[int, int, float, float]] = field(default_factory=deque)
     _age_s: float = 0.0  # of the oldest one
     last_begun: int = 0  # step
 
@@ -142,7 +144,7 @@ class StepWatch:
             self._age_s = 0.0
         num_prefill = sum(memoryview(plan.prefill_tokens).cast("i")) if plan.prefill_tokens else 0
         self.last_begun = plan.step
-        found = self.allowance.pace.found_tokens(plan)
+        found = self.allowance.pace.found_before(plan)
         self._in_flight.append((plan.step, num_prefill, found, self.allowance.of(plan, num_prefill, found)))
 
     def finished(self, seconds: float) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import orjson
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle as Cycle
 
@@ -24,6 +25,8 @@ _REFUSAL_LINGER_S = 1.0
 _BODY_LINGER_S = 5.0
 # How long the rest of a request that was turned away may take, on a connection that is used on.
 _SKIP_TIMEOUT_S = 60.0
+# Requests that may come behind the one that is served.
+_MAX_PIPELINED = 64
 # In the scope of a request: its Peer.
 PEER = "paceline.peer"
 # If the doorkeeper gave one: its Entry.
@@ -90,6 +93,18 @@ class _CloseAfterBody:
             self._protocol.refuse(_BODY_LINGER_S)
 
 
+class _Flow(FlowControl):
+    """Reads no further while more than one request waits behind the one that is served, whoever asks for it."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection.transport)
+        self._connection = connection
+
+    def resume_reading(self) -> None:
+        if len(self._connection.pipeline) <= 1:
+            super().resume_reading()
+
+
 class Config(uvicorn.Config):
     """With what uvicorn has not."""
 
@@ -122,8 +137,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(self)
         self._peer = Peer(self._sock, transport)
-        self.reader = Reader(self._sock, transport)
+        self._reader = Reader(self._sock, transport)
         if len(self.connections) > self.config.max_connections:
             message = f"the server has {self.config.max_connections} connections, and takes no more"
             self._answer(b"503 Service Unavailable", ApiError(503, message, code="too_many_connections"))
@@ -139,6 +155,12 @@ class Connection(HttpToolsProtocol):
             if cycle is not None:
                 _end(cycle)
         super().connection_lost(exc)
+
+    def look(self) -> None:
+        """To be called now and then: closes what nobody reads, or what has gone unseen, as nothing is read of it."""
+        self._reader.look()
+        if self.flow.read_paused and self._peer.has_gone():
+            self._peer.drop()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -186,10 +208,10 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
         if self.cycle is not None and not self.cycle.keep_alive:
             self.cycle.transport = _CloseAfterBody(self)  # type: ignore[assignment]
-        if len(self.pipeline) == 1:
-            # uvicorn reads no further behind what it serves; but who does not read does not see who has gone. It is
-            # this one request, and of its body what on_body takes in before it reads no further, too.
-            self.flow.resume_reading()
+        if len(self.pipeline) > _MAX_PIPELINED:
+            raise ValueError("too many requests at once")  # as in _count
+        if self.pipeline:
+            self.flow.resume_reading()  # uvicorn would not; but who does not read does not see who has gone
 
     def _start_asgi_task(self, cycle: Cycle, app: Any) -> None:
         self._served = cycle
@@ -298,6 +320,8 @@ class Connection(HttpToolsProtocol):
     def refuse(self, linger_s: float) -> None:
         """Close, but for the client's side, whose data is dropped for a while."""
         self._refused = True
+        self.pipeline.clear()  # none of it is begun
+        self.flow.resume_reading()  # to drop it
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(linger_s, self.transport.close)
@@ -313,4 +337,5 @@ def _end(cycle: Cycle) -> None:
     """As if its client had gone: whoever waits for more of it hears of it, and what is sent is dropped."""
     if not cycle.response_complete:
         cycle.disconnected = True
+        cycle.waiting_for_100_continue = False
         cycle.message_event.set()

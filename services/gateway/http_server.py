@@ -121,7 +121,7 @@ class HttpServer:
             await asyncio.sleep(self._send_timeout_s / LOOKS)
             for connection in tuple(self._server.server_state.connections):
                 assert isinstance(connection, Connection)
-                connection.reader.look()
+                connection.look()
 
     async def close_listener(self) -> None:
         """From now on connections are refused, so that clients and balancers go elsewhere at once. Those that are open

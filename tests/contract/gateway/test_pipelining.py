@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from services.gateway import http_connection
 from tests.contract.gateway.conftest import Running, Start, until
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -39,13 +40,21 @@ async def test_pipelined_requests_are_answered_in_their_order(start: Start) -> N
     writer.close()
 
 
+LARGE = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n" + b" " * 150_000
+
+
 @pytest.mark.parametrize("aborts", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_who_goes_away_is_noticed_with_another_request_behind(start: Start, aborts: bool, stream: bool) -> None:
-    running = await start(step_s=0.1)
+@pytest.mark.parametrize("behind", [HEALTH, HEALTH + HEALTH, LARGE], ids=["one", "two", "large"])
+async def test_who_goes_away_is_noticed_with_another_request_behind(
+    start: Start, aborts: bool, stream: bool, behind: bytes
+) -> None:
+    running = await start(step_s=0.1, settings={"send_timeout_s": 2.0})
     _, writer = await connect(running)
-    writer.write(completion(max_tokens=2000, stream=stream) + HEALTH)
+    writer.write(completion(max_tokens=2000, stream=stream))
     await until(lambda: running.scheduler.num_running > 0)
+    writer.write(behind)
+    await asyncio.sleep(0.2)
     if aborts:
         writer.transport.abort()
     else:
@@ -88,6 +97,46 @@ async def test_what_is_broken_behind_a_request_whose_answer_has_not_begun(
     await until(lambda: running.scheduler.num_running > 0)
     writer.write(b"\0\0\0")
     assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 400 ")
+    writer.close()
+    reader, writer = await connect(running)
+    writer.write(BROKEN.replace(b"\r\n\r\n", b"\r\nexpect: 100-continue\r\n\r\n"))
+    assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 400 ")
     await until(lambda: running.scheduler.num_running == 0)
     assert "Exception in ASGI application" not in caplog.text
+    writer.close()
+
+
+async def test_a_broken_body_is_answered_however_much_of_it_there_is(start: Start) -> None:
+    running = await start()
+    reader, writer = await connect(running)
+    writer.write(BROKEN[:-4] + b"%x\r\n%s\r\nZZ\r\n" % (100_000, b"x" * 100_000) + b"y" * 8_000_000)
+    async with asyncio.timeout(20):
+        assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 400 ")
+        await writer.drain()
+    writer.close()
+
+
+async def test_so_many_requests_may_be_pipelined_and_no_more(start: Start) -> None:
+    """Else whoever sends them without end fills the memory, and each piece that is read keeps others waiting."""
+    running = await start(step_s=0.1)
+    for num_behind, served in ((http_connection._MAX_PIPELINED, True), (http_connection._MAX_PIPELINED + 1, False)):
+        reader, writer = await connect(running)
+        writer.write(completion(max_tokens=5) + HEALTH * num_behind)
+        got = b""
+        async with asyncio.timeout(20):
+            while got.count(b"HTTP/1.1 200") <= num_behind and (part := await reader.read(65536)):
+                got += part
+        assert got.count(b"HTTP/1.1 200") == (num_behind + 1 if served else 0)
+        writer.close()
+
+
+async def test_who_sends_without_end_is_read_as_fast_as_it_is_answered(start: Start) -> None:
+    running = await start()
+    reader, writer = await connect(running)
+    for _ in range(20):
+        writer.write(HEALTH * 40)
+        got = b""
+        async with asyncio.timeout(20):
+            while got.count(b"HTTP/1.1 200") < 40:
+                got += await reader.read(65536)
     writer.close()

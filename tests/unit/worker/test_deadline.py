@@ -157,6 +157,16 @@ def test_what_was_measured_behind_a_prefix_is_not_counted_twice() -> None:
     assert steps.overdue_after_s() == pytest.approx(HANG_S + 10 * (22 * 0.01 + 22 * 0.1), abs=0.3)
 
 
+def test_a_step_that_has_few_tokens_behind_a_prefix_says_little_about_one_that_has_many() -> None:
+    """All that was measured of late had few of them; what comes then may take longer by as much as these were fewer."""
+    steps = Steps().known()
+    mixed = {"prefill_slots": slots(3, 4), "new_sequences": found(3, times=30) + found(4, times=0)}
+    steps.run(NUM_REMEMBERED, 0.1, 1, 99, **mixed)
+    steps.run(1, 0.01)
+    steps.begin(100, prefill_slots=slots(3))
+    assert steps.overdue_after_s() > HANG_S + 10 * 31 / 1.31 * 0.1
+
+
 def test_a_prefix_that_one_has_found_gives_others_no_time() -> None:
     steps = Steps().known()
     steps.begin(100, prefill_slots=slots(3), new_sequences=found(3, times=10))
