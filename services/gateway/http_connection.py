@@ -87,7 +87,7 @@ class _CloseAfterBody:
         return getattr(self._protocol.transport, name)
 
     def close(self) -> None:
-        if self._protocol.body_is_here:
+        if self._protocol.body_is_here and not self._protocol.is_full:
             self._protocol.transport.close()
         else:
             self._protocol.refuse(_BODY_LINGER_S)
@@ -130,6 +130,7 @@ class Connection(HttpToolsProtocol):
     _entry: Entry | None = None
     _served: Cycle | None = None  # uvicorn's own `cycle` is the newest, which may wait in the pipeline
     body_is_here = False
+    is_full = False  # of requests: what comes behind the newest is dropped
 
     def __init__(self, sock: socket.socket, **options: Any) -> None:
         super().__init__(**options)
@@ -163,7 +164,7 @@ class Connection(HttpToolsProtocol):
             self._peer.drop()
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self._refused or (self.is_full and self.body_is_here):
             return
         # uvicorn would stop it for whatever comes, and begin it again for an answer only.
         rest_timer, self.timeout_keep_alive_task, self._has_begun = self.timeout_keep_alive_task, None, False
@@ -198,8 +199,11 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._has_begun = True  # also if its first bytes came before the answer after which the connection rests
-        self.body_is_here = False
         self._head_is_here()
+        if self.is_full:
+            self._skipping = True
+            return
+        self.body_is_here = False
         if self._last or self._turn_away():
             self._skipping = True
             return
@@ -208,8 +212,10 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
         if self.cycle is not None and not self.cycle.keep_alive:
             self.cycle.transport = _CloseAfterBody(self)  # type: ignore[assignment]
-        if len(self.pipeline) > _MAX_PIPELINED:
-            raise ValueError("too many requests at once")  # as in _count
+        if len(self.pipeline) >= _MAX_PIPELINED:  # this one is still served, and then the connection ends
+            self.is_full = True
+            self.cycle.keep_alive = False
+            self.cycle.transport = _CloseAfterBody(self)  # type: ignore[assignment]
         if self.pipeline:
             self.flow.resume_reading()  # uvicorn would not; but who does not read does not see who has gone
 
@@ -227,6 +233,8 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
             return
         self._skip_ends()
+        if self.is_full:
+            return
         if not self._last:
             later = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
             self.timeout_keep_alive_task = later
@@ -281,6 +289,8 @@ class Connection(HttpToolsProtocol):
         return self._served is not None and not self._served.response_complete
 
     def _answer(self, status: bytes, error: ApiError) -> None:
+        if self.is_full and self.body_is_here:
+            return
         if self._is_answering:
             assert self._served is not None
             if self.pipeline or self._served.response_started:  # it would stand in the middle of that answer, or be it
