@@ -82,6 +82,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        # Now, while nothing can supersede it: after a first write that is cut short gRPC can send neither these nor the
+        # status, and the scheduler would wait for ever.
+        await context.send_initial_metadata(())
         task = asyncio.current_task()
         assert task is not None  # a handler runs in a task
         link = _Link(task, context.peer())

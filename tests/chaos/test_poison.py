@@ -41,7 +41,6 @@ async def test_each_fails_alone_beside_streams_that_go_on(stack: Stack) -> None:
     """All kinds at once: the first that fails does so in a step of all of them, so they are retried one by one."""
     stack.worker_module = "tests.support.faulty_worker"
     stack.worker_flags = ["--threads", "1", *DEADLINES]
-    stack.scheduler_flags = ["--poison-failures", "1"]  # instead of 2: each costs the start of a worker
     await asyncio.to_thread(stack.up)
     wanted = [load.Wanted(prompt, NUM_TOKENS) for prompt in load.random_prompts(4, 11, VOCAB)]
     undisturbed = await load.stream_all(stack.url, wanted)
@@ -65,7 +64,7 @@ async def test_each_fails_alone_beside_streams_that_go_on(stack: Stack) -> None:
         assert why in error, fault
         assert what in error, fault
     assert stack.metric("paceline_scheduler_quarantined_requests_total") == 3
-    # Once in the crowd, and three times alone (more where a machine is so slow that a step is taken for hung).
-    assert (stack.metric("paceline_scheduler_step_failures_total") or 0) >= 4
+    # Once in the crowd, and six times alone (more where a machine is so slow that a step is taken for hung).
+    assert (stack.metric("paceline_scheduler_step_failures_total") or 0) >= 7
     await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_num_requests_running", 0)
     await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_kv_cache_usage_ratio", 0)

@@ -37,6 +37,7 @@ for module in pkgutil.iter_modules(paceline.v1.__path__):
     importlib.import_module(f"paceline.v1.{module.name}")
 
 UNARY_CALLS, STREAMS, AT_ONCE = 80, 24, 8
+NUM_RESETS, NUM_QUESTIONS = 1000, 1000
 # How long an answer is listened to.
 PATIENCE_S = 0.2
 SERVERS = ("gateway", "scheduler", "cache")
@@ -247,3 +248,30 @@ async def test_what_no_method_takes(stack: Stack, server: str) -> None:
             answer = channel.unary_unary(path)(message, metadata=metadata, timeout=timeout_s)
             assert await answer.code() is status, (path, len(message), timeout_s)
     assert await tokens(stack) == right
+
+
+@pytest.mark.parametrize("server", SERVERS)
+async def test_floods(stack: Stack, server: str) -> None:
+    """Streams that are opened and reset at once (RST_STREAM), and questions to the reflection without end."""
+    right, before = await tokens(stack), resident(stack)
+    async with open_channel(target(stack, server)) as channel:
+        found = await methods(channel)
+        for method in (method for method in found if method.server_streaming):
+            path = f"/{method.containing_service.full_name}/{method.name}"
+            for _ in range(NUM_RESETS // AT_ONCE):
+                calls = [channel.stream_stream(path)() for _ in range(AT_ONCE)]
+                await asyncio.sleep(0)  # now they are on their way
+                for opened in calls:
+                    opened.cancel()
+    # A connection of its own: the client's end of the other one is the worse for it.
+    async with grpc.aio.insecure_channel(target(stack, server)) as channel:
+        ask = reflection_pb2.ServerReflectionRequest(file_containing_symbol=found[-1].full_name)
+        flood = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([ask] * NUM_QUESTIONS))
+        async with asyncio.timeout(60):
+            assert len([answer async for answer in flood]) == NUM_QUESTIONS
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+    assert await tokens(stack) == right
+    await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_kv_cache_usage_ratio", 0)
+    grown = {name: size - before[name] for name, size in resident(stack).items()}
+    assert max(grown.values()) < MAX_GROWTH_BYTES, grown

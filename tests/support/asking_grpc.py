@@ -18,7 +18,7 @@ from tests.support.sse import Event
 if TYPE_CHECKING:
     from tests.support.asking import Answer, Gateway
 
-# So that a frozen server is left after three seconds, as the HTTP clients leave it.
+# A frozen server is left after 1.4 times as long.
 PING_TIMEOUT_S = 1.5
 RETRY_FOR_S = 60.0
 HEAD = {"id": "", "created": 0, "model": "", "object": "grpc"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 import urllib.request
 from collections.abc import AsyncIterator
@@ -151,6 +152,28 @@ async def test_a_new_link_ends_the_older_one_and_starts_from_nothing(cache: Runn
 async def drained(call: grpc.aio.StreamStreamCall | grpc.aio.UnaryStreamCall) -> None:
     while await call.read() is not grpc.aio.EOF:
         pass
+
+
+async def test_of_links_that_begin_at_once_all_but_one_are_ended(cache: Running) -> None:
+    """Whatever each is about to say: nothing yet, its first answer, a heartbeat."""
+
+    async def use(link: grpc.aio.StreamStreamCall) -> grpc.StatusCode | None:
+        await link.write(pb.CacheServiceLinkRequest(epoch=1, exchange=1, heartbeats=True))
+        try:
+            await drained(link)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return None
+
+    for _ in range(40):
+        links = [cache.link() for _ in range(8)]
+        using = [asyncio.create_task(use(link)) for link in links]
+        async with asyncio.timeout(10):
+            for done in itertools.islice(asyncio.as_completed(using), len(using) - 1):
+                assert await done is grpc.StatusCode.ABORTED
+        for link in links:
+            link.cancel()
+        await asyncio.gather(*using, return_exceptions=True)
 
 
 async def test_an_older_link_is_ended_even_if_its_scheduler_does_not_read(cache: Running) -> None:
