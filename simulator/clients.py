@@ -18,8 +18,8 @@ from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions
 from scheduler_svc.core.beam_groups import make_search
 from services.gateway.session_core import LiveRequest, Terms
+from simulator.gateway_party import GatewayParty
 from simulator.network import Network, Party
-from simulator.parties import GatewayParty
 from simulator.schedule import NUM_GATEWAYS, Ask
 from simulator.toy_worker import EOS, expected_hypotheses, expected_output, toy_logprob
 

@@ -1,10 +1,13 @@
-"""What has to hold of every exchange between a scheduler and a cache, whoever plays them."""
+"""What has to hold of every exchange between a scheduler and a cache, and of every plan, whoever plays them."""
 
 from __future__ import annotations
+
+import numpy as np
 
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import Code
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest, CacheServiceLinkResponse
+from paceline.v1.worker_pb2 import StepPlan
 
 
 def check_exchange(cache: CacheCore, request: CacheServiceLinkRequest, response: CacheServiceLinkResponse) -> None:
@@ -16,3 +19,15 @@ def check_exchange(cache: CacheCore, request: CacheServiceLinkRequest, response:
         short = kind in ("admit", "extend") or result.error.code in (Code.RESOURCE_EXHAUSTED, Code.ABORTED)
         assert short or not refused, f"the cache refused {kind}: {result.error.message}"
         assert not result.restore.refused, f"the cache refused to restore {result.restore.refused}"
+
+
+def check_plan(cache: CacheCore, worker_id: int, plan: StepPlan) -> None:
+    """Raises AssertionError if a plan that has just been made names a block that the cache has not granted to that
+    worker, or not any more (DESIGN §5.3). The cache may be ahead of the scheduler, but nobody frees what is to run."""
+    worker = cache.workers.get(worker_id)
+    running = [block for sequence in worker.sequences.values() for block in sequence.table] if worker else []
+    named = [plan.grow_blocks, plan.copy_to, plan.swap_in_to, *(new.block_table for new in plan.new_sequences)]
+    stray = set(np.frombuffer(b"".join(named), np.int32).tolist()).difference(running)
+    assert not stray, (
+        f"the plan names the blocks {sorted(stray)}, which the cache has not granted to worker {worker_id}"
+    )

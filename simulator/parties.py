@@ -1,9 +1,10 @@
 """The services as parties of a simulated network: real cores, and around them what their asyncio shells do.
 
-GatewayParty     services/gateway/session.py around SessionCore
 SchedulerParty   scheduler_svc/server.py around SchedulerCore (one of several: election.py)
 CacheParty       cache_svc/server.py around CacheCore
 WorkerParty      gpu_worker/link.py around a toy worker (toy_worker.py)
+
+Gateways: gateway_party.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import LinkError
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest, CacheServiceLinkResponse
-from paceline.v1.inference_pb2 import SessionRequest, SessionResponse
+from paceline.v1.inference_pb2 import SessionRequest
 from paceline.v1.worker_pb2 import (
     Heartbeat,
     StepPlan,
@@ -28,9 +29,8 @@ from scheduler_svc.core.cache_link import ProtocolError
 from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
-from services.gateway.session_core import LiveRequest, SessionCore
 from services.runtime.fence import Fence, StaleScheduler
-from simulator.exchanges import check_exchange
+from simulator.exchanges import check_exchange, check_plan
 from simulator.network import Connection, Network, Party
 from simulator.toy_worker import ToyWorker
 
@@ -44,7 +44,6 @@ STEP_ALLOWED_S = 1.0
 # Of those told to leave: what gRPC gives calls to end, and a gateway its clients.
 LAST_CALLS_S = 0.2
 LAST_STREAMS_S = 0.5
-DRAIN_S = 30.0
 
 
 class SchedulerParty(Party):
@@ -91,6 +90,7 @@ class SchedulerParty(Party):
                 assert self._cache_link is not None
                 self._cache_link.send(self, exchange)
             for worker, message in outbox.to_workers:
+                self._check(worker, message)
                 if worker in self._workers:
                     self._workers[worker].send(self, message)
             for session, response in outbox.to_sessions:
@@ -99,6 +99,12 @@ class SchedulerParty(Party):
             for worker, _ in outbox.lost_workers:
                 if worker in self._workers:
                     self._hang_up(self._workers[worker])
+
+    def _check(self, worker: int, message: WorkerServiceLinkResponse) -> None:
+        """A plan, as long as the cache that granted its blocks holds this link."""
+        cache = self._cache_link.server if self._cache_link else None
+        if message.HasField("plan") and isinstance(cache, CacheParty) and cache.link is self._cache_link:
+            check_plan(cache.core, worker, message.plan)
 
     def accepted(self, connection: Connection) -> None:
         if self.leaving:
@@ -185,13 +191,13 @@ def follow(party: Party, connection: Connection, last: int) -> int:
 
 
 class CacheParty(Party):
-    """Its core checks every invariant after every exchange."""
+    """Every invariant of its core is checked after everything that it does."""
 
     def __init__(self, network: Network, name: str) -> None:
         super().__init__(network, name)
         self.core = CacheCore()
         self.fence = Fence()
-        self._link: Connection | None = None
+        self.link: Connection | None = None
         self._reign = 0
 
     def drain(self) -> None:
@@ -200,8 +206,8 @@ class CacheParty(Party):
         self.after(LAST_CALLS_S, self._end)
 
     def _end(self) -> None:
-        if self._link is not None:
-            self._link.close(self)
+        if self.link is not None:
+            self.link.close(self)
         self.on_released()
 
     def accepted(self, connection: Connection) -> None:
@@ -217,13 +223,17 @@ class CacheParty(Party):
             connection.close(self)
             return
         self._reign = follow(self, connection, self._reign)
-        if self._link is not None:
-            self._link.close(self)
-        self._link = connection
+        if self.link is not None:
+            self.link.close(self)
+        self.link = connection
+        self._reset()
+
+    def _reset(self) -> None:
         self.core.reset()
+        self.core.check_invariants()
 
     def received(self, connection: Connection, request: CacheServiceLinkRequest) -> None:
-        if connection is not self._link:
+        if connection is not self.link:
             return
         try:
             response = self.core.exchange(request)
@@ -235,9 +245,9 @@ class CacheParty(Party):
         connection.send(self, response)
 
     def closed(self, connection: Connection) -> None:
-        if connection is self._link:
-            self._link = None
-            self.core.reset()
+        if connection is self.link:
+            self.link = None
+            self._reset()
 
 
 class WorkerParty(Party):
@@ -323,76 +333,6 @@ class WorkerParty(Party):
 
     def _say(self, message: WorkerServiceLinkRequest) -> None:
         if self._link is not None:
-            self._link.send(self, message)
-
-
-class GatewayParty(Party):
-    """`on_news` is called with every request that has got a token or its ending."""
-
-    def __init__(
-        self, network: Network, name: str, core: SessionCore, dial: Dial, on_news: Callable[[LiveRequest], None]
-    ) -> None:
-        super().__init__(network, name)
-        self.core = core
-        self.has_failed_all = False  # what had not ended when its time to leave was over
-        self._dial = dial
-        self._on_news = on_news
-        self._reign = 0
-        self._link: Connection | None = None
-        self.every(TICK_S, self._tick)
-        dial(self)
-
-    def drain(self) -> None:
-        """It finishes what its clients read."""
-        self.leaving = True
-        self.after(DRAIN_S, self._fail_all)
-
-    def _fail_all(self) -> None:
-        self.has_failed_all = True
-        self._tell(self.core.fail_all("the server is shutting down"))
-
-    def submit(self, **fields: Any) -> LiveRequest:
-        request = self.core.submit(now_s=self.network.now_s, **fields)
-        self._flush()
-        return request
-
-    def cancel(self, request: LiveRequest) -> None:
-        self.core.cancel(request)
-        self._flush()
-
-    def connected(self, connection: Connection) -> None:
-        self._link = connection
-        self._tell(self.core.connect())
-        self._flush()
-
-    def received(self, connection: Connection, response: SessionResponse) -> None:
-        try:
-            news = self.core.receive(response)
-        except StaleScheduler:
-            connection.close(self)
-            self.closed(connection)
-            return
-        self._reign = follow(self, connection, self._reign)
-        self._tell(news)
-        self._flush()
-
-    def closed(self, connection: Connection) -> None:
-        self._link = None
-        self.core.disconnect(self.network.now_s)
-        self.after(RETRY_S, lambda: self._dial(self))
-
-    def _tick(self) -> None:
-        self._tell(self.core.tick(self.network.now_s))
-        self._flush()
-        if self.leaving and not self.core.num_live:
-            self.on_released()
-
-    def _tell(self, requests: list[LiveRequest]) -> None:
-        for request in requests:
-            self._on_news(request)
-
-    def _flush(self) -> None:
-        while self._link is not None and (message := self.core.take_request()) is not None:
             self._link.send(self, message)
 
 

@@ -22,7 +22,7 @@ from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose
-from simulator.exchanges import check_exchange
+from simulator.exchanges import check_exchange, check_plan
 from simulator.toy_worker import StepRaised, WorkerDied
 
 
@@ -232,6 +232,7 @@ class LocalSystem:
             if end is None or end.failed:
                 continue  # it does not listen any more
             if message.HasField("plan"):
+                check_plan(self.cache, worker_id, message.plan)
                 end.plans.append(message.plan)
                 assert len(end.plans) + len(end.results) <= self.scheduler.config.window
             elif message.HasField("released"):

@@ -3,6 +3,7 @@
 Its tokens are a function of the sequence alone, so the right output of a request is known without any server. Its KV
 blocks hold what a real worker's would mean: for each position, a hash of all tokens up to it. A row that attends reads
 its whole table back and compares: a block that was freed too early, shared wrongly or never written is found at once.
+No place is written twice while somebody has it in a table (DESIGN §5.2).
 """
 
 from __future__ import annotations
@@ -156,6 +157,7 @@ class ToyWorker:
         for slot in _ints(plan.free_slots):
             self._expect(slot in self.slots, f"slot {slot} freed, but empty")
             del self.slots[slot]
+        filled = self._filled()
         for new in plan.new_sequences:
             self._seat(new)
         for slot, block in zip(_ints(plan.grow_slots), _ints(plan.grow_blocks), strict=True):
@@ -178,8 +180,8 @@ class ToyWorker:
             self._expect(not self._at(slot, "prefilled").has_sampled, f"slot {slot} has sampled, and prefills")
         self._expect(len(dict(chunks)) == len(chunks), "a slot prefills twice in a step")
         prompts = [shown for slot, tokens in chunks if (shown := self._prompt_logprobs(slot, tokens)) is not None]
-        sampled = [self._compute(self.slots[slot], 1) for slot in decodes]
-        sampled += [self._compute(self.slots[slot], num_tokens) for slot, num_tokens in chunks]
+        sampled = [self._compute(self.slots[slot], 1, filled) for slot in decodes]
+        sampled += [self._compute(self.slots[slot], num_tokens, filled) for slot, num_tokens in chunks]
         tokens = [token for token in sampled if token is not None]
         scored = [slot for slot in [*decodes, *dict(chunks)] if self.slots[slot].sampling.logprobs]
         scores = [self._logprobs(slot) for slot in scored if self.slots[slot].has_sampled]
@@ -237,15 +239,24 @@ class ToyWorker:
         self._expect(len(set(sequence.table)) == len(sequence.table), "a block stands twice in a table")
         self.slots[new.slot] = sequence
 
-    def _compute(self, sequence: ToySequence, num_tokens: int) -> int | None:
+    def _filled(self) -> dict[int, int]:
+        """How many places of each block are written already, by the tables. (Who is seated only now may count on what
+        others write in this step.)"""
+        filled: dict[int, int] = {}
+        for sequence in self.slots.values():
+            for i, block in enumerate(sequence.table):
+                filled[block] = max(filled.get(block, 0), sequence.num_computed - i * self.block_size)
+        return filled
+
+    def _compute(self, sequence: ToySequence, num_tokens: int, filled: dict[int, int]) -> int | None:
         """Write the KV of the next tokens, read all up to them, sample if the last known token was among them."""
         start, end = sequence.num_computed, sequence.num_computed + num_tokens
         self._expect(num_tokens > 0 and end <= len(sequence.tokens), f"{num_tokens} tokens from {start}")
         self._expect(end <= len(sequence.table) * self.block_size, f"no block for position {end - 1}")
         for position in range(start, end):
-            self.blocks[sequence.table[position // self.block_size]][position % self.block_size] = sequence.hashes[
-                position
-            ]
+            block, place = sequence.table[position // self.block_size], position % self.block_size
+            self._expect(place >= filled.get(block, 0), f"block {block} is written again, at place {place}")
+            self.blocks[block][place], filled[block] = sequence.hashes[position], place + 1
         for position in range(end):
             read = self.blocks[sequence.table[position // self.block_size]][position % self.block_size]
             self._expect(read == sequence.hashes[position], f"wrong KV at position {position} of {end}")

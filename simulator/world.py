@@ -17,8 +17,9 @@ from services.gateway.session_core import SessionCore
 from simulator.clients import Clients
 from simulator.election import TTL_S, ElectedScheduler
 from simulator.etcd import EtcdData, EtcdParty
+from simulator.gateway_party import GatewayParty
 from simulator.network import KEEPALIVE_S, Network, Party
-from simulator.parties import RETRY_S, CacheParty, GatewayParty, SchedulerParty, WorkerParty, new_scheduler_core
+from simulator.parties import RETRY_S, CacheParty, SchedulerParty, WorkerParty, new_scheduler_core
 from simulator.schedule import NUM_GATEWAYS, Ask, Fault, Schedule, Sizes
 from simulator.toy_worker import ToyWorker
 

@@ -23,13 +23,13 @@ RAISES, KILLS = 3, 4  # first tokens; those of other requests are larger
 class PoisonedWorker(ToyWorker):
     """The second token of a poison says how many tokens it generates before it goes off."""
 
-    def _compute(self, sequence: ToySequence, num_tokens: int) -> int | None:
+    def _compute(self, sequence: ToySequence, num_tokens: int, filled: dict[int, int]) -> int | None:
         kind = sequence.tokens[0]
         if kind in (RAISES, KILLS):
             end = sequence.num_computed + num_tokens
             if end >= sequence.num_prompt + sequence.tokens[1] - 8:
                 raise StepRaised("ValueError: planted") if kind == RAISES else WorkerDied
-        return super()._compute(sequence, num_tokens)
+        return super()._compute(sequence, num_tokens, filled)
 
 
 class PoisonRun(Run):
