@@ -75,6 +75,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         out of order, with PERMISSION_DENIED when the scheduler has been succeeded by another one, with INTERNAL when
         the core contradicts itself, with DEADLINE_EXCEEDED when the scheduler is silent.
         """
+        # Now, while nothing can supersede it: after a first write that is cut short gRPC can send neither these nor the
+        # status, and the scheduler would wait for ever. And before the fence: from there to its place it must not wait.
+        await context.send_initial_metadata(())
         try:
             self._fence.check(from_metadata(context.invocation_metadata() or ()))
         except StaleScheduler as error:
@@ -82,9 +85,6 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        # Now, while nothing can supersede it: after a first write that is cut short gRPC can send neither these nor the
-        # status, and the scheduler would wait for ever.
-        await context.send_initial_metadata(())
         task = asyncio.current_task()
         assert task is not None  # a handler runs in a task
         link = _Link(task, context.peer())

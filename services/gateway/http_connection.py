@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import httptools
 import orjson
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -27,6 +28,8 @@ _BODY_LINGER_S = 5.0
 _SKIP_TIMEOUT_S = 60.0
 # Requests that may come behind the one that is served.
 _MAX_PIPELINED = 64
+# The headers that say where a body ends.
+_FRAMING = (b"content-length", b"transfer-encoding")
 # In the scope of a request: its Peer.
 PEER = "paceline.peer"
 # If the doorkeeper gave one: its Entry.
@@ -87,7 +90,8 @@ class _CloseAfterBody:
         return getattr(self._protocol.transport, name)
 
     def close(self) -> None:
-        if self._protocol.body_is_here and not self._protocol.is_full:
+        # With requests behind this one there may be more that is not read yet.
+        if self._protocol.body_is_here and not self._protocol.pipeline and not self._protocol.is_full:
             self._protocol.transport.close()
         else:
             self._protocol.refuse(_BODY_LINGER_S)
@@ -130,6 +134,7 @@ class Connection(HttpToolsProtocol):
     _entry: Entry | None = None
     _served: Cycle | None = None  # uvicorn's own `cycle` is the newest, which may wait in the pipeline
     body_is_here = False
+    _heeds_heads = True
     is_full = False  # of requests: what comes behind the newest is dropped
 
     def __init__(self, sock: socket.socket, **options: Any) -> None:
@@ -156,6 +161,7 @@ class Connection(HttpToolsProtocol):
             if cycle is not None:
                 _end(cycle)
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # which uvicorn does of those that end well
 
     def look(self) -> None:
         """To be called now and then: closes what nobody reads, or what has gone unseen, as nothing is read of it."""
@@ -168,7 +174,7 @@ class Connection(HttpToolsProtocol):
             return
         # uvicorn would stop it for whatever comes, and begin it again for an answer only.
         rest_timer, self.timeout_keep_alive_task, self._has_begun = self.timeout_keep_alive_task, None, False
-        super().data_received(data)
+        self._parse(data)
         if rest_timer is not None:
             if self._has_begun or self.timeout_keep_alive_task is not None:
                 rest_timer.cancel()
@@ -179,7 +185,34 @@ class Connection(HttpToolsProtocol):
         elif self._skipping and not self.body_is_here and self._skip_timer is None:
             self._skip_timer = self.loop.call_later(_SKIP_TIMEOUT_S, self.transport.close)
 
+    def _parse(self, data: bytes) -> None:
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = self._parse_to_offer(rest)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _parse_to_offer(self, data: memoryview) -> memoryview:
+        """Who offers another protocol ("Upgrade: h2c", as Java's HttpClient does) is served as if he did not (RFC 9110
+        §7.8). To the parser that is the end of all HTTP: returns what is left, for a new one that reads on there."""
+        try:
+            self.parser.feed_data(data)
+            return data[:0]
+        except httptools.HttpParserUpgrade as offer:
+            length: int = offer.args[0]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        # A head that says the same of the body.
+        framing = [b"%s: %s\r\n" % (name, value) for name, value in self.headers if name in _FRAMING]
+        self._heeds_heads = False
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(framing))
+        self._heeds_heads = True
+        return data[length:]
+
     def on_message_begin(self) -> None:
+        if not self._heeds_heads:
+            return
         self._head_bytes = 0
         self._has_begun = True
         self._skipping = False
@@ -190,14 +223,20 @@ class Connection(HttpToolsProtocol):
         self.scope[PEER] = self._peer  # type: ignore[literal-required]
 
     def on_url(self, url: bytes) -> None:
+        if not self._heeds_heads:
+            return
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._heeds_heads:
+            return
         self._count(len(name) + len(value) + len(b": \r\n"))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if not self._heeds_heads:
+            return
         self._has_begun = True  # also if its first bytes came before the answer after which the connection rests
         self._head_is_here()
         if self.is_full:
@@ -228,6 +267,8 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # its body is still to come
         self.body_is_here = True
         if not self._skipping:
             super().on_message_complete()
@@ -244,6 +285,8 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._entry_ends()
+        assert self._served is not None
+        self._served.body = bytearray()  # what was not read of it; the next request may be long in coming
         super().on_response_complete()
 
     def _entry_ends(self) -> None:
@@ -330,6 +373,7 @@ class Connection(HttpToolsProtocol):
     def refuse(self, linger_s: float) -> None:
         """Close, but for the client's side, whose data is dropped for a while."""
         self._refused = True
+        self._head_is_here()  # nobody waits for it any more
         self.pipeline.clear()  # none of it is begun
         self.flow.resume_reading()  # to drop it
         if self.transport.can_write_eof():
