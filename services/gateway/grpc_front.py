@@ -17,7 +17,7 @@ from services.gateway.idempotency import RequestKey, check_key, message_fingerpr
 from services.gateway.list_limits import MAX_MESSAGES, check_length, long_bad_word
 from services.gateway.logprobs import ScoredToken
 from services.gateway.request import MAX_SAMPLES, GenerateJob, check_beam, check_terms, make_search, too_long
-from services.gateway.sampling import MAX_BAD_WORD_CHARS, FieldNames, SamplingChoices
+from services.gateway.sampling import MAX_BAD_WORD_TOKENS, FieldNames, SamplingChoices
 from services.gateway.state import Gateway
 
 SERVICE_NAME = "paceline.v1.InferenceService"
@@ -140,7 +140,7 @@ def _check_lengths(request: inference_pb2.GenerateRequest, max_model_len: int) -
         check_length(name, len(getattr(options, name)), "sampling.")
     check_length("bad_words", len(options.bad_word_ids), "sampling.", "bad_word_ids")
     for word in options.bad_word_ids:
-        if len(word.ids) > MAX_BAD_WORD_CHARS:
+        if len(word.ids) > MAX_BAD_WORD_TOKENS:
             raise long_bad_word("sampling.bad_word_ids", len(word.ids))
 
 

@@ -10,7 +10,7 @@ from services.gateway.errors import ApiError, invalid
 from services.gateway.request import MAX_RETENTION_RANGES, MAX_STOP_STRINGS, too_long
 from services.gateway.sampling import (
     MAX_ALLOWED_TOKENS,
-    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_BIASED_TOKENS,
     MAX_STOP_TOKEN_IDS,
@@ -45,7 +45,7 @@ def check_length(name: str, count: int, prefix: str = "", field: str = "") -> No
 
 def long_bad_word(name: str, count: int) -> ApiError:
     """Of which an entry has so many tokens."""
-    return invalid(name, f"{name}: an entry has {count} tokens; {MAX_BAD_WORD_CHARS} are possible")
+    return invalid(name, f"{name}: an entry has 1 to {MAX_BAD_WORD_TOKENS} tokens, not {count}")
 
 
 def check_lengths(body: Mapping[str, Any], max_model_len: int) -> None:
@@ -56,7 +56,7 @@ def check_lengths(body: Mapping[str, Any], max_model_len: int) -> None:
         if isinstance(value, list | dict):
             check_length(name, len(value))
     for word in _list(body, "bad_words"):
-        if isinstance(word, list) and len(word) > MAX_BAD_WORD_CHARS:
+        if isinstance(word, list) and len(word) > MAX_BAD_WORD_TOKENS:
             raise long_bad_word("bad_words", len(word))
     most = max(MAX_DETOKENIZED, max_model_len)
     if len(tokens := _list(body, "tokens")) > most:

@@ -29,6 +29,7 @@ import paceline.v1
 from paceline.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, common_pb2, inference_pb2, worker_pb2
 from paceline.v1.inference_pb2_grpc import InferenceServiceStub
 from services.runtime.rpc import MAX_MESSAGE_BYTES, open_channel
+from tests.support.ports import free_port
 from tests.support.proto_garbage import mangled, random_message
 from tests.support.stack import Stack
 from tests.unit.cache import driver as cache_ops
@@ -40,7 +41,7 @@ UNARY_CALLS, STREAMS, AT_ONCE = 80, 24, 8
 NUM_RESETS, NUM_QUESTIONS = 1000, 1000
 # How long an answer is listened to.
 PATIENCE_S = 0.2
-SERVERS = ("gateway", "scheduler", "cache")
+SERVERS = ("gateway", "scheduler", "cache", "worker")
 # Statuses that blame the server.
 OURS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
 PROMPT = [5, 6, 7, 8] * 5
@@ -50,7 +51,7 @@ MAX_GROWTH_BYTES = 150 * 2**20
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One that may come to harm."""
-    running = Stack(tmp_path_factory.mktemp("fuzzed"))
+    running = Stack(tmp_path_factory.mktemp("fuzzed"), worker_flags=["--threads", "1", "--port", str(free_port())])
     try:
         yield running.up()
     finally:
@@ -58,7 +59,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def target(stack: Stack, server: str) -> str:
-    return f"127.0.0.1:{ {'gateway': stack.grpc_port, 'cache': stack.cache_port}.get(server, stack.scheduler_port) }"
+    ports = (stack.grpc_port, stack.scheduler_port, stack.cache_port, stack.worker_flags[-1])
+    return f"127.0.0.1:{dict(zip(SERVERS, ports, strict=True))[server]}"
 
 
 async def methods(channel: grpc.aio.Channel) -> list[MethodDescriptor]:
@@ -67,7 +69,7 @@ async def methods(channel: grpc.aio.Channel) -> list[MethodDescriptor]:
     call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([ask]))
     answer = await call.read()
     names = [service.name for service in answer.list_services_response.service]
-    assert len(names) > 2, "health, reflection, and our own"
+    assert len(names) >= 2, "health, reflection, and our own, which a worker has none of"
     pool = descriptor_pool.Default()
     return [method for name in names for method in pool.FindServiceByName(name).methods]
 

@@ -372,7 +372,7 @@ class UntouchedObject(dict[str, Any]):
         ("stop_token_ids", Untouched([1] * 257), "at most 256"),
         ("logit_bias", UntouchedObject({str(i): 1 for i in range(1025)}), "at most 1024"),
         ("bad_words", Untouched(["a"] * 257), "at most 256"),
-        ("bad_words", ["a", Untouched([1] * 257)], "256 are possible"),
+        ("bad_words", ["a", Untouched([1] * 65)], "1 to 64 tokens, not 65"),
         ("allowed_token_ids", Untouched([1] * 8193), "at most 8192"),
         ("cache_retention", Untouched([{"priority": 1}] * 65), "at most 64"),
         ("messages", Untouched([{"role": "user", "content": "a"}] * 16385), "at most 16384"),
