@@ -52,7 +52,7 @@ def turns_away(target: bytes, headers: object) -> TurnedAway | None:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def server() -> AsyncIterator[HttpServer]:
-    server = HttpServer(app, "127.0.0.1", 0, head_timeout_s=0.3, doorkeeper=turns_away)
+    server = HttpServer(app, "127.0.0.1", 0, doorkeeper=turns_away)
     yield server
     await server.stop()
 
@@ -124,10 +124,12 @@ async def test_nothing_is_left_of_a_connection_that_is_over(server: HttpServer, 
         linger = (1).to_bytes(4, "little") + bytes(4)  # on, 0 s: a reset instead of a goodbye
         writer.get_extra_info("socket").setsockopt(1, 13, linger)
     writer.close()
-    await until(lambda: server.num_connections == 0)
-    await asyncio.sleep(0.05)
-    gc.collect()
-    assert left() is None
+
+    def nothing_is_left() -> bool:
+        gc.collect()
+        return left() is None
+
+    await until(nothing_is_left)
 
 
 async def test_the_last_answer_arrives_though_more_has_been_asked(
@@ -143,7 +145,10 @@ async def test_the_last_answer_arrives_though_more_has_been_asked(
     assert await reader.read() == b""
 
 
-async def test_nobody_waits_for_the_head_of_what_was_refused(connect: Connect) -> None:
+async def test_nobody_waits_for_the_head_of_what_was_refused(
+    server: HttpServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server._config, "head_timeout_s", 0.3)
     failures: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
     reader, writer = await connect()
