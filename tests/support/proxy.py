@@ -24,7 +24,6 @@ class Proxy:
         self._passing = asyncio.Event()
         self._passing.set()
         self._writers: set[asyncio.StreamWriter] = set()
-        self._connections: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"proxy-{self.port}", daemon=True)
         self._thread.start()
@@ -58,10 +57,15 @@ class Proxy:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
 
     async def _close(self) -> None:
-        self._server.close()
+        # What has just been accepted is served and ends, too. A server that is closed first would leave its socket
+        # open (CPython gh-109564).
+        for listening in self._server.sockets:
+            self._loop.remove_reader(listening.fileno())
         self._cut()
         self._passing.set()
-        await asyncio.gather(*self._connections)
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others)
+        self._server.close()
 
     def _cut(self) -> None:
         self._is_cut = True
@@ -73,9 +77,6 @@ class Proxy:
         self._passing.set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None  # a connection's handler runs in a task
-        self._connections.add(task)
         self._writers.add(writer)
         try:
             await self._passing.wait()
@@ -87,7 +88,6 @@ class Proxy:
                 await self._join(reader, writer)
         finally:
             self._writers.discard(writer)
-            self._connections.discard(task)
             writer.close()
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

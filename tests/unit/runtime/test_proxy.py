@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import socketserver
+import threading
+from collections.abc import Iterator
 
 import pytest
 
 from tests.support.proxy import Proxy
 
 
-@pytest.fixture
-async def proxy() -> AsyncIterator[Proxy]:
-    """Before a server that sends back what it gets."""
+class Echo(socketserver.BaseRequestHandler):
+    """Sends back what it gets."""
 
-    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def handle(self) -> None:
         with contextlib.suppress(ConnectionResetError):
-            while data := await reader.read(100):
-                writer.write(data)
-        writer.close()
+            while data := self.request.recv(100):
+                self.request.sendall(data)
 
-    server = await asyncio.start_server(echo, "127.0.0.1", 0)
-    proxy = Proxy(server.sockets[0].getsockname()[1])
-    yield proxy
-    proxy.close()
-    server.close()
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    """Before a server of threads, as a server of the test's own loop would end with the loop, in whatever it does."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        proxy = Proxy(server.server_address[1])
+        yield proxy
+        proxy.close()
+        server.shutdown()
 
 
 async def test_what_is_silenced_comes_late_and_nothing_of_it_is_lost(proxy: Proxy) -> None:
