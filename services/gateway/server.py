@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
+
 from paceline.v1 import inference_pb2_grpc
 from services.gateway.body import Bodies
 from services.gateway.door import Door
@@ -55,8 +57,15 @@ async def serve(
     )
     with interruptible():
         gateway = await asyncio.to_thread(_load, settings, session)
-    http_server = HttpServer(
+    app = CORSMiddleware(
         create_app(gateway),
+        allow_origins=[origin for part in settings.allowed_origins.split(",") if (origin := part.strip())],
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
+    http_server = HttpServer(
+        app,
         settings.host,
         settings.port,
         max_connections=settings.max_connections,

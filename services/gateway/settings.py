@@ -40,6 +40,9 @@ class GatewaySettings(ServiceSettings, section="gateway"):
     max_connections: int = Field(
         16384, ge=1, description="HTTP connections; one more gets 503 (at most as many as files may be open, but 256)"
     )
+    allowed_origins: str = Field(
+        "*", description="origins (with commas) whose web pages may call the HTTP API; *: all, empty: none"
+    )
     head_timeout_s: float = Field(
         30.0, gt=0, description="seconds for the headers of a request, after which the connection is closed"
     )
