@@ -15,6 +15,9 @@ NUM_TOKENS = 300
 PREFILLED = 'paceline_worker_tokens_total{phase="prefill"}'
 REQUEUED, RESTORED = "paceline_scheduler_requeued_requests_total", "paceline_scheduler_restored_requests_total"
 
+# A machine that is busy loses nobody: this is about the cache alone.
+PATIENT = ["--heartbeat-timeout-s", "20"]
+
 
 async def samples(http: httpx.AsyncClient, prompt: list[int]) -> list[str]:
     """Four of one prompt, which share its blocks."""
@@ -39,7 +42,7 @@ async def texts(stack: Stack) -> list[str]:
 
 @pytest.mark.parametrize("caching", ["--prefix-caching", "--no-prefix-caching"])
 async def test_what_runs_goes_on_with_the_kv_that_it_has(stack: Stack, caching: str) -> None:
-    stack.scheduler_flags = [caching]
+    stack.scheduler_flags, stack.worker_flags = [caching, *PATIENT], ["--threads", "1", *PATIENT]
     await asyncio.to_thread(stack.up)
     right = await texts(stack)
     prefilled = stack.metric(PREFILLED, "worker-1")
