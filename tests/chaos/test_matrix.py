@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from tests.chaos.matrix import Cell, Outcome, new_stack, play_all, up
 from tests.support.stack import Stack
 
@@ -19,7 +17,6 @@ CELLS = [
 ]
 
 
-@pytest.mark.timeout(300)
 async def test_streams_are_those_that_nothing_happened_to(stack: Stack) -> None:
     outcomes: list[Outcome] = []
     stack = new_stack(stack.folder)
