@@ -259,7 +259,8 @@ class LocalSystem:
     def assert_at_rest(self) -> None:
         """Nothing is left anywhere: no request, no sequence, no used block (DESIGN §5.1)."""
         assert not self.moves()
-        assert not len(self.scheduler.queue)
+        queue = self.scheduler.queue
+        assert not (len(queue) or queue.num_requests or queue.num_tokens or queue.tenant_tokens)
         for worker in self.scheduler.workers.values():
             assert not worker.running
             assert not worker.in_flight

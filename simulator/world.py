@@ -211,7 +211,8 @@ class World:
         assert isinstance(scheduler, SchedulerParty)
         assert isinstance(cache, CacheParty)
         core = scheduler.core
-        assert not len(core.queue)
+        queue = core.queue
+        assert not (len(queue) or queue.num_requests or queue.num_tokens or queue.tenant_tokens)
         assert len(core.workers) == self.sizes.num_workers, "not every worker is back"
         assert len(core.sessions) == NUM_GATEWAYS, "not every gateway is back, or one is there twice"
         for session in core.sessions.values():

@@ -20,7 +20,7 @@ from paceline.v1.inference_pb2 import BeamOptions, EarlyStopping, Hypothesis, Su
 from paceline.v1.worker_pb2 import TokenLogprobs
 from scheduler_svc.core import beams
 from scheduler_svc.core.beams import BeamSearch, Candidates
-from scheduler_svc.core.intake import Limits, recheck
+from scheduler_svc.core.intake import Limits
 from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.rejection import invalid
 from scheduler_svc.core.request import Phase, Request
@@ -46,7 +46,7 @@ UNSEARCHED = (
 
 @dataclass(slots=True, eq=False)
 class BeamGroup:
-    """`root` is the client's request; it never runs itself."""
+    """`root` is the client's request; it never runs itself, and stands in the queue until its search begins."""
 
     root: Request
     options: BeamOptions
@@ -94,7 +94,7 @@ class BeamGroups:
         self._unstarted: list[BeamGroup] = []  # accepted before anybody knew the model
 
     def start(self, root: Request, options: BeamOptions, limits: Limits | None) -> None:
-        """The root is accepted: its search begins, as soon as the model is known."""
+        """The root is accepted: its search begins, as soon as the model is known. Until then it stands in the queue."""
         root.group = BeamGroup(root, options)
         self._unstarted.append(root.group)
         self.model_known(limits)
@@ -106,9 +106,8 @@ class BeamGroups:
         for group in groups:
             if group.root.phase is Phase.ENDED:
                 continue
-            if (rejection := recheck(group.root, limits)) is not None:
-                self._life.end(group.root, FinishReason.FINISH_REASON_ERROR, rejection)
-                continue
+            if group.root in self._life.queue:
+                self._life.take_back(group.root)
             group.search = make_search(group.options, group.root.sampling, limits.model.eos_token_ids)
             self._run_beams(group, group.search, parents=[])
 

@@ -39,7 +39,7 @@ class Budgets:
     def bind(self, request: Request) -> None:
         tenant, taken = request.tenant, self._taken_tokens
         self.tenant_tokens[tenant] = self.tenant_tokens.get(tenant, 0) + request.max_total_tokens
-        if request.num_preemptions == 0 and request.num_worker_losses == 0:  # else it is not the queue that shrinks
+        if request.started_s is None:  # else it is not the queue that shrinks
             num_tokens = request.num_tokens
             taken[tenant] = taken.get(tenant, 0) + num_tokens
             taken[None] = taken.get(None, 0) + num_tokens

@@ -202,12 +202,12 @@ def _in_tokens(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -> Iter
 
 def is_full(queue: WaitingQueue, config: SchedulerConfig) -> bool:
     """Whether the queue takes nobody, whoever it may be."""
-    return len(queue) >= config.max_queued_requests or queue.num_tokens >= config.max_queued_tokens
+    return queue.num_requests >= config.max_queued_requests or queue.num_tokens >= config.max_queued_tokens
 
 
 def free_places(queue: WaitingQueue, config: SchedulerConfig) -> int:
     """How many more requests the queue takes, if their tokens fit."""
-    return 0 if is_full(queue, config) else config.max_queued_requests - len(queue)
+    return 0 if is_full(queue, config) else config.max_queued_requests - queue.num_requests
 
 
 def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, budgets: Budgets) -> None:
@@ -215,8 +215,10 @@ def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, 
     would be refused for ever."""
     tokens, tenant = request.num_tokens, None
     queued = queue.tenant_tokens.get(request.tenant, 0)
-    if len(queue) >= config.max_queued_requests:
-        why, excess = f"queue: full with {len(queue)} requests", tokens
+    if queue.num_requests >= config.max_queued_requests:
+        why = f"queue: full with {queue.num_requests} requests"
+        # One has to leave, and then there is one place: of how many tokens it has, only the average is known.
+        excess = tokens = queue.num_tokens // max(queue.num_requests, 1)
     elif queue.num_tokens and queue.num_tokens + tokens > config.max_queued_tokens:
         why = f"queue: {queue.num_tokens} tokens wait, the limit is {config.max_queued_tokens}"
         excess = queue.num_tokens + tokens - config.max_queued_tokens

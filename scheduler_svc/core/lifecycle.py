@@ -102,6 +102,11 @@ class Lifecycle:
                 changed.append(request)
         self.queue.rematched(changed)
 
+    def take_back(self, request: Request) -> None:
+        """Out of the queue, without having run: others will run for it."""
+        self.queue.remove(request)
+        self._forget_sequence(request)
+
     def forget_matches(self) -> None:
         """The cache is gone, and all that it knew of what waits; but what is in host memory is still there."""
         self._matched.clear()
@@ -390,5 +395,7 @@ class Lifecycle:
             oldest = itertools.takewhile(lambda request: now_s - request.arrival_s > limit_s, self.queue)
             yield from ((r, f"queue: waited for more than {limit_s:g} s") for r in oldest if r.started_s is None)
         if (limit_s := self.config.running_timeout_s) > 0:
-            running = (request for worker in self._workers.values() for request in worker.running.values())
+            running = [request for worker in self._workers.values() for request in worker.running.values()]
+            if self._workers:  # without any it is not the request's doing that it does not end
+                running += self.queue
             yield from ((r, f"request: ran for more than {limit_s:g} s") for r in running if r.ran_s(now_s) > limit_s)

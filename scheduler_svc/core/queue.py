@@ -21,7 +21,9 @@ class WaitingQueue:
         self._by_seniority: dict[int, Request] = {}
         self._fallback = fallback
         self._adopt(order)
-        self.num_tokens = 0
+        # Of clients' requests. The beams of a search come and go in each of its steps; once it has begun they count no
+        # more than what any other request goes on to generate.
+        self.num_requests = self.num_tokens = 0
         self.tenant_tokens: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -37,12 +39,12 @@ class WaitingQueue:
     def add(self, request: Request) -> None:
         assert request.seniority not in self._by_seniority, "a request stands in the queue once"
         self._by_seniority[request.seniority] = request
-        self._count(request, request.num_tokens)
+        self._count(request, 1)
         self._tell(self.order.add, request)
 
     def remove(self, request: Request) -> None:
         del self._by_seniority[request.seniority]
-        self._count(request, -request.num_tokens)
+        self._count(request, -1)
         self._tell(self.order.remove, request)
 
     def rematched(self, requests: Iterable[Request]) -> None:
@@ -106,7 +108,11 @@ class WaitingQueue:
         except Exception as error:  # a policy is a guest: what it raises costs no request
             self.reorder(self._fallback(error))
 
-    def _count(self, request: Request, tokens: int) -> None:
+    def _count(self, request: Request, sign: int) -> None:
+        if request.group is not None and request.started_s is not None:
+            return
+        tokens = sign * request.num_tokens
+        self.num_requests += sign
         self.num_tokens += tokens
         left = self.tenant_tokens.get(request.tenant, 0) + tokens
         if left:

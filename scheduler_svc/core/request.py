@@ -193,5 +193,7 @@ class Request:
 
     @property
     def best_matched_tokens(self) -> int:
-        """The most that any worker has of it."""
+        """The most that any worker has of it, swapped out, too, or will fork it from."""
+        if self.swapped_on or (self.parent and (self.parent.prompt_is_computed or self.waits_for_parent)):
+            return self.num_tokens - 1
         return max(self.matches.values(), default=NO_MATCH).num_tokens if self.matches else 0

@@ -185,7 +185,7 @@ class SchedulerCore:
             request.parent = parent
             request.samples = parent.samples = parent.samples or [parent]
             request.samples.append(request)
-        self.life.accept(session, request, enqueue=not is_search)
+        self.life.accept(session, request, enqueue=not (is_search and self.limits))
         if is_search:
             self._groups.start(request, submission.beam, self.limits)
 

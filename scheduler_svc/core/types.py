@@ -23,7 +23,7 @@ class SchedulerConfig:
     tenant_max_running_tokens: int = 0  # that one tenant's running requests may grow to; 0: any
     tenant_max_queued_tokens: int = 0
     waiting_timeout_s: float = 0.0  # until a request first runs; 0: for ever
-    running_timeout_s: float = 0.0  # from then until it ends
+    running_timeout_s: float = 0.0  # from then until it ends, runs it or not (but while there is no worker)
     stuck_decisions: int = 40  # so often may an idle system refuse its queue before the first of it is failed
 
 

@@ -122,7 +122,7 @@ class RequestView:
 
     @property
     def best_matched_tokens(self) -> int:
-        """The most that any worker has of it in its cache."""
+        """The most that any worker has of it in its cache, swapped out, or in a sequence that it is forked from."""
         return self._request.best_matched_tokens
 
     def matched_tokens(self, worker_id: int) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
+from paceline.v1.inference_pb2 import BeamOptions
 from scheduler_svc.core.budgets import MAX_SPREAD_S, Budgets
 from scheduler_svc.core.policy import CapacityPolicy, Verdict
 from scheduler_svc.core.rejection import (
@@ -138,6 +140,69 @@ def test_the_time_to_come_back_is_what_the_queue_needs_to_drain() -> None:
     assert client.endings[12].retry_after_s == pytest.approx(20 / 20, rel=0.05)
 
 
+@pytest.mark.parametrize(("own", "others"), [(10, 200), (200, 10)])
+def test_a_queue_full_of_requests_needs_one_of_them_to_leave(own: int, others: int) -> None:
+    """However many tokens the refused one has. Ten steps a second, each with room for the prompts of all its seats."""
+    system = LocalSystem(SchedulerConfig(max_queued_requests=10))
+    system.attach(ToyWorker(block_size=4, num_blocks=1000, max_num_seqs=2, max_batched_tokens=500))
+    client, handles = system.open("s"), itertools.count(1)
+
+    def step() -> None:
+        while len(system.scheduler.queue) < 10:
+            system.submit("s", next(handles), [9] * others, params(4))
+        while others_first := [move for move in system.moves() if move[0] != "step"]:
+            system.move(*others_first[0])
+        system.now_s += 0.1
+        system.move(*system.moves()[0])
+        system.scheduler.tick(system.now_s)
+
+    for _ in range(300):
+        step()
+    while len(system.scheduler.queue) < 10:
+        system.submit("s", next(handles), [9] * others, params(4))
+    system.submit("s", refused := next(handles), [9] * own, params(4))
+    ending = client.endings[refused]
+    assert ending.message == "queue: full with 10 requests"
+    assert ending.retry_after_s == pytest.approx(0.2, abs=0.1), "two of them leave in four or five steps"
+
+
+def test_the_beams_of_a_search_take_nobodys_place_in_the_queue() -> None:
+    """They come and go in each of its steps. Nor are they what leaves the queue."""
+    system, client = system_with(tenant_max_queued_tokens=60, max_queued_requests=3, max_queued_tokens=60)
+    system.submit("s", 1, [9] * 20, SamplingParams(top_p=1.0, max_tokens=20), tenant="a", beam=BeamOptions(width=4))
+    most_waiting = handle = 1
+    while (moves := system.moves()) and 1 not in client.endings:
+        system.move(*moves[0])
+        most_waiting = max(most_waiting, len(system.scheduler.queue))
+        if len(client.endings) == handle - 1:  # one at a time
+            system.submit("s", handle := handle + 1, [8] * 10, params(1), tenant="a")
+    assert most_waiting >= 4, "beams wait"
+    assert all(not ending.code for ending in client.endings.values())
+    budgets = system.scheduler.life.budgets
+    assert budgets._taken_tokens[None] <= 20 + 10 * (handle - 1)
+    system.run()
+    assert (system.scheduler.queue.num_requests, system.scheduler.queue.num_tokens) == (0, 0)
+
+
+def test_a_search_that_has_not_begun_waits_like_any_other_request() -> None:
+    system = LocalSystem(SchedulerConfig(max_queued_requests=2, waiting_timeout_s=5.0))
+    client = system.open("s")
+    for handle in (1, 2, 3):
+        system.submit("s", handle, [9] * 20, params(4), beam=BeamOptions(width=2))
+    assert client.endings[3].message == "queue: full with 2 requests"
+    system.cancel("s", 1)
+    system.poll()
+    assert client.endings[1].reason == FinishReason.FINISH_REASON_ABORT
+    system.submit("s", 4, [9] * 20, params(4), beam=BeamOptions(width=2))
+    system.now_s = 5.1
+    system.scheduler.tick(5.1)
+    system.poll()
+    assert client.endings[2].message == client.endings[4].message == "queue: waited for more than 5 s"
+    assert not len(system.scheduler.queue)
+    system.run()
+    system.assert_at_rest()
+
+
 def test_a_tenant_is_told_its_own_time() -> None:
     """The other's tokens leave the queue ten times as fast."""
     system, client = system_with(tenant_max_queued_tokens=30)
@@ -191,6 +256,49 @@ def test_waiting_and_running_have_their_time() -> None:
     assert client.endings[1].message == "request: ran for more than 7 s"
     system.run()
     system.assert_at_rest()
+
+
+def test_what_was_pushed_out_has_no_more_time_than_what_runs() -> None:
+    system, client = system_with(build(choose("vllm-v1-priority")), running_timeout_s=7.0)
+    system.submit("s", 1, [9] * 100, params(100), priority=0.0)
+    system.run_for(10)
+    system.submit("s", 2, [8] * 100, params(100), priority=1.0)
+    while not system.scheduler.counters.preempted:
+        system.move(*system.moves()[0])
+    assert [request.handle for request in system.scheduler.queue] == [1]
+    system.scheduler.tick(7.1)
+    system.poll()
+    assert client.endings[1].message == "request: ran for more than 7 s"
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_the_deadline_order_knows_that_a_sample_is_forked(prefix_caching: bool) -> None:
+    """At a hundred tokens a second both are in time, if the second prompt is the first one's."""
+    policies = build(choose("", {"order": "deadline"}, {"prefill_tokens_per_s": 100.0}))
+    system, client = system_with(policies, prefix_caching=prefix_caching)
+    system.submit("s", 1, [9] * 100, params(4), deadline_s=1.5)
+    system.submit("s", 2, [9] * 100, params(4), deadline_s=1.5, fork_of=1)
+    system.run_for(8)
+    system.scheduler.tick(0.6)
+    system.poll()
+    assert not client.endings
+    system.run()
+    assert [client.endings[handle].reason for handle in (1, 2)] == [LENGTH, LENGTH]
+
+
+def test_the_deadline_order_knows_what_is_in_host_memory() -> None:
+    policies = build(choose("", {"order": "deadline"}, {"prefill_tokens_per_s": 100.0, "mode": "swap"}))
+    system = LocalSystem(SchedulerConfig(), policies)
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=256, num_host_blocks=99))
+    client = system.open("s")
+    for handle in (1, 2):
+        system.submit("s", handle, [handle] * 110, params(60), deadline_s=5.0)
+    (worker,) = system.scheduler.workers.values()
+    while not worker.swapped:
+        system.move(*system.moves()[0])
+    system.scheduler.tick(3.9)
+    system.poll()
+    assert not client.endings, "it computes one token when it comes back"
 
 
 def test_a_deadline_ends_a_request_wherever_it_stands() -> None:
