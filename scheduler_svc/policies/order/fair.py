@@ -2,9 +2,9 @@
 
 A tenant's counter grows by the prompt tokens it gets computed and, weighted, by the tokens it gets generated, over its
 weight. A prompt is charged when its request first runs, and never again: what is computed anew after a preemption is
-not the doing of the tenant that was pushed out. A tenant that comes, or comes back from idleness, is lifted to the
-lowest counter of those that are busy, or if nobody is to that of the last one that was, so that it cannot claim what it
-did not use before.
+not the doing of the tenant that was pushed out. A tenant of which nothing waited is lifted, when something does, to the
+lowest counter of those of which something waits, or if there are none to that of the last one that was: what it did not
+ask for it cannot claim later, however much of it runs.
 
 Within a tenant, first come, first served.
 
@@ -50,7 +50,7 @@ class FairAmongTenants(OrderPolicy):
         self._output_weight = output_token_weight
         self.busy: dict[str, Tenant] = {}
         self.idle: dict[str, float] = {}  # counters, of those that were busy last
-        self._last = 0.0  # counter of the last one of these
+        self._last_waited = ""  # the last one of which nothing waits any more
 
     def _busy(self, name: str) -> Tenant:
         if name not in self.busy:
@@ -60,20 +60,31 @@ class FairAmongTenants(OrderPolicy):
     def _left(self, name: str) -> None:
         """Something of the tenant is gone: it may be idle now."""
         if self.busy[name].is_idle:
-            self.idle[name] = self._last = self.busy.pop(name).counter
+            self.idle[name] = self.busy.pop(name).counter
             if len(self.idle) > MAX_IDLE:
                 del self.idle[next(iter(self.idle))]
 
     def add(self, request: RequestView) -> None:
-        name = request.tenant
-        if name not in self.busy:
-            lowest = min((other.counter for other in self.busy.values()), default=self._last)
-            tenant = self._busy(name)
-            tenant.counter = max(tenant.counter, lowest)
-        self.busy[name].waiting[request.place, request.seniority] = request
+        tenant = self._busy(request.tenant)
+        if not (tenant.waiting or request.has_run):  # who is pushed out has not just come
+            self._charge_output(tenant)
+            tenant.counter = max(tenant.counter, self._lowest())
+        tenant.waiting[request.place, request.seniority] = request
+
+    def _lowest(self) -> float:
+        """Where a tenant begins that comes now."""
+        waiting = [tenant for tenant in self.busy.values() if tenant.waiting]
+        if not waiting and (last := self.busy.get(self._last_waited)):
+            waiting = [last]
+        for tenant in waiting:
+            self._charge_output(tenant)
+        return min((tenant.counter for tenant in waiting), default=self.idle.get(self._last_waited, 0.0))
 
     def remove(self, request: RequestView) -> None:
-        del self.busy[request.tenant].waiting[request.place, request.seniority]
+        tenant = self.busy[request.tenant]
+        del tenant.waiting[request.place, request.seniority]
+        if not tenant.waiting:
+            self._last_waited = request.tenant
         self._left(request.tenant)
 
     def started(self, request: RequestView) -> None:

@@ -53,27 +53,32 @@ class Simple:
     counters: dict[str, float] = field(default_factory=dict)
     waiting: list[FakeRequest] = field(default_factory=list)
     running: dict[FakeRequest, int] = field(default_factory=dict)
-    last: float = 0.0  # counter of the tenant that was busy last
+    last: str = ""  # of whom something waited last
 
     @property
-    def busy(self) -> set[str]:
-        return {one.tenant for one in [*self.waiting, *self.running]}
+    def who_waits(self) -> set[str]:
+        return {one.tenant for one in self.waiting}
 
     def left(self, tenant: str) -> None:
-        if tenant not in self.busy:
-            self.last = self.counters[tenant]
+        if tenant not in self.who_waits:
+            self.last = tenant
 
     def charge(self, tenant: str, tokens: float) -> None:
         self.counters[tenant] = self.counters.get(tenant, 0.0) + tokens / WEIGHTS.get(tenant, 1.0)
 
     def add(self, request: FakeRequest) -> None:
-        if request.tenant not in self.busy:
-            lowest = min((self.counters[one] for one in self.busy), default=self.last)
+        for tenant in {one.tenant for one in self.running}:
+            self.charge_output(tenant)
+        if request.tenant not in self.who_waits and not request.has_run:
+            who = self.who_waits or {self.last}
+            lowest = min(self.counters.get(one, 0.0) for one in who)
             self.counters[request.tenant] = max(self.counters.get(request.tenant, 0.0), lowest)
+        self.counters.setdefault(request.tenant, 0.0)
         self.waiting.append(request)
 
     def start(self, request: FakeRequest) -> None:
         self.waiting.remove(request)
+        self.left(request.tenant)
         self.charge(request.tenant, request.prompt_cost)
         self.running[request] = request.num_output_tokens
 
@@ -86,7 +91,6 @@ class Simple:
     def stop(self, request: FakeRequest) -> None:
         self.charge_output(request.tenant)
         del self.running[request]
-        self.left(request.tenant)
 
     def ordered(self) -> list[FakeRequest]:
         for tenant in {request.tenant for request in self.running}:
@@ -190,6 +194,21 @@ def test_one_who_was_forgotten_does_not_get_before_those_that_are_busy() -> None
     order.add(view(FakeRequest(5002, "greedy", num_prompt_tokens=1)))
     order.add(view(FakeRequest(5003, "greedy", num_prompt_tokens=1)))
     assert names(order) == [5001, 5002, 5003]
+
+
+def test_what_runs_keeps_no_credit_for_what_was_not_asked_for() -> None:
+    order = FairAmongTenants()
+    long = FakeRequest(1, "modest", num_prompt_tokens=10)
+    order.add(view(long))
+    order.remove(view(long))
+    order.started(view(long))
+    for seniority in range(2, 12):
+        serve(order, FakeRequest(seniority, "busy", num_prompt_tokens=100))
+    for seniority in (20, 21):
+        order.add(view(FakeRequest(seniority, "busy", num_prompt_tokens=100)))
+    for seniority in (30, 31):
+        order.add(view(FakeRequest(seniority, "modest", num_prompt_tokens=100)))
+    assert names(order) == [20, 30, 21, 31], "with the one that runs it has asked for no more than without"
 
 
 def test_what_is_computed_anew_because_it_was_pushed_out_is_nobodys_debt() -> None:
