@@ -1,8 +1,9 @@
 """Highest response ratio next, in tokens (SGLang `hrrn`): (tokens served since it arrived) / (tokens it has to
 compute).
 
-The clock is the work admitted so far, so short requests go first and nobody waits for ever. What is cached whole goes
-before all. A request counts on the clock when it first runs, and keeps its age when it has to wait again.
+The clock is the work admitted so far, so short requests go first and nobody waits for ever. A request whose whole
+prompt is cached goes before all: since a match never has the last token, it is one that has run before. A request
+counts on the clock when it first runs, and keeps its age when it has to wait again.
 
 All ratios change with the clock, each at a rate of its own, so a pass looks at everything that waits.
 """
@@ -24,6 +25,13 @@ class Entry:
     arrived_at: int  # on the clock of tokens
     place: int
     uncached_tokens: int
+    is_computed: bool  # all of its prompt
+
+    @classmethod
+    def of(cls, request: RequestView, arrived_at: int) -> Entry:
+        matched = request.best_matched_tokens
+        uncached, is_computed = request.num_tokens - matched, matched >= request.num_prompt_tokens
+        return cls(request, arrived_at, request.place, uncached, is_computed)
 
 
 class HighestResponseRatioNext(OrderPolicy):
@@ -38,20 +46,20 @@ class HighestResponseRatioNext(OrderPolicy):
     def add(self, request: RequestView) -> None:
         seniority = request.seniority
         arrived_at = self._stopped.pop(seniority, self._served_tokens)
-        self._entries[seniority] = Entry(request, arrived_at, request.place, _uncached(request))
+        self._entries[seniority] = Entry.of(request, arrived_at)
 
     def remove(self, request: RequestView) -> None:
         self._removed = request.seniority, self._entries.pop(request.seniority).arrived_at
 
     def rematched(self, request: RequestView) -> None:
-        self._entries[request.seniority].uncached_tokens = _uncached(request)
+        self._entries[request.seniority] = Entry.of(request, self._entries[request.seniority].arrived_at)
 
     def started(self, request: RequestView) -> None:
         seniority, arrived_at = self._removed
         # One that ran before this order was chosen has never been added.
         self._running[request.seniority] = arrived_at if seniority == request.seniority else self._served_tokens
         if not request.has_run:
-            self._served_tokens += max(1, _uncached(request))
+            self._served_tokens += max(1, request.num_tokens - request.best_matched_tokens)
 
     def stopped(self, request: RequestView) -> None:
         self._stopped[request.seniority] = self._running.pop(request.seniority, self._served_tokens)
@@ -60,11 +68,7 @@ class HighestResponseRatioNext(OrderPolicy):
         self._stopped.clear()  # who has not been added again has ended
         served = self._served_tokens
         ranked = sorted(
-            ((entry.arrived_at - served) / entry.uncached_tokens, entry.place, seniority)
+            (not entry.is_computed, (entry.arrived_at - served) / entry.uncached_tokens, entry.place, seniority)
             for seniority, entry in self._entries.items()
         )
-        return (self._entries[seniority].request for _, _, seniority in ranked)
-
-
-def _uncached(request: RequestView) -> int:
-    return request.num_tokens - request.best_matched_tokens
+        return (self._entries[seniority].request for *_, seniority in ranked)

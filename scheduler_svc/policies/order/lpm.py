@@ -36,7 +36,7 @@ class LongestPrefixMatch(KeyedOrder):
         beginning = self._group_of.get(request.seniority)
         group = None if beginning is None else self._groups.get(beginning)
         follows = group is not None and group.peekitem(0)[1] != request
-        return (follows, -request.best_matched_tokens)
+        return (True, 0) if follows else (False, -request.best_matched_tokens)
 
     def add(self, request: RequestView) -> None:
         tokens = request.token_ids[: self.beginning_bytes]

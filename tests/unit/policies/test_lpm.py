@@ -49,3 +49,12 @@ def test_the_longest_match_goes_first_and_one_of_those_that_share_what_is_not_ca
     follower.matches = {1: Match(33)}
     queue.rematched([follower])
     assert order(queue) == [2, 3, 1, 4], "with more than the threshold cached it depends on nobody"
+
+
+def test_those_who_follow_stand_as_they_came_whatever_of_them_is_cached(queue: WaitingQueue) -> None:
+    other = [7] * 16 + list(range(200, 240))
+    wait(queue, 1, [*SHARED, 1])
+    wait(queue, 2, [*other, 1], cached=16)
+    wait(queue, 3, [*SHARED, 2])
+    wait(queue, 4, [*other, 2], cached=16)
+    assert order(queue) == [2, 1, 3, 4]

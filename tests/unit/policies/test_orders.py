@@ -159,6 +159,17 @@ def test_hrrn_keeps_the_age_of_what_has_to_wait_again() -> None:
     assert names(order) == [1, 50], "1,010 tokens of age for 100 against 10 for 50"
 
 
+def test_hrrn_lets_what_has_run_and_is_cached_go_on_first() -> None:
+    order = HighestResponseRatioNext()
+    old = request(1, [1] * 100)
+    wait(order, old)
+    serve(order, request(2, [2] * 1000))
+    new, resumed = request(3, [3] * 40, cached=39), request(4, [4] * 40, cached=40, has_run=True)
+    resumed.add_output(np.array([5, 6], np.int32).tobytes())
+    wait(order, new, resumed)
+    assert names(order) == [4, 1, 3], "a new one is only young: its last token is always to be computed"
+
+
 def test_hrrn_counts_what_is_refused_once() -> None:
     order, refused = HighestResponseRatioNext(), request(1, [1] * 100)
     long, short = request(2, [2] * 300), request(3, [3] * 5)
