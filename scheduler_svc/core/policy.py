@@ -62,6 +62,11 @@ class OrderPolicy(ABC):
     def ordered(self, now_s: float) -> Iterator[RequestView]:
         """Every request of the index, most deserving first. Lazily: mostly a few of the first are looked at."""
 
+    def rank(self, request: RequestView) -> Any:
+        """What any two requests can be compared by, whether they wait or run: smaller first, of equals the one with the
+        smaller place. None if the order is not of that kind: then what runs stands before what waits."""
+        return None
+
     def hopeless(self, now_s: float) -> Iterable[RequestView]:
         """Requests that it makes no sense to let wait on: they are failed at once. Asked a few times a second."""
         return ()
@@ -79,6 +84,9 @@ class OrderPolicy(ABC):
 class KeyedOrder(OrderPolicy):
     """An order by a key that changes with nothing but the request's match. Everything costs O(log waiting)."""
 
+    # Not even with that, so that the key of what runs says where it would stand.
+    key_is_constant: ClassVar[bool] = False
+
     def __init__(self) -> None:
         self._entries: SortedList[tuple[Any, int, int, RequestView]] = SortedList()  # key, place, seniority
         self._entry_of: dict[int, tuple[Any, int, int, RequestView]] = {}  # by seniority
@@ -86,6 +94,9 @@ class KeyedOrder(OrderPolicy):
     @abstractmethod
     def key(self, request: RequestView) -> Any:
         """Smaller goes first; among equals, whoever came first."""
+
+    def rank(self, request: RequestView) -> Any:
+        return self.key(request) if self.key_is_constant else None
 
     def add(self, request: RequestView) -> None:
         seniority = request.seniority

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,7 @@ class StepView:
         "_over_budget",
         "_placed",
         "_preempted",
+        "_rank",
         "_running",
         "_shares",
         "_waiting",
@@ -56,6 +58,7 @@ class StepView:
     _capacity: CapacityPolicy
     _over_budget: Callable[[Request, Collection[Admission]], str | None]
     _now_s: float
+    _rank: Callable[[RequestView], Any]
     _max_num_seqs: int
     _num_running: int
     _preempted: tuple[RequestView, ...]
@@ -85,16 +88,18 @@ class StepView:
         capacity: CapacityPolicy,
         now_s: float,
         over_budget: Callable[[Request, Collection[Admission]], str | None],
+        rank: Callable[[RequestView], Any],
         max_num_seqs: int = 0,
         shares: bool = False,
     ) -> None:
-        """`over_budget` says which budget, of those that are not the policies', a request exceeds, if any; `shares` is
-        BatchPolicy.shares_in_step."""
+        """`over_budget` says which budget, of those that are not the policies', a request exceeds, if any; `rank` is
+        OrderPolicy.rank, `shares` BatchPolicy.shares_in_step."""
         seats = worker.slots.num_slots if not max_num_seqs else min(max_num_seqs, worker.slots.num_slots)
         self._worker = worker
         self._waiting = waiting
         self._capacity = capacity
         self._over_budget = over_budget
+        self._rank = rank
         self._now_s = now_s
         self._max_num_seqs = seats
         self._num_running = num_running = len(worker.running)
@@ -126,6 +131,11 @@ class StepView:
     @property
     def worker_id(self) -> int:
         return self._worker.id
+
+    def rank(self, request: RequestView) -> Any:
+        """Where the order puts a request, whether it waits or runs: smaller first. None if it ranks only what waits."""
+        key = self._rank(request)
+        return None if key is None else (key, request.place)
 
     @property
     def block_size(self) -> int:

@@ -1,19 +1,22 @@
 """The trtllm-* presets against TensorRT-LLM's own test scenarios (shared/anchors/tensorrt-llm.md §4.1, §4.2; the
 numbers are its rows).
 
-Left out, because Paceline has no such thing: cross-attention KV (2, 3), adapter pages (4, 5: an adapter budget counts
-adapters, as in 46), disaggregated init requests (8), draft tokens (35-39), beams (41), micro-batches of a pipeline
-(30), attention-DP routing (50-52), the V2 scheduler (54), and rows about that system's own classes (9, 42, 47-49,
-53).
+docs/presets.md lists the rows that are left out, and why.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
+from paceline.v1.common_pb2 import SamplingParams
+from scheduler_svc.core.types import SchedulerConfig
+from scheduler_svc.policies.registry import build, choose
 from simulator.scenario import Outcome, Scenario, play
+from simulator.system import LocalSystem
+from simulator.toy_worker import ToyWorker
 
 NO_EVICT, MAX_UTIL, STATIC = "trtllm-no-evict", "trtllm-max-util", "trtllm-static"
 ALL = (NO_EVICT, MAX_UTIL, STATIC)
@@ -25,7 +28,7 @@ def request(name: int, prompt: int | range, new: int, **fields: Any) -> dict[str
     return {"id": str(name), "max_new_tokens": new, **given, **fields}
 
 
-def run(preset: str, requests: list[dict[str, Any]], **fields: Any) -> Outcome:
+def run(preset: str | dict[str, str], requests: list[dict[str, Any]], **fields: Any) -> Outcome:
     """Ten tokens in a block, as there; 20 blocks and 2 seats unless told."""
     scenario: dict[str, Any] = {
         "block_size": 10,
@@ -88,6 +91,24 @@ def test_10_and_the_less_urgent() -> None:
     outcome = run(MAX_UTIL, [request(0, 10, 80, priority=0.5), request(1, 10, 80, priority=0.6)], num_blocks=10)
     assert ranges(outcome) == "0-40 {0,1}; 41-79 {1}; 80-118 {0}"
     assert [s.id for s in outcome.steps[5].scheduled] == ["1", "0"]
+
+
+def test_4_5_adapters_that_fit_the_batch_and_one_that_does_not() -> None:
+    """There adapters take pages, and two of three requests have the same; here the budget counts adapters."""
+    requests = [request(i, 10, 50, lora=lora) for i, lora in enumerate(["1234", "5678", "1234"])]
+    for preset in ALL:
+        assert ranges(run(preset, requests, num_blocks=21, max_num_seqs=4, max_loras=2)) == "0-49 {0,1,2}"
+    for preset in (NO_EVICT, STATIC):
+        outcome = run(preset, requests, num_blocks=21, max_num_seqs=4, max_loras=1)
+        assert ranges(outcome) == "0-49 {0,2}; 50-99 {1}"
+
+
+def test_9_by_priority_and_then_as_they_came() -> None:
+    priorities = [0.5, 0.5, 0.6, 0.6, 0.6, 1.0, 0.3, 0.3, 0.3, 0.6, 1.0, 0.5]
+    requests = [request(i, 10, 1, priority=priority) for i, priority in enumerate(priorities)]
+    outcome = run(NO_EVICT, requests, num_blocks=200, max_num_seqs=1)
+    order = [scheduled.id for step in outcome.steps for scheduled in step.scheduled]
+    assert order == ["5", "10", "2", "3", "4", "9", "0", "1", "11", "6", "7", "8"]
 
 
 def test_11_a_paused_one_comes_back_with_its_output_as_prompt() -> None:
@@ -214,3 +235,34 @@ def test_cached_tokens_cost_nothing_of_the_budget() -> None:
     ]
     outcome = run(NO_EVICT, requests, max_batched_tokens=22, prefix_caching=True)
     assert prefills(outcome, "2") == prefills(outcome, "3") == [(2, 10, 10)]
+
+
+def test_max_utilization_leaves_the_order_to_the_order() -> None:
+    """Of other orders than by priority it has nothing to say, but what runs is not pushed out by it in turns."""
+    fair = {"order": "fair", "capacity": "max-utilization", "batch": "two-stage", "preemption": "last-in"}
+    requests = [request(i, 10, 10, tenant="a" if i < 7 else "b") for i in range(8)]
+    outcome = play_mixed(fair, requests)
+    assert {scheduled.id for scheduled in outcome.steps[0].scheduled} == {"0", "7"}
+    longest = {**fair, "order": "lof"}
+    requests = [request(i, 10, new) for i, new in enumerate([20, 5, 5, 5, 5, 5, 5, 40])]
+    outcome = play_mixed(longest, requests)
+    assert {scheduled.id for scheduled in outcome.steps[0].scheduled} == {"0", "7"}
+    assert not any(step.preempted for step in outcome.steps), "what is shorter pushes nobody out"
+
+
+def test_max_utilization_lets_age_what_runs_as_well() -> None:
+    """Else each newcomer would push out again what has waited for its turn."""
+    system = LocalSystem(SchedulerConfig(), build(choose(MAX_UTIL, None, {"ageing_per_s": 1.0})))
+    system.attach(ToyWorker(block_size=4, num_blocks=200, max_num_seqs=2, max_batched_tokens=64))
+    client, sampling, handles = system.open("s"), SamplingParams(top_p=1.0, max_tokens=10, seed=1), itertools.count(1)
+    system.submit("s", 0, [9] * 8, sampling)
+    while 0 not in client.endings and system.now_s < 10:
+        while len(system.scheduler.queue) < 3:
+            system.submit("s", next(handles), [9] * 8, sampling, priority=1.0)
+        system.now_s += 0.02
+        system.move(*system.moves()[0])
+    assert 0 in client.endings
+
+
+def play_mixed(preset: dict[str, str], requests: list[dict[str, Any]]) -> Outcome:
+    return run(preset, requests, max_batched_tokens=100, max_model_len=200)

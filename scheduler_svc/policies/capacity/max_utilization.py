@@ -1,23 +1,22 @@
 """Fill the pool, pause from the tail (TensorRT-LLM MAX_UTILIZATION).
 
-One pass over everything active, running and waiting together, most urgent first, then by place. Each needs what its
-next step takes: a running sequence the block that its next token may open, a waiting one its whole prompt. Who does
-not fit, for blocks or for seats, pauses the last running one behind it and tries again; nothing from that one on is
-looked at in this iteration. So a newcomer of higher priority pushes out running ones of lower priority, and the head
-always runs.
+One pass over everything active, running and waiting together, as the order ranks it. Each needs what its next step
+takes: a running sequence the block that its next token may open, a waiting one its whole prompt. Who does not fit, for
+blocks or for seats, pauses the last running one behind it and tries again; nothing from that one on is looked at in
+this iteration. So a newcomer of higher priority pushes out running ones of lower priority, and the head always runs.
+
+Under an order that ranks only what waits (fair, lpm) what runs comes first, by place: nobody is pushed out by one who
+waits.
 """
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import ClassVar
 
 from scheduler_svc.core.policy import CapacityPolicy, Verdict
 from scheduler_svc.core.step import Step
 from scheduler_svc.core.view import RequestView, Running
-
-
-def rank(request: RequestView) -> tuple[float, int]:
-    return (-request.priority, request.place)
 
 
 class MaxUtilization(CapacityPolicy):
@@ -38,9 +37,14 @@ class MaxUtilization(CapacityPolicy):
 
     def _pass(self, step: Step, waiting: list[RequestView]) -> list[Running]:
         """The sequences that have to pause; notes who of the waiting may start."""
-        end = min((rank(request) for request in step.preempted), default=(float("inf"), 0))
-        everything: list[Running | RequestView] = [*step.running, *waiting]
-        active = sorted((r for r in everything if rank(_request(r)) < end), key=lambda r: rank(_request(r)))
+        running = sorted(step.running, key=lambda sequence: sequence.request.place)
+        active: list[Running | RequestView] = [*running, *waiting]
+        if active and step.rank(_request(active[0])) is not None:
+            end = min(map(step.rank, step.preempted), default=None)
+            ranked = [(step.rank(_request(item)), item) for item in active]
+            active = [item for at, item in sorted(ranked, key=itemgetter(0)) if end is None or at < end]
+        elif step.preempted:  # who has made room is not to take it
+            active = list(running)
         seats = step.max_num_seqs - (step.num_running - len(step.running))  # what is finishing keeps its seat
         free_blocks, paused = step.available_blocks, list[Running]()
         i = 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import ClassVar
 
 from scheduler_svc.core.policy import KeyedOrder
 from scheduler_svc.core.view import RequestView
@@ -21,6 +22,8 @@ WINDOW_S = 1.0
 
 
 class EarliestDeadlineFirst(KeyedOrder):
+    key_is_constant: ClassVar[bool] = True
+
     def __init__(self, prefill_tokens_per_s: Amount = 0.0) -> None:
         """`prefill_tokens_per_s`: how fast a prompt is computed at best; 0: the best that was measured so far."""
         super().__init__()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from scheduler_svc.core.policy import KeyedOrder
 from scheduler_svc.core.view import RequestView
 
 
 class FirstComeFirstServed(KeyedOrder):
+    key_is_constant: ClassVar[bool] = True
+
     def key(self, request: RequestView) -> int:
         return 0  # equals stand by their place

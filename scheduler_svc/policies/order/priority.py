@@ -6,12 +6,16 @@ second since its arrival. All gain at the same rate, so who of two is ahead neve
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from scheduler_svc.core.policy import KeyedOrder
 from scheduler_svc.core.view import RequestView
 from scheduler_svc.policies.options import Amount
 
 
 class Priority(KeyedOrder):
+    key_is_constant: ClassVar[bool] = True
+
     def __init__(self, ageing_per_s: Amount = 0.0) -> None:
         super().__init__()
         self.ageing_per_s = ageing_per_s

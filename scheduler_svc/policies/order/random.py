@@ -5,12 +5,15 @@ once).
 from __future__ import annotations
 
 from hashlib import blake2b
+from typing import ClassVar
 
 from scheduler_svc.core.policy import KeyedOrder
 from scheduler_svc.core.view import RequestView
 
 
 class Random(KeyedOrder):
+    key_is_constant: ClassVar[bool] = True
+
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         self.seed = seed
