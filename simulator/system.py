@@ -260,7 +260,7 @@ class LocalSystem:
         """Nothing is left anywhere: no request, no sequence, no used block (DESIGN §5.1)."""
         assert not self.moves()
         queue = self.scheduler.queue
-        assert not (len(queue) or queue.num_requests or queue.num_tokens or queue.tenant_tokens)
+        assert not any([len(queue), queue.num_requests, queue.num_tokens, queue.tenant_tokens])
         for worker in self.scheduler.workers.values():
             assert not worker.running
             assert not worker.in_flight
