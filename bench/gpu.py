@@ -25,13 +25,14 @@ import torch
 
 from bench import gpu_measure
 from bench.gpu_choices import choices
-from bench.gpu_load import NoRoom
+from bench.gpu_load import GREEDY, SAMPLED, NoRoom
 from bench.gpu_measure import Clock
 from bench.gpu_shapes import SHAPES, decode_bytes, prefill_flops, write_checkpoint
 from gpu_worker.build import build_worker
 from gpu_worker.models.config import DecoderConfig, read_config
 from gpu_worker.runner import ModelRunner
 from gpu_worker.settings import WorkerSettings
+from paceline.v1.common_pb2 import SamplingParams
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 MODELS = [name for name in SHAPES if name != "tiny"]
@@ -72,8 +73,8 @@ def parts(
 ) -> Iterator[Part]:
     """In the order of their worth."""
 
-    def decode(batch: int, context: int) -> dict[str, Any]:
-        row = gpu_measure.decode(runner, batch, context, 4 if tiny else 48, clock)
+    def decode(batch: int, context: int, sampling: SamplingParams = GREEDY) -> dict[str, Any]:
+        row = gpu_measure.decode(runner, batch, context, 4 if tiny else 48, clock, sampling)
         roofline_ms = decode_bytes(config, element_bytes, batch, context) / best["read_gb_per_s"] / 1e6
         return {**row, "roofline_ms": roofline_ms, "roofline_share": roofline_ms / row["step_ms"]}
 
@@ -89,6 +90,7 @@ def parts(
     for context in contexts:
         for batch in batches:
             yield "decode", DECODE_S, partial(decode, batch, context)
+    yield "sampled_decode", DECODE_S, partial(decode, 3 if tiny else 128, contexts[0], SAMPLED)
     whole = 48 if tiny else 8192
     for prompts in ([whole], [whole // 8] * (4 if tiny else 8)):
         yield "prefill", PREFILL_S, partial(prefill, prompts)
@@ -166,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     if not options.tiny:
         measure_choices(report, deadline_s)
     print(table(report.data))
-    return 0
+    return 0 if report.data["models"] else 1
 
 
 def table(data: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu_measure import Clock
-from gpu_worker.sampling.filters import mask_top_p
+from gpu_worker.sampling.filters import mask_top_k, mask_top_p
 
 # in, out of a layer's products: qkv, output, gate and up, down.
 PRODUCTS = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
@@ -41,11 +41,13 @@ def choices(
             "what": "output product, residual, norm: addmm_ + rmsnorm (chosen) or mm + fused_add_rmsnorm",
             **_residual(flashinfer, clock, rows, 4096 // scale, device, dtype),
         }
-        yield {
-            "rows": rows,
-            "what": "top-p: exact (chosen) or softmax + top_p_renorm_probs(is_deterministic=True)",
-            **_top_p(flashinfer, clock, rows, 128_256 // scale, device),
-        }
+        for top_k in (0, 50):
+            yield {
+                "rows": rows,
+                "what": "top-p: exact (chosen) or softmax + top_p_renorm_probs(is_deterministic=True)",
+                "after_top_k": top_k,
+                **_top_p(flashinfer, clock, rows, 128_256 // scale, device, top_k),
+            }
 
 
 def _residual(
@@ -65,9 +67,14 @@ def _residual(
     return {"chosen_ms": _each_ms(clock, weights, chosen), "other_ms": _each_ms(clock, weights, other)}
 
 
-def _top_p(flashinfer: Any, clock: Clock, rows: int, vocab: int, device: torch.device) -> dict[str, float]:
-    """And in how many rows the two keep different tokens."""
-    logits, top_p = 2 * torch.randn(rows, vocab, device=device), torch.full((rows,), 0.9, device=device)
+def _top_p(flashinfer: Any, clock: Clock, rows: int, vocab: int, device: torch.device, top_k: int) -> dict[str, float]:
+    """And in how many rows the two keep different tokens. Of logits as a model gives them, with many that are equal."""
+    logits, top_p = (
+        (2 * torch.randn(rows, vocab, device=device)).bfloat16().float(),
+        torch.full((rows,), 0.9, device=device),
+    )
+    if top_k:
+        logits = mask_top_k(logits, torch.full((rows,), top_k, device=device), top_k)
 
     def other() -> Tensor:
         kept: Tensor = flashinfer.top_p_renorm_probs(logits.softmax(-1), top_p, is_deterministic=True)

@@ -15,6 +15,7 @@ from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 
 GREEDY = SamplingParams(top_p=1.0, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, top_k=50, ignore_eos=True, seed=1)
 
 
 class NoRoom(Exception):
@@ -47,8 +48,10 @@ class PlannedStep:
 
 
 class Load:
-    def __init__(self, limits: SlotLimits, requests: list[Request], seed: int = 0) -> None:
-        self._limits = limits
+    def __init__(
+        self, limits: SlotLimits, requests: list[Request], sampling: SamplingParams = GREEDY, seed: int = 0
+    ) -> None:
+        self._limits, self._sampling = limits, sampling
         self._rng = random.Random(seed)
         self._waiting = deque(enumerate(requests))
         self._running: dict[int, _Running] = {}  # by slot
@@ -98,7 +101,7 @@ class Load:
             num_prompt_tokens=request.prompt_tokens,
             num_cached_tokens=request.cached_tokens,
             block_table=_pack(running.blocks),
-            sampling=GREEDY,
+            sampling=self._sampling,
             request_id=str(number),
         )
 

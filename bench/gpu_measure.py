@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from bench.gpu_load import Load, PlannedStep, Request
+from bench.gpu_load import GREEDY, Load, PlannedStep, Request
 from gpu_worker.inputs import StepInput
 from gpu_worker.runner import LaunchedStep, ModelRunner
 from gpu_worker.step_arrays import StepArrays
+from paceline.v1.common_pb2 import SamplingParams
 
 WINDOW = 2
 WARM_STEPS = 8
@@ -67,7 +68,9 @@ class Measured:
     result_s: float  # its result is there
 
 
-def play(runner: ModelRunner, requests: list[Request], concurrency: int, clock: Clock) -> list[Measured]:
+def play(
+    runner: ModelRunner, requests: list[Request], concurrency: int, clock: Clock, sampling: SamplingParams = GREEDY
+) -> list[Measured]:
     """Run the requests to their end."""
     runner.reset()
     prepare, began = runner._prepare, list[Any]()
@@ -79,14 +82,12 @@ def play(runner: ModelRunner, requests: list[Request], concurrency: int, clock: 
 
     runner._prepare = prepare_and_stamp  # type: ignore[method-assign]
     try:
-        return _play(runner, requests, concurrency, clock, began)
+        return _play(runner, Load(runner.limits, requests, sampling), concurrency, clock, began)
     finally:
         runner._prepare = prepare  # type: ignore[method-assign]
 
 
-def _play(
-    runner: ModelRunner, requests: list[Request], concurrency: int, clock: Clock, stamps: list[Any]
-) -> list[Measured]:
+def _play(runner: ModelRunner, load: Load, concurrency: int, clock: Clock, stamps: list[Any]) -> list[Measured]:
     """`stamps` gets one of each step that computes anything."""
     in_flight: deque[tuple[PlannedStep, LaunchedStep, Any, Any, float, float]] = deque()
     measured = []
@@ -96,7 +97,7 @@ def _play(
         launched.result()
         measured.append(Measured(step, began, ended, launched_s, host_ms, time.perf_counter()))
 
-    for step in Load(runner.limits, requests).steps(concurrency):
+    for step in load.steps(concurrency):
         launched_s = time.perf_counter()
         stamps.clear()
         launched = runner.launch(step.plan)
@@ -110,7 +111,9 @@ def _play(
     return measured
 
 
-def decode(runner: ModelRunner, batch: int, context_tokens: int, steps: int, clock: Clock) -> dict[str, Any]:
+def decode(
+    runner: ModelRunner, batch: int, context_tokens: int, steps: int, clock: Clock, sampling: SamplingParams = GREEDY
+) -> dict[str, Any]:
     """A batch of decodes around `context_tokens`: the time of a step, and how much of it is no computation: from one
     step's last kernel to the next one's first. That is idle time, but for zeros into new blocks and copies of inputs.
 
@@ -118,7 +121,7 @@ def decode(runner: ModelRunner, batch: int, context_tokens: int, steps: int, clo
     half = (steps + WARM_STEPS) // 2
     prompt = max(2, context_tokens - half)
     requests = [Request(prompt, prompt - 1, steps + WARM_STEPS)] * batch
-    measured = [m for m in play(runner, requests, batch, clock) if m.step.decodes_only][WARM_STEPS:]
+    measured = [m for m in play(runner, requests, batch, clock, sampling) if m.step.decodes_only][WARM_STEPS:]
     step_ms = [1e3 * (b.result_s - a.result_s) for a, b in pairwise(measured)]
     gap_ms = [max(0.0, clock.ms(a.ended, b.began)) for a, b in pairwise(measured)]
     report: dict[str, Any] = {

@@ -17,6 +17,7 @@ from gpu_worker.errors import ModelError
 from gpu_worker.graphs import CaptureProgress, CudaCapture, graph_sizes
 from gpu_worker.inputs import HostInputs, PinnedInputs
 from gpu_worker.kv.pool import allocate_pool
+from gpu_worker.kv.swap import staging_bytes
 from gpu_worker.memory import bytes_for_steps, kv_blocks_that_fit
 from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.decoder import Decoder
@@ -110,6 +111,7 @@ class _RunnerMaker:
             torch.cuda.empty_cache()
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
             needed_bytes = bytes_for_steps(lambda: self.runner(1, 0), self.graph_sizes, self.device)
+            needed_bytes += staging_bytes(_num_host_blocks(settings, self.model), block_bytes)
             fit = kv_blocks_that_fit(
                 total_bytes, free_bytes, needed_bytes, settings.gpu_memory_utilization, block_bytes
             )

@@ -14,9 +14,9 @@ from gpu_worker.runner import ModelRunner
 from gpu_worker.sampling.prompt_scores import SCORER_BYTES_PER_LOGIT, rows_at_once
 
 # What sampling takes at the most, beyond the logits: in top-p or typical-p, see sampling/filters.py. For each logit:
-# float32 copies (logits, what is filtered, weights) and their bits, both halves of these in 64 bits, and the weights
-# twice. For each row: sums by the value of half a float32.
-SAMPLER_BYTES_PER_LOGIT = 6 * 4 + 4 * 8
+# float32 copies (logits, what is filtered, weights) and their bits, both halves of these in 64 bits, one of them once
+# more, and the weights twice. For each row: sums by the value of half a float32.
+SAMPLER_BYTES_PER_LOGIT = 6 * 4 + 5 * 8
 SAMPLER_BYTES_PER_ROW = 2**16 * (3 * 8 + 1)
 
 # What a graph takes at the least, for what FlashInfer plans with: 8 MiB for each kind of window. The allocator asks the
@@ -49,6 +49,7 @@ def bytes_for_steps(make_runner: Callable[[], ModelRunner], graph_sizes: list[in
     runner = make_runner()
     runner.try_largest_step()
     taken = before - _free_bytes(device)
+    torch.cuda.empty_cache()  # as each capture does: what the step took would count against what the graphs take
     if graph_sizes:
         # The largest graph's memory serves the others too; each of them then takes about what the second one takes.
         free: list[int] = []

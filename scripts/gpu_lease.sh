@@ -15,8 +15,8 @@ sets=core,d128,d64,swa_d128,swa_d64
 if [ "${1:-}" = wheels ]; then
   set -e
   "${2:?the folder with make_wheels.sh}/make_wheels.sh" --project . --aot "$sets"
-  for name in protobuf pydantic pydantic-core pydantic-settings annotated-types python-dotenv structlog orjson \
-    safetensors transformers PyYAML pytest pytest-asyncio pytest-timeout hypothesis; do
+  for name in protobuf pydantic pydantic-core pydantic-settings annotated-types typing-inspection typing-extensions \
+    python-dotenv structlog orjson safetensors transformers PyYAML pytest pytest-asyncio pytest-timeout hypothesis; do
     pin=$(grep -iE "^${name//-/[-_]}==" constraints.txt | sed 's/+.*//')
     python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp -d .whl \
       --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 "${pin:-$name}"
@@ -35,7 +35,7 @@ status=0
 case $part in
 check)
   timeout 90 python3 .whl/smoke.py --budget 60 --only env,norm,rope,act,append,decode,prefill_fa2,graph --out "$out/smoke.json" || status=$?
-  timeout 120 python3 -m bench.gpu --models llama-3.1-8b --budget 75 --out "$out/start.json" || status=$?;;
+  timeout 150 python3 -m bench.gpu --models llama-3.1-8b --budget 100 --out "$out/start.json" || status=$?;;
 tests)
   for name in kernels sampling model serving; do  # after an illegal access all else in a process fails
     timeout 140 python3 -m pytest "tests/gpu/test_$name.py" -o filterwarnings=default -p no:cacheprovider --durations=8 \

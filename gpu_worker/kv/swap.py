@@ -18,6 +18,11 @@ SWAP_BATCH_BLOCKS = 64
 Int32s = npt.NDArray[np.int32]
 
 
+def staging_bytes(num_host_blocks: int, block_bytes: int) -> int:
+    """What a lane takes of the device."""
+    return 2 * min(SWAP_BATCH_BLOCKS, num_host_blocks) * block_bytes
+
+
 class SwapLane:
     """Two staging buffers on the device take turns, and the copies to and from host memory have a stream of their own.
 

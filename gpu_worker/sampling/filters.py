@@ -115,7 +115,11 @@ def beyond_by_radix(values: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
 
 def _reaching_digit(digits: Tensor, weights: Tensor, wanted: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     """The least digit above which, with what was taken before, there is less than wanted; and that much [rows, 1]."""
-    by_digit = weights.new_zeros((len(digits), _DIGITS)).scatter_add_(1, digits, weights)
+    # What weighs nothing goes anywhere: where most of a row is filtered out already, all of it has one digit, and a GPU
+    # would add a hundred thousand zeros to one number, one after the other.
+    anywhere = torch.arange(digits.shape[-1], device=digits.device) % _DIGITS
+    spread = torch.where(weights > 0, digits, anywhere)
+    by_digit = weights.new_zeros((len(digits), _DIGITS)).scatter_add_(1, spread, weights)
     upwards = by_digit.cumsum(-1)
     above = before + upwards[:, -1:] - upwards
     digit = (above >= wanted).sum(-1, keepdim=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.gpu_load import Load, Request
+from bench.gpu_load import SAMPLED, Load, Request
 from gpu_worker import runner as runner_module
 from gpu_worker.attention.flashinfer import FlashInferAttention
 from gpu_worker.runner import ModelRunner
@@ -115,6 +115,29 @@ def test_two_steps_in_flight_give_the_tokens_of_one(graph_max_seqs: int, checkpo
         tokens += [launched.result().token_ids for launched in in_flight]
         outputs.append(tokens)
     assert outputs[0] == outputs[1] == outputs[2]
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # that it is a prototype
+def test_no_replayed_step_waits_for_the_device(checkpoint: Checkpoints) -> None:
+    """As far as torch sees it; in the second run, when nothing has to be set up any more."""
+    runner = gpu_runner(checkpoint("llama3").folder)
+    requests = [Request(20 + i, 0, 30) for i in range(24)]
+    replayed = 0
+    for mode in ("default", "error"):
+        runner.reset()
+        in_flight = []
+        for step in Load(runner.limits, requests, SAMPLED).steps(24):
+            torch.cuda.set_sync_debug_mode(mode if step.decodes_only else "default")
+            try:
+                in_flight.append(runner.launch(step.plan))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            replayed += mode == "error" and step.decodes_only
+            if len(in_flight) == 2:
+                in_flight.pop(0).result()
+        for launched in in_flight:
+            launched.result()
+    assert replayed >= 20
 
 
 def test_it_is_reproducible(checkpoint: Checkpoints) -> None:

@@ -41,12 +41,14 @@ def test_the_driver_runs_every_part(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [(row["batch"], row["context_tokens"]) for row in tiny["decode"]] == [(1, 24), (3, 24), (1, 40), (3, 40)]
     assert [row["tokens"] for row in tiny["prefill"]] == [48, 24]
     assert tiny["serving"][0]["requests"] == 5
+    assert [(row["batch"], row["context_tokens"]) for row in tiny["sampled_decode"]] == [(3, 24)]
     assert all(row["roofline_ms"] > 0 and row["idle_share"] >= 0 for row in tiny["decode"])
     assert "tiny" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
-    assert gpu.main(["--tiny", "--budget", "0", "--out", str(tmp_path / "gpu.json")]) == 0
+    status = gpu.main(["--tiny", "--budget", "0", "--out", str(tmp_path / "gpu.json")])
+    assert status == 1, "who tries whether a model starts is told that none did"
     assert json.loads((tmp_path / "gpu.json").read_text())["left_out"] == ["tiny: no time"]
 
 
@@ -55,8 +57,9 @@ def test_choices_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with reference_kernels() as flashinfer:
         monkeypatch.setattr(flashinfer, "top_p_renorm_probs", lambda probs, top_p, is_deterministic: probs)
         rows = list(choices(flashinfer, Clock(device), device, torch.float32, scale=256))
-    assert [row["rows"] for row in rows] == [1] * 3 + [32] * 3 + [128] * 3
-    assert [row["different_rows"] for row in rows[2::3]] == [1, 32, 128], "the stand-in keeps every token"
+    assert [row["rows"] for row in rows] == [1] * 4 + [32] * 4 + [128] * 4
+    top_p = [(row["after_top_k"], row["different_rows"]) for row in rows if "after_top_k" in row]
+    assert top_p == [(0, 1), (50, 1), (0, 32), (50, 32), (0, 128), (50, 128)], "the stand-in keeps every token"
 
 
 def test_bytes_and_operations_are_those_of_the_anchors() -> None:

@@ -98,23 +98,44 @@ def test_torch_that_was_asked_for_needs_no_line() -> None:
     assert lines == []
 
 
+class TrialDevice:
+    """What is left of its memory, in MiB, and what its allocator keeps until it is told to give it back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free, self._cached = [5000], 0
+        monkeypatch.setattr(memory, "_free_bytes", lambda device: self.free[0] << 20)
+        monkeypatch.setattr(memory, "CudaCapture", lambda: None)
+        monkeypatch.setattr(torch.cuda, "empty_cache", self.empty_cache)
+
+    def take_for_a_moment(self, mib: int) -> None:
+        more = max(0, mib - self._cached)
+        self.free[0] -= more
+        self._cached += more
+
+    def empty_cache(self) -> None:
+        self.free[0] += self._cached
+        self._cached = 0
+
+
 class TrialRunner:
-    """Takes memory as a runner on a GPU does; `free` is what is left, in MiB."""
+    """Takes memory as a runner on a GPU does."""
 
     of_each_other_graph = 27
 
-    def __init__(self, free: list[int]) -> None:
-        self._free = free
+    def __init__(self, device: TrialDevice) -> None:
+        self._device, self._free = device, device.free
         self.limits = SlotLimits(10, 64, 64, 16, 1, 1000, ())
         self.captured: list[int] = []
-        free[0] -= 400  # workspaces
+        self._free[0] -= 400  # workspaces
 
     def try_largest_step(self) -> None:
-        self._free[0] -= 300
+        self._device.take_for_a_moment(300)
 
     def capture_graphs(self, sizes: list[int], capture: object, progress: Callable[[int, int], None]) -> None:
         for done, size in enumerate(sorted(sizes, reverse=True)):
             progress(done, len(sizes))
+            self._device.take_for_a_moment(10)  # the step is run once, and then the capture empties the cache
+            torch.cuda.empty_cache()
             self._free[0] -= 50 if done == 0 else self.of_each_other_graph
             self.captured.append(size)
         progress(len(sizes), len(sizes))
@@ -125,34 +146,26 @@ def test_what_steps_take_is_what_a_trial_took(
     sizes: list[int], graphs_mib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest graph, and for each of the others what the second one takes."""
-    free = [5000]
-    monkeypatch.setattr(memory, "_free_bytes", lambda device: free[0] << 20)
-    monkeypatch.setattr(memory, "CudaCapture", lambda: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    needed = memory.bytes_for_steps(lambda: TrialRunner(free), sizes, torch.device("cpu"))
+    device = TrialDevice(monkeypatch)
+    needed = memory.bytes_for_steps(lambda: TrialRunner(device), sizes, torch.device("cpu"))
     sampling = 10 * (memory.SAMPLER_BYTES_PER_LOGIT * 1000 + memory.SAMPLER_BYTES_PER_ROW)
     assert needed == ((400 + 300 + graphs_mib) << 20) + sampling
 
 
 def test_a_graph_that_found_room_in_what_the_allocator_had_counts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = [5000]
-    monkeypatch.setattr(memory, "_free_bytes", lambda device: free[0] << 20)
-    monkeypatch.setattr(memory, "CudaCapture", lambda: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    device = TrialDevice(monkeypatch)
     monkeypatch.setattr(TrialRunner, "of_each_other_graph", 0)
-    alone = memory.bytes_for_steps(lambda: TrialRunner(free), [8], torch.device("cpu"))
-    needed = memory.bytes_for_steps(lambda: TrialRunner(free), [1, 2, 4, 8], torch.device("cpu"))
+    alone = memory.bytes_for_steps(lambda: TrialRunner(device), [8], torch.device("cpu"))
+    needed = memory.bytes_for_steps(lambda: TrialRunner(device), [1, 2, 4, 8], torch.device("cpu"))
     assert needed - alone == 2 * memory.MIN_GRAPH_BYTES  # of the two that are not tried
 
 
 def test_scoring_prompts_counts_where_it_takes_more_than_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of 256 MiB of logits, if a step has that many rows, and one sequence."""
-    free = [5000]
-    monkeypatch.setattr(memory, "_free_bytes", lambda device: free[0] << 20)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    device = TrialDevice(monkeypatch)
 
     def make_runner() -> TrialRunner:
-        runner = TrialRunner(free)
+        runner = TrialRunner(device)
         runner.limits = SlotLimits(1, 8192, 8192, 16, 1, 2**17, ())
         return runner
 
