@@ -8,42 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpu_worker.build import build_worker
-from gpu_worker.settings import WorkerSettings
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
-from paceline.v1.worker_pb2 import StepPlan, StepResult, WorkerRegistration
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.presets import PRESETS
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem
 from tests.support import checkpoints, reference
+from tests.support.model_worker import ModelWorker
 
 NUM_OUTPUT = 12
 GREEDY = SamplingParams(top_p=1, max_tokens=NUM_OUTPUT, ignore_eos=True, seed=1)
-
-
-class ModelWorker:
-    def __init__(self, path: Path, **settings: int) -> None:
-        options = WorkerSettings(model=str(path), device="cpu", threads=1, **settings)
-        built = build_worker(options)
-        self.runner = built.runner
-        self.num_steps = 0
-        limits = built.runner.limits
-        self.registration = WorkerRegistration(
-            model=built.info,
-            block_size=limits.block_size,
-            num_blocks=limits.num_blocks,
-            max_num_seqs=limits.max_num_seqs,
-            max_batched_tokens=limits.max_batched_tokens,
-            num_host_blocks=limits.num_host_blocks,
-        )
-
-    def reset(self, keeps_blocks: bool = False) -> None:
-        self.runner.reset()  # what is in the blocks stays there in any case
-
-    def run(self, plan: StepPlan) -> StepResult:
-        self.num_steps += 1
-        return self.runner.step(plan)
 
 
 @pytest.fixture(scope="session")
