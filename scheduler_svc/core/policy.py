@@ -64,7 +64,8 @@ class OrderPolicy(ABC):
 
     def rank(self, request: RequestView) -> Any:
         """What any two requests can be compared by, whether they wait or run: smaller first, of equals the one with the
-        smaller place. None if the order is not of that kind: then what runs stands before what waits."""
+        smaller place. It stays as it is. None if the order is not of that kind: then what runs stands before what
+        waits."""
         return None
 
     def hopeless(self, now_s: float) -> Iterable[RequestView]:

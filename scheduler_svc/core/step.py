@@ -62,7 +62,7 @@ class Step(StepView):
             self._decodes.append(slot)
         else:
             self._chunks[slot] = num_tokens
-            self._computing.append((self._worker.running[slot], sequence.num_computed_tokens + num_tokens))
+            self._computing.add(self._worker.running[slot], sequence.num_computed_tokens + num_tokens)
         missing = self.blocks_for(sequence.num_computed_tokens + num_tokens) - sequence.num_blocks
         if missing > 0:
             self._grow(np.full(missing, slot, np.intp))
@@ -102,6 +102,7 @@ class Step(StepView):
         self._available_blocks -= need_blocks
         self._num_seats -= 1
         self._considered[own.seniority] = Admission(own, num_tokens, num_new_tokens, uncached)
+        self._admitted.add(own, own.num_tokens)
         self._credit_of = None
         return verdict
 
@@ -124,7 +125,7 @@ class Step(StepView):
         self._worker.binding_tokens += admission.num_uncached_tokens + ROW_COST_TOKENS
         self._placed[request.seniority] = admission
         num_computed = request.num_tokens - admission.num_uncached_tokens + admission.num_tokens
-        self._computing.append((request, num_computed))
+        self._computing.add(request, num_computed)
         self._credit_of = None
 
     def hold_back(self, request: RequestView, verdict: Verdict, reason: str, detail: str = "") -> Verdict:

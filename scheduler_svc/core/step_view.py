@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy.typing as npt
 from scheduler_svc.core.arrays import Slots
 from scheduler_svc.core.decision import Admission, OutOfBlocks
 from scheduler_svc.core.policy import CapacityPolicy
+from scheduler_svc.core.prefixes import PrefixIndex, common_blocks
 from scheduler_svc.core.request import TOKEN_BYTES, Match, Request
 from scheduler_svc.core.view import RequestView, Running, view_of
 from scheduler_svc.core.worker import Worker
@@ -25,6 +25,7 @@ class StepView:
     """
 
     __slots__ = (
+        "_admitted",
         "_available_blocks",
         "_budget_tokens",
         "_capacity",
@@ -46,6 +47,7 @@ class StepView:
         "_over_budget",
         "_placed",
         "_preempted",
+        "_prefilling",
         "_rank",
         "_running",
         "_shares",
@@ -69,7 +71,9 @@ class StepView:
     _growth: list[Slots]
     _decodes: list[int] | None  # slots; None: all that decode
     _chunks: dict[int, int]  # tokens by slot
-    _computing: list[tuple[Request, int]]  # what has tokens to compute in it, with how many of them computed after it
+    _computing: PrefixIndex[Request]  # what has tokens to compute in it, with how many of them computed after it
+    _admitted: PrefixIndex[Request]  # who is considered, with all known tokens
+    _prefilling: PrefixIndex[Request] | None  # `prefills`, with all known tokens; once somebody has asked
     _offered: dict[int, Request]  # what `waiting` gave, by seniority
     _considered: dict[int, Admission]  # by seniority
     _placed: dict[int, Admission]  # by seniority
@@ -111,7 +115,9 @@ class StepView:
         self._growth = []
         self._decodes = []
         self._chunks = {}
-        self._computing = []
+        self._computing = PrefixIndex(worker.block_size)
+        self._admitted = PrefixIndex(worker.block_size)
+        self._prefilling = None
         self._offered = {}
         self._considered = {}
         self._placed = {}
@@ -275,34 +281,45 @@ class StepView:
         """Blocks that everything that decodes takes for its next token."""
         return len(self._worker.growing_slots())
 
-    def another_computes_prefix_of(self, request: RequestView, others: Iterable[RequestView] = ()) -> bool:
+    def another_computes_prefix_of(self, request: RequestView, others: PrefixIndex[RequestView] | None = None) -> bool:
         """Whether something that runs, or was let in before it in this step, or is one of `others`, is just computing
         the first block of the request that is not on the device, or copying it there. Then it pays to wait
         (TensorRT-LLM's prefix-aware scheduling)."""
-        wanted = self._device_tokens(request._request.match_on(self._worker.id)) + self.block_size
+        depth = self._device_tokens(request._request.match_on(self._worker.id))
+        wanted = depth + self.block_size
         if wanted > request.num_tokens or not self._worker.prefix_caching or request.is_swapped:
             return False
-        beginning = request.token_ids[: wanted * TOKEN_BYTES]
-        computing: list[RequestView | Request] = [sequence.request for sequence in self.prefills]
+        computing: list[PrefixIndex[Request] | PrefixIndex[RequestView]] = [self._prefills_by_prefix()]
         if wanted < request.num_tokens:  # else that block may well be cached, and not reused for its last token
-            computing += [*(admission.request for admission in self._considered.values()), *others]
-        own = request.namespace
-        return any(other.token_ids.startswith(beginning) and other.namespace == own for other in computing)
+            computing += [self._admitted, others] if others else [self._admitted]
+        beginning, own = request.token_ids[: wanted * TOKEN_BYTES], request.namespace
+        return any(
+            other.token_ids.startswith(beginning) and other.namespace == own
+            for index in computing
+            for other, _ in index.alike(request, depth)
+        )
+
+    def _prefills_by_prefix(self) -> PrefixIndex[Request]:
+        if self._prefilling is None:
+            worker = self._worker
+            self._prefilling = PrefixIndex(worker.block_size)
+            for request in map(worker.running.__getitem__, worker.prefills):
+                self._prefilling.add(request, request.num_tokens)
+        return self._prefilling
 
     def _shared_tokens(self, request: Request, on_device: int, live: int) -> int:
         """The longest beginning of whole blocks that is cached on the device and live, or of what was considered before
         it."""
         tokens, block_size = request.token_ids, self._worker.block_size
-        for admission in self._considered.values():
+        for other, _ in self._admitted.alike(request, live):
             if live >= on_device:
                 break
-            other, others = admission.request, admission.request.token_ids
-            if not others.startswith(tokens[: (live + block_size) * TOKEN_BYTES]):
-                continue
-            if other.namespace != request.namespace:
-                continue
             longest = min(self._device_tokens(other.match_on(self._worker.id)), on_device)
-            live = _common_blocks(others, tokens, live, longest, block_size)
+            if longest <= live or other.namespace != request.namespace:
+                continue
+            others = other.token_ids
+            if others.startswith(tokens[: live * TOKEN_BYTES]):
+                live = common_blocks(others, tokens, live, longest, block_size)
         return live
 
     def _computed_in_step(self, request: Request, on_device: int) -> int:
@@ -310,24 +327,13 @@ class StepView:
         on the device for it."""
         block_size, tokens, shared = self._worker.block_size, request.token_ids, on_device
         whole = (request.num_tokens - 1) // block_size * block_size
-        wanted = tokens[shared * TOKEN_BYTES : (shared + block_size) * TOKEN_BYTES]  # mostly nobody computes it
-        for other, num_computed in self._computing:
-            others = other.token_ids
-            if num_computed <= shared or not others.startswith(wanted, shared * TOKEN_BYTES):
-                continue
+        for other, num_computed in self._computing.alike(request, on_device):
+            if shared >= whole:
+                break
             end = min(whole, num_computed // block_size * block_size)
             if end <= shared or other.namespace != request.namespace:
                 continue
+            others = other.token_ids
             if others.startswith(tokens[: shared * TOKEN_BYTES]):
-                shared = _common_blocks(others, tokens, shared, end, block_size)
-                wanted = tokens[shared * TOKEN_BYTES : (shared + block_size) * TOKEN_BYTES]
+                shared = common_blocks(others, tokens, shared, end, block_size)
         return shared if shared > on_device else 0
-
-
-def _common_blocks(others: bytes, tokens: bytes, low: int, high: int, block_size: int) -> int:
-    """How many tokens of whole blocks these have in common: at least `low`, of `high` at the most."""
-    if others.startswith(tokens[: high * TOKEN_BYTES]):  # mostly all of it
-        return high
-    lengths = range(high, low, -block_size)
-    i = bisect_left(lengths, True, key=lambda n: others.startswith(tokens[: n * TOKEN_BYTES]))
-    return lengths[i] if i < len(lengths) else low

@@ -9,7 +9,7 @@ from scheduler_svc.core.worker import Worker
 class RequestView:
     """A request, wherever it is. Two views of the same request are equal; nothing of it can be changed through one."""
 
-    __slots__ = ("_request",)
+    __slots__ = ("__weakref__", "_request")  # who remembers one beyond its end does not keep its tokens
     _request: Request
 
     def __init__(self, request: Request) -> None:

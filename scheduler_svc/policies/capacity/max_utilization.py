@@ -7,16 +7,26 @@ this iteration. So a newcomer of higher priority pushes out running ones of lowe
 
 Under an order that ranks only what waits (fair, lpm) what runs comes first, by place: nobody is pushed out by one who
 waits.
+
+Mostly all that runs fits and nobody who waits is more urgent: then what runs is not gone through, nor more of the queue
+than what fits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from heapq import merge
+from itertools import islice, takewhile
 from operator import itemgetter
-from typing import ClassVar
+from typing import Any, ClassVar
+from weakref import ref
 
 from scheduler_svc.core.policy import CapacityPolicy, Verdict
+from scheduler_svc.core.prefixes import PrefixIndex
 from scheduler_svc.core.step import Step
 from scheduler_svc.core.view import RequestView, Running
+
+Ranked = tuple[Any, RequestView]
 
 
 class MaxUtilization(CapacityPolicy):
@@ -26,47 +36,70 @@ class MaxUtilization(CapacityPolicy):
     def __init__(self, prefix_aware: bool = True) -> None:
         self.prefix_aware = prefix_aware
         self._fitting: dict[int, RequestView] = {}  # waiting ones, by seniority
+        # By worker: who was admitted and has left, in numbers, and of those that run then the least urgent one.
+        self._last: dict[int, tuple[tuple[int, int], ref[RequestView] | None]] = {}
 
     def begin(self, step: Step) -> None:
         self._fitting.clear()
-        waiting = step.waiting()
+        waiting = _newcomers(step)
         first = next(waiting, None)
-        if first is None and step.growth_blocks() <= step.available_blocks:
-            return  # everything that runs fits, and nobody waits
-        step.pause(self._pass(step, [] if first is None else [first, *waiting]))
+        free_blocks, seats = step.available_blocks, step.max_num_seqs - step.num_running
+        growth = step.growth_blocks() + sum(_growth(step, prefill) for prefill in step.prefills)
+        if growth <= free_blocks and (first is None or not self._has_behind(step, first)):
+            paused = self._pass(step, seats, free_blocks - growth, [], first, waiting)
+        else:
+            seats += len(step.running)  # what is finishing keeps its seat
+            running = sorted(((_rank(step, item.request), item) for item in step.running), key=itemgetter(0))
+            paused = self._pass(step, seats, free_blocks, running, first, waiting)
+        step.pause(paused)
 
-    def _pass(self, step: Step, waiting: list[RequestView]) -> list[Running]:
-        """The sequences that have to pause; notes who of the waiting may start."""
-        running = sorted(step.running, key=lambda sequence: sequence.request.place)
-        active: list[Running | RequestView] = [*running, *waiting]
-        if active and step.rank(_request(active[0])) is not None:
-            end = min(map(step.rank, step.preempted), default=None)
-            ranked = [(step.rank(_request(item)), item) for item in active]
-            active = [item for at, item in sorted(ranked, key=itemgetter(0)) if end is None or at < end]
-        elif step.preempted:  # who has made room is not to take it
-            active = list(running)
-        seats = step.max_num_seqs - (step.num_running - len(step.running))  # what is finishing keeps its seat
-        free_blocks, paused = step.available_blocks, list[Running]()
+    def _has_behind(self, step: Step, first: Ranked) -> bool:
+        """Whether something runs that is less urgent than the most urgent one that waits."""
+        state = step.num_departed, step.num_running
+        known, last_known = self._last.get(step.worker_id, (None, None))
+        last = last_known() if last_known and known == state else None
+        if last is None:
+            last = max((sequence.request for sequence in step.running), key=lambda r: _rank(step, r), default=None)
+            self._last[step.worker_id] = state, ref(last) if last else None
+        return last is not None and _rank(step, last) > first[0]
+
+    def _pass(
+        self,
+        step: Step,
+        seats: int,
+        free_blocks: int,
+        running: list[tuple[Any, Running]],
+        new: Ranked | None,
+        waiting: Iterator[Ranked],
+    ) -> list[Running]:
+        """The sequences that have to pause; notes who of the waiting may start. `running` and what waits (`new`, then
+        `waiting`) are in order of rank."""
+        paused = list[Running]()
+        starting = PrefixIndex[RequestView](step.block_size)
         i = 0
-        while i < len(active):
-            item = active[i]
-            if isinstance(item, RequestView) and self._waits_for_prefix(step, item):
-                i += 1
-                continue
-            need = _need(step, item)
-            if seats > 0 and need <= free_blocks:
-                seats, free_blocks, i = seats - 1, free_blocks - need, i + 1
-                if isinstance(item, RequestView):
-                    self._fitting[item.seniority] = item
-                continue
-            victim = next((j for j in range(len(active) - 1, i - 1, -1) if isinstance(active[j], Running)), None)
-            if victim is None:
+        while i < len(running) or (new and not paused):  # after a pause the composition starts over
+            at, sequence = running[i] if i < len(running) else (None, None)
+            if new and (sequence is None or new[0] < at):
+                request = new[1]
+                if self.prefix_aware and step.another_computes_prefix_of(request, starting):
+                    new = next(waiting, None)
+                    continue
+                need = step.need_blocks(request, step.uncached_tokens(request))
+                if seats > 0 and need <= free_blocks:
+                    self._fitting[request.seniority] = request
+                    starting.add(request, request.num_tokens)
+                    seats, free_blocks, new = seats - 1, free_blocks - need, next(waiting, None)
+                    continue
+            elif sequence is not None:
+                need = _growth(step, sequence)
+                if seats > 0 and need <= free_blocks:
+                    seats, free_blocks, i = seats - 1, free_blocks - need, i + 1
+                    continue
+            if i == len(running):
                 break
-            sequence = active[victim]
-            assert isinstance(sequence, Running)
-            paused.append(sequence)
-            free_blocks += sequence.num_blocks
-            del active[victim:]
+            _, victim = running.pop()
+            paused.append(victim)
+            free_blocks += victim.num_blocks
         return paused
 
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
@@ -74,15 +107,23 @@ class MaxUtilization(CapacityPolicy):
             return Verdict.ADMIT
         return Verdict.SKIP if self._fitting else Verdict.STOP  # the queue's order may be another than the pass's
 
-    def _waits_for_prefix(self, step: Step, request: RequestView) -> bool:
-        return self.prefix_aware and step.another_computes_prefix_of(request, self._fitting.values())
+
+def _rank(step: Step, request: RequestView, waits: bool = False) -> Any:
+    rank = step.rank(request)
+    return (waits, 0 if waits else request.place) if rank is None else rank
 
 
-def _request(item: Running | RequestView) -> RequestView:
-    return item.request if isinstance(item, Running) else item
+def _growth(step: Step, sequence: Running) -> int:
+    """Blocks for its next token. One in the midst of its prompt may need some, too, if less was cached than thought."""
+    return max(0, step.blocks_for(sequence.num_computed_tokens + 1) - sequence.num_blocks)
 
 
-def _need(step: Step, item: Running | RequestView) -> int:
-    if isinstance(item, Running):
-        return max(0, step.blocks_for(item.num_computed_tokens + 1) - item.num_blocks)
-    return step.need_blocks(item, step.uncached_tokens(item))
+def _newcomers(step: Step) -> Iterator[Ranked]:
+    """What waits, in order of rank. Who has made room in this step is not to take it, nor is anybody behind."""
+    waiting = ((_rank(step, request, waits=True), request) for request in step.waiting())
+    swapped = sorted(islice(waiting, step.num_swapped), key=itemgetter(0))
+    ranked = merge(swapped, waiting, key=itemgetter(0))
+    if not step.preempted:
+        return ranked
+    end = min(_rank(step, request) for request in step.preempted)
+    return takewhile(lambda item: item[0] < end, ranked)
