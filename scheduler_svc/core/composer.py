@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from scheduler_svc.core.cache_link import CacheLink
-from scheduler_svc.core.placement import best_place
+from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import OrderPolicy, Policies
 from scheduler_svc.core.queue import WaitingQueue
@@ -122,13 +122,13 @@ class Composer:
             if worker.swapped and not worker.preempted:  # nobody comes back while somebody else has to go
                 back = (request for request in worker.swapped.values() if not request.is_suspect)
                 yield from sorted(back, key=lambda request: request.seniority)
-            queue, alone = self.queue, len(workers) == 1
+            queue, placement = self.queue, Placement(workers.values()) if len(workers) > 1 else None
             for request in iter(queue) if ordered_at_s is None else queue.ordered(ordered_at_s):
                 if request.matches is None or request.is_suspect or not worker.can_ever_hold(request):
                     continue
                 if request.parent is not None and request.waits_for_parent:
                     continue
-                if alone or best_place(request, workers.values()) in (worker, None):
+                if placement is None or placement.place(request) in (worker, None):
                     yield request
 
         return waiting

@@ -2,29 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.worker import Worker
+from scheduler_svc.core.worker import ROW_COST_TOKENS, Worker
 
 
-def best_place(request: Request, workers: Collection[Worker]) -> Worker | None:
-    """Where the first token comes soonest: least prefill ahead of it and of its own.
+@dataclass(slots=True)
+class Room:
+    """What a worker has left when it has taken its share of those that went before."""
 
-    None if nobody has room. Nothing is bound here: the request stays in the central queue until
-    that worker has credit for a step.
+    worker: Worker
+    load_tokens: int
+    seats: int
+    blocks: int
+
+
+class Placement:
+    """Shares out the requests that wait, in their order: each to where its first token comes soonest, which is where
+    there is least prefill ahead of it and of its own, counting those that were placed before it.
+
+    Nothing is bound here. A request stays in the central queue until the worker that it is placed at has credit for a
+    step, and then everything is placed anew.
     """
 
-    def cost(worker: Worker) -> tuple[int, int]:
-        return (worker.load_tokens - request.matched_tokens(worker.id), worker.id)
+    def __init__(self, workers: Iterable[Worker]) -> None:
+        self._rooms = [
+            Room(worker, worker.load_tokens, worker.slots.num_free, worker.available_blocks)
+            for worker in workers
+            if not worker.draining and worker.slots.num_free
+        ]
 
-    roomy = [
-        worker
-        for worker in workers
-        if not worker.draining
-        and worker.slots.num_free
-        and worker.can_ever_hold(request)
-        and worker.has_adapter(request)
-        and worker.available_blocks >= worker.need_blocks(request)
-    ]
-    return min(roomy, key=cost, default=None)
+    def place(self, request: Request) -> Worker | None:
+        """None if nobody has room."""
+        best, least, blocks = None, 0, 0
+        for room in self._rooms:
+            worker = room.worker
+            match = request.match_on(worker.id)
+            cost = room.load_tokens - match.num_tokens
+            if best is not None and cost >= least:
+                continue
+            need_blocks = worker.blocks_for(request.num_tokens) - match.num_live_tokens // worker.block_size
+            if need_blocks <= room.blocks and worker.can_ever_hold(request) and worker.has_adapter(request):
+                best, least, blocks = room, cost, need_blocks
+        if best is None:
+            return None
+        best.load_tokens = least + request.num_tokens + ROW_COST_TOKENS
+        best.blocks -= blocks
+        best.seats -= 1
+        if not best.seats:
+            self._rooms.remove(best)
+        return best.worker

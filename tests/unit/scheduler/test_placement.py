@@ -1,0 +1,118 @@
+"""Which worker takes what waits: everybody gets a share, and takes as much of it in a step as fits."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from paceline.v1.common_pb2 import SamplingParams
+from paceline.v1.inference_pb2 import SessionRequest, Submission
+from paceline.v1.worker_pb2 import StepPlan, StepResult
+from scheduler_svc.core.types import SchedulerConfig
+from scheduler_svc.policies.presets import PRESETS
+from scheduler_svc.policies.registry import build, choose
+from simulator.system import LocalSystem
+from simulator.toy_worker import ToyWorker
+
+
+class Recorder(ToyWorker):
+    """Notes whom each of its steps lets in."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**{"block_size": 4, "num_blocks": 400, "max_num_seqs": 16, "max_batched_tokens": 64} | sizes)
+        self.let_in: list[list[str]] = []
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.let_in.append([new.request_id for new in plan.new_sequences])
+        return super().run(plan)
+
+
+def system_of(workers: list[Recorder], preset: str = "") -> LocalSystem:
+    system = LocalSystem(SchedulerConfig(window=1), build(choose(preset)))
+    for worker in workers:
+        system.attach(worker)
+    system.open("s", window=1 << 20)
+    return system
+
+
+def submit_at_once(system: LocalSystem, prompts: list[list[int]], max_tokens: int = 6, first: int = 1) -> None:
+    submissions = [
+        Submission(
+            handle=i,
+            request_id=str(i),
+            prompt_token_ids=np.array(prompt, np.int32).tobytes(),
+            sampling=SamplingParams(top_p=1.0, max_tokens=max_tokens, seed=1, ignore_eos=True),
+        )
+        for i, prompt in enumerate(prompts, first)
+    ]
+    system.scheduler.session_message("s", SessionRequest(submissions=submissions), system.now_s)
+    system.poll()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_burst_fills_the_first_steps_of_all_workers(preset: str) -> None:
+    workers = [Recorder(), Recorder(), Recorder()]
+    system = system_of(workers, preset)
+    submit_at_once(system, [[9 + i] * 8 for i in range(60)])
+    system.run()
+    for worker in workers:
+        first = next(names for names in worker.let_in if names)
+        assert len(first) == 8, "a budget of 64 tokens has room for 8 prompts of 8"
+    assert sum(len(names) for worker in workers for names in worker.let_in) == 60
+    system.assert_at_rest()
+
+
+def test_equal_requests_go_round() -> None:
+    workers = [Recorder(), Recorder()]
+    system = system_of(workers)
+    submit_at_once(system, [[9 + i] * 8 for i in range(6)])
+    system.run()
+    assert [worker.let_in[0] for worker in workers] == [["1", "3", "5"], ["2", "4", "6"]]
+
+
+def test_a_long_prompt_leaves_the_others_to_the_other_worker() -> None:
+    workers = [Recorder(max_batched_tokens=256), Recorder(max_batched_tokens=256)]
+    system = system_of(workers)
+    submit_at_once(system, [[9] * 200, *([10 + i] * 8 for i in range(6))])
+    system.run()
+    assert [worker.let_in[0] for worker in workers] == [["1"], ["2", "3", "4", "5", "6", "7"]]
+
+
+def test_what_is_cached_draws_until_it_costs_more_to_wait_there() -> None:
+    workers = [Recorder(max_batched_tokens=256, max_num_seqs=64), Recorder(max_batched_tokens=256, max_num_seqs=64)]
+    system = system_of(workers)
+    shared = [7000 + i for i in range(100)]
+    submit_at_once(system, [shared])
+    system.run()
+    [owner] = [worker for worker in workers if worker.num_computed]
+    for worker in workers:
+        worker.let_in.clear()
+    submit_at_once(system, [[*shared, 20 + i] for i in range(12)], first=2)
+    system.run()
+    first = {worker is owner: worker.let_in[0] for worker in workers}
+    assert first[True][:4] == ["2", "3", "4", "5"]
+    assert first[False], "the other one is faster at last"
+    assert len(first[True]) > len(first[False])
+
+
+def test_where_one_has_no_seats_the_other_takes_all() -> None:
+    workers = [Recorder(max_num_seqs=2), Recorder()]
+    system = system_of(workers)
+    submit_at_once(system, [[9 + i] * 4 for i in range(12)], max_tokens=40)
+    rng = random.Random(0)
+    for _ in range(60):
+        system.move(*rng.choice(system.moves()))
+    assert [sum(len(names) for names in worker.let_in) for worker in workers] == [2, 10]
+    system.run()
+    system.assert_at_rest()
+
+
+def test_who_has_the_blocks_takes_what_needs_them() -> None:
+    workers = [Recorder(num_blocks=10), Recorder(num_blocks=100)]
+    system = system_of(workers)
+    submit_at_once(system, [[9 + i] * 60 for i in range(4)])
+    system.run()
+    assert [name for names in workers[0].let_in for name in names] == []
+    assert [name for names in workers[1].let_in for name in names] == ["1", "2", "3", "4"]
