@@ -68,7 +68,7 @@ class Admin(AdminServiceServicer):
         return SetPolicyResponse(choice=self._message())
 
     async def Explain(self, request: ExplainRequest, context: Context) -> ExplainResponse:
-        spans = self.core.journal.explain(request.request_id)
+        spans = self.core.journal.explain(request.request_id, self.core.life.now_s)
         if spans is None:
             message = f"request_id: nothing is known (any more) of {request.request_id!r}"
             await context.abort(grpc.StatusCode.NOT_FOUND, message)

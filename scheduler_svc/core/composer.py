@@ -50,7 +50,7 @@ class Composer:
     def must_ask(self, worker: Worker, cache: CacheLink) -> bool:
         """Whether the next step has to wait for the cache. Decisions about who runs are made on what is there, so the
         cache first answers for all that has happened; a step in which everything just goes on needs no answer."""
-        room = worker.slots.num_free > 0 or self.policies.capacity.preempts_for_waiting
+        room = worker.slots.num_free > 0 or self._looks_past_seats
         may_admit = len(self.queue) > 0 and room and not worker.draining
         if not (may_admit or worker.preempted or worker.prefills or worker.held or worker.may_grow):
             return False
@@ -60,6 +60,11 @@ class Composer:
             return False
         # What has just ended leaves blocks that the cache has not told of: nobody gives way for want of them.
         return may_admit or bool(worker.preempted) or worker.may_lack_blocks
+
+    @property
+    def _looks_past_seats(self) -> bool:
+        """Compared and not asked for its truth, as nobody catches here what that may raise by now."""
+        return self.policies.capacity.preempts_for_waiting is True
 
     def compose(
         self, planner: Planner, worker: Worker, workers: dict[int, Worker], now_s: float, closed: bool
@@ -96,7 +101,7 @@ class Composer:
         """The requests that the next composition looks at first, as many as the workers can begin in a step, after what
         is known to be cached of them."""
         seats = sum(worker.slots.num_free for worker in workers.values())
-        count = MAX_HEADS if self.policies.capacity.preempts_for_waiting else min(seats, MAX_HEADS)
+        count = MAX_HEADS if self._looks_past_seats else min(seats, MAX_HEADS)
         if not count or not len(self.queue):
             return []
         heads, budget_tokens = list[Request](), sum(worker.max_batched_tokens for worker in workers.values())

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from scheduler_svc.core.request import Request
 
 MAX_ENDED = 4096
-MAX_SPANS = 64  # of one request
+MAX_SPANS = 64  # of one request, and as many events
 MAX_HEADS = 4096
+MAX_OUTAGES = 256
 WAITING = ("waiting", "preempted", "requeued")
 
 
@@ -26,7 +27,7 @@ Event = tuple[str, str, int, float]
 
 @dataclass(slots=True)
 class Span:
-    """One reason over consecutive decisions, or an event as it is told."""
+    """One reason over consecutive decisions of a worker, or an event as it is told."""
 
     reason: str
     detail: str
@@ -34,51 +35,58 @@ class Span:
     last: int
     from_s: float
     to_s: float
+    worker: int = 0
 
 
 @dataclass(slots=True)
 class Wait:
-    """Decisions at which it stood in the queue, and until when."""
+    """Decisions at which it stood in the queue, and from when until when."""
 
     first: int
+    from_s: float
     last: int | None = None
     to_s: float = math.inf
 
 
 @dataclass(slots=True)
 class Record:
-    request_id: str
+    seniority: int
     arrival_s: float
-    # A list, though only the last MAX_SPANS are kept: most records have a few, and an empty deque takes 600 bytes.
-    spans: list[Event | Span]
+    # Lists, though only the last MAX_SPANS are kept: most records have a few, and an empty deque takes 600 bytes.
+    events: list[Event]
+    looks: list[Span] = field(default_factory=list)  # decisions that looked at it and left it out
 
-    def add(self, span: Event | Span) -> None:
-        self.spans.append(span)
-        if len(self.spans) > MAX_SPANS:
-            del self.spans[0]
+    def add_event(self, event: Event) -> None:
+        self.events.append(event)
+        if len(self.events) > MAX_SPANS:
+            del self.events[0]
+
+    def add_look(self, span: Span) -> None:
+        self.looks.append(span)
+        if len(self.looks) > MAX_SPANS:
+            del self.looks[0]
 
     def told(self) -> list[Span]:
-        return [Span(s[0], s[1], s[2], s[2], s[3], s[3]) if isinstance(s, tuple) else s for s in self.spans]
+        return [Span(reason, detail, n, n, at_s, at_s) for reason, detail, n, at_s in self.events] + self.looks
 
     def waits(self) -> list[Wait]:
-        """It has waited since each event that says so, up to the next one; or, if that is not kept any more, since
-        the first thing that is known of it."""
-        first = self.spans[0]
-        waits = [Wait(first.first)] if isinstance(first, Span) else []
-        for reason, _, decision, at_s in (span for span in self.spans if isinstance(span, tuple)):
+        """It has waited since each event that says so, up to the next one."""
+        waits = list[Wait]()
+        for reason, _, decision, at_s in self.events:
             if waits and waits[-1].last is None:
                 # The decision that let it in is none at which it waited.
                 waits[-1].last, waits[-1].to_s = decision - (reason == "running"), at_s
             if reason in WAITING:
-                waits.append(Wait(decision))
+                waits.append(Wait(decision, at_s))
         return waits
 
 
 @dataclass(slots=True)
 class Head:
-    """Who was first of those that a worker's decisions left out, as long as that and the reason were the same; "" if
-    they looked at nobody."""
+    """Who was first of those that a worker's decisions left out, as long as that and the reason were the same; 0 and ""
+    if they looked at nobody."""
 
+    seniority: int
     request_id: str
     span: Span
 
@@ -91,17 +99,18 @@ class Journal:
     _ended: OrderedDict[str, Record] = field(default_factory=OrderedDict)
     _heads: deque[Head] = field(default_factory=lambda: deque(maxlen=MAX_HEADS))
     _last: dict[int, tuple[int, Head | None]] = field(default_factory=dict)  # each worker's last decision, and its head
+    _outages: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_OUTAGES))
 
     def arrived(self, request: Request, now_s: float) -> None:
         arrival = ("waiting", f"{request.num_tokens} tokens", self.decisions, now_s)
-        self._live[request.seniority] = Record(request.request_id, now_s, [arrival])
+        self._live[request.seniority] = Record(request.seniority, now_s, [arrival])
         self._ids.setdefault(request.request_id, []).append(request.seniority)
 
     def event(self, request: Request, reason: str, detail: str, now_s: float) -> None:
         """It waits, runs, was preempted."""
         record = self._live.get(request.seniority)
         if record is not None:
-            record.add((reason, detail, self.decisions, now_s))
+            record.add_event((reason, detail, self.decisions, now_s))
 
     def ended(self, request: Request, how: str, now_s: float) -> None:
         """From now on it may be forgotten."""
@@ -112,7 +121,7 @@ class Journal:
         self._ids[name].remove(request.seniority)
         if not self._ids[name]:
             del self._ids[name]
-        record.add(("ended", how, self.decisions, now_s))
+        record.add_event(("ended", how, self.decisions, now_s))
         self._ended.pop(name, None)
         self._ended[name] = record
         if len(self._ended) > MAX_ENDED:
@@ -129,18 +138,19 @@ class Journal:
             known = request if request.group is None else request.group.root
             record = self._live.get(known.seniority)
             if record is not None:
-                self._extend(record, reason, detail, before, now_s)
+                self._extend(record, worker, reason, detail, before, now_s)
         if not (held_back or closed):
             self._last[worker] = self.decisions, None
             return
         if held_back:
             (request, reason, _), detail = held_back[0], ""
-            name = request.request_id
+            known = request if request.group is None else request.group.root
+            seniority, name = known.seniority, known.request_id
         else:
             assert closed is not None
-            name, (reason, detail) = "", closed
-        if head is None or (head.request_id, head.span.reason) != (name, reason):
-            head = Head(name, Span(reason, detail, self.decisions, self.decisions, now_s, now_s))
+            seniority, name, (reason, detail) = 0, "", closed
+        if head is None or (head.seniority, head.span.reason) != (seniority, reason):
+            head = Head(seniority, name, Span(reason, detail, self.decisions, self.decisions, now_s, now_s, worker))
             self._heads.append(head)
         head.span.detail, head.span.last, head.span.to_s = detail, self.decisions, now_s
         self._last[worker] = self.decisions, head
@@ -148,7 +158,15 @@ class Journal:
     def worker_gone(self, worker: int) -> None:
         self._last.pop(worker, None)
 
-    def explain(self, request_id: str) -> list[Span] | None:
+    def out(self, reason: str, detail: str, now_s: float) -> None:
+        """From now on nothing can be decided for this reason; or if there is none, decisions go on."""
+        outage = self._outages[-1] if self._outages and self._outages[-1].to_s == math.inf else None
+        if outage is not None and outage.reason != reason:
+            outage.last, outage.to_s, outage = self.decisions, now_s, None
+        if outage is None and reason:
+            self._outages.append(Span(reason, detail, self.decisions, self.decisions, now_s, math.inf))
+
+    def explain(self, request_id: str, now_s: float) -> list[Span] | None:
         """Oldest first, times in seconds since the arrival; None if nothing is known of it. Of several that have the
         id, the last one that is there, else the last one that has ended."""
         live = self._ids.get(request_id)
@@ -158,12 +176,14 @@ class Journal:
         spans = record.told()
         for wait in record.waits():
             spans += self._turns(record, wait)
+            wait.to_s = min(wait.to_s, now_s)
+            for out in self._outages:
+                if out.from_s < wait.to_s and wait.from_s < out.to_s:
+                    from_s, to_s = max(out.from_s, wait.from_s), min(out.to_s, wait.to_s)
+                    spans.append(Span(out.reason, out.detail, max(out.first, wait.first), out.last, from_s, to_s))
         spans.sort(key=lambda span: (span.from_s, span.first))
         spans = _joined(spans)
-        return [
-            Span(s.reason, s.detail, s.first, s.last, s.from_s - record.arrival_s, s.to_s - record.arrival_s)
-            for s in spans
-        ]
+        return [replace(s, from_s=s.from_s - record.arrival_s, to_s=s.to_s - record.arrival_s) for s in spans]
 
     def _turns(self, record: Record, wait: Wait) -> list[Span]:
         """While it waited: who stood before it, and what that one waited for; or why nobody was looked at."""
@@ -171,26 +191,27 @@ class Journal:
         first, last = wait.first, self.decisions if wait.last is None else wait.last
         for one in self._heads:
             head = one.span
-            if head.last <= first or head.first > last or one.request_id == record.request_id:
+            if head.last <= first or head.first > last or one.seniority == record.seniority:
                 continue
-            looked_at = (span for span in record.spans if isinstance(span, Span))
-            if any(span.first <= head.first and span.last >= head.last for span in looked_at):
+            if any(span.first <= head.first and span.last >= head.last for span in record.looks):
                 continue  # it was looked at itself
             reason, detail = head.reason, head.detail
             if one.request_id:
                 reason, detail = "order", f"behind {one.request_id}, which waits for {head.reason}"
             from_s, to_s = max(head.from_s, record.arrival_s), min(head.to_s, wait.to_s)
-            turns.append(Span(reason, detail, max(head.first, first + 1), min(head.last, last), from_s, to_s))
+            begin, end = max(head.first, first + 1), min(head.last, last)
+            turns.append(Span(reason, detail, begin, end, from_s, to_s, head.worker))
         return turns
 
-    def _extend(self, record: Record, reason: str, detail: str, before: int, now_s: float) -> None:
+    def _extend(self, record: Record, worker: int, reason: str, detail: str, before: int, now_s: float) -> None:
         """`before`: the number of the worker's decision before this one. What others decided in between does not end
-        a range."""
-        last = record.spans[-1] if record.spans else None
-        if isinstance(last, Span) and last.reason == reason and last.last >= before:
+        a range, but what became of the request does."""
+        last = next((span for span in reversed(record.looks) if span.worker == worker), None)
+        since = max(before, record.events[-1][2])
+        if last is not None and last.reason == reason and last.last >= since:
             last.last, last.to_s, last.detail = self.decisions, now_s, detail
         else:
-            record.add(Span(reason, detail, self.decisions, self.decisions, now_s, now_s))
+            record.add_look(Span(reason, detail, self.decisions, self.decisions, now_s, now_s, worker))
 
 
 def _joined(spans: list[Span]) -> list[Span]:
@@ -200,7 +221,9 @@ def _joined(spans: list[Span]) -> list[Span]:
         last = joined[-1] if joined else span
         tells_the_same = (last.reason, last.detail) == (span.reason, span.detail)
         if joined and tells_the_same and span.first <= last.last + 1:
-            joined[-1] = replace(last, last=max(last.last, span.last), to_s=max(last.to_s, span.to_s))
+            worker = span.worker if span.worker == last.worker else 0
+            end, to_s = max(last.last, span.last), max(last.to_s, span.to_s)
+            joined[-1] = replace(last, last=end, to_s=to_s, worker=worker)
         else:
             joined.append(span)
     return joined

@@ -24,6 +24,9 @@ from scheduler_svc.core.step import Step
 from scheduler_svc.core.view import Running
 from scheduler_svc.core.worker import Chunk, Draft, Prefill, StepInFlight, Worker, new_plan
 
+# Of a worker, between two tokens. A policy that pauses whatever it has let in would go on so for ever.
+MAX_PAUSES = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Planner:
@@ -75,6 +78,10 @@ class Planner:
             self._make_room(worker, policies, step, lack.shortfall_blocks)
             return None
         except Paused as paused:
+            worker.num_pauses += 1
+            if worker.num_pauses > MAX_PAUSES:
+                times = f"{worker.num_pauses} times without a token in between"
+                raise PolicyError(f"capacity: what runs was paused {times}") from None
             for victims in self._units(worker, policies, step, step.own(paused.victims)):
                 self._take_out(worker, victims, policies)
             return None

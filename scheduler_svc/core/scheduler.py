@@ -219,7 +219,10 @@ class SchedulerCore:
 
     def worker_result(self, worker_id: int, result: StepResult) -> None:
         """Raises ProtocolError; then the worker's link is to be closed."""
-        self.counters.tokens += self._results.apply(self.workers[worker_id], result)
+        worker = self.workers[worker_id]
+        num_tokens = self._results.apply(worker, result)
+        self.counters.tokens += num_tokens
+        worker.num_pauses = 0 if num_tokens else worker.num_pauses
 
     def worker_heartbeat(self, worker_id: int, heartbeat: Heartbeat) -> None:
         """A worker that answers, but does not get on, is lost. Raises ProtocolError if a result is missing."""
@@ -301,6 +304,12 @@ class SchedulerCore:
                 if self._cache.connected:
                     self.life.ask_all_matches()  # in the model's namespace
             self._groups.model_known(self.limits)
+        if not self._cache.connected:
+            self.journal.out("no-cache", "the cache does not answer", self.life.now_s)
+        elif all(worker.draining for worker in self.workers.values()):
+            self.journal.out("no-worker", "none is attached", self.life.now_s)
+        else:
+            self.journal.out("", "", self.life.now_s)
         self._announce()
 
     def _announce(self) -> None:

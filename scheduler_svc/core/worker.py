@@ -98,6 +98,7 @@ class Worker:
     draining: bool = False
     released: bool = False
     preempted: list[Request] = field(default_factory=list)  # while the next step was composed
+    num_pauses: int = 0  # by the capacity policy, since the worker last sampled a token
     knows_cache: bool = False  # since the last plan, the cache has answered what had been gathered then
     asked_for_pins: bool = False  # of the cache, to give them up, since it ran something
     held: dict[int, int] = field(default_factory=dict)  # decode, but not now: slot -> tokens

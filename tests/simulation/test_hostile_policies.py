@@ -9,8 +9,13 @@ import random
 
 import pytest
 
+from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.policy import Policies
+from scheduler_svc.policies.api import Step
+from scheduler_svc.policies.capacity.watermark import Watermark
 from scheduler_svc.policies.registry import build, choose
+from simulator.system import LocalSystem
+from simulator.toy_worker import ToyWorker, expected_output
 from tests.simulation.test_control_plane import Run
 from tests.support.hostile import Deed, admits_all, everything_wrong, hostile, writes
 
@@ -78,3 +83,25 @@ def test_no_request_is_lost(kind: str, hook: str, deed: Deed) -> None:
     if deed in HARMLESS:
         assert not errors
     assert deeds
+
+
+class PausesAll(Watermark):
+    def begin(self, step: Step) -> None:
+        super().begin(step)
+        step.pause(step.running)
+
+
+def test_who_pauses_all_that_it_lets_in_does_not_stop_the_rest() -> None:
+    errors: list[Exception] = []
+    policies = dataclasses.replace(build(choose()), capacity=PausesAll())
+    system = LocalSystem(policies=policies, on_policy_error=errors.append)
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=64))
+    client = system.open("s")
+    sampling = SamplingParams(top_p=1.0, max_tokens=6, seed=1, ignore_eos=True)
+    for handle in range(3):
+        system.submit("s", handle, [9 + handle] * 10, sampling)
+    system.run()
+    for handle in range(3):
+        assert client.tokens[handle] == expected_output([9 + handle] * 10, sampling)
+    system.assert_at_rest()
+    assert any("paused" in str(error) for error in errors)

@@ -143,7 +143,7 @@ def test_one_poison_among_many(preset: str, kind: int) -> None:
     }
     # In the crowd of seventeen, in a group of four, and alone twice; fewer where fewer ran together.
     assert (counters.quarantined, counters.failures <= 4) == (1, True)
-    spans = system.scheduler.journal.explain("s-99")
+    spans = system.scheduler.journal.explain("s-99", system.now_s)
     assert spans is not None
     assert any("it was in that step and is retried apart from others" in span.detail for span in spans)
     assert any("apart from others" in span.detail for span in spans if span.reason == "running")

@@ -181,6 +181,12 @@ def pauses_twice(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]
     return good(*arguments)
 
 
+def pauses_all(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Whatever has been let in, before it gets a token."""
+    arguments[0].pause(arguments[0].running)
+    return good(*arguments)
+
+
 def pauses_nonsense(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     arguments[0].pause([None])
 
@@ -314,7 +320,7 @@ DEEDS: dict[tuple[str, str], list[Deed]] = {
         *map(answer, (None, 5, [None], ["x"])),
         gives_up_twice, gives_up_for_ever, gives_up_and_breaks_off, gives_up_the_gone, gives_up_by_name,
     ],
-    ("capacity", "begin"): [pauses_twice, pauses_nonsense, raises_paused, raises_lack, uses_an_old_step],
+    ("capacity", "begin"): [pauses_twice, pauses_all, pauses_nonsense, raises_paused, raises_lack, uses_an_old_step],
     ("capacity", "admit"): [*map(answer, (None, True, "admit", 1)), decides_in_admit, admits_all, raises_lack],
     ("capacity", "planned"): [decides_when_planned],
     ("batch", "compose"): [

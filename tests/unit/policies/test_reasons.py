@@ -63,7 +63,7 @@ def test_why_it_waits(reason: str, preset: str, fields: dict[str, Any], requests
     file = Scenario(**given | fields)
     run = Run(file, file.policies())
     run.play()
-    spans = {r["id"]: run.core.journal.explain(r["id"]) or [] for r in requests}
+    spans = {r["id"]: run.core.journal.explain(r["id"], 1e9) or [] for r in requests}
     told = {name: {(s.reason, s.detail) for s in of} for name, of in spans.items()}
     late = told["b"] | told["c"]
     assert any(r == reason or detail.endswith(f"waits for {reason}") for r, detail in late)
@@ -89,7 +89,7 @@ def test_a_closed_queue_is_not_looked_at() -> None:
     while 0 not in client.endings:
         system.move(*system.moves()[0])
     assert 0 < times < 50, "of more than 200 steps"
-    spans = system.scheduler.journal.explain("s-4")
+    spans = system.scheduler.journal.explain("s-4", system.now_s)
     assert spans is not None
     assert "full" in {span.reason for span in spans}
 
@@ -104,6 +104,6 @@ def test_why_a_search_waits() -> None:
     system.submit("s", 9, [7] * 10, sampling, beam=BeamOptions(width=3, num_return=1))
     system.run()
     assert len(client.endings) == 5
-    spans = system.scheduler.journal.explain("s-9")
+    spans = system.scheduler.journal.explain("s-9", system.now_s)
     assert spans is not None
     assert {"waiting", "order", "running", "seats", "ended"} == {span.reason for span in spans}

@@ -16,7 +16,7 @@ def request(number: int) -> Request:
 
 
 def told(notes: Journal, request_id: str) -> list[tuple[str, str, int, int, float, float]]:
-    spans = notes.explain(request_id)
+    spans = notes.explain(request_id, 1e9)
     assert spans is not None
     return [(s.reason, s.detail, s.first, s.last, s.from_s, s.to_s) for s in spans]
 
@@ -75,13 +75,13 @@ def test_memory_is_bounded(monkeypatch) -> None:
     for one in requests:
         notes.arrived(one, 50.0)
         notes.ended(one, "length", 50.0)
-    assert notes.explain("r100") is not None
-    assert notes.explain("r39") is None
-    assert notes.explain("r40") is not None
+    assert notes.explain("r100", 1e9) is not None
+    assert notes.explain("r39", 1e9) is None
+    assert notes.explain("r40", 1e9) is not None
     for i in range(1000):  # ever other reasons
         notes.decided(1, [(waits, "seats" if i % 20 < 10 else "blocks", "")], None, 51.0)
     assert len(told(notes, "r100")) < 3 * journal.MAX_SPANS + journal.MAX_HEADS
-    assert notes.explain("never seen") is None
+    assert notes.explain("never seen", 1e9) is None
 
 
 def test_of_two_requests_with_one_id_the_later_one_is_told_that_is_there() -> None:
@@ -133,3 +133,73 @@ def test_a_wait_is_told_though_its_beginning_is_forgotten(monkeypatch: pytest.Mo
     notes.event(second, "running", "on worker 1", 5.0)
     reasons = [(reason, detail, first, last) for reason, detail, first, last, *_ in told(notes, "r2")]
     assert ("order", "behind r1, which waits for blocks", 4, 4) in reasons
+
+
+def test_each_worker_has_ranges_of_its_own() -> None:
+    """Two that refuse it for different reasons, decision by decision, are not a row for each decision."""
+    notes, head = Journal(), request(1)
+    notes.arrived(head, 0.0)
+    for i in range(200):
+        notes.decided(1, [(head, "seats", "all 2 are taken")], None, float(i))
+        notes.decided(2, [(head, "capacity", f"needs 9 blocks, {i % 3} are available")], None, float(i))
+    notes.event(head, "running", "on worker 1", 200.0)
+    notes.event(head, "preempted", "", 201.0)
+    notes.decided(1, [(head, "seats", "all 2 are taken")], None, 202.0)
+    assert [span[:4] for span in told(notes, "r1")] == [
+        ("waiting", "1 tokens", 0, 0),
+        ("seats", "all 2 are taken", 1, 399),
+        ("capacity", "needs 9 blocks, 1 are available", 2, 400),
+        ("running", "on worker 1", 400, 400),
+        ("preempted", "", 400, 400),
+        ("seats", "all 2 are taken", 401, 401),
+    ]
+
+
+def test_what_was_looked_at_does_not_push_out_what_happened() -> None:
+    """As the beams of a search, which are looked at while it runs."""
+    notes, search, other = Journal(), request(1), request(2)
+    notes.arrived(search, 1.0)
+    notes.event(search, "running", "its beams", 2.0)
+    for i in range(3 * journal.MAX_SPANS):
+        notes.decided(1, [(search, "seats" if i % 2 else "blocks", "")], None, 3.0)
+    notes.arrived(other, 4.0)
+    notes.decided(1, [(other, "seats", "")], None, 4.0)
+    notes.ended(search, "length", 5.0)
+    reasons = [span[0] for span in told(notes, "r1")]
+    assert reasons[:2] == ["waiting", "running"]
+    assert reasons[-1] == "ended"
+    assert set(reasons[2:-1]) == {"seats", "blocks"}, "it stood behind nobody"
+    assert len(reasons) == journal.MAX_SPANS + 3
+
+
+def test_one_of_the_same_id_is_another_one() -> None:
+    notes, first, second = Journal(), request(1), request(2)
+    second.request_id = first.request_id
+    notes.arrived(first, 1.0)
+    notes.arrived(second, 2.0)
+    notes.decided(1, [(first, "seats", "")], None, 3.0)
+    assert ("order", "behind r1, which waits for seats", 1, 1) in [span[:4] for span in told(notes, "r1")]
+
+
+def test_while_nothing_can_be_decided_that_is_the_reason() -> None:
+    notes, first = Journal(), request(1)
+    notes.out("no-cache", "the cache does not answer", 0.0)
+    notes.arrived(first, 1.0)
+    notes.out("no-worker", "none is attached", 2.5)
+    notes.out("no-worker", "none is attached", 3.0)
+    notes.out("", "", 5.0)
+    notes.decided(1, [(first, "seats", "")], None, 6.0)
+    notes.event(first, "running", "", 7.0)
+    notes.out("no-worker", "none is attached", 8.0)
+    notes.event(first, "requeued", "its worker was lost", 8.0)
+    spans = notes.explain("r1", 9.5)
+    assert spans is not None
+    assert [(s.reason, s.from_s, s.to_s) for s in spans] == [
+        ("waiting", 0.0, 0.0),
+        ("no-cache", 0.0, 1.5),
+        ("no-worker", 1.5, 4.0),
+        ("seats", 5.0, 5.0),
+        ("running", 6.0, 6.0),
+        ("requeued", 7.0, 7.0),
+        ("no-worker", 7.0, 8.5),
+    ]

@@ -161,7 +161,7 @@ def test_what_is_refused_is_computed_anew(how: str, meanwhile: str) -> None:
     if meanwhile != "worker lost":
         assert counters.requeued == refused - (meanwhile == "cancel")
     if meanwhile == "nothing":
-        spans = system.scheduler.journal.explain(victim.request_id)
+        spans = system.scheduler.journal.explain(victim.request_id, system.now_s)
         assert spans is not None
         why = "block_table: 1 blocks of 4 tokens" if how == "a claim" else "worker 77 is not known"
         assert any(why in span.detail for span in spans if span.reason == "requeued")
