@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from scheduler_svc.core.decision import Admission
+from scheduler_svc.core.decision import Admitted
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.core.worker import Worker
@@ -50,18 +50,21 @@ class Budgets:
         else:
             self.tenant_tokens.pop(request.tenant)
 
-    def exceeded(self, worker: Worker, request: Request, admitted: Collection[Admission]) -> str | None:
+    def free_tokens(self, tenant: str) -> int:
+        """What the tenant may still have running, if that has a limit; less than nothing if it has more."""
+        return self.config.tenant_max_running_tokens - self.tenant_tokens[tenant]
+
+    def exceeded(self, worker: Worker, request: Request, admitted: Admitted) -> str | None:
         """Which budget the request does not fit in on the worker, beside what is bound and `admitted` there; "name:
         numbers"."""
         if (limit := self.config.tenant_max_running_tokens) > 0:
-            running = self.tenant_tokens[request.tenant]
-            running += sum(a.request.max_total_tokens for a in admitted if a.request.tenant == request.tenant)
+            running = self.tenant_tokens[request.tenant] + admitted.tenant_tokens[request.tenant]
             # A tenant whose one request is larger than its budget still gets it served, alone.
             if running and running + request.max_total_tokens > limit:
                 return f"tenant: {running} tokens of tenant {request.tenant!r} run, its limit is {limit}"
         if request.lora:
             limit = worker.registration.max_loras
-            loras = worker.loras.keys() | {admission.request.lora for admission in admitted if admission.request.lora}
+            loras = worker.loras.keys() | admitted.loras
             if request.lora not in loras and len(loras) >= limit:
                 return f"lora: {len(loras)} adapters are in the batch, worker {worker.id} serves {limit} at once"
         return None

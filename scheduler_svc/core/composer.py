@@ -31,10 +31,12 @@ class Composer:
         fallback: Callable[[], Policies],
         counters: Counters,
         on_policy_error: Callable[[Exception], None],
+        free_tokens: Callable[[str], int] | None,
     ) -> None:
-        """`fallback` makes the policies that compose a step when those in force fail at it."""
+        """`fallback` makes the policies that compose a step when those in force fail at it; `free_tokens` is the
+        queue's."""
         self.policies = policies
-        self.queue = WaitingQueue(policies.order, self._order_failed)
+        self.queue = WaitingQueue(policies.order, self._order_failed, free_tokens)
         self._make_fallback, self._fallback = fallback, fallback()
         self._counters = counters
         self._on_policy_error = on_policy_error

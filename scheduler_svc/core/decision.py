@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from scheduler_svc.core.arrays import Longs, Slots
@@ -30,6 +32,19 @@ class Admission(NamedTuple):
     num_tokens: int  # to compute in this step
     num_new_tokens: int  # to take blocks for, after the cached prefix
     num_uncached_tokens: int
+
+
+@dataclass(slots=True)
+class Admitted:
+    """What counts against the budgets of those that are let in while a step is composed."""
+
+    tenant_tokens: Counter[str] = field(default_factory=Counter)  # that they may grow to
+    loras: set[str] = field(default_factory=set)
+
+    def add(self, request: Request) -> None:
+        self.tenant_tokens[request.tenant] += request.max_total_tokens
+        if request.lora:
+            self.loras.add(request.lora)
 
 
 class Decision(NamedTuple):

@@ -34,6 +34,7 @@ class Lifecycle:
         self,
         config: SchedulerConfig,
         queue: WaitingQueue,
+        budgets: Budgets,
         cache: CacheLink,
         workers: dict[int, Worker],
         sessions: dict[str, Session],
@@ -41,7 +42,7 @@ class Lifecycle:
     ) -> None:
         self.config = config
         self.queue = queue
-        self.budgets = Budgets(config)
+        self.budgets = budgets
         self.counters = counters
         self.journal = Journal()
         self.swaps = Swaps(cache, workers, counters)
@@ -132,13 +133,13 @@ class Lifecycle:
     # ── bound and running ────────────────────────────────────────────────────────────────────────────────────────────
 
     def bind(self, worker: Worker, request: Request) -> None:
+        self.budgets.bind(request)  # before it leaves the queue, which shows of its tenant what still fits
         self.queue.remove(request)
         if request.swapped_on:
             self.swaps.bind(request)
         self.queue.started(request)
         request.phase, request.worker = Phase.BINDING, worker.id
         worker.bind_adapter(request)
-        self.budgets.bind(request)
         request.has_run = True
         if request.started_s is None:
             request.started_s = self.now_s
@@ -295,6 +296,7 @@ class Lifecycle:
     def _unbind(self, request: Request) -> None:
         """It neither runs nor is about to; what becomes of it is the caller's business."""
         self.budgets.unbind(request)
+        self.queue.free_tokens_changed(request.tenant)
         if worker := self._workers.get(request.worker):
             worker.unbind_adapter(request)
         request.worker = 0

@@ -6,7 +6,7 @@ A step reads top to bottom in `draft_step` (before the cache exchange) and `fini
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -17,7 +17,7 @@ from paceline.v1.cache_pb2 import CacheServiceLinkResponse
 from paceline.v1.worker_pb2 import StepPlan, WorkerServiceLinkResponse
 from scheduler_svc.core.arrays import packed
 from scheduler_svc.core.cache_link import admit_result
-from scheduler_svc.core.decision import Admission, OutOfBlocks, Paused
+from scheduler_svc.core.decision import Admission, Admitted, OutOfBlocks, Paused
 from scheduler_svc.core.policy import Policies, PolicyError
 from scheduler_svc.core.request import Phase, Request
 from scheduler_svc.core.step import Step
@@ -31,7 +31,7 @@ MAX_PAUSES = 64
 @dataclass(frozen=True, slots=True)
 class Planner:
     preempt: Callable[[Request, str, str], None]  # with PreemptionPolicy's requeue and mode
-    over_budget: Callable[[Worker, Request, Collection[Admission]], str | None]
+    over_budget: Callable[[Worker, Request, Admitted], str | None]
     session_index: Callable[[Request], int]
     resumed: Callable[[Request], None]  # what was swapped out is seated again
     commit: Callable[[int, bytes, int], None]  # sequence, new tokens, how many of all are computed by what was sent

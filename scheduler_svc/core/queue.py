@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from scheduler_svc.core.policy import OrderPolicy, PolicyError
 from scheduler_svc.core.request import Request
+from scheduler_svc.core.tenant_lines import TenantLines
 from scheduler_svc.core.view import RequestView, view_of
 
 
@@ -16,9 +18,18 @@ class WaitingQueue:
     stands, so that an abort at ten thousand waiting costs what it does at ten.
     """
 
-    def __init__(self, order: OrderPolicy, fallback: Callable[[Exception], OrderPolicy]) -> None:
-        """`fallback` is called with the error of an order that raises, and returns the one that takes over."""
+    def __init__(
+        self,
+        order: OrderPolicy,
+        fallback: Callable[[Exception], OrderPolicy],
+        free_tokens: Callable[[str], int] | None = None,
+    ) -> None:
+        """`fallback` is called with the error of an order that raises, and returns the one that takes over;
+        `free_tokens` says what a tenant may still have running, if there is a limit to that."""
         self._by_seniority: dict[int, Request] = {}
+        self._free_tokens = free_tokens
+        self._lines = TenantLines(free_tokens) if free_tokens else None
+        self._shown = self._by_seniority if self._lines is None else dict[int, Request]()  # who stands in the order
         self._fallback = fallback
         self._adopt(order)
         # Of clients' requests. The beams of a search come and go in each of its steps; once it has begun they count no
@@ -40,17 +51,46 @@ class WaitingQueue:
         assert request.seniority not in self._by_seniority, "a request stands in the queue once"
         self._by_seniority[request.seniority] = request
         self._count(request, 1)
-        self._tell(self.order.add, request)
+        if self._lines is None:
+            self._tell(self.order.add, request)
+        else:
+            self._change(lambda lines: lines.add(request, _rank(self.order, request)))
 
     def remove(self, request: Request) -> None:
         del self._by_seniority[request.seniority]
         self._count(request, -1)
-        self._tell(self.order.remove, request)
+        if self._lines is None:
+            self._tell(self.order.remove, request)
+        else:
+            self._change(lambda lines: lines.remove(request))
+
+    def free_tokens_changed(self, tenant: str) -> None:
+        """What the tenant may still have running."""
+        if self._lines is not None:
+            self._change(lambda lines: lines.balance(tenant))
+
+    def _change(self, change: Callable[[TenantLines], list[Request]]) -> None:
+        """Carry it out, and let the order know whom it shows, or shows no more."""
+        assert self._lines is not None
+        order = self.order
+        try:
+            turned = change(self._lines)
+        except Exception as error:  # the order's: its ranks cannot be compared
+            self.reorder(self._fallback(error))
+            return
+        for request in turned:
+            shows = self._shown.pop(request.seniority, None) is None
+            if shows:
+                self._shown[request.seniority] = request
+            self._tell(order.add if shows else order.remove, request)
+            if self.order is not order:
+                return  # it has failed, and the one that took over knows of all
 
     def rematched(self, requests: Iterable[Request]) -> None:
         try:
             for request in requests:
-                self.order.rematched(view_of(request))
+                if request.seniority in self._shown:
+                    self.order.rematched(view_of(request))
         except Exception as error:  # as in `_tell`; the one that takes over finds all of them as they are now
             self.reorder(self._fallback(error))
 
@@ -64,8 +104,16 @@ class WaitingQueue:
 
     def reorder(self, order: OrderPolicy) -> None:
         """Another policy takes over. Raises what it raises; then nothing has changed."""
-        for request in self:
+        lines, shown = self._lines, self._by_seniority
+        if self._free_tokens is not None:
+            lines, shown = TenantLines(self._free_tokens), {}
+            for request in self:
+                for turned in lines.add(request, _rank(order, request)):
+                    if shown.pop(turned.seniority, None) is None:
+                        shown[turned.seniority] = turned
+        for _, request in sorted(shown.items()):
             order.add(view_of(request))
+        self._lines, self._shown = lines, shown
         self._adopt(order)
 
     def _adopt(self, order: OrderPolicy) -> None:
@@ -73,9 +121,9 @@ class WaitingQueue:
         self._follows_runs = kind.started is not OrderPolicy.started or kind.stopped is not OrderPolicy.stopped
 
     def ordered(self, now_s: float) -> Iterator[Request]:
-        """Every waiting request, in the policy's order. Raises what it raises, and PolicyError unless it names each
-        one that waits exactly once."""
-        waiting = self._by_seniority
+        """Every waiting request, in the policy's order; of a tenant that is at its limit, those that it might let in.
+        Raises what the policy raises, and PolicyError unless it names each one of these exactly once."""
+        waiting = self._shown
         named: set[int] = set()
         for view in self.order.ordered(now_s):
             request = view._request if isinstance(view, RequestView) else None
@@ -85,15 +133,15 @@ class WaitingQueue:
                 raise PolicyError(f"order: {view!r} comes twice")
             named.add(seniority)
             yield request
-        if len(named) < len(self):
-            raise PolicyError(f"order: {len(self) - len(named)} of {len(self)} waiting requests are left out")
+        if len(named) < len(waiting):
+            raise PolicyError(f"order: {len(waiting) - len(named)} of {len(waiting)} waiting requests are left out")
 
     def hopeless(self, now_s: float) -> list[Request]:
         """Whom the order gives up. Nobody, and another one takes over, if it raises or names what does not wait."""
         named: dict[int, Request] = {}
         try:
             for view in self.order.hopeless(now_s):
-                request = self._by_seniority.get(view.seniority) if isinstance(view, RequestView) else None
+                request = self._shown.get(view.seniority) if isinstance(view, RequestView) else None
                 if request is None or view._request is not request or request.seniority in named:
                     raise PolicyError(f"order: hopeless names {view!r}, which does not wait, or comes twice")
                 named[request.seniority] = request
@@ -119,3 +167,8 @@ class WaitingQueue:
             self.tenant_tokens[request.tenant] = left
         else:
             del self.tenant_tokens[request.tenant]
+
+
+def _rank(order: OrderPolicy, request: Request) -> Any:
+    """Where it stands among its tenant's. An order that ranks nobody leaves that to the places."""
+    return order.rank(view_of(request)), request.place

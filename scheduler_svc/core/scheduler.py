@@ -25,6 +25,7 @@ from paceline.v1.worker_pb2 import (
 )
 from scheduler_svc.core.arrays import Longs, Tokens
 from scheduler_svc.core.beam_groups import BeamGroups, check_beam
+from scheduler_svc.core.budgets import Budgets
 from scheduler_svc.core.cache_link import CacheLink, ProtocolError
 from scheduler_svc.core.composer import Composer
 from scheduler_svc.core.intake import (
@@ -80,9 +81,11 @@ class SchedulerCore:
         self._told: bytes = b""
         self._told_full = False
         self._cache = CacheLink(epoch)
-        self._composer = Composer(policies, fallback, self.counters, on_policy_error)
+        budgets = Budgets(config)
+        free_tokens = budgets.free_tokens if config.tenant_max_running_tokens > 0 else None
+        self._composer = Composer(policies, fallback, self.counters, on_policy_error, free_tokens)
         self.queue = self._composer.queue
-        self.life = Lifecycle(config, self.queue, self._cache, self.workers, self.sessions, self.counters)
+        self.life = Lifecycle(config, self.queue, budgets, self._cache, self.workers, self.sessions, self.counters)
         self._recovery = Recovery(self._cache, self.workers, self.life)
         self._groups = BeamGroups(self.life, self.workers)
         exceeded = self.life.budgets.exceeded

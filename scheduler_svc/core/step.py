@@ -87,8 +87,11 @@ class Step(StepView):
             raise PolicyError(f"{request}: {num_tokens} tokens of {uncached}, or considered before")
         if self._num_seats <= 0:
             return self.hold_back(request, Verdict.STOP, "seats", f"all {self.max_num_seqs} are taken")
-        if (budget := self._over_budget(own, self._considered.values())) is not None:
-            return self.hold_back(request, Verdict.SKIP, budget.partition(":")[0], budget)
+        if (budget := self._over_budget(own, self._budgeted)) is not None:
+            name = budget.partition(":")[0]
+            if name == "lora":
+                self._full_loras.add(own.lora)
+            return self.hold_back(request, Verdict.SKIP, name, budget)
         num_new_tokens = uncached if self._capacity.reserves_prompt else num_tokens
         need_blocks = self._need_blocks(own, num_new_tokens)
         verdict = self._ask_capacity(request, need_blocks)
@@ -103,6 +106,7 @@ class Step(StepView):
         self._num_seats -= 1
         self._considered[own.seniority] = Admission(own, num_tokens, num_new_tokens, uncached)
         self._admitted.add(own, own.num_tokens)
+        self._budgeted.add(own)
         self._credit_of = None
         return verdict
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from scheduler_svc.core.arrays import Slots
-from scheduler_svc.core.decision import Admission, OutOfBlocks
+from scheduler_svc.core.decision import Admission, Admitted, OutOfBlocks
 from scheduler_svc.core.policy import CapacityPolicy
 from scheduler_svc.core.prefixes import PrefixIndex, common_blocks
 from scheduler_svc.core.request import TOKEN_BYTES, Match, Request
@@ -28,6 +28,7 @@ class StepView:
         "_admitted",
         "_available_blocks",
         "_budget_tokens",
+        "_budgeted",
         "_capacity",
         "_chunks",
         "_closed",
@@ -35,6 +36,7 @@ class StepView:
         "_considered",
         "_credit_of",
         "_decodes",
+        "_full_loras",
         "_growth",
         "_held_back",
         "_lack",
@@ -58,7 +60,7 @@ class StepView:
     _worker: Worker
     _waiting: Callable[[], Iterator[Request]]
     _capacity: CapacityPolicy
-    _over_budget: Callable[[Request, Collection[Admission]], str | None]
+    _over_budget: Callable[[Request, Admitted], str | None]
     _now_s: float
     _rank: Callable[[RequestView], Any]
     _max_num_seqs: int
@@ -77,6 +79,8 @@ class StepView:
     _offered: dict[int, Request]  # what `waiting` gave, by seniority
     _considered: dict[int, Admission]  # by seniority
     _placed: dict[int, Admission]  # by seniority
+    _budgeted: Admitted  # who is considered
+    _full_loras: set[str]  # adapters for which there is no room
     _held_back: list[tuple[Request, str, str]]
     _closed: tuple[str, str] | None  # why nobody is offered a place: reason, detail
     _open: bool
@@ -91,7 +95,7 @@ class StepView:
         waiting: Callable[[], Iterator[Request]],
         capacity: CapacityPolicy,
         now_s: float,
-        over_budget: Callable[[Request, Collection[Admission]], str | None],
+        over_budget: Callable[[Request, Admitted], str | None],
         rank: Callable[[RequestView], Any],
         max_num_seqs: int = 0,
         shares: bool = False,
@@ -121,6 +125,8 @@ class StepView:
         self._offered = {}
         self._considered = {}
         self._placed = {}
+        self._budgeted = Admitted()
+        self._full_loras = set()
         self._held_back = []
         self._closed = None
         self._open = True
@@ -223,6 +229,8 @@ class StepView:
         """Requests that could be bound to this worker: those that it has swapped out, then the others in the order's
         order. Only these can be admitted."""
         for request in self._waiting():
+            if request.lora and request.lora in self._full_loras:
+                continue  # as the one before it
             self._offered[request.seniority] = request
             yield request.view or view_of(request)
 

@@ -30,6 +30,7 @@ class Run:
 
     # Workers are killed at random, and often: more than two coincidences in a row are none of a request's doing.
     poison_failures = 9
+    tenant_limits = (0, 0, 10, 40, 100)
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -39,6 +40,7 @@ class Run:
             window=self.rng.choice([1, 2, 3]),
             prefix_caching=self.rng.random() < 0.9,
             poison_failures=self.poison_failures,
+            tenant_max_running_tokens=random.Random(f"limit {seed}").choice(self.tenant_limits),
         )
         self.system = LocalSystem(config, self.policies(), self.policy_failed)
         self.families = [[self.rng.randrange(8, 100) for _ in range(40)] for _ in range(3)]

@@ -18,6 +18,7 @@ from tests.unit.cache import driver as d
 
 class PinRun(Run):
     pinned = given_up = 0
+    tenant_limits = (0,)
 
     def policies(self) -> Policies:
         """Those that reserve a request's whole room among them."""

@@ -22,6 +22,8 @@ from tests.simulation.test_control_plane import Run
 class SharingRun(Run):
     """Bursts of equal beginnings, chunks, pools that run dry, and cancels between an exchange and its answer."""
 
+    tenant_limits = (0,)  # all together
+
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.requests_left = self.rng.randrange(10, 40)
