@@ -35,7 +35,6 @@ class Planner:
     session_index: Callable[[Request], int]
     resumed: Callable[[Request], None]  # what was swapped out is seated again
     commit: Callable[[int, bytes, int], None]  # sequence, new tokens, how many of all are computed by what was sent
-    max_num_seqs: int = 0
 
     # ── before the exchange ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -67,9 +66,7 @@ class Planner:
         worker.binding_tokens = 0
         shares = policies.batch.shares_in_step
         over_budget = partial(self.over_budget, worker)
-        step = Step(
-            worker, waiting, policies.capacity, now_s, over_budget, policies.order.rank, self.max_num_seqs, shares
-        )
+        step = Step(worker, waiting, policies.capacity, now_s, over_budget, policies.order.rank, shares)
         try:
             policies.capacity.begin(step)
             policies.batch.compose(step)

@@ -96,7 +96,6 @@ class SchedulerCore:
             self._session_index,
             swaps.resumed,
             self._cache.add_commit,
-            config.max_num_seqs,
         )
         self._trials = Trials(self.life, Suspects(config.poison_failures))
         self._rounds = Rounds(
@@ -199,11 +198,12 @@ class SchedulerCore:
         others = [worker.registration for worker in self.workers.values()]
         live = any(session.live for session in self.sessions.values())
         check_registration(registration, others, self.limits if live else None)
+        sizes = registration.max_num_seqs, registration.max_batched_tokens, self.config.max_num_seqs
         worker = Worker(
             id=self._next_worker,
             registration=registration,
             window=self.config.window,
-            slots=SlotTable(min(registration.max_num_seqs, registration.max_batched_tokens), registration.block_size),
+            slots=SlotTable(min(filter(None, sizes)), registration.block_size),
             available_blocks=0,  # until the cache has answered
             prefix_caching=self.config.prefix_caching,
             kept=list(registration.kept),

@@ -40,7 +40,6 @@ class StepView:
         "_growth",
         "_held_back",
         "_lack",
-        "_max_num_seqs",
         "_now_s",
         "_num_running",
         "_num_seats",
@@ -63,7 +62,6 @@ class StepView:
     _over_budget: Callable[[Request, Admitted], str | None]
     _now_s: float
     _rank: Callable[[RequestView], Any]
-    _max_num_seqs: int
     _num_running: int
     _preempted: tuple[RequestView, ...]
     _running: tuple[Running, ...] | None  # once somebody has asked
@@ -97,25 +95,22 @@ class StepView:
         now_s: float,
         over_budget: Callable[[Request, Admitted], str | None],
         rank: Callable[[RequestView], Any],
-        max_num_seqs: int = 0,
         shares: bool = False,
     ) -> None:
         """`over_budget` says which budget, of those that are not the policies', a request exceeds, if any; `rank` is
         OrderPolicy.rank, `shares` BatchPolicy.shares_in_step."""
-        seats = worker.slots.num_slots if not max_num_seqs else min(max_num_seqs, worker.slots.num_slots)
         self._worker = worker
         self._waiting = waiting
         self._capacity = capacity
         self._over_budget = over_budget
         self._rank = rank
         self._now_s = now_s
-        self._max_num_seqs = seats
-        self._num_running = num_running = len(worker.running)
+        self._num_running = len(worker.running)
         self._preempted = tuple(map(view_of, worker.preempted))
         self._running = None
         self._available_blocks = worker.available_blocks
         self._budget_tokens = worker.max_batched_tokens
-        self._num_seats = min(worker.slots.num_free, seats - num_running)
+        self._num_seats = worker.slots.num_free
         self._growth = []
         self._decodes = []
         self._chunks = {}
@@ -163,7 +158,7 @@ class StepView:
 
     @property
     def max_num_seqs(self) -> int:
-        return self._max_num_seqs
+        return self._worker.slots.num_slots
 
     @property
     def num_running(self) -> int:

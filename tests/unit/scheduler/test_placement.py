@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -29,8 +30,8 @@ class Recorder(ToyWorker):
         return super().run(plan)
 
 
-def system_of(workers: list[Recorder], preset: str = "") -> LocalSystem:
-    system = LocalSystem(SchedulerConfig(window=1), build(choose(preset)))
+def system_of(workers: list[Recorder], preset: str = "", max_num_seqs: int = 0) -> LocalSystem:
+    system = LocalSystem(SchedulerConfig(window=1, max_num_seqs=max_num_seqs), build(choose(preset)))
     for worker in workers:
         system.attach(worker)
     system.open("s", window=1 << 20)
@@ -107,6 +108,17 @@ def test_where_one_has_no_seats_the_other_takes_all() -> None:
     assert [sum(len(names) for names in worker.let_in) for worker in workers] == [2, 10]
     system.run()
     system.assert_at_rest()
+
+
+def test_who_is_full_by_the_schedulers_own_limit_has_no_seats() -> None:
+    workers = [Recorder(max_batched_tokens=256), Recorder(max_batched_tokens=256)]
+    system = system_of(workers, max_num_seqs=2)
+    submit_at_once(system, [[9] * 200, *([10 + i] * 8 for i in range(3))])
+    rng = random.Random(0)
+    for _ in range(12):
+        system.move(*rng.choice(system.moves()))
+    assert [sorted(itertools.chain(*worker.let_in)) for worker in workers] == [["1", "4"], ["2", "3"]]
+    assert not len(system.scheduler.queue)
 
 
 def test_who_has_the_blocks_takes_what_needs_them() -> None:
