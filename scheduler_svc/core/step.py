@@ -105,7 +105,7 @@ class Step(StepView):
         self._available_blocks -= need_blocks
         self._num_seats -= 1
         self._considered[own.seniority] = Admission(own, num_tokens, num_new_tokens, uncached)
-        self._admitted.add(own, own.num_tokens)
+        self._arriving.add(own, own.num_tokens)
         self._budgeted.add(own)
         self._credit_of = None
         return verdict

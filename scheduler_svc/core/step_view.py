@@ -25,7 +25,7 @@ class StepView:
     """
 
     __slots__ = (
-        "_admitted",
+        "_arriving",
         "_available_blocks",
         "_budget_tokens",
         "_budgeted",
@@ -72,7 +72,7 @@ class StepView:
     _decodes: list[int] | None  # slots; None: all that decode
     _chunks: dict[int, int]  # tokens by slot
     _computing: PrefixIndex[Request]  # what has tokens to compute in it, with how many of them computed after it
-    _admitted: PrefixIndex[Request]  # who is considered, with all known tokens
+    _arriving: PrefixIndex[Request]  # who is considered, with all known tokens
     _prefilling: PrefixIndex[Request] | None  # `prefills`, with all known tokens; once somebody has asked
     _offered: dict[int, Request]  # what `waiting` gave, by seniority
     _considered: dict[int, Admission]  # by seniority
@@ -115,7 +115,7 @@ class StepView:
         self._decodes = []
         self._chunks = {}
         self._computing = PrefixIndex(worker.block_size)
-        self._admitted = PrefixIndex(worker.block_size)
+        self._arriving = PrefixIndex(worker.block_size)
         self._prefilling = None
         self._offered = {}
         self._considered = {}
@@ -294,7 +294,7 @@ class StepView:
             return False
         computing: list[PrefixIndex[Request] | PrefixIndex[RequestView]] = [self._prefills_by_prefix()]
         if wanted < request.num_tokens:  # else that block may well be cached, and not reused for its last token
-            computing += [self._admitted, others] if others else [self._admitted]
+            computing += [self._arriving, others] if others else [self._arriving]
         beginning, own = request.token_ids[: wanted * TOKEN_BYTES], request.namespace
         return any(
             other.token_ids.startswith(beginning) and other.namespace == own
@@ -314,7 +314,7 @@ class StepView:
         """The longest beginning of whole blocks that is cached on the device and live, or of what was considered before
         it."""
         tokens, block_size = request.token_ids, self._worker.block_size
-        for other, _ in self._admitted.alike(request, live):
+        for other, _ in self._arriving.alike(request, live):
             if live >= on_device:
                 break
             longest = min(self._device_tokens(other.match_on(self._worker.id)), on_device)
