@@ -27,6 +27,8 @@ from services.runtime.logs import get_logger
 
 log = get_logger(__name__)
 
+MAX_WORDS = 2000
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -44,6 +46,7 @@ class Admin(AdminServiceServicer):
             capacities=sorted(names("capacity")),
             batches=sorted(names("batch")),
             preemptions=sorted(names("preemption")),
+            failed_order=self.choice.order if self._has_failed else "",
         )
 
     async def SetPolicy(self, request: SetPolicyRequest, context: Context) -> SetPolicyResponse:
@@ -55,7 +58,7 @@ class Admin(AdminServiceServicer):
             except (ValueError, RecursionError):
                 await _invalid(context, f"options.{name}: {text[:80]!r} is not JSON")
         try:
-            choice = choose(wanted.preset, {kind: getattr(wanted, kind) for kind in KINDS}, options, self.choice)
+            choice = choose(wanted.preset, {kind: getattr(wanted, kind) for kind in KINDS}, options, self._in_force)
             policies = build(choice)
             check_given(choice, options)
             self.core.set_policies(policies)
@@ -70,7 +73,7 @@ class Admin(AdminServiceServicer):
     async def Explain(self, request: ExplainRequest, context: Context) -> ExplainResponse:
         spans = self.core.journal.explain(request.request_id, self.core.life.now_s)
         if spans is None:
-            message = f"request_id: nothing is known (any more) of {request.request_id!r}"
+            message = f"request_id: nothing is known (any more) of {request.request_id[:200]!r}"
             await context.abort(grpc.StatusCode.NOT_FOUND, message)
         return ExplainResponse(
             explanations=[
@@ -79,17 +82,25 @@ class Admin(AdminServiceServicer):
                     last_decision=span.last,
                     from_s=span.from_s,
                     to_s=span.to_s,
-                    reason=span.reason,
-                    detail=span.detail,
+                    reason=_encodable(span.reason),
+                    detail=_encodable(span.detail),
+                    worker=span.worker,
                 )
                 for span in spans
             ]
         )
 
+    @property
+    def _has_failed(self) -> bool:
+        """The order of the choice; then the default one has taken its place."""
+        return self.core.policies.order is not self._order
+
+    @property
+    def _in_force(self) -> Choice:
+        return dataclasses.replace(self.choice, order=PRESETS[DEFAULT].order) if self._has_failed else self.choice
+
     def _message(self) -> PolicyChoice:
-        choice = self.choice
-        if self.core.policies.order is not self._order:  # it failed, and the default one took its place
-            choice = dataclasses.replace(choice, order=PRESETS[DEFAULT].order)
+        choice = self._in_force
         preset = next((name for name, known in PRESETS.items() if known == choice), "")
         return PolicyChoice(
             preset=preset,
@@ -101,6 +112,11 @@ class Admin(AdminServiceServicer):
         )
 
 
+def _encodable(text: str) -> str:
+    """A policy's words: no status has room for megabytes, nor for half a character."""
+    return text[:MAX_WORDS].encode("utf-8", "backslashreplace").decode()
+
+
 async def _invalid(context: Context, message: str) -> NoReturn:
-    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _encodable(message))
     raise AssertionError("abort returns never")

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import json
 import reprlib
 from collections.abc import Mapping
 from functools import cache
@@ -48,12 +49,18 @@ def choose(
     options: Mapping[str, Any] | None = None,
     base: Choice | None = None,
 ) -> Choice:
-    """A preset (else `base`, else the default one), with other policies and options on top. Raises PolicyError."""
+    """A preset (else `base`, else the default one), with other policies and options on top. Options of the base's
+    policies go with them. Raises PolicyError."""
     if preset and preset not in PRESETS:
         raise PolicyError(f"preset: {preset!r} is none of {', '.join(PRESETS)}")
     chosen = PRESETS[preset] if preset else base or PRESETS[DEFAULT]
-    replaced = {kind: name for kind, name in (overrides or {}).items() if name}
-    return dataclasses.replace(chosen, **replaced, options={**chosen.options, **(options or {})})
+    replaced: dict[str, Any] = {kind: name for kind, name in (overrides or {}).items() if name}
+    choice = dataclasses.replace(chosen, **replaced)
+    kept = dict(chosen.options)
+    if replaced and not preset and base:
+        known = {name for kind in KINDS for name in _parameters(kind, find(kind, getattr(choice, kind)))}
+        kept = {name: value for name, value in kept.items() if name in known}
+    return dataclasses.replace(choice, options={**kept, **(options or {})})
 
 
 def check_given(choice: Choice, options: Mapping[str, Any]) -> None:
@@ -102,7 +109,7 @@ def find(kind: str, name: str) -> type:
         raise PolicyError(f"{kind}: {name!r} is none of {', '.join(sorted(names(kind)))}, and no module:Class")
     try:
         cls = getattr(importlib.import_module(module_name), class_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without a guard would end us
         raise PolicyError(f"{kind}: {location} cannot be imported: {error}") from error
     if not (isinstance(cls, type) and issubclass(cls, KINDS[kind])):
         raise PolicyError(f"{kind}: {location} is no {KINDS[kind].__name__}")
@@ -143,12 +150,16 @@ def _make(kind: str, cls: type, options: dict[str, Any], used: set[str]) -> obje
 
 
 def _checked(name: str, annotation: Any, value: object) -> object:
-    """The value of an option as its type says: 1 is no boolean, "1" no number, NaN neither."""
+    """The value of an option as its type says: 1 is no boolean, "1" no number, NaN neither. What JSON has no type for,
+    as a tuple, is a list."""
     if annotation is inspect.Parameter.empty:
         return value
     try:
-        return TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
+        adapter = TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False))
+        return adapter.validate_json(json.dumps(value))
     except ValidationError as error:
         raise PolicyError(f"options.{name}: {error.errors()[0]['msg']}, not {reprlib.repr(value)}") from error
+    except (TypeError, ValueError) as error:  # as a date in YAML
+        raise PolicyError(f"options.{name}: {reprlib.repr(value)} is no JSON: {error}") from error
     except PydanticUserError:
         raise PolicyError(f"options.{name}: its type, {annotation!r}, is none that can be checked") from None

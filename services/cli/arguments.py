@@ -26,5 +26,12 @@ def usage_error(prog: str, message: str) -> int:
 
 
 def console() -> Console:
-    """Standard output; a file or a pipe has room for a long line."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    """Standard output; a file or a pipe has room for a long line. Brackets and colons are what they are: clients wrote
+    much of what is printed."""
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    return Console(highlight=False, markup=False, emoji=False, width=width)
+
+
+def plain(text: str) -> str:
+    """What others have written, without what a terminal would obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from rich.markup import escape
 from rich.table import Table
 
 from paceline.v1 import cache_pb2 as pb
 from paceline.v1.cache_pb2_grpc import CacheAdminServiceStub, CacheServiceStub
-from services.cli.arguments import Parser, console, usage_error
+from services.cli.arguments import Parser, console, plain, usage_error
 
 if TYPE_CHECKING:
     from services.gateway.tokenizer import TextTokenizer
@@ -119,7 +118,7 @@ def _pins(channel: grpc.Channel, _: argparse.Namespace) -> None:
         table.add_column(title, overflow="fold")
     for pin in pins:
         left = f"{pin.expires_in_s:.0f}" if pin.expires_in_s else "-"
-        names = map(escape, (pin.name, _tokens_by_worker(pin), left, pin.namespace.lora, pin.namespace.model))
+        names = map(plain, (pin.name, _tokens_by_worker(pin), left, pin.namespace.lora, pin.namespace.model))
         table.add_row(*names)
     console().print(table if pins else "nothing is pinned")
 
@@ -142,7 +141,7 @@ def _pin(channel: grpc.Channel, arguments: argparse.Namespace) -> None:
 
 def _unpin(channel: grpc.Channel, arguments: argparse.Namespace) -> None:
     CacheAdminServiceStub(channel).UnpinPrefix(pb.UnpinPrefixRequest(name=arguments.name), timeout=TIMEOUT_S)
-    console().print(f"unpinned: {arguments.name}", soft_wrap=True, markup=False)
+    console().print(f"unpinned: {arguments.name}", soft_wrap=True)
 
 
 def _reset(channel: grpc.Channel, arguments: argparse.Namespace) -> None:

@@ -9,30 +9,34 @@ from rich.table import Table
 
 from paceline.v1.admin_pb2 import ExplainRequest
 from paceline.v1.admin_pb2_grpc import AdminServiceStub
-from services.cli.arguments import Parser, console
+from services.cli.arguments import Parser, console, plain, usage_error
 
+PROG = "paceline explain"
 TIMEOUT_S = 10.0
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="paceline explain", description=__doc__)
+    parser = Parser(prog=PROG, description=__doc__)
     parser.add_argument("request_id", help="the id of the request (its X-Request-ID)")
     parser.add_argument("--scheduler", default="127.0.0.1:50051", metavar="HOST:PORT")
     arguments = parser.parse_args(argv)
+    try:
+        request = ExplainRequest(request_id=arguments.request_id)
+    except ValueError:
+        return usage_error(PROG, f"request_id: {arguments.request_id!r} is no UTF-8")
     with grpc.insecure_channel(arguments.scheduler) as channel:
         try:
-            answer = AdminServiceStub(channel).Explain(
-                ExplainRequest(request_id=arguments.request_id), timeout=TIMEOUT_S
-            )
+            answer = AdminServiceStub(channel).Explain(request, timeout=TIMEOUT_S)
         except grpc.RpcError as error:
-            print(f"paceline explain: {arguments.scheduler}: {error.details()}", file=sys.stderr)
+            print(f"{PROG}: {arguments.scheduler}: {error.details()}", file=sys.stderr)
             return 1
     table = Table(box=None, pad_edge=False)
-    for title in ("seconds", "decisions", "reason", "detail"):
+    for title in ("seconds", "decisions", "worker", "reason", "detail"):
         table.add_column(title, justify="left" if title in ("reason", "detail") else "right", overflow="fold")
     for span in answer.explanations:
         seconds = f"{span.from_s:.3f}" if span.to_s == span.from_s else f"{span.from_s:.3f}-{span.to_s:.3f}"
         first, last = span.first_decision, span.last_decision
-        table.add_row(seconds, f"{first}" if first == last else f"{first}-{last}", span.reason, span.detail)
+        decisions = f"{first}" if first == last else f"{first}-{last}"
+        table.add_row(seconds, decisions, f"{span.worker or '-'}", plain(span.reason), plain(span.detail))
     console().print(table)
     return 0

@@ -10,7 +10,7 @@ import grpc
 
 from paceline.v1.admin_pb2 import GetPolicyRequest, PolicyChoice, SetPolicyRequest
 from paceline.v1.admin_pb2_grpc import AdminServiceStub
-from services.cli.arguments import Parser, console, usage_error
+from services.cli.arguments import Parser, console, plain, usage_error
 
 PROG = "paceline policy"
 KINDS = ("order", "capacity", "batch", "preemption")
@@ -74,6 +74,8 @@ def _show(stub: AdminServiceStub) -> None:
     answer = stub.GetPolicy(GetPolicyRequest(), timeout=TIMEOUT_S)
     out = console()
     out.print(f"in force    {_describe(answer.choice)}", soft_wrap=True)
+    if answer.failed_order:
+        out.print(f"failed      order {plain(answer.failed_order)}: the default one has its place", soft_wrap=True)
     for title, known in (
         ("presets", answer.presets),
         ("order", answer.orders),
@@ -87,4 +89,4 @@ def _show(stub: AdminServiceStub) -> None:
 def _describe(choice: PolicyChoice) -> str:
     parts = [f"{kind} {getattr(choice, kind)}" for kind in KINDS]
     parts += [f"{name}={value}" for name, value in sorted(choice.options.items())]
-    return f"{choice.preset or 'no preset'}: " + ", ".join(parts)
+    return plain(f"{choice.preset or 'no preset'}: " + ", ".join(parts))

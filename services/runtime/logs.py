@@ -6,6 +6,7 @@ asyncio, warnings) go through the same formatter.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -19,6 +20,7 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 # Libraries that say at INFO what we say better ourselves (or that nobody asked about).
 _QUIET_LOGGERS = ("asyncio", "httpcore", "httpx", "huggingface_hub", "uvicorn.access", "uvicorn.error")
 _FORMATS = ("auto", "human", "json")
+MAX_VALUE = 20_000  # characters; a guest's error may have megabytes
 
 
 def configure_logging(service: str, level: str, fmt: str, *, stream: IO[str] | None = None) -> None:
@@ -101,6 +103,7 @@ def _renderers(human: bool, stream: IO[str]) -> list[Processor]:
         return [_shorten_timestamp, human_renderer(colors=stream.isatty() and "NO_COLOR" not in os.environ)]
     return [
         structlog.processors.format_exc_info,
+        _cut,
         structlog.processors.EventRenamer("message"),
         structlog.processors.JSONRenderer(serializer=_to_json),
     ]
@@ -113,4 +116,14 @@ def _shorten_timestamp(_: WrappedLogger, __: str, event: EventDict) -> EventDict
 
 
 def _to_json(event: dict[str, Any], **_: Any) -> str:
-    return orjson.dumps(event, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+    try:
+        return orjson.dumps(event, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+    except TypeError:  # half a character, in what somebody else has written
+        return json.dumps(event, default=str)
+
+
+def _cut(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    for name, value in event.items():
+        if isinstance(value, str) and len(value) > MAX_VALUE:
+            event[name] = f"{value[:MAX_VALUE]}… ({len(value)} characters)"
+    return event

@@ -184,9 +184,9 @@ def load_settings(cls: type[S], argv: Sequence[str], *, prog: str | None = None)
     flags = CliSettingsSource[Any](cls, root_parser=parser)
     arguments = vars(parser.parse_args(list(argv)))
     config, print_config = arguments.pop("config"), arguments.pop("print_config")
-    flags(parsed_args=arguments)
     flags_token, config_token = _flags.set(flags), _config_flag.set(config)
     try:
+        flags(parsed_args=arguments)
         settings = cls()
     except ValidationError as error:
         parser.fail(_explain(cls, error, flags()))

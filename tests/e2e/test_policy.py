@@ -147,33 +147,33 @@ async def serve(stack: Stack, requests: list[tuple[str, int, int]]) -> None:
 
 
 def explained(stack: Stack, request_id: str) -> list[list[str]]:
-    """Rows of seconds, decisions, reason, detail."""
+    """Rows of seconds, decisions, worker, reason, detail."""
     done = paceline(stack, "explain", request_id)
     assert done.returncode == 0, done.stderr
-    title, *rows = [line.strip().split(maxsplit=3) for line in done.stdout.splitlines()]
-    assert title == ["seconds", "decisions", "reason", "detail"]
-    reasons = [row[2] for row in rows]
+    title, *rows = [line.strip().split(maxsplit=4) for line in done.stdout.splitlines()]
+    assert title == ["seconds", "decisions", "worker", "reason", "detail"]
+    reasons = [row[3] for row in rows]
     assert (reasons[0], reasons[-2:]) == ("waiting", ["running", "ended"])
     return rows
 
 
 async def test_explain_says_why_a_request_waited(small: Stack) -> None:
     await serve(small, [("s1", 5, 140), ("s2", 5, 140), ("s3", 5, 5), ("s4", 5, 5)])
-    seats = next(row for row in explained(small, "s3") if row[2] == "seats")
-    assert seats[3] == "all 2 are taken"
+    seats = next(row for row in explained(small, "s3") if row[3] == "seats")
+    assert seats[4] == "all 2 are taken"
     assert "-" in seats[1]  # a range of decisions
-    behind = [row for row in explained(small, "s4") if row[2] == "order"]
-    assert any(row[3] == "behind s3, which waits for seats" for row in behind)
-    assert not {row[2] for row in explained(small, "s1")} & {"seats", "order", "capacity"}
+    behind = [row for row in explained(small, "s4") if row[3] == "order"]
+    assert any(row[4] == "behind s3, which waits for seats" for row in behind)
+    assert not {row[3] for row in explained(small, "s1")} & {"seats", "order", "capacity"}
 
 
 async def test_explain_names_blocks_and_budgets(small: Stack) -> None:
     await serve(small, [("b1", 160, 140), ("b2", 200, 10)])
-    blocks = next(row for row in explained(small, "b2") if row[2] == "capacity")
-    assert re.fullmatch(r"needs 13 blocks, \d+ are available", blocks[3])
+    blocks = next(row for row in explained(small, "b2") if row[3] == "capacity")
+    assert re.fullmatch(r"needs 13 blocks, \d+ are available", blocks[4])
     await serve(small, [("t1", 10, 290), ("t2", 10, 290)])
-    tenant = next(row for row in explained(small, "t2") if row[2] == "tenant")
-    assert tenant[3] == "tenant: 300 tokens of tenant '' run, its limit is 550"
+    tenant = next(row for row in explained(small, "t2") if row[3] == "tenant")
+    assert tenant[4] == "tenant: 300 tokens of tenant '' run, its limit is 550"
 
 
 def test_explain_of_an_unknown_request_is_one_line(small: Stack) -> None:

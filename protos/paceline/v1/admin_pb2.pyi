@@ -102,6 +102,9 @@ class GetPolicyResponse(_message.Message):
     CAPACITIES_FIELD_NUMBER: _builtins.int
     BATCHES_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    FAILED_ORDER_FIELD_NUMBER: _builtins.int
+    failed_order: _builtins.str
+    """An order that was chosen and has failed: the default one has its place."""
     @_builtins.property
     def choice(self) -> Global___PolicyChoice: ...
     @_builtins.property
@@ -123,10 +126,11 @@ class GetPolicyResponse(_message.Message):
         capacities: _abc.Iterable[_builtins.str] | None = ...,
         batches: _abc.Iterable[_builtins.str] | None = ...,
         preemptions: _abc.Iterable[_builtins.str] | None = ...,
+        failed_order: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "capacities", b"capacities", "choice", b"choice", "orders", b"orders", "preemptions", b"preemptions", "presets", b"presets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "capacities", b"capacities", "choice", b"choice", "failed_order", b"failed_order", "orders", b"orders", "preemptions", b"preemptions", "presets", b"presets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -225,6 +229,7 @@ class Explanation(_message.Message):
     TO_S_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
     first_decision: _builtins.int
     """Decisions of the scheduler, counted from its start."""
     last_decision: _builtins.int
@@ -232,9 +237,11 @@ class Explanation(_message.Message):
     """Seconds since the request arrived."""
     to_s: _builtins.float
     reason: _builtins.str
-    """budget, seats, blocks, order, tenant, capacity, prefix, match, no-worker, running, preempted, ..."""
+    """budget, seats, blocks, order, tenant, capacity, no-worker, running, preempted, ..."""
     detail: _builtins.str
     """In words, with the numbers."""
+    worker: _builtins.int
+    """Whose decisions these are; 0: those of several, or it is none."""
     def __init__(
         self,
         *,
@@ -244,10 +251,11 @@ class Explanation(_message.Message):
         to_s: _builtins.float = ...,
         reason: _builtins.str = ...,
         detail: _builtins.str = ...,
+        worker: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "first_decision", b"first_decision", "from_s", b"from_s", "last_decision", b"last_decision", "reason", b"reason", "to_s", b"to_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "first_decision", b"first_decision", "from_s", b"from_s", "last_decision", b"last_decision", "reason", b"reason", "to_s", b"to_s", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
@@ -166,3 +167,35 @@ def test_an_option_that_is_asked_for_has_to_be_somebodys() -> None:
     with pytest.raises(PolicyError, match=r"^options\.watermark: none of the four .* token-ratio \(init_new_token_"):
         check_given(choice, given)
     check_given(choice, {"chunked_prefill": True})
+
+
+class Shaped(FirstComeFirstServed):
+    def __init__(self, pair: tuple[int, int] = (1, 2), names: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self.pair, self.names = pair, names
+
+
+def test_types_that_json_lacks_are_lists() -> None:
+    order = build(choose("", {"order": own("Shaped")}, {"pair": [3, 4], "names": ["a"]})).order
+    assert isinstance(order, Shaped)
+    assert (order.pair, order.names) == ((3, 4), {"a"})
+    with pytest.raises(PolicyError, match=r"options\.pair"):
+        build(choose("", {"order": own("Shaped")}, {"pair": [3, "4"]}))
+
+
+@pytest.mark.parametrize(("order", "option"), [(own("Shaped"), "pair"), ("priority", "ageing_per_s")])
+def test_options_go_with_their_policy(order: str, option: str) -> None:
+    """Whoever changes the order later has not asked for them."""
+    before = choose("paceline", {"order": order}, {option: [3, 4] if option == "pair" else 0.5, "watermark": 0.1})
+    build(before)
+    after = choose(overrides={"order": "fcfs"}, base=before)
+    build(after)
+    assert after.options == {**PRESETS["paceline"].options, "watermark": 0.1}
+    assert choose(options={"watermark": 0.2}, base=before).options[option] == before.options[option]
+
+
+def test_a_module_that_exits_is_no_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "exits_at_import.py").write_text("import sys\nsys.exit('done')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PolicyError, match="order: exits_at_import:X cannot be imported: done"):
+        find("order", "exits_at_import:X")

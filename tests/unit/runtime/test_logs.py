@@ -93,3 +93,14 @@ def test_warnings_are_logged() -> None:
 def test_unknown_level_or_format(level: str, fmt: str) -> None:
     with pytest.raises(ValueError, match=r"xml|LOUD"):
         configure_logging("cache", level, fmt, stream=io.StringIO())
+
+
+def test_what_others_wrote_stays_a_line_whatever_it_is() -> None:
+    """Half a character, and megabytes."""
+    stream = io.StringIO()
+    configure_logging("cache", "info", "json", stream=stream)
+    get_logger("a.b").warning("policy failed", error="\ud800 bad", words="x" * 5_000_000)
+    [line] = lines(stream)
+    assert line["error"] == "\ud800 bad"
+    assert len(line["words"]) < 30_000
+    assert line["words"].endswith("… (5000000 characters)")

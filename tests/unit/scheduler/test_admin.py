@@ -13,6 +13,7 @@ from paceline.v1.admin_pb2 import ExplainRequest, GetPolicyRequest, PolicyChoice
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.admin import Admin
 from scheduler_svc.core.policy import Policies
+from scheduler_svc.policies.order.fcfs import FirstComeFirstServed
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker, expected_output
@@ -86,3 +87,35 @@ async def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     assert (await in_force(admin)).preset == "paceline"
     with pytest.raises(Aborted, match="nothing is known"):
         await admin.Explain(ExplainRequest(request_id="x"), Context())  # type: ignore[arg-type]
+
+
+async def test_after_an_order_has_failed_the_next_change_builds_on_what_is_in_force() -> None:
+    bad = hostile("order", "add", raises, random.Random(0), 1.0)
+    system, _ = system_with(dataclasses.replace(build(choose()), order=bad))
+    admin = Admin(system.scheduler, choose("", {"order": "lpm"}))
+    system.submit("s", 1, [9], PARAMS)
+    answer = await admin.GetPolicy(GetPolicyRequest(), Context())  # type: ignore[arg-type]
+    assert (answer.choice.order, answer.failed_order) == ("fcfs", "lpm")
+    assert (await set_policy(admin, options={"watermark": "0.02"})).order == "fcfs"
+    answer = await admin.GetPolicy(GetPolicyRequest(), Context())  # type: ignore[arg-type]
+    assert (answer.choice.order, answer.failed_order) == ("fcfs", "")
+
+
+class Wordy(FirstComeFirstServed):
+    def __init__(self) -> None:
+        super().__init__()
+        raise ValueError("\ud800" + "words " * 1_000_000)
+
+
+async def test_a_policys_words_fit_a_status() -> None:
+    system, _ = system_with(build(choose()))
+    admin = Admin(system.scheduler, choose())
+    with pytest.raises(Aborted) as aborted:
+        await set_policy(admin, order=f"{__name__}:Wordy")
+    message = aborted.value.args[1]
+    assert message.startswith("order Wordy: \\ud800words")
+    assert len(message) < 3000
+    system.submit("s", 1, [9], PARAMS)
+    system.scheduler.journal.event(next(iter(system.scheduler.sessions["s"].live.values())), "preempted", "\ud800", 0.0)
+    answer = await admin.Explain(ExplainRequest(request_id="s-1"), Context())  # type: ignore[arg-type]
+    assert "\\ud800" in [row.detail for row in answer.explanations]

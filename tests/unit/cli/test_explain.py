@@ -1,0 +1,60 @@
+"""What `paceline explain` and `paceline policy` print is what was written, whoever wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+
+from paceline.v1.admin_pb2 import (
+    ExplainResponse,
+    Explanation,
+    GetPolicyRequest,
+    GetPolicyResponse,
+    PolicyChoice,
+)
+from paceline.v1.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
+from services.cli.main import main
+
+WORDS = "140 tokens of tenant 'acme [/b] [red]:100:' run\x1b[31m"
+
+
+class Server(AdminServiceServicer):
+    def Explain(self, request: Any, context: Any) -> ExplainResponse:
+        spans = [Explanation(reason="tenant", detail=WORDS, first_decision=1, last_decision=7, worker=3)]
+        return ExplainResponse(explanations=spans)
+
+    def GetPolicy(self, request: GetPolicyRequest, context: Any) -> GetPolicyResponse:
+        choice = PolicyChoice(order="fcfs", options={"note": '"[red]x[/b] :100:"'})
+        return GetPolicyResponse(choice=choice, failed_order="mine:[/]Order")
+
+
+@pytest.fixture(scope="module")
+def scheduler() -> Iterator[str]:
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    add_AdminServiceServicer_to_server(Server(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None)
+
+
+def test_explain(scheduler: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "r1", "--scheduler", scheduler]) == 0
+    row = capsys.readouterr().out.splitlines()[1]
+    assert row.split(maxsplit=4) == ["0.000", "1-7", "3", "tenant", WORDS.replace("\x1b", "\\x1b")]
+
+
+def test_policy_get(scheduler: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["policy", "get", "--scheduler", scheduler]) == 0
+    out = capsys.readouterr().out
+    assert 'note="[red]x[/b] :100:"' in out
+    assert "failed      order mine:[/]Order: the default one has its place" in out
+
+
+def test_an_id_that_is_no_text(scheduler: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "\udcff", "--scheduler", scheduler]) == 2
+    assert "request_id: '\\udcff' is no UTF-8" in capsys.readouterr().err
