@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from gpu_worker.device import fetch, upload
-from gpu_worker.sampling.sampler import likeliest
+from gpu_worker.sampling.sampler import LIKELIEST_BYTES, likeliest
 from paceline.v1.common_pb2 import PromptLogprobs
 from paceline.v1.worker_pb2 import SlotPromptLogprobs
 
 Int64s = npt.NDArray[np.int64]
 
 # Logits of a slice, in float32.
-SLICE_BYTES = 256 << 20
-# What scoring takes for each of them at the most: as the model has them, in float32, log probabilities, a comparison.
-SCORER_BYTES_PER_LOGIT = 13
+SLICE_BYTES = 128 << 20
+# What scoring takes for each of them at the most: as the model has them, log probabilities, and to find the likeliest.
+SCORER_BYTES_PER_LOGIT = 4 + 4 + LIKELIEST_BYTES
 
 
 @dataclass(frozen=True, slots=True)

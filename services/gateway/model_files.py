@@ -59,12 +59,12 @@ def read_model_files(folder: Path) -> ModelFiles:
             max_model_len=int(config.get("max_position_embeddings") or NO_LIMIT),
             vocab_size=int(config["vocab_size"]),
             eos_token_ids=_eos(config) | _eos(generation),
-            temperature=_number(generation, "temperature", 1.0),
-            top_p=_number(generation, "top_p", 1.0),
-            top_k=int(_number(generation, "top_k", 0)),
-            min_p=_number(generation, "min_p", 0.0),
-            typical_p=_number(generation, "typical_p", 1.0),
-            repetition_penalty=_number(generation, "repetition_penalty", 1.0),
+            temperature=_number(generation, "temperature", 1.0, 0.0, 100.0),
+            top_p=_number(generation, "top_p", 1.0, 1e-9, 1.0),
+            top_k=max(0, int(_number(generation, "top_k", 0, -1, NO_LIMIT))),  # -1 says "all", too
+            min_p=_number(generation, "min_p", 0.0, 0.0, 1.0),
+            typical_p=_number(generation, "typical_p", 1.0, 1e-9, 1.0),
+            repetition_penalty=_number(generation, "repetition_penalty", 1.0, 0.01, 100.0),
         )
     except KeyError as error:
         raise ValueError(f"{path}: no {error.args[0]}") from error
@@ -99,6 +99,10 @@ def _eos(config: dict[str, Any]) -> frozenset[int]:
     return frozenset(value if isinstance(value, list) else [value])
 
 
-def _number(config: dict[str, Any], name: str, default: float) -> float:
+def _number(config: dict[str, Any], name: str, default: float, low: float, high: float) -> float:
+    """Within what a request may ask for: else every request that does not ask would be refused for it."""
     value = config.get(name)
-    return default if value is None else float(value)
+    number = default if value is None else float(value)
+    if not low <= number <= high:
+        raise ValueError(f"{name} {number:g} is not within {low:g}..{high:g}")
+    return number

@@ -163,7 +163,8 @@ def refuse_for_beams(choices: SamplingChoices) -> None:
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
     """Raises ApiError 400."""
-    if not (math.isfinite(value) and low <= value <= high):
+    # gRPC brings 32 bits: what was said as 0.01 is a little less.
+    if not (math.isfinite(value) and low <= round(value, 6) <= high):
         raise invalid(name, f"{name} must be between {_shown(low)} and {_shown(high)}, not {_shown(value)}")
 
 

@@ -80,6 +80,27 @@ def test_generation_config_gives_defaults_of_penalties_too(builder: RequestBuild
     assert make_job(served, repetition_penalty=1.0, min_p=0.0, typical_p=1.0).sampling.repetition_penalty == 0
 
 
+def test_generation_config_may_say_all_tokens_as_vllm_does(builder: RequestBuilder, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
+    (tmp_path / "generation_config.json").write_text('{"top_k": -1}')
+    served = RequestBuilder(builder.tokenizer, read_model_files(tmp_path), max_model_len=50)
+    assert make_job(served).sampling.top_k == 0
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_k", -2), ("top_p", 0), ("repetition_penalty", 0), ("min_p", 2)])
+def test_defaults_that_every_request_would_be_refused_for_are_refused_at_start(
+    tmp_path: Path, name: str, value: float
+) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
+    (tmp_path / "generation_config.json").write_text(f'{{"{name}": {value}}}')
+    with pytest.raises(ValueError, match=f"{name} {value} is not within "):
+        read_model_files(tmp_path)
+
+
+def test_limits_are_taken_as_they_come_in_32_bits(builder: RequestBuilder) -> None:
+    assert make_job(builder, repetition_penalty=float(np.float32(0.01))).sampling.repetition_penalty
+
+
 def test_the_workers_know_better_than_the_files(builder: RequestBuilder) -> None:
     info = common_pb2.ModelInfo(vocab_size=10, max_model_len=20, eos_token_ids=[9])
     served = RequestBuilder(builder.tokenizer, read_model_files(CHECKPOINT), worker_model=lambda: info)

@@ -17,6 +17,7 @@ from gpu_worker import memory
 from gpu_worker.build import BuiltWorker
 from gpu_worker.errors import ModelError
 from gpu_worker.memory import kv_blocks_that_fit
+from gpu_worker.sampling.prompt_scores import SLICE_BYTES
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.slots import SlotLimits
 from gpu_worker.step_arrays import largest_step
@@ -161,7 +162,7 @@ def test_a_graph_that_found_room_in_what_the_allocator_had_counts_all_the_same(m
 
 
 def test_scoring_prompts_counts_where_it_takes_more_than_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices of 256 MiB of logits, if a step has that many rows, and one sequence."""
+    """Slices of logits, if a step has that many rows, and one sequence."""
     device = TrialDevice(monkeypatch)
 
     def make_runner() -> TrialRunner:
@@ -170,4 +171,4 @@ def test_scoring_prompts_counts_where_it_takes_more_than_sampling(monkeypatch: p
         return runner
 
     needed = memory.bytes_for_steps(make_runner, [], torch.device("cpu"))
-    assert needed == (700 << 20) + (memory.SCORER_BYTES_PER_LOGIT * 256 << 20) // 4
+    assert needed == (700 << 20) + memory.SCORER_BYTES_PER_LOGIT * SLICE_BYTES // 4

@@ -15,7 +15,7 @@ from transformers import (
 
 from gpu_worker.build import BuiltWorker
 from gpu_worker.sampling.filters import apply_temperature, mask_top_k, mask_top_p
-from gpu_worker.sampling.sampler import SamplingRows, sample
+from gpu_worker.sampling.sampler import SamplingRows, likeliest, sample
 from paceline.v1.common_pb2 import SamplingParams
 from tests.unit.worker.driver import Driver
 from tests.unit.worker.families import VOCAB, Reference
@@ -246,7 +246,22 @@ def test_log_probabilities_are_those_of_the_model_itself() -> None:
     torch.testing.assert_close(result.scores.top[:2], expected.topk(5).values[:2])
     assert result.scores.top_tokens[0].tolist() == expected[0].topk(5).indices.tolist()
     assert result.tokens[0] == expected[0].topk(2).indices[1], "the likeliest was banned"
-    assert len(set(result.scores.top_tokens[2].tolist())) == 5
+    assert result.scores.top_tokens[2].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 1000, 40_000])
+def test_of_equally_likely_tokens_the_lower_ids_are_told_in_any_company(vocab: int) -> None:
+    """bf16 has few values, so many tokens are equal; zeros of either sign are."""
+    generator = torch.Generator().manual_seed(vocab)
+    logprobs = torch.randn(64, vocab, generator=generator).mul(3).bfloat16().float()
+    logprobs[:8] = -torch.inf
+    logprobs[8:16] = torch.tensor([0.0, -0.0]).repeat(vocab)[:vocab]
+    logprobs[16, vocab // 2] = 1e-45  # hardly above the zeros
+    order = logprobs.double().sort(dim=-1, descending=True, stable=True)
+    for count in (1, 2, 5, 20):
+        ids, values = likeliest(logprobs, count)
+        assert torch.equal(ids, order.indices[:, :count])
+        assert torch.equal(values, order.values[:, :count].float())
 
 
 def test_a_result_carries_log_probabilities_for_whom_they_are_wanted(
