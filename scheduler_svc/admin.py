@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any, NoReturn
 
@@ -97,7 +96,10 @@ class Admin(AdminServiceServicer):
 
     @property
     def _in_force(self) -> Choice:
-        return dataclasses.replace(self.choice, order=PRESETS[DEFAULT].order) if self._has_failed else self.choice
+        """Without the order that failed, and without its options."""
+        return (
+            choose(overrides={"order": PRESETS[DEFAULT].order}, base=self.choice) if self._has_failed else self.choice
+        )
 
     def _message(self) -> PolicyChoice:
         choice = self._in_force
@@ -108,7 +110,7 @@ class Admin(AdminServiceServicer):
             capacity=self.choice.capacity,
             batch=self.choice.batch,
             preemption=self.choice.preemption,
-            options={name: json.dumps(value) for name, value in self.choice.options.items()},
+            options={name: json.dumps(value) for name, value in choice.options.items()},
         )
 
 

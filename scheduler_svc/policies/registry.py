@@ -109,8 +109,10 @@ def find(kind: str, name: str) -> type:
         raise PolicyError(f"{kind}: {name!r} is none of {', '.join(sorted(names(kind)))}, and no module:Class")
     try:
         cls = getattr(importlib.import_module(module_name), class_name)
-    except (Exception, SystemExit) as error:  # a script without a guard would end us
-        raise PolicyError(f"{kind}: {location} cannot be imported: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a script without a guard exits
+        raise PolicyError(f"{kind}: {location} cannot be imported: {str(error) or type(error).__name__}") from error
     if not (isinstance(cls, type) and issubclass(cls, KINDS[kind])):
         raise PolicyError(f"{kind}: {location} is no {KINDS[kind].__name__}")
     return cls
@@ -135,10 +137,10 @@ def _make(kind: str, cls: type, options: dict[str, Any], used: set[str]) -> obje
             arguments[name] = _checked(name, annotation, options[name])
     try:
         policy = cls(**arguments)
-    except PolicyError:
+    except (KeyboardInterrupt, PolicyError):
         raise
-    except Exception as error:
-        raise PolicyError(f"{kind} {cls.__name__}: {error}") from error
+    except BaseException as error:  # as above
+        raise PolicyError(f"{kind} {cls.__name__}: {str(error) or type(error).__name__}") from error
     for name, allowed in DECLARED.get(kind, {}).items():
         # Not what a property would say: the core asks for it where nobody could catch what that raises.
         stated = inspect.getattr_static(policy, name)

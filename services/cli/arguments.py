@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
 
 def usage_error(prog: str, message: str) -> int:
     """Says it in one line, whatever is in it; returns the exit status."""
-    line = " ".join(message.split()).encode("utf-8", "backslashreplace").decode()
+    line = plain(" ".join(message.split()))
     print(f"{prog}: {line if len(line) <= MAX_LINE else line[:MAX_LINE] + '…'}", file=sys.stderr)
     return USAGE_ERROR
 
@@ -35,3 +35,9 @@ def console() -> Console:
 def plain(text: str) -> str:
     """What others have written, without what a terminal would obey."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def refused(prog: str, address: str, details: str) -> int:
+    """Tells why a server does not answer; returns the exit status."""
+    print(f"{prog}: {address}: {plain(details)}", file=sys.stderr)
+    return 1

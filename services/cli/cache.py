@@ -16,7 +16,7 @@ from rich.table import Table
 
 from paceline.v1 import cache_pb2 as pb
 from paceline.v1.cache_pb2_grpc import CacheAdminServiceStub, CacheServiceStub
-from services.cli.arguments import Parser, console, plain, usage_error
+from services.cli.arguments import Parser, console, plain, refused, usage_error
 
 if TYPE_CHECKING:
     from services.gateway.tokenizer import TextTokenizer
@@ -86,8 +86,7 @@ def main(argv: list[str]) -> int:
         except grpc.RpcError as error:
             if error.code() in USAGE_CODES:
                 return usage_error(PROG, str(error.details()))
-            print(f"{PROG}: {arguments.cache}: {error.details()}", file=sys.stderr)
-            return 1
+            return refused(PROG, arguments.cache, str(error.details()))
     return 0
 
 

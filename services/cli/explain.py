@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import grpc
 from rich.table import Table
 
 from paceline.v1.admin_pb2 import ExplainRequest
 from paceline.v1.admin_pb2_grpc import AdminServiceStub
-from services.cli.arguments import Parser, console, plain, usage_error
+from services.cli.arguments import Parser, console, plain, refused, usage_error
 
 PROG = "paceline explain"
 TIMEOUT_S = 10.0
@@ -28,8 +26,7 @@ def main(argv: list[str]) -> int:
         try:
             answer = AdminServiceStub(channel).Explain(request, timeout=TIMEOUT_S)
         except grpc.RpcError as error:
-            print(f"{PROG}: {arguments.scheduler}: {error.details()}", file=sys.stderr)
-            return 1
+            return refused(PROG, arguments.scheduler, str(error.details()))
     table = Table(box=None, pad_edge=False)
     for title in ("seconds", "decisions", "worker", "reason", "detail"):
         table.add_column(title, justify="left" if title in ("reason", "detail") else "right", overflow="fold")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 import grpc
 
 from paceline.v1.admin_pb2 import GetPolicyRequest, PolicyChoice, SetPolicyRequest
 from paceline.v1.admin_pb2_grpc import AdminServiceStub
-from services.cli.arguments import Parser, console, plain, usage_error
+from services.cli.arguments import Parser, console, plain, refused, usage_error
 
 PROG = "paceline policy"
 KINDS = ("order", "capacity", "batch", "preemption")
@@ -48,8 +47,7 @@ def main(argv: list[str]) -> int:
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 return usage_error(PROG, str(error.details()))
-            print(f"{PROG}: {arguments.scheduler}: {error.details()}", file=sys.stderr)
-            return 1
+            return refused(PROG, arguments.scheduler, str(error.details()))
     return 0
 
 

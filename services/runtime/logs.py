@@ -99,11 +99,11 @@ def _processors(service: str) -> list[Processor]:
 
 
 def _renderers(human: bool, stream: IO[str]) -> list[Processor]:
+    cut: list[Processor] = [structlog.processors.format_exc_info, _cut]
     if human:
-        return [_shorten_timestamp, human_renderer(colors=stream.isatty() and "NO_COLOR" not in os.environ)]
+        return [*cut, _shorten_timestamp, human_renderer(colors=stream.isatty() and "NO_COLOR" not in os.environ)]
     return [
-        structlog.processors.format_exc_info,
-        _cut,
+        *cut,
         structlog.processors.EventRenamer("message"),
         structlog.processors.JSONRenderer(serializer=_to_json),
     ]

@@ -24,6 +24,8 @@ WORDS = "140 tokens of tenant 'acme [/b] [red]:100:' run\x1b[31m"
 
 class Server(AdminServiceServicer):
     def Explain(self, request: Any, context: Any) -> ExplainResponse:
+        if request.request_id == "unknown":
+            context.abort(grpc.StatusCode.NOT_FOUND, f"nothing is known of {WORDS}")
         spans = [Explanation(reason="tenant", detail=WORDS, first_decision=1, last_decision=7, worker=3)]
         return ExplainResponse(explanations=spans)
 
@@ -46,6 +48,11 @@ def test_explain(scheduler: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "r1", "--scheduler", scheduler]) == 0
     row = capsys.readouterr().out.splitlines()[1]
     assert row.split(maxsplit=4) == ["0.000", "1-7", "3", "tenant", WORDS.replace("\x1b", "\\x1b")]
+
+
+def test_what_a_server_says_is_obeyed_by_no_terminal(scheduler: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "unknown", "--scheduler", scheduler]) == 1
+    assert capsys.readouterr().err.endswith(":100:' run\\x1b[31m\n")
 
 
 def test_policy_get(scheduler: str, capsys: pytest.CaptureFixture[str]) -> None:

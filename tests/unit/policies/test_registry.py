@@ -194,8 +194,25 @@ def test_options_go_with_their_policy(order: str, option: str) -> None:
     assert choose(options={"watermark": 0.2}, base=before).options[option] == before.options[option]
 
 
-def test_a_module_that_exits_is_no_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "exits_at_import.py").write_text("import sys\nsys.exit('done')\n")
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [("import sys; sys.exit('done')", "done"), ("import asyncio; raise asyncio.CancelledError", "CancelledError")],
+)
+def test_a_module_that_ends_what_imports_it_is_no_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
+) -> None:
+    name = f"ends_with_{words.lower()}"
+    (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(PolicyError, match="order: exits_at_import:X cannot be imported: done"):
-        find("order", "exits_at_import:X")
+    with pytest.raises(PolicyError, match=f"order: {name}:X cannot be imported: {words}"):
+        find("order", f"{name}:X")
+
+
+class Exits(FirstComeFirstServed):
+    def __init__(self) -> None:
+        raise SystemExit("done")
+
+
+def test_a_policy_that_exits_is_none() -> None:
+    with pytest.raises(PolicyError, match="order Exits: done"):
+        build(choose("", {"order": own("Exits")}))

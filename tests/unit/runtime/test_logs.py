@@ -104,3 +104,16 @@ def test_what_others_wrote_stays_a_line_whatever_it_is() -> None:
     assert line["error"] == "\ud800 bad"
     assert len(line["words"]) < 30_000
     assert line["words"].endswith("… (5000000 characters)")
+
+
+def test_a_person_is_not_told_megabytes() -> None:
+    stream = io.StringIO()
+    configure_logging("cache", "info", "human", stream=stream)
+    try:
+        raise ValueError("x" * 5_000_000)
+    except ValueError as error:
+        get_logger("a").exception("failed", error=str(error))
+    text = stream.getvalue()
+    assert "Traceback (most recent call last)" in text
+    assert "… (5000000 characters)" in text
+    assert len(text) < 60_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -22,6 +23,7 @@ class ThingSettings(ServiceSettings, section="thing"):
     chunked: bool = Field(True, description="in chunks")
     peer: Address = Field("127.0.0.1:7001", description="another thing")
     peers: AddressList = Field("127.0.0.1:7001", description="other things")
+    options: dict[str, Any] = Field({}, description="of the thing")
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +115,8 @@ def test_help_names_flags_and_variables(capsys: pytest.CaptureFixture[str]) -> N
         (["--peers", "host:1,host"], ["--peers", "host:port"]),
         (["--peers", "host:1,"], ["--peers", "host:port"]),
         (["--peers", "host:1, host:1"], ["--peers", "twice"]),
+        (["--options", "[1]"], ["options", "Parsing error"]),
+        (["--options", '{"a"'], ["options", "Missing end"]),
         (["--port"], ["--port", "expected one argument"]),
         (["--log-level", "loud"], ["--log-level", "'loud'"]),
         (["--bogus", "1"], ["--bogus"]),

@@ -101,10 +101,21 @@ async def test_after_an_order_has_failed_the_next_change_builds_on_what_is_in_fo
     assert (answer.choice.order, answer.failed_order) == ("fcfs", "")
 
 
+async def test_the_options_of_an_order_that_failed_go_with_it() -> None:
+    bad = hostile("order", "add", raises, random.Random(0), 1.0)
+    system, _ = system_with(dataclasses.replace(build(choose()), order=bad))
+    admin = Admin(system.scheduler, choose("", {"order": f"{__name__}:Wordy"}, {"num_words": 3, "watermark": 0.03}))
+    system.submit("s", 1, [9], PARAMS)
+    answer = await admin.GetPolicy(GetPolicyRequest(), Context())  # type: ignore[arg-type]
+    kept = {"resume_watermark": "0.05", "watermark": "0.03"}
+    assert dict(answer.choice.options) == kept
+    assert dict((await set_policy(admin, batch="prefill-first")).options) == kept
+
+
 class Wordy(FirstComeFirstServed):
-    def __init__(self) -> None:
+    def __init__(self, num_words: int = 1_000_000) -> None:
         super().__init__()
-        raise ValueError("\ud800" + "words " * 1_000_000)
+        raise ValueError("\ud800" + "words " * num_words)
 
 
 async def test_a_policys_words_fit_a_status() -> None:
