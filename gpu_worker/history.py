@@ -7,6 +7,8 @@ a slot gets. Struct of arrays: noting a step costs the same few calls whatever t
 
 from __future__ import annotations
 
+import math
+import mmap
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +16,6 @@ import numpy.typing as npt
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
-FIRST_CAPACITY = 256  # tokens of a slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +30,22 @@ class Sampling:
 @dataclass(slots=True)
 class TokenHistory:
     num_slots: int
-    tokens: Int32s = field(init=False)  # [slots, capacity]
+    max_model_len: int  # tokens
+    tokens: Int32s = field(init=False)  # [slots, max_model_len + 1]: the longest one may sample once more
     num_known: Int64s = field(init=False)  # [slots] leading tokens that are known; 0: the slot is empty, or has failed
     seats: Int64s = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tokens = np.zeros((self.num_slots, FIRST_CAPACITY), np.int32)
+        # Pages that nobody has written to cost nothing, so there is room for the longest sequences without a step that
+        # waits while it is made. Not np.zeros: it asks for huge pages, of which a short sequence takes a whole one.
+        shape = self.num_slots, self.max_model_len + 1
+        memory = mmap.mmap(-1, 4 * math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.tokens = np.frombuffer(memory, np.int32).reshape(shape)
         self.seats = np.zeros(self.num_slots, np.int64)
         self.num_known = np.zeros(self.num_slots, np.int64)
 
     def seat(self, slot: int, token_ids: Int32s) -> None:
         """A sequence begins there, with the tokens that are known of it."""
-        self._reach(len(token_ids))
         self.tokens[slot, : len(token_ids)] = token_ids
         self.num_known[slot] = len(token_ids)
         self.seats[slot] += 1
@@ -56,18 +61,9 @@ class TokenHistory:
         """Step by step. tokens: [rows that sample], -1 where the row has failed: nothing is known of it any more."""
         is_seated = (self.seats[sampled.slots] == sampled.seats) & (self.num_known[sampled.slots] == sampled.positions)
         slots, positions, tokens = sampled.slots[is_seated], sampled.positions[is_seated], tokens[is_seated]
-        if not len(slots):
-            return
-        self._reach(int(positions.max()) + 1)
         self.tokens[slots, positions] = tokens
         self.num_known[slots] = np.where(tokens < 0, 0, positions + 1)
 
     def of(self, slot: int) -> Int32s:
         """The known tokens of the sequence in the slot."""
         return self.tokens[slot, : self.num_known[slot]]
-
-    def _reach(self, length: int) -> None:
-        capacity = self.tokens.shape[1]
-        if length > capacity:
-            more = np.zeros((self.num_slots, max(length, 2 * capacity) - capacity), np.int32)
-            self.tokens = np.concatenate((self.tokens, more), axis=1)

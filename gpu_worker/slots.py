@@ -103,7 +103,7 @@ class SlotTable:
         self.top_k, self.min_tokens = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
         self.seed, self.num_top = np.zeros(slots, np.uint64), np.full(slots, -1, np.int64)
         self.banned, self.tokens, self.scored_prompts, self.request_ids, self.cache_salts = {}, {}, {}, {}, {}
-        self.history = TokenHistory(slots)
+        self.history = TokenHistory(slots, self.limits.max_model_len)
         self._last_step = 0
         self._granted = []
 

@@ -65,7 +65,7 @@ class StepArrays:
 
 
 def step_arrays(rows: StepRows, table: SlotTable, scored_rows: npt.NDArray[np.integer] | None = None) -> StepArrays:
-    """`scored_rows`: whose logits are wanted too. All of it vectorised: no Python per decoding row."""
+    """`scored_rows`: whose logits are wanted too. All but the block tables vectorised: no Python per decoding row."""
     block_size = table.limits.block_size
     qo_indptr = indptr(rows.counts)
     owners = np.repeat(np.arange(len(rows.slots)), rows.counts)
@@ -73,7 +73,6 @@ def step_arrays(rows: StepRows, table: SlotTable, scored_rows: npt.NDArray[np.in
     block_ids = table.block_table[rows.slots[owners], positions // block_size]
     kv_lens = rows.starts + rows.counts
     widths = -(-kv_lens // block_size)
-    longest = np.arange(widths.max())
     has_chunks = len(rows.slots) > rows.num_decodes
     wanted = qo_indptr[1:][rows.samples] - 1
     if scored_rows is not None:
@@ -86,11 +85,17 @@ def step_arrays(rows: StepRows, table: SlotTable, scored_rows: npt.NDArray[np.in
         slot_mapping=block_ids.astype(np.int64) * block_size + positions % block_size,
         qo_indptr=qo_indptr,
         kv_indptr=indptr(widths),
-        kv_indices=table.block_table[rows.slots, : len(longest)][longest < widths[:, None]],
+        kv_indices=_tables(table, rows.slots, widths),
         last_block_len=kv_lens - (widths - 1) * block_size,
         sampling_rows=None if all_sample else wanted,
         sampled_slots=rows.slots[rows.samples],
     )
+
+
+def _tables(table: SlotTable, slots: Int32s, widths: npt.NDArray[np.integer]) -> Int32s:
+    """The first `widths` blocks of each slot, end to end. A slice each costs what is copied; as one rectangle, from
+    which the rest is masked, a single long sequence among many would cost them all its length."""
+    return np.concatenate([table.block_table[s, :w] for s, w in zip(slots.tolist(), widths.tolist(), strict=True)])
 
 
 def dummy_decodes(size: int) -> StepArrays:

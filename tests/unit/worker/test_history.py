@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpu_worker.build import BuiltWorker
-from gpu_worker.history import FIRST_CAPACITY, TokenHistory
+from gpu_worker.history import TokenHistory
 from paceline.v1.worker_pb2 import KeptSequence
 from tests.unit.worker.driver import Driver, Sequence
 from tests.unit.worker.families import VOCAB, Reference
@@ -100,7 +100,7 @@ def test_nothing_is_kept_after_a_step_that_raised(
 
 
 def test_late_tokens_of_a_slot_that_has_another_sequence_are_not_its_own() -> None:
-    history = TokenHistory(4)
+    history = TokenHistory(4, 8)
     history.seat(1, int32(10, 11))
     history.seat(2, int32(20))
     step = history.sampling(int32(1, 2), int32(2, 1))
@@ -112,7 +112,7 @@ def test_late_tokens_of_a_slot_that_has_another_sequence_are_not_its_own() -> No
 
 
 def test_of_a_row_that_has_failed_nothing_is_known() -> None:
-    history = TokenHistory(4)
+    history = TokenHistory(4, 8)
     history.seat(1, int32(10))
     history.seat(2, int32(20))
     history.note(history.sampling(int32(1, 2), int32(1, 1)), np.array([-1, 21]))
@@ -121,11 +121,9 @@ def test_of_a_row_that_has_failed_nothing_is_known() -> None:
     assert history.of(2).tolist() == [20, 21, 22]
 
 
-def test_long_sequences_have_room() -> None:
-    history = TokenHistory(2)
-    history.seat(0, int32(7))
-    for i in range(FIRST_CAPACITY):
-        history.note(history.sampling(int32(0), int32(i + 1)), np.array([i]))
-    history.seat(1, np.arange(5 * FIRST_CAPACITY, dtype=np.int32))
-    assert history.of(0).tolist() == [7, *range(FIRST_CAPACITY)]
-    assert history.of(1).tolist() == list(range(5 * FIRST_CAPACITY))
+def test_the_longest_sequence_has_room_for_a_token_more() -> None:
+    history = TokenHistory(2, 5)
+    history.seat(1, np.arange(5, dtype=np.int32))
+    history.note(history.sampling(int32(1), int32(5)), np.array([9]))
+    assert history.of(1).tolist() == [0, 1, 2, 3, 4, 9]
+    assert history.of(0).tolist() == []
