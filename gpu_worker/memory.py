@@ -19,6 +19,9 @@ from gpu_worker.sampling.prompt_scores import SCORER_BYTES_PER_LOGIT, rows_at_on
 SAMPLER_BYTES_PER_LOGIT = 6 * 4 + 5 * 8
 SAMPLER_BYTES_PER_ROW = 2**16 * (3 * 8 + 1)
 
+# What penalties count by, see RowPool: a row for each slot, and as many again when it grows.
+COUNTS_BYTES_PER_LOGIT = 2 * 4
+
 # What a graph takes at the least, for what FlashInfer plans with: 8 MiB for each kind of window. The allocator asks the
 # device for several of them at once, so that a single graph may seem to take nothing.
 MIN_GRAPH_BYTES = 2 * 8 * 2**20
@@ -63,7 +66,8 @@ def bytes_for_steps(make_runner: Callable[[], ModelRunner], graph_sizes: list[in
     sampling = (SAMPLER_BYTES_PER_LOGIT * limits.vocab_size + SAMPLER_BYTES_PER_ROW) * limits.max_num_seqs
     scored_rows = min(rows_at_once(limits.vocab_size), limits.max_batched_tokens)
     scoring = SCORER_BYTES_PER_LOGIT * scored_rows * limits.vocab_size
-    return max(0, taken) + max(sampling, scoring)  # one after the other
+    counts = COUNTS_BYTES_PER_LOGIT * limits.vocab_size * limits.max_num_seqs
+    return max(0, taken) + max(sampling, scoring) + counts  # sampling and scoring: one after the other
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -150,7 +150,8 @@ def test_what_steps_take_is_what_a_trial_took(
     device = TrialDevice(monkeypatch)
     needed = memory.bytes_for_steps(lambda: TrialRunner(device), sizes, torch.device("cpu"))
     sampling = 10 * (memory.SAMPLER_BYTES_PER_LOGIT * 1000 + memory.SAMPLER_BYTES_PER_ROW)
-    assert needed == ((400 + 300 + graphs_mib) << 20) + sampling
+    counts = 10 * memory.COUNTS_BYTES_PER_LOGIT * 1000
+    assert needed == ((400 + 300 + graphs_mib) << 20) + sampling + counts
 
 
 def test_a_graph_that_found_room_in_what_the_allocator_had_counts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,4 +172,5 @@ def test_scoring_prompts_counts_where_it_takes_more_than_sampling(monkeypatch: p
         return runner
 
     needed = memory.bytes_for_steps(make_runner, [], torch.device("cpu"))
-    assert needed == (700 << 20) + memory.SCORER_BYTES_PER_LOGIT * SLICE_BYTES // 4
+    counts = memory.COUNTS_BYTES_PER_LOGIT * 2**17
+    assert needed == (700 << 20) + memory.SCORER_BYTES_PER_LOGIT * SLICE_BYTES // 4 + counts
