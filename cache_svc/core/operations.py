@@ -344,8 +344,8 @@ class Operations:
 
     def _free(self, op: pb.FreeOp, _: pb.CacheOpResult) -> None:
         sequence_ids = op.sequences[:]
-        known = (self.admitted, self.waiting, self.swapped)
-        unknown = [s for s in sequence_ids if not any(s in those for those in known)]
+        admitted, waiting, swapped = self.admitted, self.waiting, self.swapped
+        unknown = [s for s in sequence_ids if s not in admitted and s not in waiting and s not in swapped]
         if unknown:
             raise OpError(Code.NOT_FOUND, f"not known: {_named(unknown)}; nothing was freed")
         if len(set(sequence_ids)) != len(sequence_ids):

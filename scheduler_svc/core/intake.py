@@ -200,14 +200,9 @@ def _in_tokens(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -> Iter
         yield RetentionRange(start=start, end=end, priority=one.priority, duration_ms=one.duration_ms)
 
 
-def is_full(queue: WaitingQueue, config: SchedulerConfig) -> bool:
-    """Whether the queue takes nobody, whoever it may be."""
-    return queue.num_requests >= config.max_queued_requests or queue.num_tokens >= config.max_queued_tokens
-
-
 def free_places(queue: WaitingQueue, config: SchedulerConfig) -> int:
-    """How many more requests the queue takes, if their tokens fit."""
-    return 0 if is_full(queue, config) else config.max_queued_requests - queue.num_requests
+    """How many more requests the queue takes, if their tokens fit. 0: it takes nobody, whoever it may be."""
+    return max(0, config.max_queued_requests - queue.num_requests) if queue.num_tokens < config.max_queued_tokens else 0
 
 
 def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, budgets: Budgets) -> None:

@@ -36,7 +36,6 @@ from scheduler_svc.core.intake import (
     check_submission,
     explain_rejection,
     free_places,
-    is_full,
     is_sample_of,
     new_request,
     recheck,
@@ -332,7 +331,7 @@ class SchedulerCore:
             model = type(self.limits.model)()
             model.CopyFrom(self.limits.model)
             model.max_model_len = self.limits.max_total_tokens
-        full = is_full(self.queue, self.config)
+        full = not free_places(self.queue, self.config)
         ready = bool(active) and self._cache.connected and not full
         return SchedulerStatus(num_workers=len(active), ready=ready, model=model, full=full)
 
@@ -389,9 +388,9 @@ class SchedulerCore:
         self.life.now_s = now_s
         if (exchange := self._rounds.plan(now_s)) is not None:
             self._outbox.to_cache.append(exchange)
-        if is_full(self.queue, self.config) != self._told_full:  # at once: gateways refuse by it
-            self._announce()
         places = free_places(self.queue, self.config)
+        if (not places) != self._told_full:  # at once: gateways refuse by it
+            self._announce()
         for session in self.sessions.values():
             session.places = places
             while (message := session.next_message()) is not None:
