@@ -57,10 +57,12 @@ class _Answer(Response):
         try:
             # A task of its own: else each of its steps, one per token, would climb through the stack of middleware.
             await asyncio.create_task(self._run(scope, receive, send))
-        except ClientGone:
+        except ClientGone as gone:
             _log.debug("client went away", id=self._envelope.id)
+            gone.__traceback__ = None  # its frames hold the generation, which holds it: prompt and all would stay
         except ApiError as error:
             await self._fail(error, scope, receive, send)
+            error.__traceback__ = None
         finally:
             watcher.cancel()
             self._reading.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import grpc
 import grpc.aio
@@ -59,9 +59,6 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
         except ApiError as error:
             self._gateway.metrics.refused("grpc")
             await _abort(context, error)
-        # However this call ends (a client that cancels or goes away among them), the scheduler hears of it.
-        on_done: Any = lambda _: reading.close()  # noqa: E731 - grpc-stubs types the argument as a class
-        context.add_done_callback(on_done)
         [generation] = reading.generations
         try:
             await _skip(generation, request)
@@ -74,6 +71,10 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
                 yield response
         except ApiError as error:
             await _abort(context, error)
+        finally:
+            # However this call ends (a client that cancels or goes away among them), the scheduler hears of it. Not by
+            # a callback of the context: that stays with it until the garbage collector comes, prompt and all.
+            reading.close()
 
     async def Session(
         self, request_iterator: AsyncIterator[inference_pb2.SessionRequest], context: _SessionContext

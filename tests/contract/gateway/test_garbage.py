@@ -1,0 +1,103 @@
+"""What a request held is gone when the request is, without the garbage collector: that comes after so many objects,
+not after so many bytes, and an object may be a prompt of a million tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+
+from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from services.gateway.request import GenerateJob
+from tests.contract.gateway.conftest import MODEL, Running, Start, until
+
+NUM_REQUESTS = 3
+
+
+def num_jobs() -> int:
+    return sum(isinstance(thing, GenerateJob) for thing in gc.get_objects())
+
+
+@pytest.fixture(autouse=True)
+def _uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+async def none_is_left(running: Running) -> None:
+    await until(lambda: running.scheduler.num_running == 0)
+    await until(lambda: num_jobs() == 0)
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": [7] * 50, "max_tokens": 5, **more}
+
+
+async def ask(running: Running, fields: dict[str, Any], status: int) -> None:
+    answer = await running.http.post("/v1/completions", json=fields)
+    assert answer.status_code == status
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 3, "stream": True}, {"n": 2, "best_of": 3}])
+async def test_of_what_is_answered_nothing_stays(running: Running, fields: dict[str, Any]) -> None:
+    for _ in range(NUM_REQUESTS):
+        await ask(running, body(**fields), 200)
+    await none_is_left(running)
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 3, "stream": True}, {"n": 3}])
+async def test_of_those_whose_clients_go_nothing_stays(start: Start, fields: dict[str, Any]) -> None:
+    running = await start(step_s=0.01)
+    long = {**body(**fields), "max_tokens": 1000}
+    for _ in range(NUM_REQUESTS):
+        with contextlib.suppress(httpx.ReadTimeout):
+            async with running.http.stream("POST", "/v1/completions", json=long, timeout=0.3) as answer:
+                await anext(answer.aiter_lines())
+    assert len(running.scheduler.submissions) >= NUM_REQUESTS
+    await none_is_left(running)
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 2}])
+async def test_of_those_that_fail_nothing_stays(start: Start, fields: dict[str, Any]) -> None:
+    running = await start()
+    error = common_pb2.FINISH_REASON_ERROR
+    running.scheduler.reject = lambda s: inference_pb2.Ending(handle=s.handle, reason=error, code=13, message="broken")
+    for _ in range(NUM_REQUESTS):
+        await ask(running, body(**fields), 500)
+    await none_is_left(running)
+
+
+@contextlib.asynccontextmanager
+async def grpc_calls(running: Running, max_tokens: int) -> AsyncIterator[list[Any]]:
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=[7] * 50), sampling=inference_pb2.SamplingOptions(max_tokens=max_tokens)
+    )
+    async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        yield [stub.Generate(request) for _ in range(NUM_REQUESTS)]
+
+
+async def test_of_grpc_calls_nothing_stays(running: Running) -> None:
+    async with grpc_calls(running, 5) as calls:
+        for call in calls:
+            assert [message async for message in call][-1].HasField("usage")
+        await none_is_left(running)
+
+
+async def test_of_cancelled_grpc_calls_nothing_stays(start: Start) -> None:
+    running = await start(step_s=0.01)
+    async with grpc_calls(running, 1000) as calls:
+        for call in calls:
+            await call.read()
+            call.cancel()
+        await asyncio.sleep(0)
+        await none_is_left(running)
