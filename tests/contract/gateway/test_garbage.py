@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc
@@ -21,21 +21,27 @@ from tests.contract.gateway.conftest import MODEL, Running, Start, until
 NUM_REQUESTS = 3
 
 
-def num_jobs() -> int:
-    return sum(isinstance(thing, GenerateJob) for thing in gc.get_objects())
+def jobs() -> dict[int, GenerateJob]:
+    """All that are there, by id."""
+    return {id(thing): thing for thing in gc.get_objects() if type(thing) is GenerateJob}
 
 
-@pytest.fixture(autouse=True)
-def _uncollected() -> Iterator[None]:
+NoneIsLeft = Callable[[Running], Awaitable[None]]
+
+
+@pytest.fixture
+def none_is_left() -> Iterator[NoneIsLeft]:
+    """Waits until nothing is there of what has been asked since."""
     gc.collect()
     gc.disable()
-    yield
+    before = jobs()  # of other tests
+
+    async def wait(running: Running) -> None:
+        await until(lambda: running.scheduler.num_running == 0)
+        await until(lambda: not jobs().keys() - before.keys())
+
+    yield wait
     gc.enable()
-
-
-async def none_is_left(running: Running) -> None:
-    await until(lambda: running.scheduler.num_running == 0)
-    await until(lambda: num_jobs() == 0)
 
 
 def body(**more: Any) -> dict[str, Any]:
@@ -48,14 +54,18 @@ async def ask(running: Running, fields: dict[str, Any], status: int) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 3, "stream": True}, {"n": 2, "best_of": 3}])
-async def test_of_what_is_answered_nothing_stays(running: Running, fields: dict[str, Any]) -> None:
+async def test_of_what_is_answered_nothing_stays(
+    running: Running, fields: dict[str, Any], none_is_left: NoneIsLeft
+) -> None:
     for _ in range(NUM_REQUESTS):
         await ask(running, body(**fields), 200)
     await none_is_left(running)
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 3, "stream": True}, {"n": 3}])
-async def test_of_those_whose_clients_go_nothing_stays(start: Start, fields: dict[str, Any]) -> None:
+async def test_of_those_whose_clients_go_nothing_stays(
+    start: Start, fields: dict[str, Any], none_is_left: NoneIsLeft
+) -> None:
     running = await start(step_s=0.01)
     long = {**body(**fields), "max_tokens": 1000}
     for _ in range(NUM_REQUESTS):
@@ -67,7 +77,7 @@ async def test_of_those_whose_clients_go_nothing_stays(start: Start, fields: dic
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 2}])
-async def test_of_those_that_fail_nothing_stays(start: Start, fields: dict[str, Any]) -> None:
+async def test_of_those_that_fail_nothing_stays(start: Start, fields: dict[str, Any], none_is_left: NoneIsLeft) -> None:
     running = await start()
     error = common_pb2.FINISH_REASON_ERROR
     running.scheduler.reject = lambda s: inference_pb2.Ending(handle=s.handle, reason=error, code=13, message="broken")
@@ -86,14 +96,14 @@ async def grpc_calls(running: Running, max_tokens: int) -> AsyncIterator[list[An
         yield [stub.Generate(request) for _ in range(NUM_REQUESTS)]
 
 
-async def test_of_grpc_calls_nothing_stays(running: Running) -> None:
+async def test_of_grpc_calls_nothing_stays(running: Running, none_is_left: NoneIsLeft) -> None:
     async with grpc_calls(running, 5) as calls:
         for call in calls:
             assert [message async for message in call][-1].HasField("usage")
         await none_is_left(running)
 
 
-async def test_of_cancelled_grpc_calls_nothing_stays(start: Start) -> None:
+async def test_of_cancelled_grpc_calls_nothing_stays(start: Start, none_is_left: NoneIsLeft) -> None:
     running = await start(step_s=0.01)
     async with grpc_calls(running, 1000) as calls:
         for call in calls:
