@@ -54,12 +54,22 @@ class Budgets:
         """What the tenant may still have running, if that has a limit; less than nothing if it has more."""
         return self.config.tenant_max_running_tokens - self.tenant_tokens[tenant]
 
+    @property
+    def limits_tenants(self) -> bool:
+        """Whether they may have only so much running."""
+        return self.config.tenant_max_running_tokens > 0
+
+    def waits_for_tenant(self, request: Request) -> bool:
+        """Whether others of its tenant have to end before it may run. A tenant whose one request is larger than its
+        budget still gets it served, alone."""
+        running = self.tenant_tokens[request.tenant]
+        return running > 0 and 0 < self.config.tenant_max_running_tokens < running + request.max_total_tokens
+
     def exceeded(self, worker: Worker, request: Request, admitted: Admitted) -> str | None:
         """Which budget the request does not fit in on the worker, beside what is bound and `admitted` there; "name:
         numbers"."""
         if (limit := self.config.tenant_max_running_tokens) > 0:
             running = self.tenant_tokens[request.tenant] + admitted.tenant_tokens[request.tenant]
-            # A tenant whose one request is larger than its budget still gets it served, alone.
             if running and running + request.max_total_tokens > limit:
                 return f"tenant: {running} tokens of tenant {request.tenant!r} run, its limit is {limit}"
         if request.lora:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
+from scheduler_svc.core.budgets import Budgets
 from scheduler_svc.core.cache_link import CacheLink
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.planner import Planner
@@ -20,6 +21,8 @@ from scheduler_svc.core.worker import Worker
 
 # Waiting requests whose matches are asked for anew, at the most.
 MAX_HEADS = 16
+# Why a step has no room for a request, for which another worker may have some.
+REFUSALS = ("capacity", "blocks")
 
 
 class Composer:
@@ -31,15 +34,20 @@ class Composer:
         fallback: Callable[[], Policies],
         counters: Counters,
         on_policy_error: Callable[[Exception], None],
-        free_tokens: Callable[[str], int] | None,
+        budgets: Budgets,
     ) -> None:
-        """`fallback` makes the policies that compose a step when those in force fail at it; `free_tokens` is the
-        queue's."""
+        """`fallback` makes the policies that compose a step when those in force fail at it."""
         self.policies = policies
+        self._budgets = budgets
+        free_tokens = budgets.free_tokens if budgets.limits_tenants else None
         self.queue = WaitingQueue(policies.order, self._order_failed, free_tokens)
         self._make_fallback, self._fallback = fallback, fallback()
         self._counters = counters
         self._on_policy_error = on_policy_error
+        # Of the last composition: tenants that it passed over, since too much of them runs; in tokens.
+        self.at_limit: dict[str, int] = {}
+        # Looked at in a composition, where a tenant's limit holds: whether they are stuck may not be what it was.
+        self._doubtful: list[Request] = []
 
     def set_policies(self, policies: Policies, workers: dict[int, Worker]) -> None:
         """Other policies from the next step on. Raises what their order raises; then nothing has changed."""
@@ -73,6 +81,19 @@ class Composer:
     ) -> Step | None:
         """The worker's next step; None if somebody gave way, and it has to be composed anew when the cache knows.
         `closed`: nobody is let in."""
+        step = self._draft(planner, worker, workers, now_s, closed)
+        if step is not None and len(workers) > 1:
+            for request, reason, _ in step._held_back:
+                if reason in REFUSALS:
+                    worker.refuse(request)
+        if self._doubtful and self._reconsider(workers) and step is not None and step.is_empty:
+            return self._draft(planner, worker, workers, now_s, closed)
+        return step
+
+    def _draft(
+        self, planner: Planner, worker: Worker, workers: dict[int, Worker], now_s: float, closed: bool
+    ) -> Step | None:
+        self.at_limit.clear()
         waiting = self._waiting(worker, workers, now_s, closed)
         try:
             return planner.draft_step(worker, self.policies, waiting, now_s)
@@ -102,7 +123,7 @@ class Composer:
     def heads(self, workers: dict[int, Worker], now_s: float) -> list[Request]:
         """The requests that the next composition looks at first, as many as the workers can begin in a step, after what
         is known to be cached of them."""
-        seats = sum(worker.slots.num_free for worker in workers.values())
+        seats = sum(max(0, worker.free_seats) for worker in workers.values())
         count = MAX_HEADS if self._looks_past_seats else min(seats, MAX_HEADS)
         if not count or not len(self.queue):
             return []
@@ -130,15 +151,26 @@ class Composer:
                 back = (request for request in worker.swapped.values() if not request.is_suspect)
                 yield from sorted(back, key=lambda request: request.seniority)
             queue, placement = self.queue, Placement(workers.values()) if len(workers) > 1 else None
+            limited, tenant_tokens = self._budgets.limits_tenants, self._budgets.tenant_tokens
             for request in iter(queue) if ordered_at_s is None else queue.ordered(ordered_at_s):
-                if request.matches is None or request.is_suspect or not worker.can_ever_hold(request):
+                if request.matches is None:
                     continue
-                if request.parent is not None and request.waits_for_parent:
+                if limited and self._budgets.waits_for_tenant(request):
+                    self.at_limit[request.tenant] = tenant_tokens[request.tenant]
                     continue
-                if placement is None or placement.place(request) in (worker, None):
+                passed_over = _waits_for_another(request) or not worker.can_ever_hold(request)
+                if not passed_over and (placement is None or placement.place(request) in (worker, None)):
                     yield request
+                if limited and queue.is_aside(request) != (passed_over or not worker.has_adapter(request)):
+                    self._doubtful.append(request)
 
         return waiting
+
+    def _reconsider(self, workers: dict[int, Worker]) -> bool:
+        """Whether others of their tenants have come into the order for those that were passed over."""
+        there = [worker for worker in workers.values() if not worker.draining]
+        doubtful, self._doubtful = self._doubtful, []
+        return self.queue.reconsider(doubtful, lambda request: _is_stuck(request, there))
 
     def _failed(self, error: Exception) -> None:
         self._counters.policy_errors += 1
@@ -150,3 +182,13 @@ class Composer:
         order = self._make_fallback().order
         self.policies = replace(self.policies, order=order)
         return order
+
+
+def _waits_for_another(request: Request) -> bool:
+    return request.is_suspect or (request.parent is not None and request.waits_for_parent)
+
+
+def _is_stuck(request: Request, workers: list[Worker]) -> bool:
+    """Whether nobody could take it, whatever its tenant has left."""
+    takers = (worker for worker in workers if worker.can_ever_hold(request) and worker.has_adapter(request))
+    return _waits_for_another(request) or next(takers, None) is None

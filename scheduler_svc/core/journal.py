@@ -7,10 +7,13 @@ asks.
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from scheduler_svc.core.request import Request
 
@@ -19,6 +22,7 @@ MAX_SPANS = 64  # of one request, and as many events
 MAX_HEADS = 4096
 MAX_OUTAGES = 256
 WAITING = ("waiting", "preempted", "requeued")
+NOBODY: Mapping[str, int] = MappingProxyType({})
 
 
 # Reason, detail, decision, time. A plain tuple: every request leaves three, and hardly one is ever asked for.
@@ -52,6 +56,7 @@ class Wait:
 class Record:
     seniority: int
     arrival_s: float
+    tenant: str
     # Lists, though only the last MAX_SPANS are kept: most records have a few, and an empty deque takes 600 bytes.
     events: list[Event]
     looks: list[Span] = field(default_factory=list)  # decisions that looked at it and left it out
@@ -92,18 +97,30 @@ class Head:
 
 
 @dataclass(slots=True)
+class AtLimit:
+    """A tenant, at consecutive decisions of a worker that passed over what waits of it, since so much of it ran."""
+
+    tenant: str
+    tokens: int
+    span: Span
+
+
+@dataclass(slots=True)
 class Journal:
+    tenant_limit: int = 0  # tokens of one that may run
     decisions: int = 0
     _live: dict[int, Record] = field(default_factory=dict)  # by seniority; as many as the queue and the workers take
     _ids: dict[str, list[int]] = field(default_factory=dict)  # of these; clients choose them, and two may be the same
     _ended: OrderedDict[str, Record] = field(default_factory=OrderedDict)
     _heads: deque[Head] = field(default_factory=lambda: deque(maxlen=MAX_HEADS))
     _last: dict[int, tuple[int, Head | None]] = field(default_factory=dict)  # each worker's last decision, and its head
+    _limits: deque[AtLimit] = field(default_factory=lambda: deque(maxlen=MAX_HEADS))
+    _at_limit: dict[int, dict[str, AtLimit]] = field(default_factory=dict)  # by each worker's last decision; by tenant
     _outages: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_OUTAGES))
 
     def arrived(self, request: Request, now_s: float) -> None:
         arrival = ("waiting", f"{request.num_tokens} tokens", self.decisions, now_s)
-        self._live[request.seniority] = Record(request.seniority, now_s, [arrival])
+        self._live[request.seniority] = Record(request.seniority, now_s, request.tenant, [arrival])
         self._ids.setdefault(request.request_id, []).append(request.seniority)
 
     def event(self, request: Request, reason: str, detail: str, now_s: float) -> None:
@@ -128,11 +145,17 @@ class Journal:
             self._ended.popitem(last=False)
 
     def decided(
-        self, worker: int, held_back: Sequence[tuple[Request, str, str]], closed: tuple[str, str] | None, now_s: float
+        self,
+        worker: int,
+        held_back: Sequence[tuple[Request, str, str]],
+        closed: tuple[str, str] | None,
+        now_s: float,
+        at_limit: Mapping[str, int] = NOBODY,
     ) -> None:
         """A decision for a worker looked at these and left them out, the first one first; or it is `closed` (reason,
-        detail), and looked at nobody."""
+        detail), and looked at nobody. `at_limit`: the tenants that it passed over, and how many tokens of them run."""
         self.decisions += 1
+        self._passed_over(worker, at_limit, now_s)
         before, head = self._last.get(worker, (0, None))
         for request, reason, detail in held_back:
             known = request if request.group is None else request.group.root
@@ -155,8 +178,23 @@ class Journal:
         head.span.detail, head.span.last, head.span.to_s = detail, self.decisions, now_s
         self._last[worker] = self.decisions, head
 
+    def _passed_over(self, worker: int, at_limit: Mapping[str, int], now_s: float) -> None:
+        if not (at_limit or worker in self._at_limit):
+            return
+        before = self._at_limit.pop(worker, {})
+        if not at_limit:
+            return
+        now = self._at_limit[worker] = {tenant: before[tenant] for tenant in at_limit if tenant in before}
+        for tenant, tokens in at_limit.items():
+            if (one := now.get(tenant)) is None:
+                span = Span("tenant", "", self.decisions, self.decisions, now_s, now_s, worker)
+                one = now[tenant] = AtLimit(tenant, tokens, span)
+                self._limits.append(one)
+            one.tokens, one.span.last, one.span.to_s = tokens, self.decisions, now_s
+
     def worker_gone(self, worker: int) -> None:
         self._last.pop(worker, None)
+        self._at_limit.pop(worker, None)
 
     def out(self, reason: str, detail: str, now_s: float) -> None:
         """From now on nothing can be decided for this reason; or if there is none, decisions go on."""
@@ -186,22 +224,23 @@ class Journal:
         return [replace(s, from_s=s.from_s - record.arrival_s, to_s=s.to_s - record.arrival_s) for s in spans]
 
     def _turns(self, record: Record, wait: Wait) -> list[Span]:
-        """While it waited: who stood before it, and what that one waited for; or why nobody was looked at."""
-        turns = []
-        first, last = wait.first, self.decisions if wait.last is None else wait.last
+        """While it waited and was not looked at: too much of its tenant ran, or who stood before it, and what that one
+        waited for; or why nobody was looked at."""
+        last = self.decisions if wait.last is None else wait.last
+        told, looks = list[Span](), Apart(record.looks)
+        for limit in self._limits:
+            if limit.tenant == record.tenant:
+                detail = f"{limit.tokens} tokens of tenant {limit.tenant!r} run, its limit is {self.tenant_limit}"
+                told += looks.parts(replace(limit.span, detail=detail), wait, last)
+        apart = Apart([*record.looks, *told])
         for one in self._heads:
             head = one.span
-            if head.last <= first or head.first > last or one.seniority == record.seniority:
+            if one.seniority == record.seniority or head.last <= wait.first or head.first > last:
                 continue
-            if any(span.first <= head.first and span.last >= head.last for span in record.looks):
-                continue  # it was looked at itself
-            reason, detail = head.reason, head.detail
             if one.request_id:
-                reason, detail = "order", f"behind {one.request_id}, which waits for {head.reason}"
-            from_s, to_s = max(head.from_s, record.arrival_s), min(head.to_s, wait.to_s)
-            begin, end = max(head.first, first + 1), min(head.last, last)
-            turns.append(Span(reason, detail, begin, end, from_s, to_s, head.worker))
-        return turns
+                head = replace(head, reason="order", detail=f"behind {one.request_id}, which waits for {head.reason}")
+            told += apart.parts(head, wait, last)
+        return told
 
     def _extend(self, record: Record, worker: int, reason: str, detail: str, before: int, now_s: float) -> None:
         """`before`: the number of the worker's decision before this one. What others decided in between does not end
@@ -212,6 +251,29 @@ class Journal:
             last.last, last.to_s, last.detail = self.decisions, now_s, detail
         else:
             record.add_look(Span(reason, detail, self.decisions, self.decisions, now_s, now_s, worker))
+
+
+class Apart:
+    """Ranges that tell of a request already, to be left out of others; those of one worker do not overlap."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._of: dict[int, list[Span]] = {}  # by worker, in order
+        for span in sorted(spans, key=lambda span: span.first):
+            self._of.setdefault(span.worker, []).append(span)
+
+    def parts(self, span: Span, wait: Wait, last: int) -> list[Span]:
+        """What is left of the span in the wait, up to that decision."""
+        told, parts = self._of.get(span.worker, []), list[Span]()
+        first, last, from_s = max(span.first, wait.first + 1), min(span.last, last), max(span.from_s, wait.from_s)
+        for one in itertools.islice(told, bisect_left(told, first, key=lambda one: one.last), None):
+            if one.first > last:
+                break
+            if first < one.first:
+                parts.append(replace(span, first=first, last=one.first - 1, from_s=from_s, to_s=one.from_s))
+            first, from_s = one.last + 1, one.to_s
+        if first <= last:
+            parts.append(replace(span, first=first, last=last, from_s=from_s, to_s=min(span.to_s, wait.to_s)))
+        return parts
 
 
 def _joined(spans: list[Span]) -> list[Span]:

@@ -44,7 +44,7 @@ class Lifecycle:
         self.queue = queue
         self.budgets = budgets
         self.counters = counters
-        self.journal = Journal()
+        self.journal = Journal(config.tenant_max_running_tokens)
         self.swaps = Swaps(cache, workers, counters)
         self.now_s = 0.0
         self._cache = cache
@@ -381,9 +381,11 @@ class Lifecycle:
 
     def end_late(self, now_s: float) -> None:
         """End what has missed its deadline or one of the time-outs."""
-        for request, message in list(self._late(now_s)):
-            if request.phase is not Phase.ENDED:
+        while late := [(request, why) for request, why in self._late(now_s) if request.phase is not Phase.ENDED]:
+            for request, message in late:
                 self.end(request, FinishReason.FINISH_REASON_ERROR, Rejection(CODE_DEADLINE_EXCEEDED, message))
+            if not self.budgets.limits_tenants:
+                break  # else the order has come to know of others of their tenants, who may be late, too
 
     def _late(self, now_s: float) -> Iterator[tuple[Request, str]]:
         due = itertools.takewhile(lambda item: item[0][0] <= now_s, self._deadlines.items())

@@ -24,14 +24,14 @@ class Placement:
     there is least prefill ahead of it and of its own, counting those that were placed before it.
 
     Nothing is bound here. A request stays in the central queue until the worker that it is placed at has credit for a
-    step, and then everything is placed anew.
+    step, and then everything is placed anew; whom a policy has refused there is placed elsewhere, if there is room.
     """
 
     def __init__(self, workers: Iterable[Worker]) -> None:
         self._rooms = [
-            Room(worker, worker.load_tokens, worker.slots.num_free, worker.available_blocks)
+            Room(worker, worker.load_tokens, worker.free_seats, worker.free_blocks)
             for worker in workers
-            if not worker.draining and worker.slots.num_free
+            if not worker.draining and worker.free_seats > 0
         ]
 
     def place(self, request: Request) -> Worker | None:
@@ -41,7 +41,7 @@ class Placement:
             worker = room.worker
             match = request.match_on(worker.id)
             cost = room.load_tokens - match.num_tokens
-            if best is not None and cost >= least:
+            if (best is not None and cost >= least) or worker.has_refused(request):
                 continue
             need_blocks = worker.blocks_for(request.num_tokens) - match.num_live_tokens // worker.block_size
             if need_blocks <= room.blocks and worker.can_ever_hold(request) and worker.has_adapter(request):

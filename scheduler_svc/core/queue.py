@@ -55,6 +55,11 @@ class WaitingQueue:
             self._tell(self.order.add, request)
         else:
             self._change(lambda lines: lines.add(request, _rank(self.order, request)))
+            if request.seniority not in self._shown:  # it has come all the same: from now on it ages
+                order = self.order
+                self._tell(order.add, request)
+                if self.order is order:
+                    self._tell(order.remove, request)
 
     def remove(self, request: Request) -> None:
         del self._by_seniority[request.seniority]
@@ -69,16 +74,33 @@ class WaitingQueue:
         if self._lines is not None:
             self._change(lambda lines: lines.balance(tenant))
 
+    def is_aside(self, request: Request) -> bool:
+        """Whether it counts nothing among those of its tenant: see reconsider()."""
+        return self._lines is not None and self._lines.is_aside(request)
+
+    def reconsider(self, requests: Iterable[Request], is_stuck: Callable[[Request], bool]) -> bool:
+        """Of these, in the order, some are stuck for another reason than what their tenants have left, or are no more;
+        whether others have come into the order for them."""
+        shown = len(self._shown)
+        there = [request for request in requests if request.seniority in self._shown]
+        self._change(lambda lines: lines.reconsider(there, is_stuck))
+        return len(self._shown) > shown
+
     def _change(self, change: Callable[[TenantLines], list[Request]]) -> None:
-        """Carry it out, and let the order know whom it shows, or shows no more."""
+        """Carry it out, and let the order know whom it shows, or shows no more. It is told of the latter last, so that
+        no tenant seems to have nobody waiting; and of the one that is removed last of all, as it may start now."""
         assert self._lines is not None
-        order = self.order
+        order, turned = self.order, dict[int, Request]()
         try:
-            turned = change(self._lines)
+            for request in change(self._lines):
+                if turned.pop(request.seniority, None) is None:
+                    turned[request.seniority] = request
         except Exception as error:  # the order's: its ranks cannot be compared
             self.reorder(self._fallback(error))
             return
-        for request in turned:
+        coming = [request for request in turned.values() if request.seniority not in self._shown]
+        going = [request for request in turned.values() if request.seniority in self._shown]
+        for request in [*coming, *reversed(going)]:
             shows = self._shown.pop(request.seniority, None) is None
             if shows:
                 self._shown[request.seniority] = request

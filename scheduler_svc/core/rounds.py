@@ -120,7 +120,8 @@ class Rounds:
         if not is_trial:
             self._composer.planned(step)
         decision = step._decision()
-        self._life.journal.decided(worker.id, decision.held_back, decision.closed, self._life.now_s)
+        journal, at_limit = self._life.journal, {} if is_trial else self._composer.at_limit
+        journal.decided(worker.id, decision.held_back, decision.closed, self._life.now_s, at_limit)
         if step.is_empty:
             self._life.counters.barren_steps += preempted
             if not (self._ask_for_pins(worker, step) or is_trial):

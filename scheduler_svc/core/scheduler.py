@@ -81,8 +81,7 @@ class SchedulerCore:
         self._told_full = False
         self._cache = CacheLink(epoch)
         budgets = Budgets(config)
-        free_tokens = budgets.free_tokens if config.tenant_max_running_tokens > 0 else None
-        self._composer = Composer(policies, fallback, self.counters, on_policy_error, free_tokens)
+        self._composer = Composer(policies, fallback, self.counters, on_policy_error, budgets)
         self.queue = self._composer.queue
         self.life = Lifecycle(config, self.queue, budgets, self._cache, self.workers, self.sessions, self.counters)
         self._recovery = Recovery(self._cache, self.workers, self.life)
@@ -109,6 +108,7 @@ class SchedulerCore:
             self._publish_prompt_scores,
             self._groups.report,
         )
+        self._note_outage()
 
     @property
     def policies(self) -> Policies:
@@ -306,13 +306,16 @@ class SchedulerCore:
                 if self._cache.connected:
                     self.life.ask_all_matches()  # in the model's namespace
             self._groups.model_known(self.limits)
+        self._note_outage()
+        self._announce()
+
+    def _note_outage(self) -> None:
         if not self._cache.connected:
             self.journal.out("no-cache", "the cache does not answer", self.life.now_s)
         elif all(worker.draining for worker in self.workers.values()):
             self.journal.out("no-worker", "none is attached", self.life.now_s)
         else:
             self.journal.out("", "", self.life.now_s)
-        self._announce()
 
     def _announce(self) -> None:
         """Tell the sessions, if what they know of us has changed."""

@@ -257,6 +257,11 @@ class StepView:
         block_size = self._worker.block_size
         return (match.num_tokens - match.num_host_tokens) // block_size * block_size
 
+    def exceeds_budget(self, request: RequestView) -> bool:
+        """Whether a budget that is not the policies' keeps a waiting request out of this step: its tenant's, or that of
+        adapters in the batch."""
+        return self._over_budget(request._request, self._budgeted) is not None
+
     def uncached_tokens(self, request: RequestView) -> int:
         return request.num_tokens - self.cached_tokens(request)
 

@@ -109,6 +109,8 @@ class Worker:
     free_host_blocks: int = 0  # those in which something is only cached among them
     loras: Counter[str] = field(default_factory=Counter)  # requests that are bound, by adapter
     num_departed: int = 0  # sequences that ever left
+    _refused: set[int] = field(default_factory=set)  # by seniority
+    _refused_at: int = 0  # num_departed
     binding_tokens: int = 0  # load of the requests that the draft binds
     # As in the registration, which is slow to read.
     num_blocks: int = field(init=False)
@@ -143,6 +145,30 @@ class Worker:
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def refuse(self, request: Request) -> None:
+        """A policy had no room for it here, though it looked as if there were some: see has_refused()."""
+        if self._refused_at != self.num_departed:
+            self._refused_at = self.num_departed
+            self._refused.clear()
+        self._refused.add(request.seniority)
+
+    def has_refused(self, request: Request) -> bool:
+        """Whether nobody has left since, so that it would be refused again."""
+        return request.seniority in self._refused and self._refused_at == self.num_departed
+
+    @property
+    def free_seats(self) -> int:
+        """Beside those that its draft is about to take."""
+        return self.slots.num_free - (0 if self.draft is None else len(self.draft.decision.admissions))
+
+    @property
+    def free_blocks(self) -> int:
+        """As free_seats; for prefixes that its draft takes out of what is available nothing is counted."""
+        if self.draft is None:
+            return self.available_blocks
+        growth, admissions = self.draft.decision.growth, self.draft.decision.admissions
+        return self.available_blocks - len(growth) - sum(self.blocks_for(one.num_new_tokens) for one in admissions)
 
     def can_ever_hold(self, request: Request) -> bool:
         """The last token of a sequence is never computed, so it needs no room; an adapter needs a worker that serves

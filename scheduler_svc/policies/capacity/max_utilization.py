@@ -81,7 +81,8 @@ class MaxUtilization(CapacityPolicy):
             at, sequence = running[i] if i < len(running) else (None, None)
             if new and (sequence is None or new[0] < at):
                 request = new[1]
-                if self.prefix_aware and step.another_computes_prefix_of(request, starting):
+                waits = self.prefix_aware and step.another_computes_prefix_of(request, starting)
+                if waits or step.exceeds_budget(request):
                     new = next(waiting, None)
                     continue
                 need = step.need_blocks(request, step.uncached_tokens(request))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from scheduler_svc.core.policy import OrderPolicy
 from scheduler_svc.core.view import RequestView
@@ -38,34 +39,27 @@ class HighestResponseRatioNext(OrderPolicy):
     def __init__(self) -> None:
         self._served_tokens = 0
         self._entries: dict[int, Entry] = {}  # by seniority
-        # When they arrived: who was removed last, since it may have been to run; who runs; and who ran until just now.
-        self._removed: tuple[int, int] = (0, 0)  # seniority, arrival
-        self._running: dict[int, int] = {}
-        self._stopped: dict[int, int] = {}
+        # On the clock of tokens, when each one came first, for as long as it is there: wherever it is, it ages.
+        self._arrived_at: WeakKeyDictionary[RequestView, int] = WeakKeyDictionary()
 
     def add(self, request: RequestView) -> None:
-        seniority = request.seniority
-        arrived_at = self._stopped.pop(seniority, self._served_tokens)
-        self._entries[seniority] = Entry.of(request, arrived_at)
+        self._entries[request.seniority] = Entry.of(request, self._arrival(request))
 
     def remove(self, request: RequestView) -> None:
-        self._removed = request.seniority, self._entries.pop(request.seniority).arrived_at
+        del self._entries[request.seniority]
 
     def rematched(self, request: RequestView) -> None:
-        self._entries[request.seniority] = Entry.of(request, self._entries[request.seniority].arrived_at)
+        self._entries[request.seniority] = Entry.of(request, self._arrival(request))
+
+    def _arrival(self, request: RequestView) -> int:
+        return self._arrived_at.setdefault(request, self._served_tokens)
 
     def started(self, request: RequestView) -> None:
-        seniority, arrived_at = self._removed
-        # One that ran before this order was chosen has never been added.
-        self._running[request.seniority] = arrived_at if seniority == request.seniority else self._served_tokens
+        self._arrival(request)  # of one that ran before this order was chosen
         if not request.has_run:
             self._served_tokens += max(1, request.num_tokens - request.best_matched_tokens)
 
-    def stopped(self, request: RequestView) -> None:
-        self._stopped[request.seniority] = self._running.pop(request.seniority, self._served_tokens)
-
     def ordered(self, now_s: float) -> Iterator[RequestView]:
-        self._stopped.clear()  # who has not been added again has ended
         served = self._served_tokens
         ranked = sorted(
             (not entry.is_computed, (entry.arrived_at - served) / entry.uncached_tokens, entry.place, seniority)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions
+from scheduler_svc.core.queue import WaitingQueue
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.view import RequestView
 from scheduler_svc.policies.order.fair import MAX_IDLE, FairAmongTenants
 from scheduler_svc.policies.registry import build, choose
@@ -238,3 +241,30 @@ def test_a_search_pays_for_each_of_its_beams() -> None:
     order = system.scheduler.policies.order
     assert isinstance(order, FairAmongTenants)
     assert order.idle["t"] >= 20 + 4 * 39
+
+
+def test_who_is_hidden_by_a_limit_waits_all_the_same() -> None:
+    """Of a tenant at its limit the first one goes, and another is shown instead: it is no tenant that has just come."""
+    order, running = FairAmongTenants(), {"modest": 0, "busy": 0}
+    queue = WaitingQueue(order, pytest.fail, lambda tenant: 20 - running[tenant])
+    requests = [limited(seniority, "modest") for seniority in range(1, 5)]
+    others = [limited(seniority, "busy") for seniority in range(10, 20)]
+    for one in (*requests, *others):
+        queue.add(one)
+    running["modest"] = 20
+    queue.remove(requests[0])
+    queue.started(requests[0])
+    for one in others[:8]:
+        queue.remove(one)
+        queue.started(one)
+    before = {tenant.name: tenant.counter for tenant in order.busy.values()}
+    assert before["modest"] < before["busy"]
+    queue.remove(requests[1])  # its client goes
+    assert {tenant.name: tenant.counter for tenant in order.busy.values()} == before
+
+
+def limited(seniority: int, tenant: str) -> Request:
+    sampling = SamplingParams(max_tokens=18)
+    return Request(
+        seniority, "s", seniority, "", b"12345678", bytearray(), sampling, 0.0, tenant=tenant, place=seniority
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.policy import OrderPolicy, PolicyError
+from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.request import Match, Request
 from scheduler_svc.core.view import view_of
 from scheduler_svc.policies.order.deadline import EarliestDeadlineFirst
@@ -191,9 +193,26 @@ def test_hrrn_remembers_nobody_who_has_ended() -> None:
         wait(order, cancelled)
         order.remove(view_of(cancelled))
         assert names(order) == []
-    kept = [len(value) for value in vars(order).values() if isinstance(value, dict)]
-    assert kept
-    assert max(kept) == 0
+    gc.collect()  # these have not ended as they do in a scheduler, where nothing is left to it
+    assert len(order._entries) == 0
+    assert len(order._arrived_at) == 1, "the last one, which is still at hand"
+
+
+def test_hrrn_lets_those_age_that_a_tenants_limit_hides() -> None:
+    order, free = HighestResponseRatioNext(), {"a": 40}
+    queue = WaitingQueue(order, pytest.fail, lambda tenant: free[tenant])
+    first, *others = [request(i, [i] * 10, tenant="a") for i in range(1, 6)]
+    for one in (first, *others):
+        queue.add(one)
+    hidden = others[-1]
+    assert names(order) == [1, 2, 3]
+    queue.remove(first)
+    queue.started(first)
+    for i in range(10, 20):
+        serve(order, request(i, [i] * 10, tenant="b"))
+    free["a"] = 1000
+    queue.free_tokens_changed("a")
+    assert order._entries[hidden.seniority].arrived_at == 0
 
 
 # ── deadline ─────────────────────────────────────────────────────────────────────────────────────────────────────────

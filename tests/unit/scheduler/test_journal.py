@@ -203,3 +203,48 @@ def test_while_nothing_can_be_decided_that_is_the_reason() -> None:
         ("requeued", 7.0, 7.0),
         ("no-worker", 7.0, 8.5),
     ]
+
+
+def test_a_later_wait_is_told_from_its_own_beginning() -> None:
+    notes, first, second = Journal(), request(1), request(2)
+    notes.arrived(first, 1.0)
+    notes.arrived(second, 2.0)
+    notes.event(second, "running", "", 3.0)
+    for i in range(5):
+        notes.decided(1, [(first, "blocks", "")], None, 4.0 + i)
+    notes.event(second, "preempted", "", 9.0)
+    for i in range(3):
+        notes.decided(1, [(first, "blocks", "")], None, 10.0 + i)
+    assert told(notes, "r2")[-1] == ("order", "behind r1, which waits for blocks", 6, 8, 7.0, 10.0)
+
+
+def test_it_stood_behind_another_only_where_it_was_not_looked_at() -> None:
+    notes, first, second = Journal(), request(1), request(2)
+    notes.arrived(first, 0.0)
+    notes.arrived(second, 2.0)
+    for i in range(9):
+        looked_at = [(second, "blocks", "")] if i in (3, 4, 8) else []
+        notes.decided(1, [(first, "blocks", ""), *looked_at], None, 3.0 + i)
+    assert [span[:1] + span[2:] for span in told(notes, "r2")[1:]] == [
+        ("order", 1, 3, 1.0, 4.0),
+        ("blocks", 4, 5, 4.0, 5.0),
+        ("order", 6, 8, 5.0, 9.0),
+        ("blocks", 9, 9, 9.0, 9.0),
+    ]
+
+
+def test_who_waits_for_his_tenant_is_told_so_and_of_no_other() -> None:
+    """At each worker, in ranges; and not where the decision did not come so far."""
+    notes, one, first = Journal(30), request(1), request(2)
+    one.tenant = "a"
+    notes.arrived(one, 1.0)
+    notes.arrived(first, 1.0)
+    for i in range(4):
+        notes.decided(1, [], None, 2.0 + i, {"a": 28, "b": 30})
+    notes.decided(1, [(first, "blocks", "")], None, 6.0, {"b": 30})
+    notes.decided(1, [(first, "blocks", "")], None, 7.0, {"a": 22})
+    assert [span[:4] for span in told(notes, "r1")[1:]] == [
+        ("tenant", "28 tokens of tenant 'a' run, its limit is 30", 1, 4),
+        ("order", "behind r2, which waits for blocks", 5, 5),
+        ("tenant", "22 tokens of tenant 'a' run, its limit is 30", 6, 6),
+    ]

@@ -128,3 +128,31 @@ def test_who_has_the_blocks_takes_what_needs_them() -> None:
     system.run()
     assert [name for names in workers[0].let_in for name in names] == []
     assert [name for names in workers[1].let_in for name in names] == ["1", "2", "3", "4"]
+
+
+def test_seats_that_a_draft_is_about_to_take_are_not_shared_out() -> None:
+    """None waits for one of them while younger ones run elsewhere."""
+    workers = [Recorder(max_num_seqs=2, max_batched_tokens=512), Recorder(max_num_seqs=4, max_batched_tokens=512)]
+    system = system_of(workers)
+    submit_at_once(system, [[9 + i] * 4 for i in range(8)], max_tokens=100)
+    for _ in range(60):
+        system.move(*system.moves()[0])
+    assert [request.handle for request in system.scheduler.queue] == [7, 8]
+
+
+@pytest.mark.parametrize("preset", ["trtllm-no-evict", "sglang", "trtllm-static"])
+def test_whom_a_policy_refuses_at_one_worker_another_one_takes(preset: str) -> None:
+    """Though its prefix is cached at the first."""
+    workers = [Recorder(num_blocks=100, max_batched_tokens=256) for _ in range(2)]
+    system, shared = system_of(workers, preset), [500 + i for i in range(100)]
+    submit_at_once(system, [shared])
+    system.run()
+    [owner] = [worker for worker in workers if worker.num_computed]
+    [other] = [worker for worker in workers if worker is not owner]
+    submit_at_once(system, [[*shared, 7]], max_tokens=250, first=2)
+    system.run_for(30)
+    submit_at_once(system, [[*shared, 8]], max_tokens=150, first=3)
+    system.run()
+    assert ["2"] in owner.let_in
+    assert ["3"] in other.let_in
+    system.assert_at_rest()

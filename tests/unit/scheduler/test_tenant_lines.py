@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -19,10 +19,11 @@ from scheduler_svc.policies.api import Step
 from scheduler_svc.policies.order.fcfs import FirstComeFirstServed
 from scheduler_svc.policies.presets import PRESETS
 from scheduler_svc.policies.registry import build, choose
-from simulator.system import LocalSystem
+from simulator.system import Client, LocalSystem, WorkerEnd
 from simulator.toy_worker import ToyWorker
 
 LIMIT = 20
+Limited = tuple[LocalSystem, list[WorkerEnd], Client]
 
 
 def request(seniority: int, tenant: str, tokens: int) -> Request:
@@ -118,3 +119,100 @@ def test_a_flood_of_one_tenant_costs_the_others_nothing(preset: str, monkeypatch
     assert flood == sorted(flood)
     assert len(client.endings) == 310
     system.assert_at_rest()
+
+
+def limited_system(
+    workers: int = 1, limit: int = 24, overrides: dict[str, str] | None = None, **options: Any
+) -> Limited:
+    system = LocalSystem(SchedulerConfig(tenant_max_running_tokens=limit), build(choose("", overrides, options)))
+    sizes = {"block_size": 4, "max_num_seqs": 16, "max_batched_tokens": 64}
+    ends = [system.attach(ToyWorker(num_blocks=400 if i == 0 else 40, **sizes)) for i in range(workers)]
+    return system, ends, system.open("s", window=1 << 20)
+
+
+def settle(system: LocalSystem) -> None:
+    system.run()
+    for _ in range(10):
+        system.now_s += 1.0
+        system.scheduler.tick(system.now_s)
+        system.poll()
+        system.run()
+
+
+@pytest.mark.parametrize(("order", "seed"), [("priority", 0), *(("random", seed) for seed in range(20))])
+def test_samples_do_not_hide_the_one_that_they_wait_for(order: str, seed: int) -> None:
+    options = {"seed": seed} if order == "random" else {}
+    system, _, client = limited_system(overrides={"order": order}, **options)
+    sampling = SamplingParams(top_p=1.0, max_tokens=4, ignore_eos=True)
+    for handle in range(1, 5):
+        fields = {"fork_of": 1, "priority": 1.0} if handle > 1 else {}
+        system.submit("s", handle, [9] * 8, sampling, tenant="t", **fields)
+    system.submit("s", 9, [3] * 8, sampling, tenant="t", priority=-1.0)
+    settle(system)
+    assert set(client.endings) == {1, 2, 3, 4, 9}
+    system.assert_at_rest()
+
+
+def test_who_fits_no_worker_any_more_does_not_hide_the_others() -> None:
+    system, ends, client = limited_system(workers=2, limit=200)
+    sampling = SamplingParams(top_p=1.0, max_tokens=6, ignore_eos=True)
+    system.submit("s", 1, [9] * 300, sampling, tenant="t")
+    for handle in range(10, 15):
+        system.submit("s", handle, [handle] * 8, sampling, tenant="t")
+    system.kill(ends[0])
+    settle(system)
+    assert set(client.endings) == {10, 11, 12, 13, 14}
+    system.attach(ToyWorker(block_size=4, num_blocks=400, max_num_seqs=16, max_batched_tokens=64))
+    settle(system)
+    assert 1 in client.endings
+    system.assert_at_rest()
+
+
+def test_who_waits_for_an_adapter_does_not_hide_the_others() -> None:
+    system, _, client = limited_system(workers=0, limit=40)
+    worker = ToyWorker(block_size=4, num_blocks=400, max_num_seqs=16, max_batched_tokens=64)
+    worker.registration.max_loras = 1
+    system.attach(worker)
+    long, short = (SamplingParams(top_p=1.0, max_tokens=n, ignore_eos=True) for n in (400, 6))
+    system.submit("s", 1, [5] * 8, long, tenant="other", lora="x")
+    system.run_for(10)
+    system.submit("s", 2, [9] * 30, short, tenant="t", lora="y")
+    for handle in range(10, 15):
+        system.submit("s", handle, [handle] * 8, short, tenant="t")
+    while not set(range(10, 15)) <= set(client.endings):
+        system.move(*system.moves()[0])
+    assert set(client.endings) == {10, 11, 12, 13, 14}
+    settle(system)
+    assert len(client.endings) == 7
+    system.assert_at_rest()
+
+
+def test_who_waits_for_his_tenant_takes_no_seat_of_max_utilization() -> None:
+    system = LocalSystem(SchedulerConfig(tenant_max_running_tokens=40), build(choose("trtllm-max-util")))
+    system.attach(ToyWorker(block_size=4, num_blocks=400, max_num_seqs=4, max_batched_tokens=64))
+    client = system.open("s", window=1 << 20)
+    long, short = (SamplingParams(top_p=1.0, max_tokens=n, ignore_eos=True) for n in (20, 4))
+    for handle in range(60):
+        system.submit("s", handle, [9 + handle] * 16, long, tenant=f"flood{handle % 2}")
+    system.run_for(20)
+    before = len(client.endings)
+    for handle in range(60, 63):
+        system.submit("s", handle, [9 + handle] * 8, short, tenant=f"t{handle}")
+    while not {60, 61, 62} <= set(client.endings):
+        system.move(*system.moves()[0])
+    assert len(client.endings) - 3 - before <= 2
+    system.run()
+    system.assert_at_rest()
+
+
+def test_who_is_too_late_is_given_up_at_once_though_a_limit_hides_him() -> None:
+    system, _, client = limited_system(limit=60, overrides={"order": "deadline"}, prefill_tokens_per_s=10.0)
+    long, short = (SamplingParams(top_p=1.0, max_tokens=n, ignore_eos=True) for n in (50, 10))
+    system.submit("s", 1, [9] * 8, long, tenant="a")
+    system.run_for(8)
+    for handle in range(10, 20):
+        system.submit("s", handle, [handle] * 40, short, tenant="a", deadline_s=3.0)
+    system.now_s += 0.25
+    system.scheduler.tick(system.now_s)
+    system.poll()
+    assert set(client.endings) == set(range(10, 20))
