@@ -88,10 +88,10 @@ class Step(StepView):
         if self._num_seats <= 0:
             return self.hold_back(request, Verdict.STOP, "seats", f"all {self.max_num_seqs} are taken")
         if (budget := self._over_budget(own, self._budgeted)) is not None:
-            name = budget.partition(":")[0]
+            name, _, detail = budget.partition(": ")
             if name == "lora":
                 self._full_loras.add(own.lora)
-            return self.hold_back(request, Verdict.SKIP, name, budget)
+            return self.hold_back(request, Verdict.SKIP, name, detail)
         num_new_tokens = uncached if self._capacity.reserves_prompt else num_tokens
         need_blocks = self._need_blocks(own, num_new_tokens)
         verdict = self._ask_capacity(request, need_blocks)

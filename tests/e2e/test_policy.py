@@ -173,7 +173,7 @@ async def test_explain_names_blocks_and_budgets(small: Stack) -> None:
     assert re.fullmatch(r"needs 13 blocks, \d+ are available", blocks[4])
     await serve(small, [("t1", 10, 290), ("t2", 10, 290)])
     tenant = next(row for row in explained(small, "t2") if row[3] == "tenant")
-    assert tenant[4] == "tenant: 300 tokens of tenant '' run, its limit is 550"
+    assert tenant[4] == "300 tokens of tenant '' run, its limit is 550"
 
 
 def test_explain_of_an_unknown_request_is_one_line(small: Stack) -> None:
