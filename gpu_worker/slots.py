@@ -201,7 +201,7 @@ class SlotTable:
         if sampling.prompt_logprobs:
             self.scored_prompts[slot] = sampling.num_top_prompt_logprobs
         if sampling.min_tokens:
-            ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(limits.eos_token_ids))
+            ends = {*sampling.stop_token_ids, *limits.eos_token_ids}
             self.banned[slot] = np.array(sorted(token for token in ends if token < limits.vocab_size), np.int64)
 
     def _check_sequence(self, sequence: NewSequence, tokens: Int32s, blocks: Int32s) -> None:

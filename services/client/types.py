@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 import grpc
+from google.protobuf.message import Message
 
 from paceline.v1 import common_pb2, inference_pb2
 
@@ -56,15 +57,15 @@ class Sampling(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
-    bad_words: Sequence[str | Sequence[int]]  # banned as they stand and after a space; or token ids
+    bad_words: str | Sequence[str | Sequence[int]]  # banned as they stand and after a space; or token ids
     allowed_token_ids: Sequence[int]
     logprobs: int  # report each token's log probability, and so many of the most likely tokens at its place
     prompt_logprobs: int
-    seed: int
+    seed: int  # of 64 bits; -1: none
     max_tokens: int
     min_tokens: int
     ignore_eos: bool
-    stop: Sequence[str]
+    stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
 
 
@@ -202,15 +203,14 @@ def make_request(
     request = inference_pb2.GenerateRequest(model=model)
     values: dict[str, Any] = dict(options)
     sampling = {name: values.pop(name) for name in _SAMPLING & values.keys()}
-    request.sampling.CopyFrom(_sampling_options(sampling))
+    _fill(request.sampling, _sampling_options(sampling))
+    _fill(request, {name: values.pop(name) for name in _TERMS & values.keys()})
     for name, value in values.items():
         if name == "beam":
             request.beam.CopyFrom(_beam(value))
         elif name == "cache_retention":
             for one in value:
                 request.cache_retention.add(**dataclasses.asdict(one))
-        elif name in _TERMS:
-            setattr(request, name, value)
         else:
             raise TypeError(f"there is no option {name!r}")
     if prompt is not None:
@@ -224,17 +224,34 @@ def make_request(
     return request
 
 
-def _sampling_options(values: dict[str, Any]) -> inference_pb2.SamplingOptions:
+def _fill(message: Message, values: Mapping[str, Any]) -> None:
+    """Raises TypeError naming what the protocol has no room for."""
+    for name, value in values.items():
+        try:
+            message.MergeFrom(type(message)(**{name: value}))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name}: {error}") from error
+
+
+def _sampling_options(values: dict[str, Any]) -> dict[str, Any]:
+    """As the protocol names them."""
     if "allowed_token_ids" in values and not values["allowed_token_ids"]:
         raise TypeError("allowed_token_ids is empty: nothing could be sampled")
+    if isinstance(values.get("stop"), str):
+        values["stop"] = [values["stop"]]
+    if values.get("seed") == -1:
+        del values["seed"]
+    elif -(2**63) <= values.get("seed", 0) < 0:
+        values["seed"] %= 2**64
     words = values.pop("bad_words", ())
+    words = [words] if isinstance(words, str) else words
     # Above 0, but 0 in the 32 bits in which they travel.
     values |= {name: _MIN_FLOAT32 for name in ("top_p", "typical_p") if 0 < (values.get(name) or 0) < _MIN_FLOAT32}
-    return inference_pb2.SamplingOptions(
+    return {
         **values,
-        bad_words=[word for word in words if isinstance(word, str)],
-        bad_word_ids=[inference_pb2.TokenIds(ids=word) for word in words if not isinstance(word, str)],
-    )
+        "bad_words": [word for word in words if isinstance(word, str)],
+        "bad_word_ids": [{"ids": word} for word in words if not isinstance(word, str)],
+    }
 
 
 def _beam(beam: Beam) -> inference_pb2.BeamOptions:

@@ -70,7 +70,7 @@ class _Answer(Response):
     def _logprob_format(self, generation: Generation) -> LogprobFormat | None:
         if not generation.job.logprobs:
             return None
-        return LogprobFormat(self._envelope.kind == "chat", generation.job.token_bytes)
+        return LogprobFormat(self._envelope.kind == "chat", generation.job.token_bytes, generation.job.shown_bytes)
 
     def _run(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         raise NotImplementedError
@@ -238,7 +238,7 @@ class StreamAnswer(_Answer):
         while generation.finish_reason == _RUNNING:
             progress.read(index, generation.token_ids)
             waiting += generation.scored
-            if text:
+            if text or generation.token_ids:  # which may have none, for long: the client hears that it goes on
                 event = formatted.text(index, text, logprobs())
                 if alone and self._started:
                     # Nearly every event. Past the middleware, which has seen the start of the answer.

@@ -108,34 +108,44 @@ class PrefixDetokenizer:
 
 
 class StopMatcher:
-    """Cuts a text before the stop string that is complete first (of several that end together, the longest).
+    """Cuts a text before the stop string that is complete first (of several that end together, the longest), or behind
+    it with `include`.
 
     What it returns never contains a part of a stop string that later turns out to be one.
     """
 
-    __slots__ = ("_held", "_longest", "_stops")
+    __slots__ = ("_held", "_include", "_num_passed", "_stops")
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         if not all(stops):
             raise ValueError("a stop string must not be empty")
         self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
+        self._include = include
         self._held = ""
+        self._num_passed = 0  # characters of what is held, of what was let pass
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that can be shown, whether a stop string was found). After True, push no more."""
         text = self._held + text
         best: tuple[int, int] | None = None
         for stop in self._stops:
-            start = text.find(stop)
+            start = text.find(stop, max(0, self._num_passed - len(stop) + 1))
             if start >= 0 and (best is None or (start + len(stop), start) < best):
                 best = (start + len(stop), start)
         if best is not None:
             self._held = ""
-            return text[: best[1]], True
+            return text[: best[0] if self._include else best[1]], True
+        return self._hold(text, self._num_passed), False
+
+    def let_pass(self, text: str) -> str:
+        """As push(); no stop string counts that is complete in this text, but one may begin in it."""
+        text = self._held + text
+        return self._hold(text, len(text))
+
+    def _hold(self, text: str, num_passed: int) -> str:
         cut = self._possible_start(text)
-        self._held = text[cut:]
-        return text[:cut], False
+        self._held, self._num_passed = text[cut:], max(0, num_passed - cut)
+        return text[:cut]
 
     def finish(self) -> str:
         """What was held back; the text is over, so it is no stop string."""
@@ -158,19 +168,24 @@ class StopMatcher:
 class TextStream:
     """The text of one sequence: detokenised, cut at stop strings.
 
-    Tokens in `silent` (stop tokens, end of sequence) end a sequence and have no text. Stop strings count only in the
-    text after the first `min_tokens` tokens.
+    Tokens in `silent` (stop tokens, end of sequence) end a sequence and have no text. Stop strings count only if they
+    are complete after the first `min_tokens` tokens. With `include_stop`, what ended the text is part of it.
     """
 
     __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "_silent", "num_tokens", "stopped")
 
     def __init__(
-        self, detokenizer: Detokenizer, stops: Sequence[str] = (), min_tokens: int = 0, silent: Collection[int] = ()
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+        silent: Collection[int] = (),
+        include_stop: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops) if stops else None
+        self._matcher = StopMatcher(stops, include_stop) if stops else None
         self._min_tokens = min_tokens
-        self._silent = silent
+        self._silent = () if include_stop else silent
         # Tokens that count as output: up to the one that completed a stop string.
         self.num_tokens = 0
         self.stopped = False
@@ -190,6 +205,8 @@ class TextStream:
             text = "" if token_id in self._silent else self._detokenizer.push((token_id,))
             if self.num_tokens > self._min_tokens:
                 text, self.stopped = matcher.push(text)
+            else:
+                text = matcher.let_pass(text)
             out.append(text)
             if self.stopped:
                 break

@@ -58,7 +58,9 @@ class Generation:
     def __init__(self, run: Run) -> None:
         job = run.job
         self.job = job
-        self.text_stream = TextStream(job.new_detokenizer(), job.stop, job.sampling.min_tokens, job.final_tokens)
+        self.text_stream = TextStream(
+            job.new_detokenizer(), job.stop, job.sampling.min_tokens, job.final_tokens, job.include_stop
+        )
         # FinishReason once the sequence has ended, else 0 (unspecified).
         self.finish_reason: common_pb2.FinishReason.ValueType = _RUNNING
         # Known once the scheduler has reported the ending; unknown if we ended the request ourselves.

@@ -263,7 +263,7 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
         reading,
         envelope,
         include_usage=bool(options.include_usage),
-        continuous_usage=bool(options.continuous_usage_stats),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         after=after,
     )
 

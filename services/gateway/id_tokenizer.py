@@ -36,7 +36,7 @@ class IdTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return _numbers(token_ids)
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int, *, skip_special_tokens: bool = False) -> bytes:
         return _numbers([token_id]).encode()
 
     def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,9 +40,12 @@ def token_text(piece: bytes) -> str:
 class LogprobFormat:
     """One choice's log probabilities, shaped as they come: for chats and for completions."""
 
-    def __init__(self, chat: bool, token_bytes: TokenBytes) -> None:
+    def __init__(self, chat: bool, token_bytes: TokenBytes, shown_bytes: TokenBytes) -> None:
+        """`shown_bytes`: what a token adds to the text, which is nothing of a special one that is left out."""
         self._chat = chat
         self._bytes = token_bytes
+        self._shown_bytes = shown_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0  # characters of the output so far
 
     def shape(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
@@ -53,13 +57,13 @@ class LogprobFormat:
             "tokens": [token_text(piece) for piece in pieces],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [self._likeliest(token) for token in tokens],
-            "text_offset": [self._advance(piece) for piece in pieces],
+            "text_offset": [self._advance(token.token_id) for token in tokens],
         }
 
     def skip(self, token_ids: Sequence[int]) -> None:
         """The client has these already."""
         for token_id in token_ids:
-            self._advance(self._bytes(token_id))
+            self._advance(token_id)
 
     def _entry(self, token: ScoredToken) -> dict[str, Any]:
         top = [self._named(other, logprob) for other, logprob in token.top]
@@ -77,10 +81,10 @@ class LogprobFormat:
             named.setdefault(token_text(self._bytes(other)), logprob)
         return named
 
-    def _advance(self, piece: bytes) -> int:
-        """Where the piece begins, in characters; the rest of one that was begun counts nothing."""
-        offset = self._offset
-        self._offset += sum((byte & 0xC0) != 0x80 for byte in piece)
+    def _advance(self, token_id: int) -> int:
+        """Where the token begins, in characters; the rest of one that was begun counts nothing."""
+        offset = self._offset + bool(self._decoder.getstate()[0])
+        self._offset += len(self._decoder.decode(self._shown_bytes(token_id)))
         return offset
 
 

@@ -51,8 +51,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "documents": ([],),
     "continue_final_message": (False,),
-    "include_stop_str_in_output": (False,),
     "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "logprob_token_ids": ([],),
+    "spaces_between_special_tokens": (True,),
+    "thinking_token_budget": (),
+    "repetition_detection": (),
+    "structural_tag": (),
+    "vllm_xargs": ({},),
+    "mm_processor_kwargs": ({},),
     "logits_processors": ([],),
     "kv_transfer_params": (),
 }
@@ -124,6 +131,11 @@ def _bad_words(value: Any) -> Any:
     raise ValueError("must be a list of strings and lists of token ids")
 
 
+def _no_seed(value: Any) -> Any:
+    """-1 is vLLM's other way to leave it out."""
+    return None if type(value) is int and value == -1 else value
+
+
 def _no_logprobs(value: Any) -> Any:
     """Chats say it so, and some clients say it so to completions, too."""
     return None if value is False else value
@@ -183,12 +195,13 @@ class SamplingFields(_Request):
     bad_words: Annotated[list[str | list[int]], PlainValidator(_bad_words)] | None = None
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
-    seed: int | None = None
+    seed: Annotated[int | None, BeforeValidator(_no_seed)] = None
     stop: Annotated[list[str], BeforeValidator(_stop)] = []
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -239,6 +252,7 @@ class SamplingFields(_Request):
             stop=self.stop,
             stop_token_ids=self.stop_token_ids or (),
             skip_special_tokens=self.skip_special_tokens is not False,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
             min_p=self.min_p,
             typical_p=self.typical_p,
             repetition_penalty=self.repetition_penalty,

@@ -49,9 +49,11 @@ class GenerateJob:
     sampling: common_pb2.SamplingParams
     stop: tuple[str, ...]
     final_tokens: frozenset[int]
-    token_bytes: Callable[[int], bytes]  # of one token
+    token_bytes: Callable[[int], bytes]  # of one token, as it is written
+    shown_bytes: Callable[[int], bytes]  # of one token in the text
     new_detokenizer: Callable[[], Detokenizer]  # for output that follows the prompt
     arrival_s: float
+    include_stop: bool = False  # in the text: the stop string, or token
     logprobs: bool = False  # to be shown to the client
     prompt_logprobs: bool = False
     terms: Terms = NO_TERMS
@@ -215,6 +217,8 @@ class RequestBuilder:
                 self.tokenizer.detokenizer, prompt_ids, skip_special_tokens=choices.skip_special_tokens
             ),
             token_bytes=self.tokenizer.token_bytes,
+            shown_bytes=partial(self.tokenizer.token_bytes, skip_special_tokens=choices.skip_special_tokens),
+            include_stop=choices.include_stop_str_in_output,
             logprobs=choices.logprobs is not None,
             prompt_logprobs=choices.prompt_logprobs is not None,
             arrival_s=time.perf_counter() if arrival_s is None else arrival_s,

@@ -51,6 +51,7 @@ class SamplingChoices:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None

@@ -90,11 +90,12 @@ class TextTokenizer:
         """Text of a whole sequence, special tokens included."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int, *, skip_special_tokens: bool = False) -> bytes:
         """What one token adds to a text: a special one what it is written as, one that is unknown here nothing."""
-        if self._full_table is None:
-            return self.decode([token_id]).encode()
-        pieces = self._full_table.pieces
+        table = self._table if skip_special_tokens else self._full_table
+        if table is None:
+            return str(self._tokenizer.decode([token_id], skip_special_tokens=skip_special_tokens)).encode()
+        pieces = table.pieces
         return pieces[token_id] if token_id < len(pieces) else b""
 
     def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:

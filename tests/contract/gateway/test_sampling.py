@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -183,6 +184,43 @@ async def test_a_stop_string_cuts_log_probabilities_too(start: Start) -> None:
     assert answer.choices[0].logprobs is not None
     assert answer.usage is not None
     assert len(answer.choices[0].logprobs.tokens or []) == answer.usage.completion_tokens < len(ids)
+
+
+async def test_a_stop_string_may_be_part_of_the_text(start: Start) -> None:
+    ids = TextTokenizer.from_folder(CHECKPOINT).encode("one two three four", add_special_tokens=False)
+    running = await start(next_token=scripted(ids))
+    body: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 500, "stop": ["o thr"]}
+    for include, text in ((False, "one tw"), (True, "one two thr")):
+        answer = await running.http.post("/v1/completions", json={**body, "include_stop_str_in_output": include})
+        assert answer.json()["choices"][0]["text"] == text
+
+
+async def test_a_stream_begins_with_the_first_token_whatever_its_text(start: Start) -> None:
+    """And goes on: here only end tokens come, of which nothing is shown."""
+    running = await start(next_token=scripted([5] * 300), step_s=0.02)
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True, "logprobs": 0}
+    async with running.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.aiter_lines()
+        events = [json.loads(line[6:]) async for line in take_events(lines, 3)]
+        assert running.scheduler.num_running == 1
+    assert [event["choices"][0]["text"] for event in events] == ["", "", ""]
+    assert all(event["choices"][0]["logprobs"]["tokens"] for event in events)
+
+
+async def take_events(lines: AsyncIterator[str], count: int) -> AsyncIterator[str]:
+    async for line in lines:
+        if line.startswith("data: "):
+            yield line
+            count -= 1
+            if not count:
+                return
+
+
+async def test_a_seed_of_minus_one_is_none(running: Running) -> None:
+    for _ in range(2):
+        await running.http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "seed": -1, "max_tokens": 2})
+    first, second = running.scheduler.submissions
+    assert first.sampling.seed != second.sampling.seed
 
 
 async def test_the_best_of_several_shows_log_probabilities_to_whom_asked_alone(running: Running) -> None:

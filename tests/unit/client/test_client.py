@@ -133,3 +133,23 @@ def test_errors_have_types_and_say_what_the_server_said() -> None:
 def test_nobody_there() -> None:
     with PacelineClient("127.0.0.1:1", retry_for_s=0) as client, pytest.raises(Unavailable):
         client.generate("x", timeout_s=60)
+
+
+def test_a_stop_string_is_one_and_not_its_letters() -> None:
+    sampling = make_request("a", None, None, "", {"stop": "zebra", "bad_words": "yak"}).sampling
+    assert list(sampling.stop) == ["zebra"]
+    assert list(sampling.bad_words) == ["yak"]
+
+
+def test_seeds_are_those_of_http() -> None:
+    assert make_request("a", None, None, "", {"seed": -2}).sampling.seed == 2**64 - 2
+    assert not make_request("a", None, None, "", {"seed": -1}).sampling.HasField("seed")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"seed": 2**64}, "seed"), ({"resume_after": -1}, "resume_after"), ({"stop": ["\ud83d"]}, "stop")],
+)
+def test_what_the_protocol_has_no_room_for_is_named(options: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: "):
+        make_request("a", None, None, "", options)

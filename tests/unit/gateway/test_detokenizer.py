@@ -121,9 +121,9 @@ def test_an_unknown_decoder_has_no_table(decoder: dict[str, object] | None) -> N
 # -- stop strings
 
 
-def naive_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """The stop string that is complete first; of several that end together the longest."""
-    for end in range(len(text) + 1):
+def naive_stop(text: str, stops: Sequence[str], after: int = 0) -> tuple[str, bool]:
+    """The stop string that is complete first, `after` so many characters; of several that end together the longest."""
+    for end in range(after + 1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
             return text[: min(starts)], True
@@ -167,8 +167,8 @@ def test_batching_of_tokens_changes_nothing(text: str, stops: list[str], min_tok
     one_by_one = run([[i] for i in ids])
     assert run(chunks_of(ids, sizes)) == one_by_one
     if len(ids) == len(text):  # no merged tokens: the naive search tells where it ends
-        tail, stopped = naive_stop(text[min_tokens:], stops)
-        assert one_by_one[0] == text[:min_tokens] + tail
+        expected, stopped = naive_stop(text, stops, after=min_tokens)
+        assert one_by_one[0] == expected
         assert one_by_one[2] == stopped
 
 
@@ -180,6 +180,26 @@ def test_a_stop_token_has_no_text_but_counts() -> None:
     stream = TextStream(BYTE_LEVEL.detokenizer(), stops=["zz"], silent={ids[1]})
     assert stream.push(ids) + stream.finish() == "x"
     assert stream.num_tokens == 2
+
+
+def test_what_ended_the_text_may_be_part_of_it() -> None:
+    ids = BYTE_LEVEL.encode("xyzzy")
+    stream = TextStream(BYTE_LEVEL.detokenizer(), stops=["zz"], include_stop=True)
+    assert stream.push(ids) == "xyzz"
+    assert stream.stopped
+    ids = BYTE_LEVEL.encode("xy")
+    stream = TextStream(BYTE_LEVEL.detokenizer(), silent={ids[1]}, include_stop=True)
+    assert stream.push(ids) + stream.finish() == "xy"
+
+
+def test_a_stop_string_that_is_complete_too_early_is_none_later_on() -> None:
+    matcher = StopMatcher(["abc", "b"])
+    assert matcher.let_pass("ab") == ""
+    assert matcher.push("x") == ("abx", False)
+    assert matcher.push("b") == ("", True)
+    matcher = StopMatcher(["abc", "b"])
+    assert matcher.let_pass("ab") == ""
+    assert matcher.push("c") == ("", True)
 
 
 def test_an_empty_stop_string_is_an_error() -> None:

@@ -14,7 +14,7 @@ TOKENS = [
 
 
 def test_completions() -> None:
-    shape = LogprobFormat(chat=False, token_bytes=PIECES.__getitem__)
+    shape = LogprobFormat(chat=False, token_bytes=PIECES.__getitem__, shown_bytes=PIECES.__getitem__)
     first, rest = shape.shape(TOKENS[:2]), shape.shape(TOKENS[2:])
     assert first["tokens"] == ["a", "bytes:\\x20\\x62\\xc3"]
     assert first["token_logprobs"] == [-0.5, -3.0]
@@ -27,8 +27,17 @@ def test_completions() -> None:
     assert rest["top_logprobs"] == [{"bytes:\\xa9": -0.125}, {"": 0.0}]
 
 
+def test_offsets_are_those_of_the_text() -> None:
+    """In which special tokens may be nothing, and a byte that belongs to no character is a character."""
+    written = {1: b"a", 2: b"<|end|>", 3: b"\x80", 4: b"\xc3", 5: b"b"}
+    shape = LogprobFormat(chat=False, token_bytes=written.__getitem__, shown_bytes=(written | {2: b""}).__getitem__)
+    ids = [1, 2, 1, 3, 5, 4, 5, 1]  # "aa\ufffdb\ufffdba"
+    assert shape.shape([ScoredToken(i, -1.0, []) for i in ids])["text_offset"] == [0, 1, 1, 2, 3, 4, 5, 6]
+
+
 def test_chats() -> None:
-    content = LogprobFormat(chat=True, token_bytes=PIECES.__getitem__).shape(TOKENS[1:2])["content"]
+    shape = LogprobFormat(chat=True, token_bytes=PIECES.__getitem__, shown_bytes=PIECES.__getitem__)
+    content = shape.shape(TOKENS[1:2])["content"]
     assert content == [
         {
             "token": "bytes:\\x20\\x62\\xc3",
