@@ -158,8 +158,9 @@ async def test_of_links_that_begin_at_once_all_but_one_are_ended(cache: Running)
     """Whatever each is about to say: nothing yet, its first answer, a heartbeat."""
 
     async def use(link: grpc.aio.StreamStreamCall) -> grpc.StatusCode | None:
-        await link.write(pb.CacheServiceLinkRequest(epoch=1, exchange=1, heartbeats=True))
         try:
+            # Ended before it says anything, it is told so as it writes.
+            await link.write(pb.CacheServiceLinkRequest(epoch=1, exchange=1, heartbeats=True))
             await drained(link)
         except grpc.aio.AioRpcError as error:
             return error.code()
