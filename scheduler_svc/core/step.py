@@ -63,6 +63,7 @@ class Step(StepView):
         else:
             self._chunks[slot] = num_tokens
             self._computing.add(self._worker.running[slot], sequence.num_computed_tokens + num_tokens)
+            self._credit_of = None
         missing = self.blocks_for(sequence.num_computed_tokens + num_tokens) - sequence.num_blocks
         if missing > 0:
             self._grow(np.full(missing, slot, np.intp))

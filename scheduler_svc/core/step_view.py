@@ -84,7 +84,7 @@ class StepView:
     _open: bool
     _lack: OutOfBlocks | None  # of blocks: then the composition has failed
     _shares: bool
-    # Of whom it was asked for last: cached and live tokens. Until somebody is considered or placed.
+    # Of whom it was asked for last: cached and live tokens. Until more is considered, placed or computed.
     _credit_of: tuple[Request, int, int] | None
 
     def __init__(
@@ -143,6 +143,11 @@ class StepView:
         """Where the order puts a request, whether it waits or runs: smaller first. None if it ranks only what waits."""
         key = self._rank(request)
         return None if key is None else (key, request.place)
+
+    @property
+    def ranking(self) -> object:
+        """What ranks; equal as long as ranks can be compared. When the order fails, another takes its place."""
+        return self._rank
 
     @property
     def block_size(self) -> int:

@@ -36,8 +36,8 @@ class MaxUtilization(CapacityPolicy):
     def __init__(self, prefix_aware: bool = True) -> None:
         self.prefix_aware = prefix_aware
         self._fitting: dict[int, RequestView] = {}  # waiting ones, by seniority
-        # By worker: who was admitted and has left, in numbers, and of those that run then the least urgent one.
-        self._last: dict[int, tuple[tuple[int, int], ref[RequestView] | None]] = {}
+        # By worker: what ranks, who was admitted and has left, in numbers; and of those that run then the least urgent.
+        self._last: dict[int, tuple[tuple[object, int, int], ref[RequestView] | None]] = {}
 
     def begin(self, step: Step) -> None:
         self._fitting.clear()
@@ -55,7 +55,7 @@ class MaxUtilization(CapacityPolicy):
 
     def _has_behind(self, step: Step, first: Ranked) -> bool:
         """Whether something runs that is less urgent than the most urgent one that waits."""
-        state = step.num_departed, step.num_running
+        state = step.ranking, step.num_departed, step.num_running
         known, last_known = self._last.get(step.worker_id, (None, None))
         last = last_known() if last_known and known == state else None
         if last is None:

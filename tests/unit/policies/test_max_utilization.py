@@ -14,12 +14,14 @@ from scheduler_svc.core.prefixes import PrefixIndex
 from scheduler_svc.core.step import Step
 from scheduler_svc.core.view import RequestView, Running
 from scheduler_svc.policies.capacity.max_utilization import MaxUtilization
+from scheduler_svc.policies.order.priority import Priority
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
 
 TWO_STAGE = {"batch": "two-stage", "preemption": "last-in"}
 ORDERS = ["fcfs", "priority", "lof", "deadline", "random", "fair", "lpm", "hrrn"]
+FAILING = f"{__name__}:Failing"
 
 
 class Plain(CapacityPolicy):
@@ -96,7 +98,8 @@ def play(capacity: str, order: str, seed: int) -> tuple[list[bytes], LocalSystem
     rng = random.Random(seed)
     mode = rng.choice(["recompute", "swap"])
     policies = build(choose("", {**TWO_STAGE, "order": order, "capacity": capacity}, {"mode": mode}))
-    system = LocalSystem(policies=policies)
+    allows: Any = {"on_policy_error": lambda error: None} if order == FAILING else {}
+    system = LocalSystem(policies=policies, **allows)
     size: dict[str, Any] = {"num_blocks": rng.randint(14, 36), "max_num_seqs": rng.randint(2, 8)}
     worker = Recorder(block_size=4, max_batched_tokens=64, num_host_blocks=rng.choice([0, 200]), **size)
     system.attach(worker)
@@ -127,6 +130,30 @@ def test_the_same_steps_as_by_the_plain_rule(order: str) -> None:
         preempted += system.scheduler.counters.preempted
     assert preempted > 10
     assert Plain.longest > 5
+
+
+class Failing(Priority):
+    """Until the 20th comes: then another order takes its place."""
+
+    added = 0
+
+    def add(self, request: RequestView) -> None:
+        Failing.added += 1
+        if Failing.added == 20:
+            raise RuntimeError("lost count")
+        super().add(request)
+
+
+def test_the_same_steps_as_by_the_plain_rule_when_the_order_fails() -> None:
+    failed = 0
+    for seed in [54, 85, *range(100, 112)]:
+        Failing.added = 0
+        expected, _ = play(f"{__name__}:{Plain.__name__}", FAILING, seed)
+        Failing.added = 0
+        plans, system = play("max-utilization", FAILING, seed)
+        assert plans == expected, f"seed {seed}"
+        failed += system.scheduler.counters.policy_errors
+    assert failed > 8
 
 
 def test_a_full_house_does_not_look_at_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
