@@ -110,6 +110,8 @@ def cases(draw: st.DrawFn) -> Case:
             st.lists(st.sampled_from(["two", "o th", " three 😀", "e", "no such text"]), min_size=1, max_size=3)
         )
         choices["min_tokens"] = draw(st.integers(0, 3))
+    for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        choices[name] = draw(st.booleans())
     if draw(st.booleans()):
         choices["logprobs"] = 2
     kind: Kind = draw(st.sampled_from(["chat", "completion"]))
