@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal, TypedDict
 
 import grpc
@@ -197,30 +198,29 @@ def error_from(
 def make_request(
     prompt: str | None, messages: Messages | None, token_ids: Sequence[int] | None, model: str, options: Options
 ) -> inference_pb2.GenerateRequest:
-    """The protocol's request. Raises TypeError unless one kind of prompt is given, and for unknown options."""
+    """The protocol's request; an option that is None is left out. Raises TypeError unless one kind of prompt is given,
+    and for unknown options."""
     if sum(value is not None for value in (prompt, messages, token_ids)) != 1:
         raise TypeError("give exactly one of prompt, messages and token_ids")
     request = inference_pb2.GenerateRequest(model=model)
-    values: dict[str, Any] = dict(options)
-    sampling = {name: values.pop(name) for name in _SAMPLING & values.keys()}
+    values: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if unknown := options.keys() - Options.__annotations__.keys():
+        raise TypeError(f"there is no option {min(unknown)!r}")
+    sampling = {name: values[name] for name in _SAMPLING & values.keys()}
     _fill(request.sampling, _sampling_options(sampling))
-    _fill(request, {name: values.pop(name) for name in _TERMS & values.keys()})
-    for name, value in values.items():
-        if name == "beam":
-            request.beam.CopyFrom(_beam(value))
-        elif name == "cache_retention":
-            for one in value:
-                request.cache_retention.add(**dataclasses.asdict(one))
-        else:
-            raise TypeError(f"there is no option {name!r}")
+    _fill(request, {name: values[name] for name in _TERMS & values.keys()})
+    if "beam" in values:
+        request.beam.CopyFrom(_beam(values["beam"]))
+    for one in values.get("cache_retention", ()):
+        request.cache_retention.add(**dataclasses.asdict(one))
     if prompt is not None:
         request.text = prompt
     elif messages is not None:
         request.messages.SetInParent()
         for message in messages:
             request.messages.messages.add(role=message["role"], content=message["content"])
-    else:
-        request.token_ids.ids.extend(token_ids or ())
+    elif token_ids is not None:
+        request.token_ids.ids.extend(token_ids)
     return request
 
 
@@ -235,14 +235,15 @@ def _fill(message: Message, values: Mapping[str, Any]) -> None:
 
 def _sampling_options(values: dict[str, Any]) -> dict[str, Any]:
     """As the protocol names them."""
-    if "allowed_token_ids" in values and not values["allowed_token_ids"]:
+    if "allowed_token_ids" in values and not len(values["allowed_token_ids"]):
         raise TypeError("allowed_token_ids is empty: nothing could be sampled")
     if isinstance(values.get("stop"), str):
         values["stop"] = [values["stop"]]
-    if values.get("seed") == -1:
+    seed = values.get("seed")
+    if seed == -1:
         del values["seed"]
-    elif -(2**63) <= values.get("seed", 0) < 0:
-        values["seed"] %= 2**64
+    elif isinstance(seed, Integral) and -(2**63) <= int(seed) < 0:
+        values["seed"] = int(seed) % 2**64
     words = values.pop("bad_words", ())
     words = [words] if isinstance(words, str) else words
     # Above 0, but 0 in the 32 bits in which they travel.

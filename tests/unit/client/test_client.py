@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from paceline.v1 import common_pb2, inference_pb2
@@ -19,7 +20,7 @@ from services.client import (
     Unavailable,
     Usage,
 )
-from services.client.types import Sampling, error_from, make_request, piece_from, result_from
+from services.client.types import Options, Sampling, error_from, make_request, piece_from, result_from
 
 
 def test_only_what_was_given_is_sent() -> None:
@@ -139,6 +140,19 @@ def test_a_stop_string_is_one_and_not_its_letters() -> None:
     sampling = make_request("a", None, None, "", {"stop": "zebra", "bad_words": "yak"}).sampling
     assert list(sampling.stop) == ["zebra"]
     assert list(sampling.bad_words) == ["yak"]
+
+
+@pytest.mark.parametrize("name", sorted(Options.__annotations__))
+def test_none_is_left_out(name: str) -> None:
+    options: Any = {name: None}
+    assert make_request("hi", None, None, "", options) == make_request("hi", None, None, "", {})
+
+
+def test_arrays_are_sequences() -> None:
+    ids = np.array([3, 4], np.int32)
+    options: Any = {"allowed_token_ids": ids, "stop_token_ids": ids, "bad_words": [ids], "seed": np.int64(-2)}
+    lists: Any = {"allowed_token_ids": [3, 4], "stop_token_ids": [3, 4], "bad_words": [[3, 4]], "seed": -2}
+    assert make_request(None, None, ids, "", options) == make_request(None, None, [3, 4], "", lists)  # type: ignore[arg-type]
 
 
 def test_seeds_are_those_of_http() -> None:
