@@ -68,6 +68,8 @@ class Sampling(TypedDict, total=False):
     ignore_eos: bool
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool  # in the text; so it is unless told
 
 
 _SAMPLING = Sampling.__annotations__.keys()

@@ -180,6 +180,8 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
         if body.prompt is not None:
             add = body.add_special_tokens is not False
             return await builder.encode_text(body.prompt, _PROMPT, add_special_tokens=add)
+        if body.add_special_tokens:
+            raise invalid("add_special_tokens", f"add_special_tokens: {schema.NOT_FOR_CHATS}")
         messages = [message.for_template() for message in body.messages or []]
         add = body.add_generation_prompt is not False
         return await builder.encode_chat(messages, _CHAT, add_generation_prompt=add)

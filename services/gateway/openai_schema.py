@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
 from paceline.v1 import common_pb2
 from services.gateway.errors import ApiError, invalid
@@ -24,6 +24,9 @@ from services.gateway.request import (
 )
 from services.gateway.sampling import SamplingChoices
 from services.gateway.session_core import Terms
+
+# What is said of `add_special_tokens`.
+NOT_FOR_CHATS = "is not supported for chats, as their template has them (leave it out, or false)"
 
 Uint32 = Annotated[int, Field(ge=0, lt=2**32)]
 
@@ -139,6 +142,13 @@ def _no_seed(value: Any) -> Any:
 def _no_logprobs(value: Any) -> Any:
     """Chats say it so, and some clients say it so to completions, too."""
     return None if value is False else value
+
+
+def _none_added(value: bool | None) -> bool | None:
+    """To a chat."""
+    if value:
+        raise ValueError(NOT_FOR_CHATS)
+    return value
 
 
 def _early_stopping(value: Any) -> Any:
@@ -298,6 +308,7 @@ class ChatRequest(SamplingFields):
     messages: list[Message]
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
+    add_special_tokens: Annotated[bool | None, AfterValidator(_none_added)] = None
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_variables)] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

@@ -54,9 +54,21 @@ async def test_stop_strings_over_grpc(start: Start) -> None:
     running = await start(next_token=scripted(ids), step_s=0.002)
     async with AsyncPacelineClient(running.addresses.grpc or "") as client:
         result = await client.generate("x", stop=["o thr"], max_tokens=500)
+        shown = await client.generate("x", stop=["o thr"], max_tokens=500, include_stop_str_in_output=True)
     assert (result.text, result.finish_reason) == ("one tw", "stop")
+    assert (shown.text, shown.token_ids) == ("one two thr", result.token_ids)
     assert result.usage.completion_tokens == len(result.token_ids) < len(ids)
     await until(lambda: running.scheduler.num_running == 0)
+
+
+async def test_special_tokens_over_grpc(start: Start) -> None:
+    tokenizer = TextTokenizer.from_folder(CHECKPOINT)
+    special = "<|user|>"
+    running = await start(next_token=scripted(tokenizer.encode(f"one{special}two", add_special_tokens=False)))
+    async with AsyncPacelineClient(running.addresses.grpc or "") as client:
+        hidden = await client.generate("x", stop=["two"], max_tokens=500)
+        shown = await client.generate("x", stop=["two"], max_tokens=500, skip_special_tokens=False)
+    assert (hidden.text, shown.text) == ("one", f"one{special}")
 
 
 @pytest.mark.parametrize(

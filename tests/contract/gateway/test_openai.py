@@ -189,6 +189,10 @@ async def test_tokenize_and_back(running: Running) -> None:
     text = (await running.http.post("/detokenize", json={"tokens": tokens["tokens"]})).json()["prompt"]
     assert text == "<|bos|>all is well"
     chat = (await running.http.post("/tokenize", json={"messages": CHAT})).json()["tokens"]
+    for path in ("/tokenize", "/v1/chat/completions"):
+        refused = await running.http.post(path, json={"messages": CHAT, "add_special_tokens": True})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "add_special_tokens")
+        assert refused.json()["error"]["message"].startswith("add_special_tokens: is not supported for chats")
     assert chat[:2] == [0, 3]
     answer = await running.http.post("/detokenize", json={"tokens": [5] * (2**17 + 1)})
     assert answer.status_code == 400

@@ -46,7 +46,7 @@ def test_every_sampling_option_is_sent() -> None:
     given: dict[str, Any] = {
         "min_p": 0.5, "typical_p": 0.25, "repetition_penalty": 2, "presence_penalty": 0.5, "frequency_penalty": -0.5,
         "logit_bias": {7: 1.5}, "bad_words": ["a", [1, 2]], "allowed_token_ids": [5], "logprobs": 0,
-        "prompt_logprobs": 2,
+        "prompt_logprobs": 2, "include_stop_str_in_output": True, "skip_special_tokens": False,
     }  # fmt: skip
     sampling = make_request("hi", None, None, "", given).sampling  # type: ignore[arg-type]
     for name in (
@@ -56,6 +56,8 @@ def test_every_sampling_option_is_sent() -> None:
         "presence_penalty",
         "frequency_penalty",
         "prompt_logprobs",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
     ):
         assert getattr(sampling, name) == given[name]
     assert dict(sampling.logit_bias) == {7: 1.5}
