@@ -14,7 +14,7 @@ from paceline.v1 import common_pb2
 from services.gateway.errors import ApiError
 from services.gateway.event_ids import EventId, Place, Progress, cannot_resume
 from services.gateway.generation import Generation, NotThere
-from services.gateway.logprobs import LogprobFormat, ScoredToken, prompt_logprobs
+from services.gateway.logprobs import LogprobFormat, ScoredToken, echoed_logprobs, prompt_logprobs
 from services.gateway.openai_format import DONE, Choice, Envelope, StreamFormat, error_event, usage
 from services.gateway.request_store import Reading
 from services.runtime.logs import get_logger
@@ -68,9 +68,27 @@ class _Answer(Response):
             self._reading.close()
 
     def _logprob_format(self, generation: Generation) -> LogprobFormat | None:
-        if not generation.job.logprobs:
+        job = generation.job
+        if not job.logprobs:
             return None
-        return LogprobFormat(self._envelope.kind == "chat", generation.job.token_bytes, generation.job.shown_bytes)
+        return LogprobFormat(self._envelope.kind == "chat", job.token_bytes, job.shown_bytes, len(job.echo or ""))
+
+    def _first_sample(self, index: int) -> int:
+        """Of the prompt of this sample: the one that has asked for the prompt's log probabilities."""
+        while self._generations[index].job.sample:
+            index -= 1
+        return index
+
+    def _echo(self, index: int) -> tuple[str, dict[str, Any] | None]:
+        """The text that a choice begins with, and its log probabilities if they are wanted; a token of its first sample
+        must be here."""
+        job = self._generations[index].job
+        text = job.echo or ""
+        if job.echo is None or not job.logprobs:
+            return text, None
+        tokens = self._generations[self._first_sample(index)].prompt_scored
+        shape = LogprobFormat(False, job.token_bytes, job.shown_bytes)
+        return text, echoed_logprobs(job.prompt_ids, tokens, shape, len(text))
 
     def _run(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         raise NotImplementedError
@@ -101,18 +119,19 @@ class WholeAnswer(_Answer):
         choices = []
         for i in self._best():
             generation = self._generations[i]
+            echo, logprobs = self._echo(i)
             if generation.job.beam is not None:
-                choices += [Choice(found.text, found.finish_reason) for found in generation.hypotheses]
-            else:
-                text, logprobs = collected[i]
-                choices.append(Choice(text, generation.finish_reason, logprobs, self._prompt_logprobs(i)))
+                choices += [Choice(echo + found.text, found.finish_reason) for found in generation.hypotheses]
+                continue
+            text, tokens = collected[i]
+            if (shape := self._logprob_format(generation)) is not None:
+                shaped = shape.shape(tokens)
+                logprobs = shaped if logprobs is None else {name: logprobs[name] + shaped[name] for name in shaped}
+            choices.append(Choice(echo + text, generation.finish_reason, logprobs, self._prompt_logprobs(i)))
         await JsonResponse(self._envelope.whole(choices, usage(self._generations)))(scope, receive, send)
 
     def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None] | None:
-        """Of the prompt of this sample; the first of its samples has asked for them."""
-        while self._generations[index].job.sample:
-            index -= 1
-        generation = self._generations[index]
+        generation = self._generations[self._first_sample(index)]
         if not generation.job.prompt_logprobs:
             return None
         return prompt_logprobs(generation.prompt_scored, generation.job.token_bytes)
@@ -132,14 +151,13 @@ class WholeAnswer(_Answer):
             start = end
         return best
 
-    async def _collect(self, generation: Generation) -> tuple[str, dict[str, Any] | None]:
-        """The text, and the log probabilities if the client wants them."""
+    async def _collect(self, generation: Generation) -> tuple[str, list[ScoredToken]]:
+        """The text, and its tokens if the client wants their log probabilities."""
         parts, tokens = [], []
         while generation.finish_reason == _RUNNING:
             parts.append(await generation.next())
             tokens += generation.scored
-        shape = self._logprob_format(generation)
-        return "".join(parts), shape.shape(tokens) if shape else None
+        return "".join(parts), tokens
 
 
 async def _not_yet(message: Message) -> None:
@@ -174,6 +192,8 @@ class StreamAnswer(_Answer):
         self._places = after.places if after is not None else (Place(),) * len(generations)
         # Choices of which nothing was shown.
         self._fresh = [place.tokens is None for place in self._places]
+        # Of which tokens are here.
+        self._has_begun = [asyncio.Event() for _ in generations]
         # Events must leave in the order of their ids.
         self._writing = asyncio.Lock()
         self._send: Send = _not_yet
@@ -215,6 +235,8 @@ class StreamAnswer(_Answer):
             if scores is not None:
                 scores.skip(tokens)
         self._progress.line(index, ended=place.ended)
+        if place.tokens or place.ended:
+            self._has_begun[index].set()
 
     async def _pump_all(self, index: int) -> None:
         last = await self._pump(index, alone=False)
@@ -239,6 +261,8 @@ class StreamAnswer(_Answer):
             progress.read(index, generation.token_ids)
             waiting += generation.scored
             if text or generation.token_ids:  # which may have none, for long: the client hears that it goes on
+                if not self._has_begun[index].is_set():
+                    await self._begin(index)
                 event = formatted.text(index, text, logprobs())
                 if alone and self._started:
                     # Nearly every event. Past the middleware, which has seen the start of the answer.
@@ -248,16 +272,27 @@ class StreamAnswer(_Answer):
                     async with self._writing:
                         await self._emit(self._with_id(index, event))
             text = await generation.next()
+        if not self._has_begun[index].is_set():
+            await self._begin(index)
         progress.read(index, generation.token_ids)
         waiting += generation.scored
         return formatted.last(index, text, logprobs())
+
+    async def _begin(self, index: int) -> None:
+        """Tokens of a choice are here. The first of a prompt's samples brings what the others may have to echo."""
+        self._has_begun[index].set()
+        if self._fresh[index] and self._generations[index].job.echo is not None:
+            await self._has_begun[self._first_sample(index)].wait()
 
     def _with_id(self, index: int, event: bytes, *, ended: bool = False) -> bytes:
         """A choice's event that shows all that was read of it; before its first one, whose message it is."""
         beginning = b""
         if self._fresh[index]:
             self._fresh[index] = False
-            beginning = self._format.first(index)
+            if self._generations[index].job.echo is None:
+                beginning = self._format.first(index)
+            else:
+                beginning = self._format.text(index, *self._echo(index))
             if beginning:
                 beginning = self._progress.first_line(index) + beginning
         return beginning + self._progress.line(index, ended=ended) + event

@@ -80,6 +80,8 @@ class Generation:
     @property
     def num_tokens(self) -> int:
         """Output tokens so far, of all hypotheses."""
+        if self.job.only_echo:
+            return 0
         return self.text_stream.num_tokens + sum(len(found.token_ids) for found in self.hypotheses)
 
     @property
@@ -126,6 +128,10 @@ class Generation:
             await self._stop_here()
         elif live.ending is not None and (limit is None or self._taken < limit):
             text += self._end()
+        if self.job.only_echo:
+            text, self.token_ids = "", []
+            if self.finish_reason != _RUNNING:
+                self.finish_reason = common_pb2.FINISH_REASON_LENGTH
         return text
 
     async def skip(self, num_tokens: int) -> list[int]:

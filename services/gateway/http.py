@@ -35,6 +35,7 @@ _PROMPT = FieldNames(prompt="prompt")
 _CHAT = FieldNames(prompt="messages", num_logprobs="top_logprobs")
 # Of all choices of an answer, which is some 70 bytes each.
 MAX_PROMPT_LOGPROBS = 2**16
+MAX_ECHO_CHARS = 2**22  # of an answer
 _COMPLETION_MAX_TOKENS = 16
 
 
@@ -314,6 +315,12 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
             arrival_s=asked.arrival_s,
             terms=terms,
         )
+        if body.echo:
+            job.only_echo, job.prompt_logprobs = body.only_echoes, body.prompt_logprobs is not None
+            job.echo = prompt if isinstance(prompt, str) else None
+            if job.echo is None:
+                skip = choices.skip_special_tokens
+                job.echo = await builder.decode(ids, skip_special_tokens=skip, gone=asked.gone)
         jobs += body.jobs(builder, job)
         check_scored_prompts(body, jobs)  # before anything of the next prompt is done
     return jobs
@@ -321,14 +328,21 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
 
 def check_scored_prompts(body: schema.SamplingFields, jobs: Sequence[GenerateJob]) -> None:
     """An answer is written in one piece, while nobody else is served: raises ApiError 400 if it would be too long."""
-    if body.prompt_logprobs is None:
-        return
+    num_top = body.sampling().prompt_logprobs
     shown = (body.n or 1) / max(body.n or 1, body.best_of or 1)
-    count = int((1 + body.prompt_logprobs) * shown * sum(len(job.prompt_ids) for job in jobs))
+    num_chars = int(shown * sum(len(job.echo or "") for job in jobs))
+    if num_chars > MAX_ECHO_CHARS:
+        message = f"echo: {num_chars} characters in all choices, and at most {MAX_ECHO_CHARS} are possible in an answer"
+        raise invalid("echo", message)
+    if num_top is None:
+        return
+    count = int((1 + num_top) * shown * sum(len(job.prompt_ids) for job in jobs))
     if count > MAX_PROMPT_LOGPROBS:
+        name = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
         raise invalid(
-            "prompt_logprobs",
-            f"prompt_logprobs: {count} in all choices, and at most {MAX_PROMPT_LOGPROBS} are possible in an answer",
+            name,
+            f"{name}: {count} log probabilities of prompts in all choices, and at most {MAX_PROMPT_LOGPROBS} are "
+            "possible in an answer",
         )
 
 

@@ -40,13 +40,14 @@ def token_text(piece: bytes) -> str:
 class LogprobFormat:
     """One choice's log probabilities, shaped as they come: for chats and for completions."""
 
-    def __init__(self, chat: bool, token_bytes: TokenBytes, shown_bytes: TokenBytes) -> None:
-        """`shown_bytes`: what a token adds to the text, which is nothing of a special one that is left out."""
+    def __init__(self, chat: bool, token_bytes: TokenBytes, shown_bytes: TokenBytes, offset: int = 0) -> None:
+        """`shown_bytes`: what a token adds to the text, which is nothing of a special one that is left out; `offset`:
+        characters of the text before these tokens."""
         self._chat = chat
         self._bytes = token_bytes
         self._shown_bytes = shown_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0  # characters of the output so far
+        self._offset = offset  # characters so far
 
     def shape(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
         """The `logprobs` object for these tokens, which follow those of the call before."""
@@ -86,6 +87,18 @@ class LogprobFormat:
         offset = self._offset + bool(self._decoder.getstate()[0])
         self._offset += len(self._decoder.decode(self._shown_bytes(token_id)))
         return offset
+
+
+def echoed_logprobs(
+    prompt_ids: Sequence[int], tokens: Sequence[ScoredToken], shape: LogprobFormat, num_chars: int
+) -> dict[str, Any]:
+    """A prompt's `logprobs` object in a completion that shows it, in so many characters; null for the first token,
+    which nothing precedes. `tokens` are the others."""
+    shaped = shape.shape([ScoredToken(prompt_ids[0], 0.0, ()), *tokens])
+    shaped["token_logprobs"][0] = shaped["top_logprobs"][0] = None
+    # A tokenizer may have added what the text does not have.
+    shaped["text_offset"] = [min(offset, num_chars) for offset in shaped["text_offset"]]
+    return shaped
 
 
 def prompt_logprobs(tokens: Sequence[ScoredToken], token_bytes: TokenBytes) -> list[dict[str, Any] | None]:

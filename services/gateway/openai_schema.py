@@ -285,10 +285,24 @@ class CompletionRequest(SamplingFields):
 
     prompt: Annotated[str | list[str] | list[int] | list[list[int]], PlainValidator(_prompt)]
     add_special_tokens: bool | None = None
+    # The prompt is shown before its continuation, and scored if that is; `max_tokens` 0: it alone.
+    echo: bool | None = None
     logprobs: Annotated[int | None, BeforeValidator(_no_logprobs)] = None
 
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def only_echoes(self) -> bool:
+        return bool(self.echo) and self.max_tokens == 0
+
+    def sampling(self) -> SamplingChoices:
+        choices = super().sampling()
+        if self.echo and choices.prompt_logprobs is None:
+            choices.prompt_logprobs = choices.logprobs
+        if self.only_echoes:
+            choices.max_tokens = 1  # which nobody sees: the prompt is computed for its sake
+        return choices
 
 
 class Message(_Request):
@@ -349,7 +363,7 @@ def parse(cls: type[R], body: Any, max_model_len: int) -> R:
         raise invalid(None, "the body must be a JSON object")
     check_lengths(body, max_model_len)
     if issubclass(cls, SamplingFields):
-        _refuse_unsupported(body)
+        _refuse_unsupported(cls, body)
     try:
         request = cls.model_validate(body)
     except ValidationError as error:
@@ -378,8 +392,8 @@ def _check_logprobs(request: SamplingFields, body: Mapping[str, Any]) -> None:
         raise invalid("top_logprobs", "top_logprobs is only possible with logprobs: true")
 
 
-def _refuse_unsupported(body: Mapping[str, Any]) -> None:
-    for name in _NEUTRAL.keys() & body.keys():
+def _refuse_unsupported(cls: type[SamplingFields], body: Mapping[str, Any]) -> None:
+    for name in (_NEUTRAL.keys() & body.keys()) - cls.model_fields.keys():
         value = body[name]
         if value is None:
             continue

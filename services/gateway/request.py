@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.detokenizer import Detokenizer
@@ -25,6 +25,8 @@ from services.gateway.sampling import (
 from services.gateway.session_core import NO_TERMS, Terms
 from services.gateway.tokenizer import TextTokenizer
 from services.gateway.turnstile import Gone
+
+T = TypeVar("T")
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
@@ -56,6 +58,8 @@ class GenerateJob:
     include_stop: bool = False  # in the text: the stop string, or token
     logprobs: bool = False  # to be shown to the client
     prompt_logprobs: bool = False
+    echo: str | None = None  # the prompt's text, to be shown before the output
+    only_echo: bool = False  # and nothing else: there is one token of output, which nobody sees
     terms: Terms = NO_TERMS
     sample: int = 0  # which of several of one prompt
     beam: inference_pb2.BeamOptions | None = None
@@ -148,7 +152,16 @@ class RequestBuilder:
         """Token ids of a piece of text, nothing added. Raises ApiError 400."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    async def _in_thread(self, encode: Callable[[], list[int]], gone: Callable[[], bool]) -> list[int]:
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, gone: Callable[[], bool]) -> str:
+        """The text of a prompt, as of any output. Raises Gone as encode_text."""
+
+        def decode() -> str:
+            detokenizer = self.tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
+            return detokenizer.push(token_ids) + detokenizer.finish()
+
+        return decode() if len(token_ids) <= _INLINE_CHARS else await self._in_thread(decode, gone)
+
+    async def _in_thread(self, encode: Callable[[], T], gone: Callable[[], bool]) -> T:
         await self._threads.acquire()
         if gone():
             self._threads.release()

@@ -96,6 +96,29 @@ def test_log_probabilities_are_those_of_transformers(stack: Stack) -> None:
         assert top == pytest.approx(values.tolist(), abs=1e-3)
 
 
+def test_an_echo_is_scored_as_evaluation_harnesses_want_it(stack: Stack) -> None:
+    """They send token ids, and read off how likely the last of them are."""
+    right = reference.logprobs(CHECKPOINT, STORY)
+    expected = [float(right[i - 1, STORY[i]]) for i in range(1, len(STORY))]
+    best = [int(right[i - 1].argmax()) == STORY[i] for i in range(1, len(STORY))]
+    for max_tokens in (0, 1):
+        shown = answer(stack, prompt=STORY, echo=True, logprobs=1, max_tokens=max_tokens)
+        values = shown["logprobs"]
+        first, *rest = values["token_logprobs"]
+        assert first is None
+        assert len(rest) == len(expected) + max_tokens
+        assert rest[: len(expected)] == pytest.approx(expected, abs=1e-3)
+        tops = values["top_logprobs"][1 : len(STORY)]
+        tokens = values["tokens"][1 : len(STORY)]
+        assert [max(top, key=top.get) == token for top, token in zip(tops, tokens, strict=True)] == best
+        assert shown["text"] == text(
+            [*STORY, *reference.greedy(CHECKPOINT, STORY, max_tokens)] if max_tokens else STORY
+        )
+    beam = {"prompt": STORY, "max_tokens": 4, "use_beam_search": True, "n": 1, "best_of": 2}
+    found = answer(stack, **beam)["text"]
+    assert answer(stack, **beam, echo=True)["text"] == text(STORY) + found
+
+
 def test_a_prompt_is_scored_whatever_is_cached(stack: Stack) -> None:
     prompt = [60 + i % 50 for i in range(300)]
     answer(stack, prompt=prompt, max_tokens=1)

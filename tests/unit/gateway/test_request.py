@@ -267,7 +267,6 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"prompt_logprobs": True}, "prompt_logprobs"),
-    ({"echo": True}, "echo"),
     ({"suffix": "x"}, "suffix"),
     ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
     ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
@@ -349,7 +348,7 @@ def test_values_that_change_nothing_are_fine() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [
-        ("echo", True, "false"),
+        ("continue_final_message", True, "false"),
         ("suffix", "x", '""'),
         ("tool_choice", "required", '"none"'),
         ("response_format", {"type": "json_object"}, '{"type": "text"}'),

@@ -28,6 +28,7 @@ from tests.unit.gateway.test_request import make_job
 
 BUILDER = RequestBuilder(TextTokenizer.from_folder(CHECKPOINT), read_model_files(CHECKPOINT), max_model_len=100)
 EOS = min(BUILDER.eos_token_ids)
+PROMPT = [7, 8]
 WORDS = BUILDER.encode_word("one two öäü three 😀 four")
 
 
@@ -40,9 +41,15 @@ class Case:
     choices: dict[str, Any]
     usage: bool = False
     continuous_usage: bool = False
+    echo: str | None = None  # then the choices are samples of one prompt
+    only_echo: bool = False
 
     def jobs(self) -> list[GenerateJob]:
-        return [make_job(BUILDER, ids=[7, 8], **self.choices) for _ in self.outputs]
+        jobs = [make_job(BUILDER, ids=PROMPT, **self.choices) for _ in self.outputs]
+        if self.echo is not None:
+            for i, job in enumerate(jobs):
+                job.echo, job.only_echo, job.sample = self.echo, self.only_echo, i
+        return jobs
 
 
 async def stream(case: Case, batches: Iterator[int], after: EventId | None = None) -> tuple[int, list[Event]]:
@@ -72,13 +79,16 @@ async def stream(case: Case, batches: Iterator[int], after: EventId | None = Non
         index = next(batches) % len(left)
         request, count = session.live[index], next(batches) % 4
         batch, left[index] = left[index][:count], left[index][count:]
+        if index == 0:  # the first sample has asked for them
+            request.prompt_scores = {1: Score(-0.5, ((3, -0.25),))}
         request.scores += [Score(-token / 8, ((token, 0.0), (9, -1.0))) for token in batch]
         session.give(request, *batch)
         for _ in range(next(batches) % 4):
             await asyncio.sleep(0)
         if not left[index]:
             session.end(request, STOP if case.outputs[index][-1] in request.final_tokens else LENGTH)
-    await task
+    async with asyncio.timeout(20):
+        await task
     body = b"".join(message.get("body", b"") for message in sent)
     return sent[0]["status"], list(parse_events(body.decode().splitlines()))
 
@@ -116,7 +126,10 @@ def cases(draw: st.DrawFn) -> Case:
         choices["logprobs"] = 2
     kind: Kind = draw(st.sampled_from(["chat", "completion"]))
     outputs = [output + draw(ends) for output in outputs]
-    return Case(kind, outputs, choices, draw(st.booleans()), draw(st.booleans()))
+    case = Case(kind, outputs, choices, draw(st.booleans()), draw(st.booleans()))
+    if kind == "completion":
+        case.echo, case.only_echo = draw(st.sampled_from([None, "", "Öne two"])), draw(st.booleans())
+    return case
 
 
 @settings(max_examples=120, deadline=None)
@@ -134,6 +147,24 @@ def test_a_stream_may_break_behind_any_event(case: Case, data: st.DataObject) ->
         if got:
             rest = run(case, data.draw(seeds), place(case, got[-1]))
     assert told(got + rest) == told(undisturbed)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2])
+def test_an_echo_is_scored_though_its_prompts_first_sample_was_shown(tokens: int) -> None:
+    """So much of it, and nothing of the second one, which echoes what the first one is told."""
+    case = Case("completion", [[50, 60], [51, 61]], {"logprobs": 1}, echo="öne")
+    runs = (run(case, seed) for seed in range(200))
+    found = (
+        (events, i)
+        for events in runs
+        for i, event in enumerate(events)
+        if [p.tokens for p in place(case, event).places] == [tokens, None]
+    )
+    events, i = next(found)
+    after = place(case, events[i])
+    assert after.places[0].ended == (tokens == 2)
+    for seed in range(20):
+        assert told(events[: i + 1] + run(case, seed, after)) == told(events)
 
 
 def test_what_was_shown_must_be_what_comes_again() -> None:

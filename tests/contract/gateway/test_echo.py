@@ -1,0 +1,134 @@
+"""`echo` of completions: the prompt before its continuation, scored if that is, as evaluation harnesses ask for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from demo import CHECKPOINT
+from services.gateway.http import MAX_ECHO_CHARS
+from services.gateway.tokenizer import TextTokenizer
+from tests.contract.gateway.conftest import MODEL, Running, Start
+from tests.contract.gateway.fake_scheduler import scripted
+from tests.support.sse import parse_events, told
+
+COMPLETIONS = "/v1/completions"
+TOKENIZER = TextTokenizer.from_folder(CHECKPOINT)
+IDS = TOKENIZER.encode("one two three", add_special_tokens=False)
+FOX = TOKENIZER.encode("a fox", add_special_tokens=False)
+
+
+async def completion(running: Running, **body: Any) -> dict[str, Any]:
+    defaults = {"model": MODEL, "max_tokens": 4, "temperature": 0}
+    answer = await running.http.post(COMPLETIONS, json=defaults | body)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+async def test_the_prompt_stands_before_what_follows_it(running: Running) -> None:
+    [plain] = (await completion(running, prompt="Once there was"))["choices"]
+    [echoed] = (await completion(running, prompt="Once there was", echo=True))["choices"]
+    assert echoed == plain | {"text": "Once there was" + plain["text"]}
+    [of_ids] = (await completion(running, prompt=IDS, echo=True))["choices"]
+    assert of_ids["text"].startswith("one two three")
+    several = await completion(running, prompt=["a fox", "one"], n=2, echo=True)
+    beginnings = ["a fox", "a fox", "one", "one"]
+    assert all(c["text"].startswith(b) for c, b in zip(several["choices"], beginnings, strict=True))
+
+
+async def test_special_tokens_of_a_prompt_are_shown_as_those_of_an_output(running: Running) -> None:
+    ids = TOKENIZER.encode("<|user|>hi", add_special_tokens=False)
+    for skip, text in ((True, "hi"), (False, "<|user|>hi")):
+        options = {"echo": True, "max_tokens": 0, "skip_special_tokens": skip, "logprobs": 0}
+        [choice] = (await completion(running, prompt=ids, **options))["choices"]
+        assert choice["text"] == text
+        assert choice["logprobs"]["tokens"][0] == "<|user|>"
+        assert choice["logprobs"]["text_offset"][1] == len(text) - 2
+
+
+async def test_the_prompt_is_scored_with_what_follows_it(start: Start) -> None:
+    running = await start(next_token=scripted(IDS))
+    options: dict[str, Any] = {"prompt": IDS, "max_tokens": len(IDS), "seed": 2, "temperature": 1.0, "logprobs": 2}
+    [plain] = (await completion(running, **options))["choices"]
+    [echoed] = (await completion(running, **options, echo=True))["choices"]
+    mine, output = echoed["logprobs"], plain["logprobs"]
+    count = len(IDS)
+    assert echoed["text"] == "one two threeone two three"
+    assert mine["tokens"] == output["tokens"] * 2
+    assert mine["token_logprobs"] == [None, *(-i / 8 for i in range(1, count)), *output["token_logprobs"]]
+    assert mine["top_logprobs"][0] is None
+    assert mine["top_logprobs"][count:] == output["top_logprobs"]
+    for i in range(1, count):
+        assert mine["tokens"][i] in mine["top_logprobs"][i]
+        assert len(mine["top_logprobs"][i]) in (2, 3)
+    offsets = output["text_offset"]
+    assert mine["text_offset"] == offsets + [len("one two three") + offset for offset in offsets]
+    assert "prompt_logprobs" not in echoed
+    # Each sample shows what the first one was told.
+    both = (await completion(running, **options, echo=True, n=2))["choices"]
+    assert [choice["logprobs"]["token_logprobs"][:count] for choice in both] == [mine["token_logprobs"][:count]] * 2
+    assert [s.sampling.prompt_logprobs for s in running.scheduler.submissions[-2:]] == [True, False]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_nothing_but_the_prompt(running: Running, stream: bool) -> None:
+    """Harnesses that compare answers ask for no token at all."""
+    options: dict[str, Any] = {"prompt": [FOX, IDS], "max_tokens": 0, "echo": True, "logprobs": 1}
+    if not stream:
+        body = await completion(running, **options)
+        texts = [choice["text"] for choice in body["choices"]]
+        reasons = [choice["finish_reason"] for choice in body["choices"]]
+        counts = [len(choice["logprobs"]["tokens"]) for choice in body["choices"]]
+        usage = body["usage"]
+    else:
+        options |= {"stream": True, "stream_options": {"include_usage": True}}
+        answer = await running.http.post(COMPLETIONS, json=options)
+        known = told(parse_events(answer.text.splitlines()))
+        texts = [known.texts[i] for i in range(2)]
+        reasons = [reason for i in range(2) for reason in known.reasons[i]]
+        counts = [len(known.logprobs[i]) for i in range(2)]
+        usage = known.rest[0]
+    assert texts == ["a fox", "one two three"]
+    assert reasons == ["length"] * 2
+    assert counts == [len(FOX), len(IDS)]
+    assert (usage["completion_tokens"], usage["prompt_tokens"]) == (0, sum(counts))
+
+
+async def test_a_stream_shows_it_first(running: Running) -> None:
+    options = {"prompt": "a fox", "echo": True, "logprobs": 1, "n": 3, "seed": 4, "temperature": 1.0}
+    whole = await completion(running, **options)
+    events = list(
+        parse_events(
+            (await running.http.post(COMPLETIONS, json={"max_tokens": 4, "stream": True} | options)).text.splitlines()
+        )
+    )
+    known = told(events)
+    for i, choice in enumerate(whole["choices"]):
+        assert known.texts[i] == choice["text"]
+        assert len(known.logprobs[i]) == len(choice["logprobs"]["tokens"])
+    assert all(event.id for event in events)
+
+
+async def test_what_is_too_much_or_means_nothing_is_refused(running: Running) -> None:
+    cases = [
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": [7] * 1500, "echo": True, "logprobs": 20, "n": 3}, "echo"),
+        ({"prompt": "a", "echo": True, "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "echo": "yes"}, "echo"),
+    ]
+    for body, param in cases:
+        answer = await running.http.post(COMPLETIONS, json={"model": MODEL} | body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), body
+    chat = {"messages": [{"role": "user", "content": "x"}], "echo": True}
+    answer = await running.http.post("/v1/chat/completions", json=chat)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "echo")
+
+
+async def test_echoes_have_a_limit_in_all_choices(running: Running) -> None:
+    text = " fox" * 1000
+    count = MAX_ECHO_CHARS // len(text) // 64 + 1
+    body = {"model": MODEL, "prompt": [text] * count, "n": 64, "echo": True, "max_tokens": 1}
+    answer = await running.http.post(COMPLETIONS, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "echo")
+    assert str(MAX_ECHO_CHARS) in answer.json()["error"]["message"]
