@@ -71,7 +71,8 @@ class _Answer(Response):
         job = generation.job
         if not job.logprobs:
             return None
-        return LogprobFormat(self._envelope.kind == "chat", job.token_bytes, job.shown_bytes, len(job.echo or ""))
+        is_chat, offset = self._envelope.kind == "chat", len(job.echo or "")
+        return LogprobFormat(is_chat, job.token_bytes, job.shown_bytes, offset=offset)
 
     def _first_sample(self, index: int) -> int:
         """Of the prompt of this sample: the one that has asked for the prompt's log probabilities."""
@@ -87,8 +88,7 @@ class _Answer(Response):
         if job.echo is None or not job.logprobs:
             return text, None
         tokens = self._generations[self._first_sample(index)].prompt_scored
-        shape = LogprobFormat(False, job.token_bytes, job.shown_bytes)
-        return text, echoed_logprobs(job.prompt_ids, tokens, shape, len(text))
+        return text, echoed_logprobs(job.prompt_ids, tokens, text, job.token_bytes)
 
     def _run(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         raise NotImplementedError

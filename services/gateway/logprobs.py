@@ -40,14 +40,23 @@ def token_text(piece: bytes) -> str:
 class LogprobFormat:
     """One choice's log probabilities, shaped as they come: for chats and for completions."""
 
-    def __init__(self, chat: bool, token_bytes: TokenBytes, shown_bytes: TokenBytes, offset: int = 0) -> None:
+    def __init__(
+        self,
+        chat: bool,
+        token_bytes: TokenBytes,
+        shown_bytes: TokenBytes,
+        *,
+        offset: int = 0,
+        within: str | None = None,
+    ) -> None:
         """`shown_bytes`: what a token adds to the text, which is nothing of a special one that is left out; `offset`:
-        characters of the text before these tokens."""
+        characters of the text before these tokens; `within`: the text, if tokens may be missing in it."""
         self._chat = chat
         self._bytes = token_bytes
         self._shown_bytes = shown_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = offset  # characters so far
+        self._within = within
 
     def shape(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
         """The `logprobs` object for these tokens, which follow those of the call before."""
@@ -85,19 +94,22 @@ class LogprobFormat:
     def _advance(self, token_id: int) -> int:
         """Where the token begins, in characters; the rest of one that was begun counts nothing."""
         offset = self._offset + bool(self._decoder.getstate()[0])
-        self._offset += len(self._decoder.decode(self._shown_bytes(token_id)))
+        added = self._decoder.decode(self._shown_bytes(token_id))
+        if self._within is not None and not self._within.startswith(added, self._offset):
+            # A tokenizer has put it in front, or a space; or it is a special token that is not shown.
+            added = added[1:] if not self._offset and added[:1] == " " and self._within.startswith(added[1:]) else ""
+        self._offset += len(added)
         return offset
 
 
 def echoed_logprobs(
-    prompt_ids: Sequence[int], tokens: Sequence[ScoredToken], shape: LogprobFormat, num_chars: int
+    prompt_ids: Sequence[int], tokens: Sequence[ScoredToken], text: str, token_bytes: TokenBytes
 ) -> dict[str, Any]:
-    """A prompt's `logprobs` object in a completion that shows it, in so many characters; null for the first token,
-    which nothing precedes. `tokens` are the others."""
+    """A prompt's `logprobs` object in a completion that shows it as `text`; null for the first token, which nothing
+    precedes. `tokens` are the others."""
+    shape = LogprobFormat(False, token_bytes, token_bytes, within=text)
     shaped = shape.shape([ScoredToken(prompt_ids[0], 0.0, ()), *tokens])
     shaped["token_logprobs"][0] = shaped["top_logprobs"][0] = None
-    # A tokenizer may have added what the text does not have.
-    shaped["text_offset"] = [min(offset, num_chars) for offset in shaped["text_offset"]]
     return shaped
 
 

@@ -47,6 +47,16 @@ async def test_special_tokens_of_a_prompt_are_shown_as_those_of_an_output(runnin
         assert choice["logprobs"]["text_offset"][1] == len(text) - 2
 
 
+async def test_places_in_a_prompt_that_is_a_text(running: Running) -> None:
+    """Special tokens that it spells are in it; what the tokenizer puts in front is not."""
+    text = "<|user|>Öl two<|end|>"
+    [choice] = (await completion(running, prompt=text, echo=True, max_tokens=1, logprobs=0))["choices"]
+    scores = choice["logprobs"]
+    assert (scores["tokens"][:2], scores["text_offset"][:3]) == (["<|bos|>", "<|user|>"], [0, 0, len("<|user|>")])
+    ends = scores["tokens"].index("<|end|>")
+    assert scores["text_offset"][ends:] == [len(text) - len("<|end|>"), len(text)]
+
+
 async def test_the_prompt_is_scored_with_what_follows_it(start: Start) -> None:
     running = await start(next_token=scripted(IDS))
     options: dict[str, Any] = {"prompt": IDS, "max_tokens": len(IDS), "seed": 2, "temperature": 1.0, "logprobs": 2}
