@@ -80,12 +80,12 @@ class _Answer(Response):
             index -= 1
         return index
 
-    def _echo(self, index: int) -> tuple[str, dict[str, Any] | None]:
-        """The text that a choice begins with, and its log probabilities if they are wanted; a token of its first sample
-        must be here."""
+    def _echo(self, index: int) -> tuple[str | None, dict[str, Any] | None]:
+        """The prompt's text if a choice begins with it, and its log probabilities if they are wanted; a token of its
+        first sample must be here."""
         job = self._generations[index].job
-        text = job.echo or ""
-        if job.echo is None or not job.logprobs:
+        text = job.echo
+        if text is None or not job.logprobs:
             return text, None
         tokens = self._generations[self._first_sample(index)].prompt_scored
         return text, echoed_logprobs(job.prompt_ids, tokens, text, job.token_bytes)
@@ -121,13 +121,13 @@ class WholeAnswer(_Answer):
             generation = self._generations[i]
             echo, logprobs = self._echo(i)
             if generation.job.beam is not None:
-                choices += [Choice(echo + found.text, found.finish_reason) for found in generation.hypotheses]
+                choices += [Choice((echo or "") + found.text, found.finish_reason) for found in generation.hypotheses]
                 continue
             text, tokens = collected[i]
             if (shape := self._logprob_format(generation)) is not None:
                 shaped = shape.shape(tokens)
                 logprobs = shaped if logprobs is None else {name: logprobs[name] + shaped[name] for name in shaped}
-            choices.append(Choice(echo + text, generation.finish_reason, logprobs, self._prompt_logprobs(i)))
+            choices.append(Choice((echo or "") + text, generation.finish_reason, logprobs, self._prompt_logprobs(i)))
         await JsonResponse(self._envelope.whole(choices, usage(self._generations)))(scope, receive, send)
 
     def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None] | None:
@@ -289,10 +289,7 @@ class StreamAnswer(_Answer):
         beginning = b""
         if self._fresh[index]:
             self._fresh[index] = False
-            if self._generations[index].job.echo is None:
-                beginning = self._format.first(index)
-            else:
-                beginning = self._format.text(index, *self._echo(index))
+            beginning = self._format.first(index, *self._echo(index))
             if beginning:
                 beginning = self._progress.first_line(index) + beginning
         return beginning + self._progress.line(index, ended=ended) + event

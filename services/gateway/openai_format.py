@@ -16,14 +16,14 @@ Kind = Literal["completion", "chat"]
 DONE = b"data: [DONE]\n\n"
 
 
-def usage(generations: Sequence[Generation]) -> dict[str, Any]:
-    """OpenAI's usage object over all choices.
+def usage(generations: Sequence[Generation], num_tokens: int | None = None) -> dict[str, Any]:
+    """OpenAI's usage object over all choices; `num_tokens` of output are shown, if not all that are here.
 
     `cached_tokens` is left out while it is not known: it is the scheduler that reports it, with a request's ending.
     """
     prompts = [g for g in generations if not g.job.sample] or generations  # samples of one prompt have it in common
     prompt = sum(len(g.job.prompt_ids) for g in prompts)
-    completion = sum(g.num_tokens for g in generations)
+    completion = sum(g.num_tokens for g in generations) if num_tokens is None else num_tokens
     value: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -97,12 +97,16 @@ class StreamFormat:
         self._plain_tail = self._text_middle + b"null}]" + tail
         self._tail = tail
 
-    def first(self, index: int) -> bytes:
-        """What precedes a choice's text: for a chat, whose message it is."""
-        if not self._chat:
+    def first(self, index: int, echo: str | None, logprobs: dict[str, Any] | None) -> bytes:
+        """What precedes a choice's output: for a chat, whose message it is; for a completion, the prompt if it is to be
+        shown."""
+        tail = self._tail_of(index, num_tokens=0)
+        if self._chat:
+            delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+            return self._head + delta % index + tail
+        if echo is None:
             return b""
-        delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]' % index
-        return self._head + delta + self._tail_of(index)
+        return b"".join((self._text_heads[index], orjson.dumps(echo), self._middle(logprobs), b"null}]", tail))
 
     def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
         """New text of a choice."""
@@ -133,10 +137,11 @@ class StreamFormat:
     def _middle(self, logprobs: dict[str, Any] | None) -> bytes:
         return self._close + b',"logprobs":' + orjson.dumps(logprobs) + b',"finish_reason":'
 
-    def _tail_of(self, index: int) -> bytes:
+    def _tail_of(self, index: int, num_tokens: int | None = None) -> bytes:
+        """The end of an event of this choice; with its usage so far, in so many tokens if not in all that are here."""
         if not self._continuous_usage:
             return self._tail
-        return b',"usage":' + orjson.dumps(usage([self._generations[index]])) + b"}\n\n"
+        return b',"usage":' + orjson.dumps(usage([self._generations[index]], num_tokens)) + b"}\n\n"
 
 
 def error_event(body: dict[str, Any]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -108,12 +109,12 @@ async def test_nothing_but_the_prompt(running: Running, stream: bool) -> None:
 async def test_a_stream_shows_it_first(running: Running) -> None:
     options = {"prompt": "a fox", "echo": True, "logprobs": 1, "n": 3, "seed": 4, "temperature": 1.0}
     whole = await completion(running, **options)
-    events = list(
-        parse_events(
-            (await running.http.post(COMPLETIONS, json={"max_tokens": 4, "stream": True} | options)).text.splitlines()
-        )
-    )
+    stream = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    answer = await running.http.post(COMPLETIONS, json={"max_tokens": 4} | stream | options)
+    events = list(parse_events(answer.text.splitlines()))
     known = told(events)
+    assert json.loads(events[0].data)["choices"][0]["text"] == "a fox"
+    assert json.loads(events[0].data)["usage"]["completion_tokens"] == 0
     for i, choice in enumerate(whole["choices"]):
         assert known.texts[i] == choice["text"]
         assert len(known.logprobs[i]) == len(choice["logprobs"]["tokens"])
