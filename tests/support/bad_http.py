@@ -149,7 +149,7 @@ FIELDS = [
     *_field("guided_regex", "(a+)+$"),
     *_field("guided_choice", [str(i) for i in range(1_000_000)]),
     *_field("guided_json", {"$ref": "#"}),
-    *_field("echo", True),
+    *_field("echo", "yes", 1, [True]),
     *_field("suffix", "end"),
     _completion("unknown model", 404, "model", model="nobody"),
     _completion("a model of a million characters", 404, "model", model="x" * 1_000_000),
