@@ -8,22 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from paceline.v1.cache_pb2 import CacheServiceLinkResponse
-from paceline.v1.common_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR, PromptLogprobs
+from paceline.v1.common_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR
 from paceline.v1.inference_pb2 import SchedulerStatus, SessionOpened, SessionRequest, Submission
 from paceline.v1.worker_pb2 import (
     Heartbeat,
     StepFailure,
     StepResult,
-    TokenLogprobs,
     WorkerRegistered,
     WorkerRegistration,
     WorkerReleased,
     WorkerServiceLinkResponse,
 )
-from scheduler_svc.core.arrays import Longs, Tokens
 from scheduler_svc.core.beam_groups import BeamGroups, check_beam
 from scheduler_svc.core.budgets import Budgets
 from scheduler_svc.core.cache_link import CacheLink, ProtocolError
@@ -46,10 +42,10 @@ from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.recovery import Recovery
 from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, Rejection, invalid
-from scheduler_svc.core.request import Phase, Request
+from scheduler_svc.core.request import Phase
 from scheduler_svc.core.results import ResultReader
 from scheduler_svc.core.rounds import Rounds
-from scheduler_svc.core.sessions import Session
+from scheduler_svc.core.sessions import Publisher, Session
 from scheduler_svc.core.slots import SlotTable
 from scheduler_svc.core.suspects import Absence, Loss, Suspects
 from scheduler_svc.core.trials import Trials
@@ -74,9 +70,9 @@ class SchedulerCore:
         self.workers: dict[int, Worker] = {}
         self.sessions: dict[str, Session] = {}
         self.limits: Limits | None = None  # of the last workers seen, so that intake can check while none is attached
-        self._session_at: dict[int, Session] = {}
+        self._publisher = Publisher(self.sessions)
         self._outbox = Outbox()
-        self._next_worker = self._next_session = 1
+        self._next_worker = 1
         self._told: bytes = b""
         self._told_full = False
         self._cache = CacheLink(epoch)
@@ -91,7 +87,7 @@ class SchedulerCore:
         planner = Planner(
             self.life.preempt,
             exceeded,
-            self._session_index,
+            self._publisher.index_of,
             swaps.resumed,
             self._cache.add_commit,
         )
@@ -100,12 +96,12 @@ class SchedulerCore:
             self.workers, self._cache, self._composer, planner, self.life, self._groups, self._trials, self._send_worker
         )
         self._results = ResultReader(
-            self._publish,
+            self._publisher.tokens,
             self.life.end,
             self.life.spoil,
             self.life.fail,
-            self._publish_score,
-            self._publish_prompt_scores,
+            self._publisher.score,
+            self._publisher.prompt_scores,
             self._groups.report,
         )
         self._note_outage()
@@ -133,11 +129,9 @@ class SchedulerCore:
             )
         if window < 1:
             raise invalid("response_window", "must be at least 1")
-        session = Session(session_id, self._next_session, window)
-        self._next_session += 1
+        session = self._publisher.open(session_id, window)
         session.opened = SessionOpened(epoch=self.epoch, fence=self.fence)
         session.status = self._status()
-        self.sessions[session_id] = self._session_at[session.index] = session
 
     def close_session(self, session_id: str) -> None:
         """The gateway is gone: so are its requests."""
@@ -146,7 +140,7 @@ class SchedulerCore:
             return
         for request in list(session.live.values()):
             self.life.end(request, FINISH_REASON_ABORT)
-        del self._session_at[session.index]
+        self._publisher.closed(session)
 
     def session_message(self, session_id: str, message: SessionRequest, now_s: float) -> None:
         session = self.sessions[session_id]
@@ -404,23 +398,6 @@ class SchedulerCore:
 
     def _send_worker(self, worker: int, message: WorkerServiceLinkResponse) -> None:
         self._outbox.to_workers.append((worker, message))
-
-    def _publish(self, session: int, sessions: Longs, handles: Longs, tokens: Tokens) -> None:
-        if session >= 0:
-            self._session_at[session].add_tokens(handles, tokens)
-            return
-        for index in np.unique(sessions).tolist():
-            mine = sessions == index
-            self._session_at[index].add_tokens(handles[mine], tokens[mine])
-
-    def _publish_score(self, request: Request, score: TokenLogprobs) -> None:
-        self.sessions[request.session_id].add_score(request.handle, score)
-
-    def _publish_prompt_scores(self, request: Request, scores: PromptLogprobs) -> None:
-        self.sessions[request.session_id].add_prompt_scores(request.handle, scores)
-
-    def _session_index(self, request: Request) -> int:
-        return self.sessions[request.session_id].index
 
     def _release_drained(self) -> None:
         for worker in self.workers.values():

@@ -6,7 +6,6 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.v1.common_pb2 import PromptLogprobs
 from paceline.v1.inference_pb2 import (
@@ -18,6 +17,7 @@ from paceline.v1.inference_pb2 import (
     TokenScore,
 )
 from paceline.v1.worker_pb2 import TokenLogprobs
+from scheduler_svc.core.arrays import Longs, Tokens
 from scheduler_svc.core.request import Request
 
 # Of prompts' log probabilities in a message at the most, unless a single part is larger; far below the message limit.
@@ -43,14 +43,14 @@ class Session:
     _told_room: tuple[int, int] | None = None
     opened: SessionOpened | None = None
     status: SchedulerStatus | None = None
-    _handles: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    _tokens: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    _sent_handles: npt.NDArray[np.int64] | None = None  # all those of the last message, if they came as one array
+    _handles: list[Longs] = field(default_factory=list)
+    _tokens: list[Tokens] = field(default_factory=list)
+    _sent_handles: Longs | None = None  # all those of the last message, if they came as one array
     _next: SessionResponse | None = None  # with the endings, which gather in place: to put them in later is to copy
     _scores: list[TokenScore] = field(default_factory=list)
     _prompt_scores: deque[PromptScores] = field(default_factory=deque)
 
-    def add_tokens(self, handles: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32]) -> None:
+    def add_tokens(self, handles: Longs, tokens: Tokens) -> None:
         self._handles.append(handles)
         self._tokens.append(tokens)
 
@@ -112,3 +112,40 @@ class Session:
             message.prompt_scores.append(self._prompt_scores.popleft())
         self.sent += 1
         return message
+
+
+class Publisher:
+    """What workers have computed, on its way to the sessions that it is for."""
+
+    def __init__(self, sessions: dict[str, Session]) -> None:
+        self._sessions = sessions  # by id
+        self._at: dict[int, Session] = {}  # by index
+        self._next = 1
+
+    def open(self, session_id: str, window: int) -> Session:
+        """A new session, and a new index."""
+        session = self._sessions[session_id] = self._at[self._next] = Session(session_id, self._next, window)
+        self._next += 1
+        return session
+
+    def closed(self, session: Session) -> None:
+        del self._at[session.index]
+
+    def index_of(self, request: Request) -> int:
+        """Of its session."""
+        return self._sessions[request.session_id].index
+
+    def tokens(self, session: int, sessions: Longs, handles: Longs, tokens: Tokens) -> None:
+        """One for each handle. `session`: the index of all of them; if it is negative, `sessions` has each one's."""
+        if session >= 0:
+            self._at[session].add_tokens(handles, tokens)
+            return
+        for index in np.unique(sessions).tolist():
+            mine = sessions == index
+            self._at[index].add_tokens(handles[mine], tokens[mine])
+
+    def score(self, request: Request, score: TokenLogprobs) -> None:
+        self._sessions[request.session_id].add_score(request.handle, score)
+
+    def prompt_scores(self, request: Request, scores: PromptLogprobs) -> None:
+        self._sessions[request.session_id].add_prompt_scores(request.handle, scores)

@@ -25,6 +25,7 @@ from services.gateway.front import CLIENT_CLOSED_REQUEST, Front, Handler, intern
 from services.gateway.http_connection import ENTRY, PEER
 from services.gateway.idempotency import IDEMPOTENCY_KEY, RequestKey, body_fingerprint, check_key
 from services.gateway.openai_format import Envelope, Kind
+from services.gateway.openai_values import NOT_FOR_CHATS
 from services.gateway.request import GenerateJob
 from services.gateway.sampling import FieldNames
 from services.gateway.state import Gateway
@@ -182,7 +183,7 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
             add = body.add_special_tokens is not False
             return await builder.encode_text(body.prompt, _PROMPT, add_special_tokens=add)
         if body.add_special_tokens:
-            raise invalid("add_special_tokens", f"add_special_tokens: {schema.NOT_FOR_CHATS}")
+            raise invalid("add_special_tokens", f"add_special_tokens: {NOT_FOR_CHATS}")
         messages = [message.for_template() for message in body.messages or []]
         add = body.add_generation_prompt is not False
         return await builder.encode_chat(messages, _CHAT, add_generation_prompt=add)

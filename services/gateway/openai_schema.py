@@ -4,15 +4,27 @@ silence."""
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from paceline.v1 import common_pb2
 from services.gateway.errors import ApiError, invalid
 from services.gateway.list_limits import check_lengths
+from services.gateway.openai_values import (
+    BadWords,
+    Content,
+    EarlyStopping,
+    LogitBias,
+    NoneAdded,
+    NumLogprobs,
+    Prompt,
+    Seed,
+    Stop,
+    Uint32,
+    Variables,
+)
 from services.gateway.request import (
     MAX_TENANT_CHARS,
     GenerateJob,
@@ -24,11 +36,6 @@ from services.gateway.request import (
 )
 from services.gateway.sampling import SamplingChoices
 from services.gateway.session_core import Terms
-
-# What is said of `add_special_tokens`.
-NOT_FOR_CHATS = "is not supported for chats, as their template has them (leave it out, or false)"
-
-Uint32 = Annotated[int, Field(ge=0, lt=2**32)]
 
 # Fields that change the result and that we cannot honour: the values with which they change nothing (null always is
 # one).
@@ -68,101 +75,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _prompt(value: Any) -> Any:
-    """Checks all of it by hand: a union's own errors name branches, not what is wrong, and it tries one after another.
-    How many there may be: list_limits.py."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
-    if not value:
-        raise ValueError("must not be an empty list")
-    kinds = set(map(type, value))
-    if kinds in ({int}, {str}) or (kinds == {list} and all(set(map(type, entry)) <= {int} for entry in value)):
-        return value
-    raise ValueError("must hold strings only, or token ids (integers) only, or lists of token ids only")
-
-
-def _stop(value: Any) -> Any:
-    if value is None:
-        return []
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and {type(entry) for entry in value} <= {str}:
-        return value
-    raise ValueError("must be a string or a list of strings")
-
-
-def _content(value: Any) -> Any:
-    """Typed parts are joined by line breaks, as other servers do for templates that take a string."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of typed parts")
-    texts = []
-    for part in value:
-        match part:
-            case {"type": "text", "text": str(text)}:
-                texts.append(text)
-            case {"type": "text"}:
-                raise ValueError("has a text part without a string `text`")
-            case {"type": str(kind)}:
-                raise ValueError(f"has a part of type {kind[:40]!r}; this model takes text only")
-            case _:
-                raise ValueError("has a part that is no object with a `type`")
-    return "\n".join(texts)
-
-
-def _logit_bias(value: Any) -> Any:
-    """JSON has no integers as keys."""
-    if not isinstance(value, dict):
-        raise ValueError("must be an object of token ids and numbers")
-    wrong = next((key for key in value if not re.fullmatch(r"-?[0-9]{1,10}", key)), None)
-    if wrong is not None:
-        raise ValueError(f"has a key that is no token id: {wrong[:40]!r}")
-    biases = {int(token): bias for token, bias in value.items()}
-    if len(biases) < len(value):
-        raise ValueError("names a token twice")
-    return biases
-
-
-def _bad_words(value: Any) -> Any:
-    if isinstance(value, list) and all(
-        isinstance(word, str) or (isinstance(word, list) and set(map(type, word)) <= {int}) for word in value
-    ):
-        return value
-    raise ValueError("must be a list of strings and lists of token ids")
-
-
-def _no_seed(value: Any) -> Any:
-    """-1 is vLLM's other way to leave it out."""
-    return None if type(value) is int and value == -1 else value
-
-
-def _no_logprobs(value: Any) -> Any:
-    """Chats say it so, and some clients say it so to completions, too."""
-    return None if value is False else value
-
-
-def _none_added(value: bool | None) -> bool | None:
-    """To a chat."""
-    if value:
-        raise ValueError(NOT_FOR_CHATS)
-    return value
-
-
-def _early_stopping(value: Any) -> Any:
-    if value is True or value is False or value == "never":
-        return value
-    raise ValueError('must be true, false or "never"')
-
-
-def _variables(value: Any) -> Any:
-    if not isinstance(value, dict) or not all(isinstance(v, str | int | float | bool) for v in value.values()):
-        raise ValueError("must be an object of strings, numbers and booleans")
-    return value
-
-
 class _Request(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
@@ -200,13 +112,12 @@ class SamplingFields(_Request):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] | None = None
-    # Strings (banned as they stand and after a space), or token ids.
-    bad_words: Annotated[list[str | list[int]], PlainValidator(_bad_words)] | None = None
+    logit_bias: LogitBias | None = None
+    bad_words: BadWords | None = None
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
-    seed: Annotated[int | None, BeforeValidator(_no_seed)] = None
-    stop: Annotated[list[str], BeforeValidator(_stop)] = []
+    seed: Seed = None
+    stop: Stop = []
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
@@ -219,7 +130,7 @@ class SamplingFields(_Request):
     # Beam search as in transformers; `best_of` (else `n`) is its width.
     use_beam_search: bool | None = None
     length_penalty: float | None = None
-    early_stopping: Annotated[bool | str, BeforeValidator(_early_stopping)] | None = None
+    early_stopping: EarlyStopping | None = None
     # Larger is more urgent. What it does depends on the policies in force.
     priority: float | None = None
     # On whose account; OpenAI's `user` says it where this is left out.
@@ -283,11 +194,11 @@ class SamplingFields(_Request):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: Annotated[str | list[str] | list[int] | list[list[int]], PlainValidator(_prompt)]
+    prompt: Prompt
     add_special_tokens: bool | None = None
     # The prompt is shown before its continuation, and scored if that is; `max_tokens` 0: it alone.
     echo: bool | None = None
-    logprobs: Annotated[int | None, BeforeValidator(_no_logprobs)] = None
+    logprobs: NumLogprobs = None
 
     def num_logprobs(self) -> int | None:
         return self.logprobs
@@ -309,7 +220,7 @@ class Message(_Request):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_content)]
+    content: Content
 
     def for_template(self) -> dict[str, str]:
         """As templates know it; `developer` is OpenAI's newer name for `system`."""
@@ -322,8 +233,8 @@ class ChatRequest(SamplingFields):
     messages: list[Message]
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
-    add_special_tokens: Annotated[bool | None, AfterValidator(_none_added)] = None
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_variables)] | None = None
+    add_special_tokens: NoneAdded = None
+    chat_template_kwargs: Variables | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 

@@ -1,0 +1,121 @@
+"""Types of single fields of OpenAI requests, where what pydantic takes, or says, is not what clients need."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+
+# What is said of `add_special_tokens`.
+NOT_FOR_CHATS = "is not supported for chats, as their template has them (leave it out, or false)"
+
+Uint32 = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+def _prompt(value: Any) -> Any:
+    """Checks all of it by hand: a union's own errors name branches, not what is wrong, and it tries one after another.
+    How many there may be: list_limits.py."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+    if not value:
+        raise ValueError("must not be an empty list")
+    kinds = set(map(type, value))
+    if kinds in ({int}, {str}) or (kinds == {list} and all(set(map(type, entry)) <= {int} for entry in value)):
+        return value
+    raise ValueError("must hold strings only, or token ids (integers) only, or lists of token ids only")
+
+
+def _stop(value: Any) -> Any:
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and {type(entry) for entry in value} <= {str}:
+        return value
+    raise ValueError("must be a string or a list of strings")
+
+
+def _content(value: Any) -> Any:
+    """Typed parts are joined by line breaks, as other servers do for templates that take a string."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of typed parts")
+    texts = []
+    for part in value:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "text"}:
+                raise ValueError("has a text part without a string `text`")
+            case {"type": str(kind)}:
+                raise ValueError(f"has a part of type {kind[:40]!r}; this model takes text only")
+            case _:
+                raise ValueError("has a part that is no object with a `type`")
+    return "\n".join(texts)
+
+
+def _logit_bias(value: Any) -> Any:
+    """JSON has no integers as keys."""
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token ids and numbers")
+    wrong = next((key for key in value if not re.fullmatch(r"-?[0-9]{1,10}", key)), None)
+    if wrong is not None:
+        raise ValueError(f"has a key that is no token id: {wrong[:40]!r}")
+    biases = {int(token): bias for token, bias in value.items()}
+    if len(biases) < len(value):
+        raise ValueError("names a token twice")
+    return biases
+
+
+def _bad_words(value: Any) -> Any:
+    if isinstance(value, list) and all(
+        isinstance(word, str) or (isinstance(word, list) and set(map(type, word)) <= {int}) for word in value
+    ):
+        return value
+    raise ValueError("must be a list of strings and lists of token ids")
+
+
+def _no_seed(value: Any) -> Any:
+    """-1 is vLLM's other way to leave it out."""
+    return None if type(value) is int and value == -1 else value
+
+
+def _no_logprobs(value: Any) -> Any:
+    """Chats say it so, and some clients say it so to completions, too."""
+    return None if value is False else value
+
+
+def _none_added(value: bool | None) -> bool | None:
+    """To a chat."""
+    if value:
+        raise ValueError(NOT_FOR_CHATS)
+    return value
+
+
+def _early_stopping(value: Any) -> Any:
+    if value is True or value is False or value == "never":
+        return value
+    raise ValueError('must be true, false or "never"')
+
+
+def _variables(value: Any) -> Any:
+    if not isinstance(value, dict) or not all(isinstance(v, str | int | float | bool) for v in value.values()):
+        raise ValueError("must be an object of strings, numbers and booleans")
+    return value
+
+
+Prompt = Annotated[str | list[str] | list[int] | list[list[int]], PlainValidator(_prompt)]
+Stop = Annotated[list[str], BeforeValidator(_stop)]
+Content = Annotated[str, BeforeValidator(_content)]
+LogitBias = Annotated[dict[int, float], BeforeValidator(_logit_bias)]
+# Strings (banned as they stand and after a space), or token ids.
+BadWords = Annotated[list[str | list[int]], PlainValidator(_bad_words)]
+Seed = Annotated[int | None, BeforeValidator(_no_seed)]
+NumLogprobs = Annotated[int | None, BeforeValidator(_no_logprobs)]
+NoneAdded = Annotated[bool | None, AfterValidator(_none_added)]
+EarlyStopping = Annotated[bool | str, BeforeValidator(_early_stopping)]
+Variables = Annotated[dict[str, Any], BeforeValidator(_variables)]
