@@ -71,8 +71,8 @@ class _Answer(Response):
         job = generation.job
         if not job.logprobs:
             return None
-        is_chat, offset = self._envelope.kind == "chat", len(job.echo or "")
-        return LogprobFormat(is_chat, job.token_bytes, job.shown_bytes, offset=offset)
+        offset = len(job.echo.text) if job.echo is not None else 0
+        return LogprobFormat(self._envelope.kind == "chat", job.token_bytes, job.shown_bytes, offset)
 
     def _first_sample(self, index: int) -> int:
         """Of the prompt of this sample: the one that has asked for the prompt's log probabilities."""
@@ -84,11 +84,11 @@ class _Answer(Response):
         """The prompt's text if a choice begins with it, and its log probabilities if they are wanted; a token of its
         first sample must be here."""
         job = self._generations[index].job
-        text = job.echo
-        if text is None or not job.logprobs:
-            return text, None
+        if job.echo is None or not job.logprobs:
+            return job.echo.text if job.echo else None, None
         tokens = self._generations[self._first_sample(index)].prompt_scored
-        return text, echoed_logprobs(job.prompt_ids, tokens, text, job.token_bytes)
+        shape = LogprobFormat(False, job.token_bytes, job.shown_bytes)
+        return job.echo.text, echoed_logprobs(shape, job.prompt_ids[0], tokens, job.echo)
 
     def _run(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         raise NotImplementedError

@@ -80,7 +80,7 @@ class Generation:
     @property
     def num_tokens(self) -> int:
         """Output tokens so far, of all hypotheses."""
-        if self.job.only_echo:
+        if self.job.echo is not None and self.job.echo.alone:
             return 0
         return self.text_stream.num_tokens + sum(len(found.token_ids) for found in self.hypotheses)
 
@@ -128,10 +128,12 @@ class Generation:
             await self._stop_here()
         elif live.ending is not None and (limit is None or self._taken < limit):
             text += self._end()
-        if self.job.only_echo:
+        if self.job.echo is not None and self.job.echo.alone:
             text, self.token_ids = "", []
+            length = common_pb2.FINISH_REASON_LENGTH
             if self.finish_reason != _RUNNING:
-                self.finish_reason = common_pb2.FINISH_REASON_LENGTH
+                self.finish_reason = length
+            self.hypotheses = [Found([], "", found.score, length) for found in self.hypotheses]
         return text
 
     async def skip(self, num_tokens: int) -> list[int]:

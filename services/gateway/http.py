@@ -24,9 +24,10 @@ from services.gateway.event_ids import LAST_EVENT_ID, EventId, cannot_resume, pa
 from services.gateway.front import CLIENT_CLOSED_REQUEST, Front, Handler, internal_error
 from services.gateway.http_connection import ENTRY, PEER
 from services.gateway.idempotency import IDEMPOTENCY_KEY, RequestKey, body_fingerprint, check_key
+from services.gateway.logprobs import Echo
 from services.gateway.openai_format import Envelope, Kind
 from services.gateway.openai_values import NOT_FOR_CHATS
-from services.gateway.request import GenerateJob
+from services.gateway.request import GenerateJob, RequestBuilder
 from services.gateway.sampling import FieldNames
 from services.gateway.state import Gateway
 from services.gateway.turnstile import Gone
@@ -317,21 +318,30 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
             terms=terms,
         )
         if body.echo:
-            job.only_echo, job.prompt_logprobs = body.only_echoes, body.prompt_logprobs is not None
-            job.echo = prompt if isinstance(prompt, str) else None
-            if job.echo is None:
-                skip = choices.skip_special_tokens
-                job.echo = await builder.decode(ids, skip_special_tokens=skip, gone=asked.gone)
+            job.echo = await _echo(builder, body, prompt, ids, asked.gone)
+            job.prompt_logprobs = body.prompt_logprobs is not None
         jobs += body.jobs(builder, job)
         check_scored_prompts(body, jobs)  # before anything of the next prompt is done
     return jobs
+
+
+async def _echo(
+    builder: RequestBuilder, body: schema.CompletionRequest, prompt: Any, ids: list[int], gone: Callable[[], bool]
+) -> Echo:
+    if not isinstance(prompt, str):
+        skip = body.skip_special_tokens is not False
+        return Echo(await builder.decode(ids, skip_special_tokens=skip, gone=gone), (), body.only_echoes)
+    offsets: list[int] = []
+    if body.logprobs is not None:
+        offsets = await builder.offsets(prompt, add_special_tokens=body.add_special_tokens is not False, gone=gone)
+    return Echo(prompt, offsets, body.only_echoes)
 
 
 def check_scored_prompts(body: schema.SamplingFields, jobs: Sequence[GenerateJob]) -> None:
     """An answer is written in one piece, while nobody else is served: raises ApiError 400 if it would be too long."""
     num_top = body.sampling().prompt_logprobs
     shown = (body.n or 1) / max(body.n or 1, body.best_of or 1)
-    num_chars = int(shown * sum(len(job.echo or "") for job in jobs))
+    num_chars = int(shown * sum(len(job.echo.text) for job in jobs if job.echo))
     if num_chars > MAX_ECHO_CHARS:
         message = f"echo: {num_chars} characters in all choices, and at most {MAX_ECHO_CHARS} are possible in an answer"
         raise invalid("echo", message)

@@ -33,7 +33,11 @@ class IdTokenizer:
         """Raises ApiError 400."""
         raise invalid("messages", f"{_ADVICE} to /v1/completions")
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises ApiError 400."""
+        raise invalid("prompt", _ADVICE)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return _numbers(token_ids)
 
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool = False) -> bytes:

@@ -22,6 +22,16 @@ class ScoredToken:
     rank: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as it is shown before its output. `offsets`: where its tokens begin in the text, in characters; empty if
+    that is to be found out from the tokens."""
+
+    text: str
+    offsets: Sequence[int] = ()
+    alone: bool = False  # nothing follows it: there is one token of output, which nobody sees
+
+
 def scored(token_ids: Sequence[int], scores: Sequence[Score]) -> list[ScoredToken]:
     """Tokens with their scores."""
     return [
@@ -40,23 +50,14 @@ def token_text(piece: bytes) -> str:
 class LogprobFormat:
     """One choice's log probabilities, shaped as they come: for chats and for completions."""
 
-    def __init__(
-        self,
-        chat: bool,
-        token_bytes: TokenBytes,
-        shown_bytes: TokenBytes,
-        *,
-        offset: int = 0,
-        within: str | None = None,
-    ) -> None:
+    def __init__(self, chat: bool, token_bytes: TokenBytes, shown_bytes: TokenBytes, offset: int = 0) -> None:
         """`shown_bytes`: what a token adds to the text, which is nothing of a special one that is left out; `offset`:
-        characters of the text before these tokens; `within`: the text, if tokens may be missing in it."""
+        characters of the text before these tokens."""
         self._chat = chat
         self._bytes = token_bytes
         self._shown_bytes = shown_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = offset  # characters so far
-        self._within = within
+        self.offset = offset  # characters so far
 
     def shape(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
         """The `logprobs` object for these tokens, which follow those of the call before."""
@@ -93,23 +94,18 @@ class LogprobFormat:
 
     def _advance(self, token_id: int) -> int:
         """Where the token begins, in characters; the rest of one that was begun counts nothing."""
-        offset = self._offset + bool(self._decoder.getstate()[0])
-        added = self._decoder.decode(self._shown_bytes(token_id))
-        if self._within is not None and not self._within.startswith(added, self._offset):
-            # A tokenizer has put it in front, or a space; or it is a special token that is not shown.
-            added = added[1:] if not self._offset and added[:1] == " " and self._within.startswith(added[1:]) else ""
-        self._offset += len(added)
+        offset = self.offset + bool(self._decoder.getstate()[0])
+        self.offset += len(self._decoder.decode(self._shown_bytes(token_id)))
         return offset
 
 
-def echoed_logprobs(
-    prompt_ids: Sequence[int], tokens: Sequence[ScoredToken], text: str, token_bytes: TokenBytes
-) -> dict[str, Any]:
-    """A prompt's `logprobs` object in a completion that shows it as `text`; null for the first token, which nothing
-    precedes. `tokens` are the others."""
-    shape = LogprobFormat(False, token_bytes, token_bytes, within=text)
-    shaped = shape.shape([ScoredToken(prompt_ids[0], 0.0, ()), *tokens])
+def echoed_logprobs(shape: LogprobFormat, first: int, others: Sequence[ScoredToken], echo: Echo) -> dict[str, Any]:
+    """A prompt's `logprobs` object in a completion that shows it; null for the first token, which nothing precedes."""
+    shaped = shape.shape([ScoredToken(first, 0.0, ()), *others])
     shaped["token_logprobs"][0] = shaped["top_logprobs"][0] = None
+    # In a text of their own some tokenizers leave out the space before the first word.
+    missing = max(0, shape.offset - len(echo.text))
+    shaped["text_offset"] = echo.offsets or [max(0, offset - missing) for offset in shaped["text_offset"]]
     return shaped
 
 

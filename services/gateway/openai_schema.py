@@ -212,6 +212,8 @@ class CompletionRequest(SamplingFields):
         if self.echo and choices.prompt_logprobs is None:
             choices.prompt_logprobs = choices.logprobs
         if self.only_echoes:
+            if choices.min_tokens:
+                raise invalid("min_tokens", "min_tokens must be between 0 and max_tokens (0)")
             choices.max_tokens = 1  # which nobody sees: the prompt is computed for its sake
         return choices
 

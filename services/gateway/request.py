@@ -14,6 +14,7 @@ from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.detokenizer import Detokenizer
 from services.gateway.errors import ApiError, invalid
 from services.gateway.id_tokenizer import IdTokenizer
+from services.gateway.logprobs import Echo
 from services.gateway.model_files import ModelFiles
 from services.gateway.sampling import (
     FieldNames,
@@ -58,8 +59,7 @@ class GenerateJob:
     include_stop: bool = False  # in the text: the stop string, or token
     logprobs: bool = False  # to be shown to the client
     prompt_logprobs: bool = False
-    echo: str | None = None  # the prompt's text, to be shown before the output
-    only_echo: bool = False  # and nothing else: there is one token of output, which nobody sees
+    echo: Echo | None = None
     terms: Terms = NO_TERMS
     sample: int = 0  # which of several of one prompt
     beam: inference_pb2.BeamOptions | None = None
@@ -153,13 +153,14 @@ class RequestBuilder:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, gone: Callable[[], bool]) -> str:
-        """The text of a prompt, as of any output. Raises Gone as encode_text."""
-
-        def decode() -> str:
-            detokenizer = self.tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
-            return detokenizer.push(token_ids) + detokenizer.finish()
-
+        """The text of a prompt. Raises Gone as encode_text."""
+        decode = partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
         return decode() if len(token_ids) <= _INLINE_CHARS else await self._in_thread(decode, gone)
+
+    async def offsets(self, text: str, *, add_special_tokens: bool, gone: Callable[[], bool]) -> list[int]:
+        """Where the tokens of encode_text begin in it, in characters. Raises Gone as encode_text."""
+        find = partial(self.tokenizer.offsets, text, add_special_tokens=add_special_tokens)
+        return find() if len(text) <= _INLINE_CHARS else await self._in_thread(find, gone)
 
     async def _in_thread(self, encode: Callable[[], T], gone: Callable[[], bool]) -> T:
         await self._threads.acquire()

@@ -19,6 +19,8 @@ from services.gateway.errors import invalid
 _NONCHARACTERS = [chr(c) for c in range(0xFDD0, 0xFDF0)]
 # Prompt tokens that tell a detokenizer it is in the middle of a text.
 _CONTEXT_TOKENS = 4
+# What a character's second byte, or a later one, may be.
+_CONTINUATIONS = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))
 
 
 class TextTokenizer:
@@ -63,6 +65,20 @@ class TextTokenizer:
         """Token ids of a plain prompt, with BOS and the like as the tokenizer's post-processor adds them."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Where each token of `encode` begins in the text, in characters; the rest of one that was begun counts
+        nothing."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        begins, begin, end = [], 0, 0
+        for token_id, (token_begin, token_end) in zip(encoding.ids, encoding.offsets, strict=True):
+            is_rest = self.token_bytes(token_id)[:1] in _CONTINUATIONS
+            is_added = token_begin == token_end
+            # Some count the space before a word as nobody's, or what they put in front as part of what follows.
+            begin = end if is_rest or is_added or token_begin > end else max(begin, token_begin)
+            begins.append(begin)
+            end = max(end, token_end)
+        return begins
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, str]],
@@ -86,9 +102,9 @@ class TextTokenizer:
             ids.extend(self._tokenizer.encode(part, add_special_tokens=False).ids)
         return ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a whole sequence, special tokens included."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of a whole sequence."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool = False) -> bytes:
         """What one token adds to a text: a special one what it is written as, one that is unknown here nothing."""

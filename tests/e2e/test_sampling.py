@@ -117,6 +117,8 @@ def test_an_echo_is_scored_as_evaluation_harnesses_want_it(stack: Stack) -> None
     beam = {"prompt": STORY, "max_tokens": 4, "use_beam_search": True, "n": 1, "best_of": 2}
     found = answer(stack, **beam)["text"]
     assert answer(stack, **beam, echo=True)["text"] == text(STORY) + found
+    alone = answer(stack, **beam | {"max_tokens": 0}, echo=True)
+    assert (alone["text"], alone["finish_reason"]) == (text(STORY), "length")
 
 
 def test_a_prompt_is_scored_whatever_is_cached(stack: Stack) -> None:

@@ -58,6 +58,23 @@ async def test_places_in_a_prompt_that_is_a_text(running: Running) -> None:
     assert scores["text_offset"][ends:] == [len(text) - len("<|end|>"), len(text)]
 
 
+async def test_places_in_a_prompt_of_token_ids(running: Running) -> None:
+    """A special token that is not shown, in the midst of a character, and before its own name as plain text."""
+    [special] = TOKENIZER.encode("<|user|>", add_special_tokens=False)
+    first, *rest = TOKENIZER.encode("€", add_special_tokens=False)
+    options = {"echo": True, "max_tokens": 0, "logprobs": 0}
+    assert rest, "it is several tokens"
+    ids = [first, special, *rest, *TOKENIZER.encode("hello", add_special_tokens=False)]
+    [choice] = (await completion(running, prompt=ids, **options))["choices"]
+    assert choice["text"] == "€hello"
+    offsets = choice["logprobs"]["text_offset"]
+    assert offsets[: 3 + len(rest)] == [0, *[1] * (1 + len(rest)), offsets[2 + len(rest)]]
+    assert offsets == sorted(offsets)
+    name = [TOKENIZER.encode(letter, add_special_tokens=False)[0] for letter in "<|user|>"]
+    [choice] = (await completion(running, prompt=[special, *name], **options))["choices"]
+    assert (choice["text"], choice["logprobs"]["text_offset"]) == ("<|user|>", [0, *range(8)])
+
+
 async def test_the_prompt_is_scored_with_what_follows_it(start: Start) -> None:
     running = await start(next_token=scripted(IDS))
     options: dict[str, Any] = {"prompt": IDS, "max_tokens": len(IDS), "seed": 2, "temperature": 1.0, "logprobs": 2}
@@ -127,6 +144,7 @@ async def test_what_is_too_much_or_means_nothing_is_refused(running: Running) ->
         ({"prompt": [7] * 1500, "echo": True, "logprobs": 20, "n": 3}, "echo"),
         ({"prompt": "a", "echo": True, "logprobs": 21}, "logprobs"),
         ({"prompt": "a", "echo": "yes"}, "echo"),
+        ({"prompt": "a", "echo": True, "max_tokens": 0, "min_tokens": 1}, "min_tokens"),
     ]
     for body, param in cases:
         answer = await running.http.post(COMPLETIONS, json={"model": MODEL} | body)

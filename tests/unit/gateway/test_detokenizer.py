@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from services.gateway.detokenizer import PrefixDetokenizer, StopMatcher, TableDetokenizer, TextStream, piece_table
+from services.gateway.logprobs import Echo, LogprobFormat, ScoredToken, echoed_logprobs
 from services.gateway.tokenizer import TextTokenizer
 
 SPECIALS = ["<|bos|>", "<|end|>"]
@@ -73,6 +74,27 @@ def test_valid_text_never_shows_a_broken_character(text: str, sizes: list[int]) 
     pieces = [detokenizer.push(chunk) for chunk in chunks_of(ids, sizes)]
     assert all(text.startswith("".join(pieces[:i])) for i in range(len(pieces) + 1))
     assert "".join(pieces) + detokenizer.finish() == text
+
+
+@given(st.text(alphabet="abc hé漢😀", min_size=1, max_size=20))
+def test_tokens_begin_where_the_tokenizer_says(text: str) -> None:
+    for tokenizer in (BYTE_LEVEL, SENTENCEPIECE):
+        ids, offsets = tokenizer.encode(text), tokenizer.offsets(text)
+        assert offsets == sorted(offsets)
+        for token, offset in zip(ids, offsets, strict=True):
+            piece = tokenizer.token_bytes(token)
+            if "\ufffd" not in piece.decode(errors="replace"):  # else it is a part of a character
+                assert text.encode()[len(text[:offset].encode()) :].startswith((piece, piece.removeprefix(b" "))), text
+
+
+@given(st.text(alphabet="abc é", min_size=1, max_size=20))
+def test_an_echo_of_token_ids_has_their_places_in_it(text: str) -> None:
+    for tokenizer in (BYTE_LEVEL, SENTENCEPIECE):
+        ids = tokenizer.encode(text)
+        shape = LogprobFormat(False, tokenizer.token_bytes, tokenizer.token_bytes)
+        others = [ScoredToken(token, -1.0, ()) for token in ids[1:]]
+        echoed = echoed_logprobs(shape, ids[0], others, Echo(tokenizer.decode(ids)))
+        assert echoed["text_offset"] == tokenizer.offsets(text)
 
 
 @given(st.text(alphabet="abc é漢😀", min_size=1, max_size=20), st.lists(st.integers(1, 3), max_size=20))

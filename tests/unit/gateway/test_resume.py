@@ -16,6 +16,7 @@ from demo import CHECKPOINT
 from services.gateway.answer import StreamAnswer
 from services.gateway.errors import ApiError
 from services.gateway.event_ids import EventId, parse_event_id
+from services.gateway.logprobs import Echo
 from services.gateway.model_files import read_model_files
 from services.gateway.openai_format import Envelope, Kind
 from services.gateway.request import GenerateJob, RequestBuilder
@@ -48,7 +49,7 @@ class Case:
         jobs = [make_job(BUILDER, ids=PROMPT, **self.choices) for _ in self.outputs]
         if self.echo is not None:
             for i, job in enumerate(jobs):
-                job.echo, job.only_echo, job.sample = self.echo, self.only_echo, i
+                job.echo, job.sample = Echo(self.echo, (), self.only_echo), i
         return jobs
 
 
