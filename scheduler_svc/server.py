@@ -71,6 +71,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         self._sessions: dict[str, Outgoing[SessionResponse]] = {}
         self._workers: dict[int, Outgoing[WorkerServiceLinkResponse]] = {}
         self._cache: Outgoing[CacheServiceLinkRequest] | None = None
+        self._cache_trouble: str | None = None  # why there was no link to it; until it answers
 
     # ── the core ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -290,7 +291,9 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                     reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
                     if self.election is not None and code is grpc.StatusCode.PERMISSION_DENIED:
                         step_down(f"the cache says: {reason}")
-                    log.warning("cache link broke", target=self.cache_target, reason=reason)
+                    if reason != self._cache_trouble:  # a cache that refuses us does so five times a second
+                        log.warning("cache link broke", target=self.cache_target, reason=reason)
+                    self._cache_trouble = reason
                 await asyncio.sleep(CACHE_RETRY_S)
 
     async def _cache_link(self, stub: cache_pb2_grpc.CacheServiceAsyncStub, epoch: int) -> None:
@@ -302,6 +305,9 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         async def read() -> None:
             async for response in call:
                 watch.heard(time.monotonic())
+                if self._cache_trouble is not None:
+                    self._cache_trouble = None
+                    log.info("cache connected", target=self.cache_target)
                 if response.heartbeat:
                     watch.promised = True
                 else:
@@ -314,7 +320,8 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
 
         try:
             self.event(self.core.cache_connected, epoch)
-            log.info("cache connected", target=self.cache_target)
+            if self._cache_trouble is None:
+                log.info("cache connected", target=self.cache_target)
             await first_of(read(), beat(watch, send))
         finally:
             call.cancel()

@@ -282,12 +282,15 @@ def _last_event(
         return None
     if not body.stream:
         raise cannot_resume("only a stream has events, and this request has no stream: true")
-    if key is None and body.seed is None and any(job.sampling.temperature > 0 for job in jobs):
+    # Of a prompt that stands alone nothing is drawn, and no token of output shown.
+    shown = [0 if job.echo is not None and job.echo.alone else job.sampling.max_tokens for job in jobs]
+    draws = any(job.sampling.temperature > 0 and limit for job, limit in zip(jobs, shown, strict=True))
+    if key is None and body.seed is None and draws:
         raise cannot_resume(
             f"without an {IDEMPOTENCY_KEY} from the first request on, only what is greedy or has a seed can be resumed"
         )
     has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return parse_event_id(text, [job.sampling.max_tokens for job in jobs], has_usage=has_usage)
+    return parse_event_id(text, shown, has_usage=has_usage)
 
 
 async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, asked: _Asked) -> list[GenerateJob]:

@@ -138,6 +138,17 @@ async def test_a_stream_shows_it_first(running: Running) -> None:
     assert all(event.id for event in events)
 
 
+async def test_a_prompt_that_stands_alone_can_be_resumed_though_nothing_makes_it_reproducible(running: Running) -> None:
+    body = {"prompt": "a fox", "max_tokens": 0, "echo": True, "stream": True, "temperature": 1.0}
+    first, *rest = parse_events((await running.http.post(COMPLETIONS, json=body)).text.splitlines())
+    headers = {"Last-Event-ID": first.id}
+    again = (await running.http.post(COMPLETIONS, json=body, headers=headers)).text.splitlines()
+    assert [event.id for event in parse_events(again)] == [event.id for event in rest]
+    headers = {"Last-Event-ID": rest[0].id.replace(".0e", ".1e")}
+    refused = await running.http.post(COMPLETIONS, json=body, headers=headers)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "Last-Event-ID")
+
+
 async def test_what_is_too_much_or_means_nothing_is_refused(running: Running) -> None:
     cases = [
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),

@@ -24,6 +24,7 @@ from tests.support.proxy import Proxy
 from tests.unit.runtime.test_rpc import NOT_SERVING, SERVING, health
 
 TIMEOUT_S = 30.0
+NOBODY = "127.0.0.1:1"  # and not the cache of a server that runs beside the tests, which would know of an election then
 INFERENCE, WORKER = "paceline.v1.InferenceService", "paceline.v1.WorkerService"
 pytestmark = needs_etcd
 
@@ -146,6 +147,7 @@ async def test_a_scheduler_stands_by_until_the_seat_is_left(etcd: Etcd, process:
     assert await etcd.claim(await etcd.seat(), lease, "elsewhere:50051", 2**50)
     settings = SchedulerSettings(
         port=free_port(),
+        cache=NOBODY,
         metrics_port=0,
         etcd=process.url,
         etcd_key="test_a_scheduler_stands_by_until_the_seat_is_left",
@@ -184,7 +186,9 @@ async def test_a_scheduler_stands_by_until_the_seat_is_left(etcd: Etcd, process:
 async def test_a_standby_can_be_stopped(etcd: Etcd, process: EtcdProcess) -> None:
     lease, _ = await etcd.grant(60)
     assert await etcd.claim(await etcd.seat(), lease, "elsewhere:50051", 5)
-    settings = SchedulerSettings(port=0, metrics_port=0, etcd=process.url, etcd_key="test_a_standby_can_be_stopped")
+    settings = SchedulerSettings(
+        port=0, metrics_port=0, cache=NOBODY, etcd=process.url, etcd_key="test_a_standby_can_be_stopped"
+    )
     async with running(settings):
         pass
     assert (await etcd.seat()).lease == lease
