@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from scheduler_svc.core.arrays import Longs, Slots
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import TOKEN_BYTES, Request
 from scheduler_svc.core.view import Running
+
+# Of the sequences that a plan seats: it brings all their tokens, the cached ones too. Less than half of what a message
+# may have (services/runtime/rpc.py), since block tables come on top: as much again where a block has one token.
+MAX_PLAN_BYTES = 7 * 2**20
 
 
 class OutOfBlocks(Exception):
@@ -40,11 +44,18 @@ class Admitted:
 
     tenant_tokens: Counter[str] = field(default_factory=Counter)  # that they may grow to
     loras: set[str] = field(default_factory=set)
+    num_bytes: int = 0  # in the plan
 
     def add(self, request: Request) -> None:
+        self.num_bytes += plan_bytes(request)
         self.tenant_tokens[request.tenant] += request.max_total_tokens
         if request.lora:
             self.loras.add(request.lora)
+
+
+def plan_bytes(request: Request) -> int:
+    """What a plan takes to seat it, but for its block table."""
+    return request.num_tokens * TOKEN_BYTES + request.sampling.ByteSize()
 
 
 class Decision(NamedTuple):

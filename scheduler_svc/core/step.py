@@ -9,7 +9,7 @@ import numpy as np
 
 from scheduler_svc.core.arrays import Slots
 from scheduler_svc.core.borders import NONE
-from scheduler_svc.core.decision import Admission, Decision, OutOfBlocks, Paused
+from scheduler_svc.core.decision import MAX_PLAN_BYTES, Admission, Decision, OutOfBlocks, Paused, plan_bytes
 from scheduler_svc.core.policy import PolicyError, Verdict
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step_view import StepView
@@ -88,6 +88,9 @@ class Step(StepView):
             raise PolicyError(f"{request}: {num_tokens} tokens of {uncached}, or considered before")
         if self._num_seats <= 0:
             return self.hold_back(request, Verdict.STOP, "seats", f"all {self.max_num_seqs} are taken")
+        if self._considered and self._budgeted.num_bytes + plan_bytes(own) > MAX_PLAN_BYTES:
+            detail = f"{self._budgeted.num_bytes} bytes of sequences are in it, {MAX_PLAN_BYTES} are possible"
+            return self.hold_back(request, Verdict.STOP, "plan", detail)
         if (budget := self._over_budget(own, self._budgeted)) is not None:
             name, _, detail = budget.partition(": ")
             if name == "lora":

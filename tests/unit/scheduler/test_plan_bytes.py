@@ -1,0 +1,61 @@
+"""A plan brings every token of the sequences it seats, cached or not: it must stay a message that a link can carry."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from paceline.v1.common_pb2 import SamplingParams
+from scheduler_svc.core import step
+from scheduler_svc.core.decision import MAX_PLAN_BYTES
+from scheduler_svc.policies.presets import PRESETS
+from scheduler_svc.policies.registry import build, choose
+from services.runtime.rpc import MAX_MESSAGE_BYTES
+from simulator.system import LocalSystem
+from simulator.toy_worker import ToyWorker, expected_output
+
+SAMPLING = SamplingParams(top_p=1.0, max_tokens=3, ignore_eos=True)
+SHARED = list(range(1000, 1400))
+NUM_BYTES = 4 * len(SHARED)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_sequences_that_fill_a_message_go_in_several(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 5 * NUM_BYTES
+    monkeypatch.setattr(step, "MAX_PLAN_BYTES", limit)
+    system = LocalSystem(policies=build(choose(preset)))
+    system.open("s", window=1 << 20)
+    end = system.attach(ToyWorker(block_size=16, num_blocks=1000, max_num_seqs=32, max_batched_tokens=512))
+    prompts = {handle: [*SHARED, handle] for handle in range(1, 31)}
+    system.submit("s", 1, prompts[1], SAMPLING)
+    system.run()
+    for handle in list(prompts)[1:]:
+        system.submit("s", handle, prompts[handle], SAMPLING)
+    seated = Counter[int]()
+    while moves := system.moves():
+        if end.plans:
+            plan = end.plans[0]
+            seated[len(plan.new_sequences)] += 1
+            assert sum(len(new.token_ids) for new in plan.new_sequences) <= limit
+        system.move(*moves[0])
+    assert max(seated) == 4, "as many as fit with their parameters"
+    outputs = {handle: expected_output(prompt, SAMPLING) for handle, prompt in prompts.items()}
+    assert system.clients["s"].tokens == outputs
+    system.assert_at_rest()
+
+
+def test_one_that_is_too_large_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "MAX_PLAN_BYTES", NUM_BYTES // 2)
+    system = LocalSystem()
+    system.open("s", window=1 << 20)
+    system.attach(ToyWorker(block_size=16, num_blocks=1000, max_num_seqs=32, max_batched_tokens=2048))
+    for handle in range(1, 4):
+        system.submit("s", handle, [*SHARED, handle], SAMPLING)
+    system.run()
+    assert len(system.clients["s"].endings) == 3
+    system.assert_at_rest()
+
+
+def test_the_limit_leaves_room_for_block_tables() -> None:
+    assert 2 * MAX_PLAN_BYTES < MAX_MESSAGE_BYTES
