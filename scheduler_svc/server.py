@@ -71,7 +71,8 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         self._sessions: dict[str, Outgoing[SessionResponse]] = {}
         self._workers: dict[int, Outgoing[WorkerServiceLinkResponse]] = {}
         self._cache: Outgoing[CacheServiceLinkRequest] | None = None
-        self._cache_trouble: str | None = None  # why there was no link to it; until it answers
+        # Why there was no link to it; until it answers. (grpc says now and then that a write failed, and not why.)
+        self._cache_troubles: set[str] = set()
 
     # ── the core ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -288,12 +289,12 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                     await self._cache_link(stub, epoch)
                 except (grpc.aio.AioRpcError, ProtocolError, Silent) as error:
                     code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
-                    reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                    reason = (error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)) or ""
                     if self.election is not None and code is grpc.StatusCode.PERMISSION_DENIED:
                         step_down(f"the cache says: {reason}")
-                    if reason != self._cache_trouble:  # a cache that refuses us does so five times a second
+                    if reason not in self._cache_troubles:  # a cache that refuses us does so five times a second
                         log.warning("cache link broke", target=self.cache_target, reason=reason)
-                    self._cache_trouble = reason
+                    self._cache_troubles.add(reason)
                 await asyncio.sleep(CACHE_RETRY_S)
 
     async def _cache_link(self, stub: cache_pb2_grpc.CacheServiceAsyncStub, epoch: int) -> None:
@@ -305,8 +306,8 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         async def read() -> None:
             async for response in call:
                 watch.heard(time.monotonic())
-                if self._cache_trouble is not None:
-                    self._cache_trouble = None
+                if self._cache_troubles:
+                    self._cache_troubles.clear()
                     log.info("cache connected", target=self.cache_target)
                 if response.heartbeat:
                     watch.promised = True
@@ -320,7 +321,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
 
         try:
             self.event(self.core.cache_connected, epoch)
-            if self._cache_trouble is None:
+            if not self._cache_troubles:
                 log.info("cache connected", target=self.cache_target)
             await first_of(read(), beat(watch, send))
         finally:
