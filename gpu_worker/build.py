@@ -9,6 +9,7 @@ from types import ModuleType
 
 import structlog
 import torch
+from llguidance import LLTokenizer
 
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.attention.flashinfer import FlashInferAttention, unsupported
@@ -22,10 +23,11 @@ from gpu_worker.memory import bytes_for_steps, kv_blocks_that_fit
 from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.models.flashinfer_ops import FlashInferOps
-from gpu_worker.models.loader import LoadedModel, Progress, load_model
+from gpu_worker.models.loader import TOKENIZER, LoadedModel, Progress, load_model
 from gpu_worker.models.ops import LayerOps, TorchOps
 from gpu_worker.models.products import PlainProducts, Products, TiledProducts, check_products
 from gpu_worker.runner import ModelRunner
+from gpu_worker.sampling.grammars import load_tokenizer
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.slots import SlotLimits
 from paceline.v1.common_pb2 import ModelInfo
@@ -62,7 +64,7 @@ def build_worker(
     flashinfer = _flashinfer(settings, model, device)
     if flashinfer is None:
         torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each shape, and most steps have new ones
-    make = _RunnerMaker(settings, model, device, max_model_len, flashinfer)
+    make = _RunnerMaker(settings, model, device, max_model_len, flashinfer, _grammar_tokenizer(model))
     runner = make.runner(settings.num_blocks or make.num_blocks(), _num_host_blocks(settings, model))
     if make.graph_sizes:
         runner.capture_graphs(make.graph_sizes, CudaCapture(), capture_progress)
@@ -88,6 +90,15 @@ def _flashinfer(settings: WorkerSettings, model: LoadedModel, device: torch.devi
     return None
 
 
+def _grammar_tokenizer(model: LoadedModel) -> LLTokenizer | None:
+    """None: requests with a grammar fail here."""
+    try:
+        return load_tokenizer(model.folder / TOKENIZER, model.config.vocab_size, model.config.eos_token_ids)
+    except ModelError as error:
+        log.warning("structured outputs are not possible", model=model.name, reason=str(error))
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class _RunnerMaker:
     settings: WorkerSettings
@@ -95,6 +106,7 @@ class _RunnerMaker:
     device: torch.device
     max_model_len: int
     flashinfer: ModuleType | None
+    tokenizer: LLTokenizer | None
 
     @property
     def graph_sizes(self) -> list[int]:
@@ -162,7 +174,7 @@ class _RunnerMaker:
         products: Products = TiledProducts() if settings.deterministic else PlainProducts()
         decoder = Decoder(config, self.model.weights, attention, ops, products)
         inputs = HostInputs() if device.type == "cpu" else PinnedInputs(limits, table_blocks, device)
-        return ModelRunner(decoder, attention, pool, limits, inputs, device)
+        return ModelRunner(decoder, attention, pool, limits, inputs, device, self.tokenizer)
 
 
 def pick_device(name: str) -> torch.device:

@@ -63,9 +63,9 @@ def pin(tensor: Tensor) -> None:
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the device, integers as int64. (A copy from ordinary memory would wait for all that is queued. Torch
-    does not give pinned memory away again before the copy from it is done.)"""
-    if np.issubdtype(array.dtype, np.integer):
+    """The array on the device, integers as int64, bytes as they are. (A copy from ordinary memory would wait for all
+    that is queued. Torch does not give pinned memory away again before the copy from it is done.)"""
+    if np.issubdtype(array.dtype, np.integer) and array.dtype != np.uint8:
         array = array.astype(np.int64, copy=False)
     host = torch.from_numpy(array)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from llguidance import LLTokenizer
 from torch import Tensor
 
 from gpu_worker.attention.base import AttentionBackend
@@ -19,6 +20,7 @@ from gpu_worker.inputs import StepInput, StepInputs
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.sampling.controls import Controls
+from gpu_worker.sampling.grammars import GrammarMask, Grammars
 from gpu_worker.sampling.prompt_scores import PromptRows, PromptScores, score_prompts
 from gpu_worker.sampling.sampler import Sampled, SamplingRows, Scores, sample
 from gpu_worker.slots import SlotLimits, SlotTable, StepRows
@@ -27,7 +29,10 @@ from paceline.v1.worker_pb2 import KeptSequence, RowError, StepPlan, StepResult,
 
 NO_NUMBER = "the model gave no number (NaN or infinity in the logits)"
 INVALID_ARGUMENT = 3  # google.rpc.Code
-NO_TOKEN = "no token is left to sample: allowed_token_ids, bad_words, logit_bias and min_tokens together rule out all"
+NO_TOKEN = (
+    "no token is left to sample: allowed_token_ids, bad_words, logit_bias, min_tokens and the form that the text is to "
+    "have together rule out all"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class Drawn:
     scores: Scores | None
     slots: np.ndarray  # [rows that sample]
     parameters: SamplingRows
+    refused: Mapping[int, str]  # by slot: why its grammar rules out every token
 
 
 @dataclass(slots=True)
@@ -99,12 +105,15 @@ class ModelRunner:
         limits: SlotLimits,
         inputs: StepInputs,
         device: torch.device,
+        tokenizer: LLTokenizer | None = None,
     ) -> None:
+        """Without a `tokenizer` requests with a grammar fail."""
         self._decoder = decoder
         self._attention = attention
         self._pool = pool
         self._slots = SlotTable(limits)
         self._controls = Controls(limits.vocab_size, device)
+        self._grammars = Grammars(tokenizer, limits.vocab_size, device)
         self._inputs = inputs
         self._device = device
         self._graphs: DecodeGraphs | None = None
@@ -136,6 +145,7 @@ class ModelRunner:
         """The link is gone: forget every sequence. The pool stays, its contents mean nothing any more."""
         self._slots.reset()
         self._controls.reset()
+        self._grammars.reset()
         self._unnoted.clear()
         self._is_whole = True
 
@@ -144,15 +154,19 @@ class ModelRunner:
         for the steps that it launched."""
         if not self._is_whole:
             return []
-        while self._unnoted:
-            self._unnoted[0].done.wait()
-            self._note()
+        self._note_all()
         return self._slots.kept(max_bytes)
 
     def _note(self) -> None:
         """The oldest step that the history lacks, which is done."""
         step = self._unnoted.popleft()
         self._slots.history.note(step.sampled, _token_ids(step.drawn))
+
+    def _note_all(self) -> None:
+        """Waits for the steps that were launched before."""
+        while self._unnoted:
+            self._unnoted[0].done.wait()
+            self._note()
 
     def request_ids(self) -> list[str]:
         """Of the rows of the step launched last; of all that hold a slot, if its plan could not be applied."""
@@ -193,7 +207,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Nothing here waits for the device, so that step n + 1 is queued while step n runs.
+        """Nothing here waits for the device, so that step n + 1 is queued while step n runs; but where a row has a
+        grammar, its forward pass is queued, and the step before is waited for before anything is sampled.
 
         ProtocolViolation if the plan breaks the contract; after that, or any other exception, reset()."""
         started_us = _now_us()
@@ -202,6 +217,7 @@ class ModelRunner:
         self._is_whole, self._rows = False, None
         rows = self._rows = self._slots.apply(plan)
         self._controls.apply(plan)
+        self._grammars.apply(plan)
         if len(rows.swaps_out[0]):
             self._pool.swap_out(*rows.swaps_out)
         if len(rows.swaps_in[0]):
@@ -246,12 +262,19 @@ class ModelRunner:
         """logits: [rows that sample, vocab]."""
         parameters = self._slots.sampling_rows(rows)
         slots = rows.slots[rows.samples]
-        controls = self._controls.of(slots)
-        sampled = sample(logits, parameters, controls)
+        controls, mask = self._controls.of(slots), self._grammar_mask(slots)
+        sampled = sample(logits, parameters, controls, mask)
         if controls is not None:
             controls.record(sampled.tokens)
         self._last_tokens.index_copy_(0, step.sampled_slots, sampled.tokens)
-        return _drawn(sampled, slots, parameters)
+        return _drawn(sampled, slots, parameters, {} if mask is None else mask.refused)
+
+    def _grammar_mask(self, slots: np.ndarray) -> GrammarMask | None:
+        asking = self._grammars.of(slots)
+        if not asking:
+            return None
+        self._note_all()
+        return self._grammars.mask(asking, self._slots.history.of)
 
     def _prepare(self, arrays: StepArrays, captured: bool) -> StepInput:
         step = self._inputs.send(arrays, captured)
@@ -272,12 +295,12 @@ class ModelRunner:
         return hidden if step.sampling_rows is None else hidden.index_select(0, step.sampling_rows)
 
 
-def _drawn(sampled: Sampled, slots: np.ndarray, parameters: SamplingRows) -> Drawn:
+def _drawn(sampled: Sampled, slots: np.ndarray, parameters: SamplingRows, refused: Mapping[int, str]) -> Drawn:
     scores = sampled.scores
     if scores is not None:
         scores = Scores(fetch(scores.sampled), fetch(scores.top_tokens), fetch(scores.top))
     ruled_out = None if sampled.ruled_out is None else fetch(sampled.ruled_out)
-    return Drawn(fetch(sampled.tokens), fetch(sampled.failed), ruled_out, scores, slots, parameters)
+    return Drawn(fetch(sampled.tokens), fetch(sampled.failed), ruled_out, scores, slots, parameters, refused)
 
 
 def _token_ids(drawn: Drawn) -> np.ndarray:
@@ -292,18 +315,19 @@ def _result(drawn: Drawn) -> StepResult:
     failed = drawn.failed.numpy()
     return StepResult(
         token_ids=_token_ids(drawn).tobytes(),
-        errors=_row_errors(drawn.slots, failed, drawn.ruled_out) if failed.any() else (),
+        errors=_row_errors(drawn, failed) if failed.any() else (),
         logprobs=_token_logprobs(drawn.scores, drawn.slots[drawn.parameters.scored], drawn.parameters.num_top),
     )
 
 
-def _row_errors(slots: np.ndarray, failed: np.ndarray, ruled_out: Tensor | None) -> Iterator[RowError]:
-    no_token = np.zeros_like(failed) if ruled_out is None else ruled_out.numpy()
+def _row_errors(drawn: Drawn, failed: np.ndarray) -> Iterator[RowError]:
+    no_token = np.zeros_like(failed) if drawn.ruled_out is None else drawn.ruled_out.numpy()
     for row in np.flatnonzero(failed).tolist():
+        slot = int(drawn.slots[row])
         if no_token[row]:
-            yield RowError(slot=slots[row], message=NO_TOKEN, code=INVALID_ARGUMENT)
+            yield RowError(slot=slot, message=drawn.refused.get(slot, NO_TOKEN), code=INVALID_ARGUMENT)
         else:
-            yield RowError(slot=slots[row], message=NO_NUMBER)
+            yield RowError(slot=slot, message=NO_NUMBER)
 
 
 def _add_prompt_logprobs(result: StepResult, prompts: PromptScores) -> None:

@@ -25,14 +25,15 @@ from scheduler_svc.core.intake import Limits
 from scheduler_svc.core.rejection import Rejection, invalid
 
 HANDLE = 1
+_FORMS = (("json_schema", ""), ("regex", ""), ("choice", ""), ("grammar", ""))
 # Options that a beam search has no use for, with the values that change nothing (intake refuses the others).
 _UNSEARCHED = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0}
 
 
 def _refuse_for_gateways(request: GenerateRequest) -> None:
-    for name, instead in (("stop", "stop_token_ids"), ("bad_words", "bad_word_ids")):
+    for name, instead in (("stop", "stop_token_ids, or "), ("bad_words", "bad_word_ids, or "), *_FORMS):
         if getattr(request.sampling, name):
-            raise invalid(name, f"the scheduler knows no text; use {instead}, or the gateway")
+            raise invalid(name, f"the scheduler knows no text; use {instead}the gateway")
     if request.resume_after != len(request.resume_token_ids):
         raise invalid("resume_after", "the scheduler keeps no answers: it needs as many resume_token_ids")
     is_random = request.sampling.temperature or not request.sampling.HasField("temperature")

@@ -16,10 +16,10 @@ if [ "${1:-}" = wheels ]; then
   set -e
   "${2:?the folder with make_wheels.sh}/make_wheels.sh" --project . --aot "$sets"
   for name in protobuf pydantic pydantic-core pydantic-settings annotated-types typing-inspection typing-extensions \
-    python-dotenv structlog orjson safetensors transformers PyYAML pytest pytest-asyncio pytest-timeout hypothesis; do
+    python-dotenv structlog orjson safetensors transformers llguidance PyYAML pytest pytest-asyncio pytest-timeout hypothesis; do
     pin=$(grep -iE "^${name//-/[-_]}==" constraints.txt | sed 's/+.*//')
     python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp -d .whl \
-      --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 "${pin:-$name}"
+      --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 "${pin:-$name}"
   done
   du -sh .whl
   exit

@@ -25,6 +25,7 @@ LOADABLE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfl
 SERVED_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOADABLE_DTYPES.values()}
 DUMMY_STD = 0.02
 INDEX = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
 # Content that the fingerprint looks at in each file: this many pieces, evenly spread.
 SAMPLE_PIECES, SAMPLE_BYTES = 64, 4096
 
@@ -32,6 +33,7 @@ SAMPLE_PIECES, SAMPLE_BYTES = 64, 4096
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     name: str
+    folder: Path
     config: DecoderConfig
     weights: DecoderWeights
     dtype: torch.dtype
@@ -53,7 +55,7 @@ class _Entry:
 def resolve_checkpoint(model: str) -> Path:
     """The folder of a local checkpoint, or of a hub snapshot without its weights yet. ModelError if there is none."""
     try:
-        return checkpoint_folder(model, ["config.json", "generation_config.json", INDEX])
+        return checkpoint_folder(model, ["config.json", "generation_config.json", INDEX, TOKENIZER])
     except NoSuchModel as error:
         raise ModelError(str(error)) from error
 
@@ -85,7 +87,7 @@ def load_model(
         weights = _read(entries, expected, config, served, device, progress)
         identity = [[name, entry.shape, entry.dtype] for name, entry in sorted(entries.items())]
     fingerprint = _fingerprint(config, identity, sorted({entry.file for entry in entries.values()}))
-    return LoadedModel(_display_name(model, folder), config, weights, served, fingerprint)
+    return LoadedModel(_display_name(model, folder), folder, config, weights, served, fingerprint)
 
 
 def _display_name(model: str, folder: Path) -> str:

@@ -20,6 +20,14 @@ def allow_only(logits: Tensor, rows: Tensor, owners: Tensor, tokens: Tensor) -> 
     logits.index_copy_(0, rows, kept)
 
 
+def allow_bits(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """Of each of `rows` [n] only the tokens stay whose bit is set. bits: uint8 [n, bytes], token 0 is the lowest bit of
+    the first byte; bits behind the vocabulary are of no meaning."""
+    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    allowed = ((bits.unsqueeze(-1) >> places) & 1).view(len(rows), -1)[:, : logits.shape[-1]] != 0
+    logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(~allowed, -torch.inf))
+
+
 def ban(logits: Tensor, rows: Tensor, tokens: Tensor) -> None:
     """Token tokens[i] of row rows[i]; a pair may stand more than once."""
     logits.index_put_((rows, tokens), logits.new_full((), -torch.inf))

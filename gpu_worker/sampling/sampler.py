@@ -4,7 +4,7 @@ for the device: what decides on the way is what the host knows of the requests (
 The order is that of vLLM V1 (its Sampler's documentation), the definitions are those of transformers' processors:
 
  1. log probabilities to report are the model's own, before all that follows;
- 2. allowed_token_ids;
+ 2. the grammar, then allowed_token_ids;
  3. bad_words, then min_tokens (bans commute: nothing that follows makes a banned token possible again);
  4. logit_bias;
  5. repetition_penalty, frequency_penalty, presence_penalty;
@@ -35,8 +35,9 @@ from gpu_worker.sampling.filters import (
     mask_top_p,
     mask_typical_p,
 )
+from gpu_worker.sampling.grammars import GrammarMask
 from gpu_worker.sampling.gumbel import draw, draw_keys
-from gpu_worker.sampling.processors import ban
+from gpu_worker.sampling.processors import allow_bits, ban
 
 # For each logit, to find the likeliest: its bits, twice while they are turned, and a key; as much as that to select.
 LIKELIEST_BYTES = 4 + 4 + 8 + 8
@@ -79,16 +80,18 @@ class Scores:
     top: Tensor  # float32, as top_tokens
 
 
-def sample(logits: Tensor, rows: SamplingRows, controls: BatchControls | None = None) -> Sampled:
+def sample(
+    logits: Tensor, rows: SamplingRows, controls: BatchControls | None = None, mask: GrammarMask | None = None
+) -> Sampled:
     """logits [rows, vocab], any float type; of float32 nothing is left as it was. A row's token depends on its own
     logits, parameters and past alone."""
     logits = logits.float()
     logprobs = _logprobs(logits, rows)
     broken = None
-    if controls is not None or len(rows.banned_rows):
+    if controls is not None or mask is not None or len(rows.banned_rows):
         # Looked at before a ban may hide it.
         broken = ~logits.amax(dim=-1).isfinite()
-        _control(logits, rows, controls)
+        _control(logits, rows, controls, mask)
     best, tokens = logits.max(dim=-1)  # a NaN anywhere in a row is its maximum
     failed = ~best.isfinite()
     ruled_out = None
@@ -106,7 +109,9 @@ def sample(logits: Tensor, rows: SamplingRows, controls: BatchControls | None = 
     return Sampled(tokens, failed, ruled_out, _scores(logprobs, tokens, rows))
 
 
-def _control(logits: Tensor, rows: SamplingRows, controls: BatchControls | None) -> None:
+def _control(logits: Tensor, rows: SamplingRows, controls: BatchControls | None, mask: GrammarMask | None) -> None:
+    if mask is not None:
+        allow_bits(logits, mask.rows, mask.bits)
     if len(rows.banned_rows):
         ban(logits, *(upload(index, logits.device) for index in (rows.banned_rows, rows.banned_tokens)))
     if controls is not None:

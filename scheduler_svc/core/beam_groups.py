@@ -39,6 +39,7 @@ UNSEARCHED = (
     "logit_bias",
     "bad_words",
     "allowed_token_ids",
+    "grammar",
     "logprobs",
     "prompt_logprobs",
 )

@@ -30,6 +30,7 @@ from scheduler_svc.core.types import SchedulerConfig
 
 # Of request_id, tenant and lora: they are kept, logged and named in answers.
 MAX_CHARS = 256
+MAX_GRAMMAR_CHARS = 2**16
 MAX_RETENTION_RANGES = 64
 MAX_RETENTION = 100
 MAX_TOKEN_INDEX = 2**32 - 1
@@ -116,6 +117,8 @@ def _check_sizes(request: Request) -> None:
         raise _too_long("lora", request.lora)
     if len(request.cache_salt) > MAX_CHARS:
         raise _too_long("cache_salt", request.cache_salt)
+    if (count := len(request.sampling.grammar)) > MAX_GRAMMAR_CHARS:
+        raise invalid("grammar", f"has {count} characters, {MAX_GRAMMAR_CHARS} are possible")
     if (count := len(request.sampling.stop_token_ids)) > MAX_STOP_TOKEN_IDS:
         raise invalid("stop_token_ids", f"has {count} tokens, {MAX_STOP_TOKEN_IDS} are possible")
 

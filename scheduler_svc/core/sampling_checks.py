@@ -19,7 +19,7 @@ MAX_BIAS = 100.0  # either side of zero
 MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64  # of one; as the worker has it
-# Parameters travel with every sequence that a plan seats: so much that a plan of 256 of them stays below 16 MiB.
+# Parameters travel with every sequence that a plan seats, and count against what it may carry (decision.py).
 MAX_BAD_WORDS_TOKENS = 4096  # of all
 MAX_STOP_TOKEN_IDS = 256
 MAX_ALLOWED_TOKENS = 8192

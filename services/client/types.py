@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -70,6 +71,12 @@ class Sampling(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     include_stop_str_in_output: bool
     skip_special_tokens: bool  # in the text; so it is unless told
+    # The form of the text, one of these: a value that a JSON Schema (or its text) allows; what matches; one of several;
+    # a text of a grammar in Lark's notation or llama.cpp's.
+    json_schema: Mapping[str, Any] | str
+    regex: str
+    choice: Sequence[str]
+    grammar: str
 
 
 _SAMPLING = Sampling.__annotations__.keys()
@@ -246,6 +253,8 @@ def _sampling_options(values: dict[str, Any]) -> dict[str, Any]:
         del values["seed"]
     elif isinstance(seed, Integral) and -(2**63) <= int(seed) < 0:
         values["seed"] = int(seed) % 2**64
+    if "json_schema" in values and not isinstance(values["json_schema"], str):
+        values["json_schema"] = json.dumps(values["json_schema"])
     words = values.pop("bad_words", ())
     words = [words] if isinstance(words, str) else words
     # Above 0, but 0 in the 32 bits in which they travel.

@@ -19,6 +19,7 @@ from services.gateway.logprobs import ScoredToken
 from services.gateway.request import MAX_SAMPLES, GenerateJob, check_beam, check_terms, make_search, too_long
 from services.gateway.sampling import MAX_BAD_WORD_TOKENS, FieldNames, SamplingChoices
 from services.gateway.state import Gateway
+from services.gateway.structure import Structure, from_choices, from_schema
 
 SERVICE_NAME = "paceline.v1.InferenceService"
 _ROLES = frozenset({"system", "developer", "user", "assistant"})
@@ -29,7 +30,8 @@ EARLY_STOPPING: dict[int, bool | str] = {
 }
 _LISTS = ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids")
 # Options that are handed on as they are, if they are given.
-_PLAIN = frozenset(field.name for field in inference_pb2.SamplingOptions.DESCRIPTOR.fields if field.has_presence)
+_FORMS = ("json_schema", "regex", "grammar")
+_PLAIN = {field.name for field in inference_pb2.SamplingOptions.DESCRIPTOR.fields if field.has_presence} - {*_FORMS}
 _Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
 _SessionContext = grpc.aio.ServicerContext[inference_pb2.SessionRequest, inference_pb2.SessionResponse]
@@ -103,6 +105,7 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
                 raise invalid("prompt", "prompt: one of text, messages and token_ids is required")
         deadline_s = request.deadline_s or None
         choices = _choices(request.sampling)
+        choices.grammar = await builder.grammar(_structure(request.sampling))
         if choices.max_tokens is None:
             await self._gateway.session.know_model()  # who goes meanwhile is cancelled
         if key is not None and choices.seed is None:
@@ -237,6 +240,23 @@ def _choices(options: inference_pb2.SamplingOptions) -> SamplingChoices:
         bad_words=[*options.bad_words, *(list(word.ids) for word in options.bad_word_ids)],
         allowed_token_ids=list(options.allowed_token_ids) or None,
     )
+
+
+def _structure(options: inference_pb2.SamplingOptions) -> Structure | None:
+    given = [field.name for field, _ in options.ListFields() if field.name in (*_FORMS, "choice")]
+    field = f"sampling.{given[-1]}" if given else ""
+    match given:
+        case []:
+            return None
+        case ["json_schema"]:
+            return from_schema(field, options.json_schema)
+        case ["choice"]:
+            return from_choices(field, options.choice)
+        case ["regex"]:
+            return Structure(field, "regex", options.regex)
+        case ["grammar"]:
+            return Structure(field, "grammar", options.grammar)
+    raise invalid(field, f"{' and '.join(given)} exclude each other")
 
 
 def _beam(options: inference_pb2.BeamOptions, choices: SamplingChoices) -> inference_pb2.BeamOptions:

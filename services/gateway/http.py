@@ -299,6 +299,7 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
     if isinstance(prompts[0], int):
         prompts = [prompts]
     choices, terms = body.sampling(), body.terms()
+    choices.grammar = await builder.grammar(body.structure(), asked.gone)
     jobs: list[GenerateJob] = []
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str):
@@ -372,6 +373,7 @@ async def _chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: _Asked) 
         gone=asked.gone,
     )
     choices = body.sampling()
+    choices.grammar = await gateway.builder.grammar(body.structure(), asked.gone)
     if choices.max_tokens is None:
         await gateway.session.know_model(asked.gone)
     if asked.key is not None and body.seed is None:

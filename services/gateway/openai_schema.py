@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from paceline.v1 import common_pb2
 from services.gateway.errors import ApiError, invalid
 from services.gateway.list_limits import check_lengths
+from services.gateway.openai_structure import ResponseFormat, StructuredOutputs
 from services.gateway.openai_values import (
     BadWords,
     Content,
@@ -36,6 +37,7 @@ from services.gateway.request import (
 )
 from services.gateway.sampling import SamplingChoices
 from services.gateway.session_core import Terms
+from services.gateway.structure import Structure
 
 # Fields that change the result and that we cannot honour: the values with which they change nothing (null always is
 # one).
@@ -46,8 +48,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -123,6 +123,9 @@ class SamplingFields(_Request):
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    # The form that the text is to have.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -148,6 +151,15 @@ class SamplingFields(_Request):
         tenant = self.tenant if self.tenant is not None else (self.user or "")[:MAX_TENANT_CHARS]
         retention = [common_pb2.RetentionRange(**vars(one)) for one in self.cache_retention or ()]
         return check_terms(self.priority, tenant, self.deadline_s, self.cache_salt, retention)
+
+    def structure(self) -> Structure | None:
+        """The form that the text is to have. Raises ApiError 400."""
+        format_ = self.response_format.structure() if self.response_format else None
+        if self.structured_outputs is None:
+            return format_
+        if format_ is not None:
+            raise invalid("structured_outputs", "structured_outputs and response_format exclude each other")
+        return self.structured_outputs.structure()
 
     def jobs(self, builder: RequestBuilder, job: GenerateJob) -> list[GenerateJob]:
         """One job for each sample of the prompt; a beam search is one. Raises ApiError 400."""

@@ -24,6 +24,7 @@ from services.gateway.sampling import (
     sampling_params,
 )
 from services.gateway.session_core import NO_TERMS, Terms
+from services.gateway.structure import Structure, grammar_of
 from services.gateway.tokenizer import TextTokenizer
 from services.gateway.turnstile import Gone
 
@@ -151,6 +152,14 @@ class RequestBuilder:
     def encode_word(self, text: str) -> list[int]:
         """Token ids of a piece of text, nothing added. Raises ApiError 400."""
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    async def grammar(self, structure: Structure | None, gone: Callable[[], bool] = lambda: False) -> str:
+        """What makes a text have this form; "" if it may have any. Raises ApiError 400, and Gone as encode_text."""
+        if structure is None:
+            return ""
+        if isinstance(self.tokenizer, IdTokenizer):
+            raise invalid(structure.field, f"{structure.field}: this model has no tokenizer, so no text has a form")
+        return await self._in_thread(partial(grammar_of, structure), gone)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, gone: Callable[[], bool]) -> str:
         """The text of a prompt. Raises Gone as encode_text."""
@@ -285,7 +294,9 @@ def check_beam(
 
 def make_search(job: GenerateJob, options: inference_pb2.BeamOptions) -> None:
     """Turn the job into a beam search, which goes by the model's own probabilities: a repetition penalty that is the
-    model's default does not apply."""
+    model's default does not apply. Raises ApiError 400 if the text is to have a form."""
+    if job.sampling.grammar:
+        raise invalid("use_beam_search", "a beam search cannot keep a text to a form")
     job.beam = options
     job.sampling.ClearField("repetition_penalty")
 

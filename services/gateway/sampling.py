@@ -60,6 +60,7 @@ class SamplingChoices:
     allowed_token_ids: Sequence[int] | None = None
     logprobs: int | None = None  # of so many of the most likely tokens beside the sampled one
     prompt_logprobs: int | None = None
+    grammar: str = ""  # of structure.grammar_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,8 @@ def sampling_params(
     if choices.prompt_logprobs is not None:
         params.prompt_logprobs = True
         params.num_top_prompt_logprobs = _num_top(choices.prompt_logprobs, names.of("prompt_logprobs"))
+    if choices.grammar:
+        params.grammar = choices.grammar
     return params
 
 

@@ -8,12 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LogitsProcessorList
 
 from bench.gpu_load import SAMPLED, Load, Request
+from demo import CHECKPOINT
 from gpu_worker import runner as runner_module
 from gpu_worker.attention.flashinfer import FlashInferAttention
 from gpu_worker.runner import ModelRunner
+from paceline.v1.common_pb2 import SamplingParams
 from tests.gpu.models import FAMILIES, VOCAB, Checkpoint, check_near, gpu_runner
+from tests.support import reference
+from tests.support.forms import FORMS, Follows
 from tests.unit.worker.driver import Driver
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +37,21 @@ def test_float32_on_torch_is_transformers_token_for_token(family: str, checkpoin
     sequences = [driver.add(prompt, NEW_TOKENS) for prompt in PROMPTS]
     driver.run()
     assert [s.output for s in sequences] == [reference.greedy(prompt, NEW_TOKENS) for prompt in PROMPTS]
+
+
+def test_forms_of_texts_are_kept_token_for_token() -> None:
+    """Where a row has one, the token before it is waited for."""
+    ids = reference.tokenizer(str(CHECKPOINT))("Once upon a time")["input_ids"]
+    driver = Driver(gpu_runner(CHECKPOINT, dtype="float32"))
+    plain = driver.add(ids, NEW_TOKENS)
+    asked = {name: SamplingParams(top_p=1, max_tokens=NEW_TOKENS, grammar=grammar) for name, grammar in FORMS.items()}
+    formed = {name: driver.add(ids, NEW_TOKENS, sampling) for name, sampling in asked.items()}
+    driver.run()
+    assert plain.output == reference.greedy(CHECKPOINT, ids, NEW_TOKENS)
+    for name, sequence in formed.items():
+        processor = LogitsProcessorList([Follows(FORMS[name], len(ids))])
+        expected = reference.processed(CHECKPOINT, ids, NEW_TOKENS, logits_processor=processor)
+        assert sequence.output == expected, name
 
 
 @pytest.mark.parametrize("graph_max_seqs", [0, 40])

@@ -145,7 +145,6 @@ FIELDS = [
     *_field("length_penalty", 2.0, "x"),
     *_field("early_stopping", True, "soon"),
     *_field("tools", [{"type": "function"}], "x"),
-    *_field("response_format", {"type": "json_object"}, {"type": "json_schema", "json_schema": {"$ref": "#"}}, 5),
     *_field("guided_regex", "(a+)+$"),
     *_field("guided_choice", [str(i) for i in range(1_000_000)]),
     *_field("guided_json", {"$ref": "#"}),
@@ -164,6 +163,62 @@ FIELDS = [
     _completion("retention backwards", 400, "cache_retention", cache_retention=[{"start": 5, "end": 3, "priority": 1}]),
     _completion("10,000 retentions", 400, "cache_retention", cache_retention=[{"priority": 1}] * 10_000),
     _completion("top_logprobs", 400, "top_logprobs", top_logprobs=5),
+]
+
+_SCHEMA = "response_format.json_schema.schema"
+
+
+def _form(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+# Each of which may be empty.
+_RULES = "start: " + " ".join(f"r{i}" for i in range(3000)) + "".join(f'\nr{i}: "a"? | "b" r{i}' for i in range(3000))
+# By the name that is at fault.
+_WRONG_FORMS: dict[str, tuple[Any, ...]] = {
+    "json": (5, [], "{", "[]", {"type": 1}, {"$ref": "http://127.0.0.1:9/x"}),
+    "json_object": (1, "yes"),
+    "regex": (5, "(a", "a{2,1}", "(?=a)", "[", "x" * 70_000),
+    "choice": ("a", [], [""], ["a"] * 5000, ["x" * 70_000]),
+    "grammar": (5, "", "nope", "start: nope", "root ::= (", "(" * 50_000, 'start: "a" ' + '"b" ' * 15_000, _RULES),
+    "structural_tag": ("x", {}),
+    "whitespace_pattern": (" ",),
+}
+STRUCTURES = [
+    *_field("response_format", 5, "json_object", []),
+    _completion("a form without a type", 400, "response_format.type", response_format={}),
+    _completion("a form nobody knows", 400, "response_format.type", response_format={"type": "xml"}),
+    _completion("no schema", 400, "response_format.json_schema", response_format={"type": "json_schema"}),
+    *[
+        _completion(f"schema {schema!r:.40}", 400, _SCHEMA, response_format=_form(schema))
+        for schema in (5, None, [], "{}", {"type": "strin"}, {"$ref": "#/nowhere"}, {"enum": ["x" * 70_000]})
+    ],
+    _completion("a schema 100 deep", 200, None, response_format=_form(_nested(100))),
+    _completion("a schema 900 deep", 400, _SCHEMA, response_format=_form(_nested(900))),
+    *_field("structured_outputs", 5, [], {}, {"json_object": False}, {"regex": "a", "choice": ["b"]}),
+    *[
+        _completion(f"{name} {form!r:.30}", 400, f"structured_outputs.{name}", structured_outputs={name: form})
+        for name, forms in _WRONG_FORMS.items()
+        for form in forms
+    ],
+    _completion("no text", 400, "structured_outputs.choice.0", structured_outputs={"choice": [5]}),
+    _completion(
+        "two forms",
+        400,
+        "structured_outputs",
+        structured_outputs={"regex": "a"},
+        response_format={"type": "json_object"},
+    ),
+    _completion("a search for one", 400, "use_beam_search", structured_outputs={"regex": "a"}, use_beam_search=True),
+    _completion("a regex of 10^12", 200, None, structured_outputs={"regex": "(((a{1,999}){1,999}){1,999}){1,999}"}),
+    _completion("no form at all", 200, None, structured_outputs=None, response_format={"type": "text"}),
 ]
 
 PROMPTS = [
@@ -301,7 +356,7 @@ HEADERS = [
     Case("path health with POST", 405, None, WELL, "/health"),
 ]
 
-CASES = [*BODIES, *FIELDS, *PROMPTS, *CHAT_CASES, *OTHERS, *HEADERS]
+CASES = [*BODIES, *FIELDS, *STRUCTURES, *PROMPTS, *CHAT_CASES, *OTHERS, *HEADERS]
 
 _POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
 _SMALL_CHUNKS = b"".join(b"1\r\n%c\r\n" % byte for byte in WELL) + b"0\r\n\r\n"

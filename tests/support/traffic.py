@@ -114,6 +114,7 @@ def mixed(http: httpx.AsyncClient, grpc_client: AsyncPacelineClient, num_tokens:
             "whole": lambda: post("/v1/completions", prompt=prompts[2]),
             "n=2": lambda: post("/v1/completions", prompt=prompts[3], n=2),
             "chat": lambda: post("/v1/chat/completions", messages=[{"role": "user", "content": "What is 3 + 4?"}]),
+            "form": lambda: post("/v1/completions", prompt=prompts[6], structured_outputs={"regex": "[a-z, ]{9999}"}),
             "gRPC stream": lambda: pieces(prompts[4]),
             "gRPC whole": lambda: whole(prompts[5]),
         }

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/common.proto\x12\x0bpaceline.v1\"\x9e\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x12\n\nmin_tokens\x18\x06 \x01(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x10\n\x08logprobs\x18\t \x01(\x08\x12\x18\n\x10num_top_logprobs\x18\n \x01(\r\x12\x1a\n\x12repetition_penalty\x18\x0b \x01(\x02\x12\x18\n\x10presence_penalty\x18\x0c \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\r \x01(\x02\x12\r\n\x05min_p\x18\x0e \x01(\x02\x12\x11\n\ttypical_p\x18\x0f \x01(\x02\x12>\n\nlogit_bias\x18\x10 \x03(\x0b\x32*.paceline.v1.SamplingParams.LogitBiasEntry\x12\x11\n\tbad_words\x18\x11 \x03(\x0c\x12\x19\n\x11\x61llowed_token_ids\x18\x12 \x01(\x0c\x12\x17\n\x0fprompt_logprobs\x18\x13 \x01(\x08\x12\x1f\n\x17num_top_prompt_logprobs\x18\x14 \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"\x95\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\"c\n\x0eRetentionRange\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x10\n\x08priority\x18\x03 \x01(\r\x12\x13\n\x0b\x64uration_ms\x18\x04 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x05 \x01(\x08\"m\n\x0ePromptLogprobs\x12\r\n\x05start\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\r\n\x05ranks\x18\x03 \x01(\x0c\x12\x15\n\rtop_token_ids\x18\x04 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x05 \x01(\x0c*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/common.proto\x12\x0bpaceline.v1\"\xaf\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x12\n\nmin_tokens\x18\x06 \x01(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x10\n\x08logprobs\x18\t \x01(\x08\x12\x18\n\x10num_top_logprobs\x18\n \x01(\r\x12\x1a\n\x12repetition_penalty\x18\x0b \x01(\x02\x12\x18\n\x10presence_penalty\x18\x0c \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\r \x01(\x02\x12\r\n\x05min_p\x18\x0e \x01(\x02\x12\x11\n\ttypical_p\x18\x0f \x01(\x02\x12>\n\nlogit_bias\x18\x10 \x03(\x0b\x32*.paceline.v1.SamplingParams.LogitBiasEntry\x12\x11\n\tbad_words\x18\x11 \x03(\x0c\x12\x19\n\x11\x61llowed_token_ids\x18\x12 \x01(\x0c\x12\x17\n\x0fprompt_logprobs\x18\x13 \x01(\x08\x12\x1f\n\x17num_top_prompt_logprobs\x18\x14 \x01(\r\x12\x0f\n\x07grammar\x18\x15 \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"\x95\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\"c\n\x0eRetentionRange\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x10\n\x08priority\x18\x03 \x01(\r\x12\x13\n\x0b\x64uration_ms\x18\x04 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x05 \x01(\x08\"m\n\x0ePromptLogprobs\x12\r\n\x05start\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\r\n\x05ranks\x18\x03 \x01(\x0c\x12\x15\n\rtop_token_ids\x18\x04 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x05 \x01(\x0c*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,16 +33,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=951
-  _globals['_FINISHREASON']._serialized_end=1096
+  _globals['_FINISHREASON']._serialized_start=968
+  _globals['_FINISHREASON']._serialized_end=1113
   _globals['_SAMPLINGPARAMS']._serialized_start=42
-  _globals['_SAMPLINGPARAMS']._serialized_end=584
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=536
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=584
-  _globals['_MODELINFO']._serialized_start=587
-  _globals['_MODELINFO']._serialized_end=736
-  _globals['_RETENTIONRANGE']._serialized_start=738
-  _globals['_RETENTIONRANGE']._serialized_end=837
-  _globals['_PROMPTLOGPROBS']._serialized_start=839
-  _globals['_PROMPTLOGPROBS']._serialized_end=948
+  _globals['_SAMPLINGPARAMS']._serialized_end=601
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=553
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=601
+  _globals['_MODELINFO']._serialized_start=604
+  _globals['_MODELINFO']._serialized_end=753
+  _globals['_RETENTIONRANGE']._serialized_start=755
+  _globals['_RETENTIONRANGE']._serialized_end=854
+  _globals['_PROMPTLOGPROBS']._serialized_start=856
+  _globals['_PROMPTLOGPROBS']._serialized_end=965
 # @@protoc_insertion_point(module_scope)

@@ -47,6 +47,7 @@ def test_every_sampling_option_is_sent() -> None:
         "min_p": 0.5, "typical_p": 0.25, "repetition_penalty": 2, "presence_penalty": 0.5, "frequency_penalty": -0.5,
         "logit_bias": {7: 1.5}, "bad_words": ["a", [1, 2]], "allowed_token_ids": [5], "logprobs": 0,
         "prompt_logprobs": 2, "include_stop_str_in_output": True, "skip_special_tokens": False,
+        "json_schema": {"type": "object"}, "regex": "a+", "choice": ["a", "b"], "grammar": "start: A",
     }  # fmt: skip
     sampling = make_request("hi", None, None, "", given).sampling  # type: ignore[arg-type]
     for name in (
@@ -58,8 +59,12 @@ def test_every_sampling_option_is_sent() -> None:
         "prompt_logprobs",
         "include_stop_str_in_output",
         "skip_special_tokens",
+        "regex",
+        "choice",
+        "grammar",
     ):
         assert getattr(sampling, name) == given[name]
+    assert sampling.json_schema == '{"type": "object"}'
     assert dict(sampling.logit_bias) == {7: 1.5}
     assert (list(sampling.bad_words), [list(word.ids) for word in sampling.bad_word_ids]) == (["a"], [[1, 2]])
     assert list(sampling.allowed_token_ids) == [5]

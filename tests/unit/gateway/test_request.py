@@ -283,7 +283,9 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": [["a"]]}, "bad_words"),
     ({"allowed_token_ids": [1.5]}, "allowed_token_ids.0"),
     ({"min_p": "0.1"}, "min_p"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
     ({"priority": "1"}, "priority"),
 ]
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
@@ -351,7 +353,6 @@ def test_values_that_change_nothing_are_fine() -> None:
         ("continue_final_message", True, "false"),
         ("suffix", "x", '""'),
         ("tool_choice", "required", '"none"'),
-        ("response_format", {"type": "json_object"}, '{"type": "text"}'),
         ("prompt_embeds", "x", "null"),
     ],
 )

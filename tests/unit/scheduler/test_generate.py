@@ -26,6 +26,7 @@ def test_every_option_reaches_the_parameters() -> None:
     sampling = to_submission(GenerateRequest(token_ids=PROMPT, sampling=options), None).sampling
     unlike = {"logit_bias", "bad_word_ids", "bad_words", "allowed_token_ids", "logprobs", "prompt_logprobs", "stop"}
     unlike |= {"include_stop_str_in_output", "skip_special_tokens"}  # about text, which the scheduler has none of
+    unlike |= {"json_schema", "regex", "choice", "grammar"}
     for field in SamplingOptions.DESCRIPTOR.fields:
         if field.name not in unlike:
             assert getattr(sampling, field.name) == getattr(options, field.name), field.name
@@ -43,6 +44,10 @@ def test_every_option_reaches_the_parameters() -> None:
     [
         ({"stop": ["x"]}, "stop"),
         ({"bad_words": ["x"]}, "bad_words"),
+        ({"json_schema": "{}"}, "json_schema"),
+        ({"regex": "x"}, "regex"),
+        ({"choice": ["x"]}, "choice"),
+        ({"grammar": "x"}, "grammar"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"logprobs": -1}, "logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),

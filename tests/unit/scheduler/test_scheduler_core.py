@@ -355,6 +355,7 @@ def test_ranges_of_what_is_generated_count_from_the_end_of_the_prompt(system: Lo
             "prompt_logprobs",
             "270000 for a prompt of 90000 tokens, 262144 are possible",
         ),
+        ({"sampling": params(4, grammar="x" * 65537)}, "grammar", "has 65537 characters, 65536 are possible"),
         ({"sampling": params(1 << 20)}, "max_tokens", "exceed the model's length"),
         ({"sampling": params(1000)}, "max_tokens", "can never fit a pool of 256 tokens"),
         ({"priority": float("nan")}, "priority", "nan is not a finite number"),

@@ -13,9 +13,11 @@ from torch import Tensor
 from gpu_worker.device import upload
 from gpu_worker.sampling import filters, sampler
 from gpu_worker.sampling.controls import Controls
+from gpu_worker.sampling.grammars import Grammars
 from gpu_worker.sampling.prompt_scores import ScoredChunk, score_prompts
 from gpu_worker.sampling.sampler import sample
 from paceline.v1.common_pb2 import SamplingParams
+from paceline.v1.worker_pb2 import NewSequence, StepPlan
 from tests.unit.worker.driver import pack
 from tests.unit.worker.no_wait import DEVICE, HostWaits, NoWaiting
 from tests.unit.worker.test_controls import seat
@@ -74,6 +76,19 @@ def test_no_combination_of_controls_waits_for_the_device(names: tuple[str, ...])
             sampled = sample(logits, make_rows(ROWS, **PER_ROW, **BANS, **SCORES), batch)
             batch.record(sampled.tokens)
             assert sampled.ruled_out is not None
+
+
+def test_what_a_grammar_allows_does_not_wait_for_the_device() -> None:
+    """But for the token before, which the host has to know."""
+    grammars = Grammars(None, VOCAB, DEVICE)
+    seated = [NewSequence(slot=slot, sampling=SamplingParams(grammar="x")) for slot in (2, 5)]
+    with NoWaiting():
+        grammars.apply(StepPlan(new_sequences=seated))
+        asking = grammars.of(np.array([0, 5, 1, 2, 3, 4], np.int32))
+        mask = grammars.mask(asking, lambda slot: np.array([7], np.int32))
+        sampled = sample(torch.zeros(ROWS, VOCAB, device=DEVICE), make_rows(ROWS, **PER_ROW), None, mask)
+    assert (asking, mask.refused.keys()) == ([(1, 5), (3, 2)], {2, 5})
+    assert sampled.ruled_out is not None
 
 
 def test_scoring_a_prompt_does_not_wait_for_the_device() -> None:

@@ -1,0 +1,144 @@
+"""What the grammars of requests let follow, slot by slot: matchers of https://github.com/guidance-ai/llguidance.
+
+A matcher works on the host and goes by the tokens of its sequence. So a row that has one waits, before its next token
+is drawn, until the token before that has left the device; the forward pass is queued by then. What a matcher allows
+follows from the sequence alone: a request that is preempted, or goes on at another worker, gets the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+from torch import Tensor
+
+from gpu_worker.device import upload
+from gpu_worker.errors import ModelError
+from paceline.v1.worker_pb2 import NewSequence, StepPlan
+from services.runtime.grammars import LIMITS, one_line
+
+Int32s = npt.NDArray[np.int32]
+
+MAX_COMPILED = 64  # grammars that are kept compiled: a copy takes microseconds, compiling milliseconds
+NO_TOKENIZER = "grammar: this worker's model has no tokenizer that could hold the output to it"
+MISFIT = "grammar: the output that the request came with does not fit it"
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarMask:
+    """Which tokens rows may sample; on the device. Rows that are not in it may sample any."""
+
+    rows: Tensor  # int64 [n]
+    bits: Tensor  # uint8 [n, bytes]: the lowest bit of the first byte is token 0
+    refused: dict[int, str]  # by slot: why nothing can follow; such a row has no bit
+
+
+@dataclass(slots=True)
+class _Held:
+    """A slot's matcher and how many tokens of the sequence it need not be told any more; or why there is none."""
+
+    matcher: LLMatcher | None
+    num_told: int
+    error: str = ""
+
+    def tell(self, tokens: Int32s) -> None:
+        """All known tokens of the sequence. Behind the end of the grammar nothing is told: there are only ends."""
+        news, self.num_told = tokens[self.num_told :].tolist(), max(self.num_told, len(tokens))
+        if self.matcher is None or self.error or not news or self.matcher.is_stopped():
+            return
+        if not self.matcher.consume_tokens(news):
+            self.error = MISFIT
+
+
+def load_tokenizer(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """What a checkpoint's tokens stand for, from its tokenizer.json. Raises ModelError if that cannot be told."""
+    if not path.is_file():
+        raise ModelError(f"there is no {path}")
+    if not eos_token_ids:
+        raise ModelError("the model has no token that ends a sequence")
+    try:
+        return LLTokenizer(str(path), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+@dataclass
+class Grammars:
+    """By slot. Used by the model's thread alone, with the plans in their order."""
+
+    tokenizer: LLTokenizer | None
+    vocab_size: int
+    device: torch.device
+    _of: dict[int, _Held] = field(init=False, default_factory=dict)
+    _compiled: OrderedDict[str, LLMatcher] = field(init=False, default_factory=OrderedDict)
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        """Its threads begin when there is something to do."""
+        return LLExecutor()
+
+    def reset(self) -> None:
+        """A new link: nothing runs."""
+        self._of.clear()
+
+    def apply(self, plan: StepPlan) -> None:
+        """Slots that end and begin; the plan has been checked."""
+        if self._of and plan.free_slots:
+            for slot in np.frombuffer(plan.free_slots, "<i4").tolist():
+                self._of.pop(slot, None)
+        for sequence in plan.new_sequences:
+            if sequence.sampling.grammar:
+                self._of[sequence.slot] = self._seat(sequence)
+
+    def of(self, slots: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
+        """Rows, and their slots, of a batch whose rows sample in these slots: those with a grammar."""
+        if not self._of:
+            return []
+        return [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._of]
+
+    def mask(self, asking: Sequence[tuple[int, int]], tokens_of: Callable[[int], Int32s]) -> GrammarMask:
+        """For what `of` gave, at least one. `tokens_of`: all tokens of the sequence in a slot."""
+        held = [self._of[slot] for _, slot in asking]
+        for (_, slot), one in zip(asking, held, strict=True):
+            one.tell(tokens_of(slot))
+        bits = allocate_token_bitmask(len(held), self.vocab_size)
+        if able := list(_able(held)):
+            fill_next_token_bitmask_par(self._executor, able, bits)
+        for i, one in enumerate(held):
+            if one.matcher is not None and not one.error and one.matcher.is_error():
+                one.error = f"grammar: {one_line(one.matcher.get_error())}"
+            if one.error:
+                bits[i] = 0
+        refused = {slot: one.error for (_, slot), one in zip(asking, held, strict=True) if one.error}
+        rows = np.array([row for row, _ in asking], np.int64)
+        return GrammarMask(upload(rows, self.device), upload(bits.view(np.uint8), self.device), refused)
+
+    def _seat(self, sequence: NewSequence) -> _Held:
+        if self.tokenizer is None:
+            return _Held(None, 0, NO_TOKENIZER)
+        matcher = self._compile(self.tokenizer, sequence.sampling.grammar)
+        error = f"grammar: {one_line(matcher.get_error())}" if matcher.is_error() else ""
+        return _Held(matcher, sequence.num_prompt_tokens, error)
+
+    def _compile(self, tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+        """A matcher of one's own, before the first token."""
+        if grammar not in self._compiled:
+            self._compiled[grammar] = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return self._compiled[grammar].deep_copy()
+
+
+def _able(held: Sequence[_Held]) -> Iterator[tuple[LLMatcher, int]]:
+    for i, one in enumerate(held):
+        if one.matcher is not None and not one.error:
+            yield one.matcher, i

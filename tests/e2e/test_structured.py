@@ -1,0 +1,114 @@
+"""Forms of texts end to end: by OpenAI's client and ours, beside transformers, and where a stream is taken up."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+import httpx
+import jsonschema
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel, Field
+from transformers import LogitsProcessorList
+
+from demo import CHECKPOINT
+from paceline.v1.inference_pb2_grpc import InferenceServiceStub
+from services.client import PacelineClient
+from services.client.types import make_request
+from services.gateway.structure import from_schema, grammar_of
+from tests.support import reference
+from tests.support.forms import Follows
+from tests.support.stack import Stack
+
+STORY = reference.tokenizer(str(CHECKPOINT))("Once upon a time")["input_ids"]
+MODEL = "paceline-demo"
+CHAT: Any = [{"role": "user", "content": "What is 3 + 4?"}]
+
+
+class Animal(BaseModel):
+    """As users of OpenAI's client write a schema."""
+
+    kind: str = Field(max_length=12)
+    legs: int = Field(ge=0, le=8)
+    tame: bool
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"type": "string", "pattern": "^[a-z]{3,8}$"},
+        "legs": {"enum": [0, 2, 4, 6, 8]},
+        "tame": {"type": "boolean"},
+    },
+    "required": ["kind", "legs", "tame"],
+    "additionalProperties": False,
+}
+FORM = {"json": SCHEMA, "disable_any_whitespace": True}
+
+
+def openai(stack: Stack) -> OpenAI:
+    http = httpx.Client(trust_env=False, timeout=200)
+    return OpenAI(base_url=f"{stack.url}/v1", api_key="none", http_client=http, max_retries=0)
+
+
+def test_openais_client_gets_what_it_parses(stack: Stack) -> None:
+    with openai(stack) as client:
+        parsed = client.chat.completions.parse(
+            model=MODEL,
+            messages=CHAT,
+            response_format=Animal,
+            max_tokens=400,
+            seed=5,
+            temperature=1,
+            extra_body={"bad_words": ["\n", "\t", "\r"]},
+        )
+        choice = parsed.choices[0]
+        assert choice.finish_reason == "stop"
+        assert isinstance(choice.message.parsed, Animal)
+
+
+def test_greedy_is_what_transformers_generates(stack: Stack) -> None:
+    grammar = grammar_of(from_schema("json", SCHEMA, any_whitespace=False))
+    processor = LogitsProcessorList([Follows(grammar, len(STORY))])
+    ids = reference.processed(CHECKPOINT, STORY, 60, logits_processor=processor)
+    expected = reference.tokenizer(str(CHECKPOINT)).decode(ids, skip_special_tokens=True)
+    jsonschema.validate(json.loads(expected), SCHEMA)
+    body = {"prompt": STORY, "max_tokens": 60, "temperature": 0, "structured_outputs": FORM}
+    answer = httpx.post(f"{stack.url}/v1/completions", json=body, trust_env=False, timeout=200).json()
+    assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == (expected, "stop")
+    with PacelineClient(f"127.0.0.1:{stack.grpc_port}") as client:
+        pieces = list(client.stream(token_ids=STORY, max_tokens=60, temperature=0, choice=[expected, "no"]))
+    assert "".join(piece.text for piece in pieces) in (expected, "no")
+
+
+def test_samples_are_all_of_the_form(stack: Stack) -> None:
+    with openai(stack) as client:
+        answer = client.chat.completions.create(
+            model=MODEL, messages=CHAT, max_tokens=60, temperature=1.5, seed=1, n=16, logprobs=True,
+            extra_body={"structured_outputs": FORM},
+        )  # fmt: skip
+    texts = [choice.message.content or "" for choice in answer.choices]
+    for text in texts:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert len(set(texts)) > 8
+
+
+def test_a_stream_is_taken_up_behind_any_token(stack: Stack) -> None:
+    """By another run, which gets the tokens so far as output: its matcher has to read them first."""
+    asked: dict[str, Any] = {"max_tokens": 300, "temperature": 1.0, "seed": 3, "json_schema": SCHEMA}
+    with PacelineClient(f"127.0.0.1:{stack.grpc_port}") as client:
+        whole = client.generate("Once", **asked)
+        jsonschema.validate(json.loads(whole.text), SCHEMA)
+    with grpc.insecure_channel(f"127.0.0.1:{stack.grpc_port}") as channel:
+        for count in range(1, len(whole.token_ids), 5):
+            request = make_request("Once", None, None, "", asked)
+            request.resume_after = count
+            request.resume_token_ids.extend(whole.token_ids[:count])
+            rest = InferenceServiceStub(channel).Generate(request)
+            assert [token for message in rest for token in message.token_ids] == whole.token_ids[count:], count
+        request.resume_token_ids[0] = request.resume_token_ids[0] + 1
+        with pytest.raises(grpc.RpcError, match="grammar: the output") as refused:
+            list(InferenceServiceStub(channel).Generate(request))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -1,0 +1,186 @@
+"""Grammars: a runner's tokens against transformers' generate() with a processor of its own, and what fails alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLTokenizer, grammar_from
+from transformers import LogitsProcessorList
+
+from demo import CHECKPOINT
+from gpu_worker.build import BuiltWorker
+from gpu_worker.device import Fence
+from gpu_worker.runner import INVALID_ARGUMENT, NO_TOKEN
+from gpu_worker.sampling import grammars
+from gpu_worker.sampling.grammars import MISFIT, NO_TOKENIZER, Grammars
+from gpu_worker.sampling.processors import allow_bits
+from paceline.v1.common_pb2 import SamplingParams
+from paceline.v1.worker_pb2 import NewSequence, StepPlan, StepResult
+from tests.support import reference
+from tests.support.forms import FORMS, JSON, SCHEMA, Follows
+from tests.unit.worker.driver import Driver, Sequence, pack
+from tests.unit.worker.families import Reference
+
+NUM_TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def demo_ids() -> list[int]:
+    return list(reference.tokenizer(str(CHECKPOINT))("Once upon a time")["input_ids"])
+
+
+def text(ids: list[int]) -> str:
+    return str(reference.tokenizer(str(CHECKPOINT)).decode(ids, skip_special_tokens=True))
+
+
+def add(driver: Driver, prompt: list[int], grammar: str, output: list[int] = [], **sampling: float) -> Sequence:  # noqa: B006
+    asked = SamplingParams(top_p=1, max_tokens=NUM_TOKENS, grammar=grammar, **sampling)  # type: ignore[arg-type]
+    return driver.add(prompt, NUM_TOKENS, asked, output=output)
+
+
+@pytest.mark.parametrize("chunk_tokens", [64, 3])
+def test_a_mixed_batch_says_what_transformers_says(
+    build: Callable[..., BuiltWorker], demo_ids: list[int], chunk_tokens: int
+) -> None:
+    driver = Driver(build(CHECKPOINT).runner, chunk_tokens=chunk_tokens)
+    plain = driver.add(demo_ids, NUM_TOKENS)
+    formed = {name: add(driver, demo_ids, grammar) for name, grammar in FORMS.items()}
+    driver.run()
+    assert plain.output == reference.greedy(CHECKPOINT, demo_ids, NUM_TOKENS)
+    for name, sequence in formed.items():
+        processor = LogitsProcessorList([Follows(FORMS[name], len(demo_ids))])
+        expected = reference.processed(CHECKPOINT, demo_ids, NUM_TOKENS, logits_processor=processor)
+        assert sequence.output == expected != plain.output, name
+
+
+def test_a_row_knows_the_token_before_whatever_is_behind(
+    build: Callable[..., BuiltWorker], demo_ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that is not past a step when the next one is launched, as a GPU mostly is not."""
+    monkeypatch.setattr(Fence, "is_passed", lambda fence: False)
+    driver = Driver(build(CHECKPOINT).runner)
+    plain, formed = driver.add(demo_ids, NUM_TOKENS), add(driver, demo_ids, JSON)
+    driver.run()
+    assert plain.output == reference.greedy(CHECKPOINT, demo_ids, NUM_TOKENS)
+    processor = LogitsProcessorList([Follows(JSON, len(demo_ids))])
+    expected = reference.processed(CHECKPOINT, demo_ids, NUM_TOKENS, logits_processor=processor)
+    assert formed.output == expected
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_comes_back_goes_on_as_it_would_have(
+    build: Callable[..., BuiltWorker], demo_ids: list[int], name: str
+) -> None:
+    driver = Driver(build(CHECKPOINT).runner)
+    whole = add(driver, demo_ids, FORMS[name], temperature=1.0, seed=3)
+    driver.run()
+    for cut in (1, 2, 7, NUM_TOKENS - 1):
+        again = add(driver, demo_ids, FORMS[name], output=whole.output[:cut], temperature=1.0, seed=3)
+        driver.run()
+        assert again.output == whole.output, cut
+
+
+def test_any_seed_gives_what_the_schema_allows(build: Callable[..., BuiltWorker], demo_ids: list[int]) -> None:
+    driver = Driver(build(CHECKPOINT).runner)
+    made = [add(driver, demo_ids, JSON, temperature=1.5, seed=seed) for seed in range(30)]
+    driver.run()
+    texts = [text(sequence.output) for sequence in made]
+    for one in texts:
+        jsonschema.validate(json.loads(one), SCHEMA)
+    assert len(set(texts)) > 20
+
+
+def test_other_parameters_choose_among_what_the_form_allows(
+    build: Callable[..., BuiltWorker], demo_ids: list[int]
+) -> None:
+    driver = Driver(build(CHECKPOINT).runner)
+    grammar = grammar_from("choice", '["aaaa", "zzzz"]')
+    first = add(driver, demo_ids, grammar)
+    driver.run()
+    favoured = add(driver, demo_ids, grammar, repetition_penalty=1.3)
+    asked = SamplingParams(top_p=1, max_tokens=NUM_TOKENS, grammar=grammar, bad_words=[pack(first.output[:1])])
+    banned = driver.add(demo_ids, NUM_TOKENS, asked)
+    driver.run()
+    assert {text(first.output), text(banned.output)} == {"aaaa", "zzzz"}
+    assert text(favoured.output) in ("aaaa", "zzzz")
+
+
+def failures(result: StepResult) -> dict[int, tuple[int, str]]:
+    return {error.slot: (error.code, error.message) for error in result.errors}
+
+
+def test_what_cannot_go_on_fails_alone(build: Callable[..., BuiltWorker], demo_ids: list[int]) -> None:
+    driver = Driver(build(CHECKPOINT).runner)
+    plain = driver.add(demo_ids, NUM_TOKENS)
+    good = add(driver, demo_ids, JSON)
+    broken = add(driver, demo_ids, "start: nope")
+    other = add(driver, demo_ids, JSON, output=demo_ids[:3])
+    ambiguous = 'start: a\na: a a | "x" | ""'
+    crowded = add(driver, demo_ids, 'start: /[a-z]/ "?"', min_tokens=9)
+    failed = failures(driver.run_step())
+    assert failed == {
+        broken.slot: (INVALID_ARGUMENT, 'grammar: at 1(8): unknown name: "nope" 1 | start: nope ^'),
+        other.slot: (INVALID_ARGUMENT, MISFIT),
+    }
+    for sequence in (broken, other):
+        driver.free(sequence)
+    assert not driver.run_step().errors
+    assert failures(driver.run_step()) == {crowded.slot: (INVALID_ARGUMENT, NO_TOKEN)}
+    driver.free(crowded)
+    late = add(driver, demo_ids, ambiguous)
+    driver.run()
+    assert plain.output == reference.greedy(CHECKPOINT, demo_ids, NUM_TOKENS)
+    jsonschema.validate(json.loads(text(good.output)), SCHEMA)
+    assert set(text(late.output)) <= {"x"}
+
+
+def test_a_model_without_a_tokenizer_has_no_forms(
+    reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
+) -> None:
+    driver = Driver(build(reference("qwen2").folder).runner)
+    plain, formed = driver.add([5, 6, 7], 9), add(driver, [5, 6, 7], JSON)
+    assert failures(driver.run_step()) == {formed.slot: (INVALID_ARGUMENT, NO_TOKENIZER)}
+    assert len(plain.output) == 1
+
+
+def test_so_many_grammars_are_kept_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_COMPILED", 3)
+    tokenizer = LLTokenizer(str(CHECKPOINT / "tokenizer.json"), eos_token=[0])
+    held = Grammars(tokenizer, 1024, torch.device("cpu"))
+    for slot in range(9):
+        asked = SamplingParams(grammar=grammar_from("regex", "a" * (slot % 5 + 1)))
+        held.apply(StepPlan(new_sequences=[NewSequence(slot=slot, num_prompt_tokens=1, sampling=asked)]))
+        assert len(held._compiled) <= 3
+    assert len(held.of(np.arange(12, dtype=np.int32))) == 9
+    held.apply(StepPlan(free_slots=pack([0, 3])))
+    assert [slot for _, slot in held.of(np.array([3, 2, 0], np.int32))] == [2]
+    held.reset()
+    assert not held.of(np.arange(12, dtype=np.int32))
+
+
+@given(
+    vocab=st.integers(1, 70),
+    count=st.integers(1, 4),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_bits_are_read_from_the_lowest_on(vocab: int, count: int, data: st.DataObject) -> None:
+    rows = data.draw(st.permutations(range(5)))[:count]
+    words = -(-vocab // 32)
+    packed = data.draw(st.binary(min_size=4 * words * count, max_size=4 * words * count))
+    bits = np.frombuffer(packed, np.uint8).reshape(count, -1).copy()
+    logits = torch.arange(5.0 * vocab).reshape(5, vocab)
+    expected = logits.clone()
+    for row, own in zip(rows, bits.tolist(), strict=True):
+        for token in range(vocab):
+            if not own[token // 8] >> token % 8 & 1:
+                expected[row, token] = -torch.inf
+    allow_bits(logits, torch.tensor(rows), torch.from_numpy(bits))
+    assert torch.equal(logits, expected)
