@@ -8,7 +8,7 @@ follows from the sequence alone: a request that is preempted, or goes on at anot
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,9 +27,9 @@ from services.runtime.grammars import LIMITS, one_line
 
 Int32s = npt.NDArray[np.int32]
 
-MAX_COMPILED = 64  # grammars that are kept compiled: a copy takes microseconds, compiling milliseconds
+MAX_COMPILED = 32  # grammars that are kept compiled: a copy takes microseconds, compiling milliseconds
 NO_TOKENIZER = "grammar: this worker's model has no tokenizer that could hold the output to it"
-MISFIT = "grammar: the output that the request came with does not fit it"
+MISFIT = "grammar: the output so far does not fit it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +43,27 @@ class GrammarMask:
 
 @dataclass(slots=True)
 class _Held:
-    """A slot's matcher and how many tokens of the sequence it need not be told any more; or why there is none."""
+    """A slot's matcher, or why there is none. Matchers of one grammar are copies of one that has read nothing."""
 
-    matcher: LLMatcher | None
-    num_told: int
+    grammar: str
+    num_prompt: int
+    original: LLMatcher | None = None
+    matcher: LLMatcher | None = None
+    num_told: int = 0  # tokens of the sequence that the matcher knows, or that are the prompt's
     error: str = ""
 
-    def tell(self, tokens: Int32s) -> None:
-        """All known tokens of the sequence. Behind the end of the grammar nothing is told: there are only ends."""
+    def begin(self, original: LLMatcher) -> None:
+        self.original, self.matcher, self.num_told = original, original.deep_copy(), self.num_prompt
+
+    @property
+    def failed(self) -> bool:
+        return self.matcher is not None and self.matcher.is_error()
+
+    def tell(self, tokens: Int32s) -> bool:
+        """All known tokens of the sequence; whether they fit. Behind the end of a text there are only ends."""
         news, self.num_told = tokens[self.num_told :].tolist(), max(self.num_told, len(tokens))
-        if self.matcher is None or self.error or not news or self.matcher.is_stopped():
-            return
-        if not self.matcher.consume_tokens(news):
-            self.error = MISFIT
+        matcher = self.matcher
+        return matcher is None or all(matcher.consume_token(token) for token in news if not matcher.is_stopped())
 
 
 def load_tokenizer(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
@@ -107,13 +115,18 @@ class Grammars:
     def mask(self, asking: Sequence[tuple[int, int]], tokens_of: Callable[[int], Int32s]) -> GrammarMask:
         """For what `of` gave, at least one. `tokens_of`: all tokens of the sequence in a slot."""
         held = [self._of[slot] for _, slot in asking]
-        for (_, slot), one in zip(asking, held, strict=True):
-            one.tell(tokens_of(slot))
         bits = allocate_token_bitmask(len(held), self.vocab_size)
-        if able := list(_able(held)):
-            fill_next_token_bitmask_par(self._executor, able, bits)
+        for (_, slot), one in zip(asking, held, strict=True):
+            if not one.error and not one.tell(tokens := tokens_of(slot)):
+                self._renew(one, tokens)
+        self._fill(held, range(len(held)), bits)
+        if exhausted := [i for i, one in enumerate(held) if not one.error and one.failed]:
+            for i in exhausted:
+                self._renew(held[i], tokens_of(asking[i][1]))
+            self._fill(held, exhausted, bits)
         for i, one in enumerate(held):
-            if one.matcher is not None and not one.error and one.matcher.is_error():
+            if one.failed and not one.error:
+                assert one.matcher is not None
                 one.error = f"grammar: {one_line(one.matcher.get_error())}"
             if one.error:
                 bits[i] = 0
@@ -121,24 +134,37 @@ class Grammars:
         rows = np.array([row for row, _ in asking], np.int64)
         return GrammarMask(upload(rows, self.device), upload(bits.view(np.uint8), self.device), refused)
 
-    def _seat(self, sequence: NewSequence) -> _Held:
-        if self.tokenizer is None:
-            return _Held(None, 0, NO_TOKENIZER)
-        matcher = self._compile(self.tokenizer, sequence.sampling.grammar)
-        error = f"grammar: {one_line(matcher.get_error())}" if matcher.is_error() else ""
-        return _Held(matcher, sequence.num_prompt_tokens, error)
+    def _fill(self, held: Sequence[_Held], which: Iterable[int], bits: npt.NDArray[np.int32]) -> None:
+        able = [(one.matcher, i) for i in which if (one := held[i]).matcher is not None and not one.error]
+        if able:
+            fill_next_token_bitmask_par(self._executor, able, bits)
 
-    def _compile(self, tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-        """A matcher of one's own, before the first token."""
+    def _renew(self, one: _Held, tokens: Int32s) -> None:
+        """What a grammar's lexer has learned is limited, and shared by all its matchers: a full one begins anew."""
+        if self._compiled.get(one.grammar) is one.original:
+            del self._compiled[one.grammar]
+        one.begin(self._compile(one.grammar))
+        if not one.tell(tokens):
+            assert one.matcher is not None
+            one.error = f"{MISFIT}: {one_line(one.matcher.get_error())}"
+
+    def _seat(self, sequence: NewSequence) -> _Held:
+        held = _Held(sequence.sampling.grammar, sequence.num_prompt_tokens)
+        if self.tokenizer is None:
+            held.error = NO_TOKENIZER
+            return held
+        held.begin(self._compile(held.grammar))
+        if held.failed:
+            assert held.matcher is not None
+            held.error = f"grammar: {one_line(held.matcher.get_error())}"
+        return held
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        """One that has read nothing, to be copied."""
         if grammar not in self._compiled:
-            self._compiled[grammar] = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+            assert self.tokenizer is not None
+            self._compiled[grammar] = LLMatcher(self.tokenizer, grammar, log_level=0, limits=LIMITS)
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
-        return self._compiled[grammar].deep_copy()
-
-
-def _able(held: Sequence[_Held]) -> Iterator[tuple[LLMatcher, int]]:
-    for i, one in enumerate(held):
-        if one.matcher is not None and not one.error:
-            yield one.matcher, i
+        return self._compiled[grammar]

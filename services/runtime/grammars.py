@@ -7,6 +7,8 @@ from llguidance import LLParserLimits
 # A worker compiles in the thread that runs the model, while all other sequences wait. With these limits what is legal
 # takes some 15 ms to compile (a JSON Schema with 400 optional properties) and 2 ms for a token, the worst that was
 # found (3,000 rules that may all be empty) is refused after 30; with llguidance's own it takes 0.8 s.
+# States of the lexer take 0.5 kB each. A string of limited length takes some ten for each token that it gets, and one
+# for each byte to read it again: when they are used up, the worker begins anew with what there is of the text.
 LIMITS = LLParserLimits(max_grammar_size=10_000, step_max_items=10_000, max_lexer_states=50_000, verbose_errors=False)
 _SHOWN_CHARS = 300
 
