@@ -144,7 +144,8 @@ class CacheLink:
         num_computed.append(num_computed_tokens)
         tokens.append(new_tokens)
 
-    def _add_gathered(self, ops: RepeatedCompositeFieldContainer[CacheOp], sent: Sent) -> None:
+    def _add_gathered(self, ops: RepeatedCompositeFieldContainer[CacheOp], sent: Sent) -> int:
+        """How many bytes the workers take that it adds."""
         sequences, new_tokens, computed, tokens = self._commits
         if sequences:
             commit = ops.add().commit
@@ -173,10 +174,16 @@ class CacheLink:
             ops.add().remove_worker.worker = worker
         self.removed.clear()
         num_bytes = 0
-        while self.added and num_bytes <= MAX_EXCHANGE_BYTES:  # the others go with the next one
-            for op in self.added.pop(next(iter(self.added))):
-                num_bytes += op.ByteSize()
+        while self.added:
+            worker, own = next(iter(self.added.items()))
+            size = sum(op.ByteSize() for op in own)
+            if num_bytes and num_bytes + size > MAX_EXCHANGE_BYTES:
+                break  # the others go with the next one
+            num_bytes += size
+            del self.added[worker]
+            for op in own:
                 ops.add().MergeFrom(op)
+        return num_bytes
 
     def open(self, now_s: float) -> CacheServiceLinkRequest | None:
         """The next of the exchanges with which the link begins; None while one is on its way."""
@@ -197,8 +204,7 @@ class CacheLink:
         message = CacheServiceLinkRequest(epoch=self.epoch, exchange=self.exchange, now_ms=int(now_s * 1000))
         ops = message.ops  # filled in place: a message that is given to another one is copied, prompt and all
         self.sent = sent = Sent(askers=askers)
-        self._add_gathered(ops, sent)
-        self._add_matches(ops, sent)
+        self._add_matches(ops, sent, self._add_gathered(ops, sent))
         for worker, draft in drafts:
             extend, admits = -1, []
             if len(draft.decision.growth):
@@ -224,9 +230,8 @@ class CacheLink:
             self.rematches.clear()
         return message
 
-    def _add_matches(self, ops: RepeatedCompositeFieldContainer[CacheOp], sent: Sent) -> None:
-        """As many as a message can take; the others go with the next one."""
-        num_bytes = 0
+    def _add_matches(self, ops: RepeatedCompositeFieldContainer[CacheOp], sent: Sent, num_bytes: int) -> None:
+        """As many as a message can take that has so many bytes; the others go with the next one."""
         for sequence, request in self.matches.items():
             if num_bytes > MAX_EXCHANGE_BYTES:
                 break

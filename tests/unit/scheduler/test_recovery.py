@@ -204,6 +204,31 @@ def test_a_long_queue_takes_several_exchanges(monkeypatch: pytest.MonkeyPatch) -
     finish(system)
 
 
+def test_what_workers_bring_and_a_long_queue_share_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a scheduler begins anew: workers say what they have kept, and gateways submit again what ran."""
+    limit = 4000
+    monkeypatch.setattr(cache_link, "MAX_EXCHANGE_BYTES", limit)
+    system = make()
+    tokens = {worker: [worker * 1000 + i for i in range(600)] for worker in range(1, 5)}
+    for worker, ids in tokens.items():
+        kept = KeptSequence(token_ids=pack(ids), num_computed_tokens=600, block_table=pack(range(1, 151)))
+        one = toy(num_blocks=400)
+        one.registration.kept.append(kept)
+        system.attach(one, keeps_blocks=True)
+        system.submit("s", worker, [7, *ids], SAMPLING)
+    sizes = []
+    while moves := system.moves():
+        if system.to_cache:
+            sizes.append(system.to_cache[0].ByteSize())
+        system.move(*moves[0])
+    assert max(sizes) < 2 * limit
+    client = system.clients["s"]
+    for worker, ids in tokens.items():
+        assert client.tokens[worker] == expected_output([7, *ids], SAMPLING)
+    assert system.cache.counters.restored_sequences == len(tokens)
+    system.assert_at_rest()
+
+
 def test_beams_keep_what_they_fork_from() -> None:
     sampling, beam = SamplingParams(top_p=1, max_tokens=8, ignore_eos=True), BeamOptions(width=3, num_return=3)
     right = expected_hypotheses(SHARED, make_search(beam, sampling, [EOS]))
