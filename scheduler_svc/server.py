@@ -44,6 +44,7 @@ log = get_logger(__name__)
 
 TICK_S = 0.25
 CACHE_RETRY_S = 0.2
+MAX_NAMED = 16  # requests in a line of the log
 # Until its first step is done a worker may be silent for so many times as long: it may load kernels, which holds
 # Python's lock.
 FIRST_STEP_PATIENCE = 4.0
@@ -101,7 +102,8 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                     "step failed",
                     worker=failure.worker or None,
                     what=failure.what,
-                    retried=failure.requests,
+                    num_retried=len(failure.requests),
+                    retried=failure.requests[:MAX_NAMED],
                     quarantined=failure.quarantined or None,
                 )
             for worker, reason in outbox.lost_workers:
