@@ -30,8 +30,8 @@ from paceline.v1.worker_pb2 import KeptSequence, RowError, StepPlan, StepResult,
 NO_NUMBER = "the model gave no number (NaN or infinity in the logits)"
 INVALID_ARGUMENT = 3  # google.rpc.Code
 NO_TOKEN = (
-    "no token is left to sample: allowed_token_ids, bad_words, logit_bias, min_tokens and the form that the text is to "
-    "have together rule out all"
+    "no token is left to sample: allowed_token_ids, bad_words, logit_bias, min_tokens and structured outputs together "
+    "rule out all"
 )
 
 

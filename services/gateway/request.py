@@ -158,7 +158,7 @@ class RequestBuilder:
         if structure is None:
             return ""
         if isinstance(self.tokenizer, IdTokenizer):
-            raise invalid(structure.field, f"{structure.field}: this model has no tokenizer, so no text has a form")
+            raise invalid(structure.field, f"{structure.field}: this model has no tokenizer, so no structured outputs")
         return await self._in_thread(partial(grammar_of, structure), gone)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, gone: Callable[[], bool]) -> str:
@@ -296,7 +296,7 @@ def make_search(job: GenerateJob, options: inference_pb2.BeamOptions) -> None:
     """Turn the job into a beam search, which goes by the model's own probabilities: a repetition penalty that is the
     model's default does not apply. Raises ApiError 400 if the text is to have a form."""
     if job.sampling.grammar:
-        raise invalid("use_beam_search", "a beam search cannot keep a text to a form")
+        raise invalid("use_beam_search", "a beam search knows no structured outputs")
     job.beam = options
     job.sampling.ClearField("repetition_penalty")
 
