@@ -48,10 +48,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -72,6 +68,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "logits_processors": ([],),
     "kv_transfer_params": (),
+}
+# What has another name here: of older vLLM, and of SGLang.
+_RENAMED = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "json_schema": "structured_outputs.json",
+    "regex": "structured_outputs.regex",
+    "ebnf": "structured_outputs.grammar",
 }
 
 
@@ -318,6 +324,9 @@ def _check_logprobs(request: SamplingFields, body: Mapping[str, Any]) -> None:
 
 
 def _refuse_unsupported(cls: type[SamplingFields], body: Mapping[str, Any]) -> None:
+    for name in _RENAMED.keys() & body.keys():
+        if body[name] is not None:
+            raise invalid(name, f"{name} is called {_RENAMED[name]} here", code="unsupported_value")
     for name in (_NEUTRAL.keys() & body.keys()) - cls.model_fields.keys():
         value = body[name]
         if value is None:

@@ -363,6 +363,16 @@ def test_what_is_not_supported_is_named_in_json(name: str, value: Any, wanted: s
     assert error.value.message == f"{name} is not supported yet (leave it out, or {wanted})"
 
 
+@pytest.mark.parametrize(
+    ("name", "ours"), [("guided_json", "structured_outputs.json"), ("ebnf", "structured_outputs.grammar")]
+)
+def test_other_servers_names_are_told_ours(name: str, ours: str) -> None:
+    with pytest.raises(ApiError, match=ours) as error:
+        schema.parse(schema.ChatRequest, CHAT | {name: {}}, 1024)
+    assert error.value.param == name
+    schema.parse(schema.ChatRequest, CHAT | {name: None}, 1024)
+
+
 def test_typed_parts_and_both_names_of_max_tokens() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = {"messages": [{"role": "developer", "content": parts}], "max_tokens": 3, "max_completion_tokens": 4}
