@@ -16,6 +16,7 @@ from tests.support.asking import Answer, Break, Gateway, Question, ask
 from tests.support.sse import told
 
 TURNS = ("Tell me of a fox.", "And then?", "Who was with it?")
+TEXT = r"([a-z]+ ){99}"
 CANCELLED_SHARE = 0.15
 
 
@@ -53,6 +54,7 @@ def _questions(rng: random.Random) -> Iterator[Question]:
         yield completion("whole", prompt(30), 80, temperature=1.0, seed=i, stream=False)
         yield completion("n=4", [*system, *prompt(5)], 80, temperature=1.0, seed=i, n=4)
         yield completion("scored", "Once there was", 100, temperature=1.0, seed=i, logprobs=2, presence_penalty=0.5)
+        yield completion("structured", "One day", 100, temperature=1.0, seed=i, structured_outputs={"regex": TEXT})
         yield completion("stop", "One day", 120, temperature=1.0, seed=i, stop=["no such end", "e no such"])
         yield over_grpc("grpc", token_ids=[*system, *prompt(9)], max_tokens=150, seed=i, logprobs=1)
         yield over_grpc("grpc text", prompt="One day", max_tokens=120, seed=i, stop=["no such end", "e no such"])

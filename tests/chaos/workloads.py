@@ -25,6 +25,8 @@ SCHEDULER_FLAGS = ["--preset", "vllm-v1", "--policy-options", '{"mode": "swap"}'
 # gateways with a scheduler that is away, and for how long they go on without the client (more than twice PATIENCE_S of
 # matrix.py: else what nobody reads any more would have the seats, and nobody would get on).
 GATEWAY_FLAGS = ["--resume-keep-s", "0"]
+# More of them than there is room for.
+LONG_LIST = {"type": "array", "items": {"type": "string", "minLength": 4, "maxLength": 9}, "minItems": 99}
 MESSAGES = [{"role": "user", "content": "Tell me of a fox."}]
 
 
@@ -75,6 +77,7 @@ def _streaming() -> list[Question]:
         completion("streaming", "Once there was", 200, stop=["no such end", "e no such"], frequency_penalty=0.4),
         completion("streaming", "One day", 200, ignore_eos=False, min_tokens=150, repetition_penalty=1.1, **sampled),
         completion("streaming", ["A fox", "A hen"], 150, **sampled),
+        completion("streaming", "A fox", 200, structured_outputs={"regex": "[a-z ,.]{999}"}, **sampled),
         completion("streaming", "A fox", 200, stream=False, **sampled),
         Question("streaming", CHAT, chat | {"n": 2, "top_logprobs": 1}),
     ]
@@ -89,6 +92,7 @@ def _grpc() -> list[Question]:
             "grpc", prompt="One day", max_tokens=200, seed=5, repetition_penalty=1.1, ignore_eos=False, min_tokens=150
         ),
         over_grpc("grpc", messages=MESSAGES, max_tokens=200, seed=3),
+        over_grpc("grpc", prompt="One day", max_tokens=200, seed=6, json_schema=LONG_LIST),
     ]
 
 
