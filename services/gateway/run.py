@@ -39,7 +39,7 @@ class Run:
         self._closed = False
         self._counted = len(job.delivered)  # tokens that some reader has read
         self._last_s = job.arrival_s
-        prompt = np.asarray(job.prompt_ids, "<i4").tobytes()
+        prompt = np.asarray(job.prompt_ids, "<i4").tobytes() if first is None else first.live.prompt_token_ids
         terms = job.terms if first is None else replace(job.terms, fork_of=first.live.handle)
         self.live: LiveRequest = session.submit(
             job.request_id, prompt, job.sampling, job.final_tokens, terms, job.beam, job.delivered
@@ -74,8 +74,8 @@ class Run:
         pairs = sampling.num_top_logprobs * len(live.scores)
         pairs += sampling.num_top_prompt_logprobs * len(live.prompt_scores)
         scores = len(live.scores) + len(live.prompt_scores)
-        tokens = 2 * len(self.job.prompt_ids) + len(live.tokens)
-        return _TOKEN_BYTES * tokens + _SCORE_BYTES * scores + _PAIR_BYTES * pairs
+        prompt = 2 * len(live.prompt_token_ids)  # and the job's
+        return prompt + _TOKEN_BYTES * len(live.tokens) + _SCORE_BYTES * scores + _PAIR_BYTES * pairs
 
     def count(self, num_tokens: int) -> None:
         """A reader has come so far; tokens are counted once, however often they are read."""
