@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -22,14 +23,16 @@ from scheduler_svc.core.request import Request
 
 # Of prompts' log probabilities in a message at the most, unless a single part is larger; far below the message limit.
 MAX_SCORE_BYTES = 4 * 2**20
+# Likewise, for a reader that comes late: log probabilities of tokens (some 180 bytes each, with 20 others), and steps.
+MAX_SCORES, MAX_STEPS = 2**14, 256
 
 
 @dataclass(slots=True, eq=False)
 class Session:
     """A gateway's (or a single gRPC call's) view of its requests.
 
-    What a slow reader has no credit for is merged here into its next message: it holds at most the tokens that its own
-    requests may still generate.
+    What a slow reader has no credit for gathers here, at most the tokens that its own requests may still generate, and
+    goes in messages of a bounded size.
     """
 
     id: str
@@ -45,6 +48,7 @@ class Session:
     status: SchedulerStatus | None = None
     _handles: list[Longs] = field(default_factory=list)
     _tokens: list[Tokens] = field(default_factory=list)
+    _scores_before: list[int] = field(default_factory=list)  # each of these, of those that have gathered
     _sent_handles: Longs | None = None  # all those of the last message, if they came as one array
     _next: SessionResponse | None = None  # with the endings, which gather in place: to put them in later is to copy
     _scores: list[TokenScore] = field(default_factory=list)
@@ -53,6 +57,7 @@ class Session:
     def add_tokens(self, handles: Longs, tokens: Tokens) -> None:
         self._handles.append(handles)
         self._tokens.append(tokens)
+        self._scores_before.append(len(self._scores))
 
     def add_score(self, handle: int, score: TokenLogprobs) -> None:
         """Of the token of this request that was added last."""
@@ -77,6 +82,8 @@ class Session:
             return self._next_prompt_scores()
         if not (self._handles or self._next or self.status or self.opened):
             return None
+        if len(self._scores) > MAX_SCORES or len(self._handles) > MAX_STEPS:
+            return self._first_steps()
         message, self._next = self._next or SessionResponse(), None
         self._add_status(message)
         if len(self._handles) == 1 and self._handles[0] is self._sent_handles:
@@ -91,8 +98,26 @@ class Session:
             self._scores.clear()
         self._handles.clear()
         self._tokens.clear()
+        self._scores_before.clear()
         if (room := (self.places, self.num_submissions)) != self._told_room:
             message.room.places, message.room.num_submissions = self._told_room = room
+        self.sent += 1
+        return message
+
+    def _first_steps(self) -> SessionResponse:
+        """Of what has gathered, as many steps as may go into a message, with their log probabilities; endings come with
+        the last ones."""
+        message, before = SessionResponse(), self._scores_before
+        self._add_status(message)
+        count = max(1, min(bisect_right(before, MAX_SCORES) - 1, MAX_STEPS))
+        num_scores = before[count] if count < len(before) else len(self._scores)
+        for handles in self._handles[:count]:
+            message.handles.extend(handles.tolist())
+        message.token_ids = b"".join([tokens.tobytes() for tokens in self._tokens[:count]])
+        message.scores.extend(self._scores[:num_scores])
+        del self._handles[:count], self._tokens[:count], self._scores[:num_scores]
+        self._scores_before = [before - num_scores for before in self._scores_before[count:]]
+        self._sent_handles = None
         self.sent += 1
         return message
 

@@ -1,0 +1,110 @@
+"""What gathers for a reader that comes late goes in messages of a bounded size, in order, and complete."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.v1.common_pb2 import FINISH_REASON_LENGTH
+from paceline.v1.inference_pb2 import SessionResponse
+from paceline.v1.worker_pb2 import TokenLogprobs
+from scheduler_svc.core import sessions
+from scheduler_svc.core.sessions import MAX_SCORES, MAX_STEPS, Session
+from services.runtime.rpc import MAX_MESSAGE_BYTES
+
+WINDOW = 3
+
+
+class Reader:
+    """As a gateway reads: tokens with their scores, and nothing behind an ending."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.scores: dict[int, list[float]] = defaultdict(list)
+        self.ended: set[int] = set()
+        self.handles: list[int] = []
+
+    def take(self, message: SessionResponse) -> None:
+        if message.handles:
+            self.handles = list(message.handles)
+        handles = self.handles if message.handles or message.same_handles else []
+        for handle, token in zip(handles, np.frombuffer(message.token_ids, np.int32).tolist(), strict=True):
+            assert handle not in self.ended
+            self.tokens[handle].append(token)
+        for score in message.scores:
+            self.scores[score.handle].append(score.logprob)
+            assert len(self.scores[score.handle]) <= len(self.tokens[score.handle])
+        for handle, asked in self.scores.items():
+            assert len(asked) == len(self.tokens[handle]), "a token without its score"
+        self.ended |= {ending.handle for ending in message.endings}
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sets(st.integers(1, 9), min_size=1, max_size=6),  # who gets a token
+            st.booleans(),  # whether one of them ends with it
+            st.integers(0, 2),  # messages that the reader takes then
+        ),
+        max_size=60,
+    ),
+    limits=st.tuples(st.integers(1, 12), st.integers(1, 6)),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_late_reader_gets_all_of_it(steps: list[tuple[set[int], bool, int]], limits: tuple[int, int]) -> None:
+    """Even handles want log probabilities."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sessions, "MAX_SCORES", limits[0])
+        patch.setattr(sessions, "MAX_STEPS", limits[1])
+        session, reader = Session("s", 1, WINDOW), Reader()
+        tokens: dict[int, list[int]] = defaultdict(list)
+        ended: set[int] = set()
+        number = 0
+        for wanted, ends, reads in steps:
+            handles = sorted(wanted - ended)
+            if not handles:
+                continue
+            values = list(range(number, number + len(handles)))
+            number += len(handles)
+            session.add_tokens(np.array(handles), np.array(values, np.int32))
+            for handle, value in zip(handles, values, strict=True):
+                tokens[handle].append(value)
+                if handle % 2 == 0:
+                    session.add_score(handle, TokenLogprobs(logprob=float(value)))
+            if ends:
+                ending = session.add_ending()
+                ending.handle, ending.reason = handles[0], FINISH_REASON_LENGTH
+                ended.add(handles[0])
+            for _ in range(reads):
+                if (message := session.next_message()) is not None:
+                    assert len(message.scores) <= limits[0] + 6
+                    reader.take(message)
+                    session.read += 1
+        while (message := session.next_message()) is not None:
+            reader.take(message)
+            session.read += 1
+        assert reader.tokens == tokens
+        assert reader.ended == ended
+        assert reader.scores == {h: [float(v) for v in values] for h, values in tokens.items() if h % 2 == 0}
+
+
+def test_the_largest_messages_can_be_sent() -> None:
+    """2,000 streams with 20 log probabilities each, whose reader was away for 300 steps."""
+    session = Session("s", 1, WINDOW)
+    handles = np.arange(1, 2001)
+    best = TokenLogprobs(logprob=-1.0, top_token_ids=bytes(80), top_logprobs=bytes(80))
+    for _ in range(300):
+        session.add_tokens(handles, np.arange(2000, dtype=np.int32))
+        for handle in range(1, 2001, 10):  # one in ten, for the test's time
+            session.add_score(handle, best)
+    count = 0
+    while (message := session.next_message()) is not None:
+        session.read += 1
+        count += len(message.handles)
+        assert message.ByteSize() < MAX_MESSAGE_BYTES / 2
+    assert count == 300 * 2000
+    assert MAX_SCORES * 200 + MAX_STEPS * 4096 * 8 < MAX_MESSAGE_BYTES
