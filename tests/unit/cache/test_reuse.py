@@ -245,6 +245,38 @@ def test_retention_lasts_for_its_duration_after_the_last_use() -> None:
     assert keeps(cache, ONE, TWO) == [False, True]
 
 
+def test_each_reuse_renews_a_retention() -> None:
+    """A request without a wish of its own is a use too: the time begins anew when it ends."""
+    cache = link(num_blocks=3, partial_reuse=False)
+    stored(cache, 1, ONE, retention=[(0, 0, 80, 100)])
+    cache.now_ms = 90
+    cache.run(2, [*ONE, 7])
+    cache.now_ms = 189
+    stored(cache, 3, TWO)
+    cache.start(4, A[:8])  # takes the free block, and the one of TWO: it is used last and not retained
+    assert keeps(cache, ONE, TWO) == [True, False]
+    cache.free(4)
+    cache.now_ms = 190
+    stored(cache, 5, TWO)
+    cache.start(6, A[:8])
+    assert keeps(cache, ONE, TWO) == [False, True]
+
+
+def test_a_later_request_sets_the_retention_of_what_it_finds() -> None:
+    """Also if it computes no whole block of its own."""
+    cache = link(num_blocks=3, partial_reuse=False)
+    stored(cache, 1, ONE)
+    stored(cache, 2, [*ONE, 7], retention=[(0, 0, 80, 0)])
+    stored(cache, 3, TWO)
+    cache.start(4, A[:8])
+    assert keeps(cache, ONE, TWO) == [True, False]
+    cache.free(4)
+    stored(cache, 5, [*ONE, 7], retention=[(0, 0, 10, 0)])
+    stored(cache, 6, TWO)
+    cache.start(7, A[:8])
+    assert keeps(cache, ONE, TWO) == [False, True], "the newest wish counts, also if it is less"
+
+
 def test_a_range_of_tokens_is_kept_longer_than_what_is_before_it_and_takes_that_with_it() -> None:
     """No block is kept without those before it: without them it could not be reused."""
     cache = link(num_blocks=5, partial_reuse=False)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.v1 import common_pb2, inference_pb2
+from paceline.v1.common_pb2 import RetentionRange
 from services.gateway.session_core import LiveRequest, SessionCore, SessionFull, SessionProtocolError, Terms
 from services.runtime.fence import StaleScheduler
 
@@ -115,6 +116,25 @@ def test_everything_unfinished_is_submitted_again_with_what_has_arrived() -> Non
     ]
     assert again.responses_read == 1
     assert core.epoch == 2
+
+
+def test_a_deadline_counts_from_the_first_submission() -> None:
+    """However often the request is submitted again; what is over is the least that can be said, not no deadline (0)."""
+    core = make_core(wait_s=60.0)
+    terms = Terms(deadline_s=8.0, priority=2.0, tenant="a", cache_salt="s", cache_retention=(RetentionRange(end=4),))
+    request = core.submit("id", PROMPT, common_pb2.SamplingParams(max_tokens=10), 100.0, frozenset(), terms)
+    first = opened(core)[1].submissions[0]
+    assert first.deadline_s == 8.0
+    core.receive(tokens((request, 7)))
+    for epoch, (now_s, left_s) in enumerate(((103.0, 5.0), (107.5, 0.5), (130.0, 0.001)), start=2):
+        core.disconnect(now_s)
+        core.tick(now_s)
+        (again,) = opened(core, epoch)[1].submissions
+        assert again.deadline_s == pytest.approx(left_s)
+        again.deadline_s = first.deadline_s
+        again.ClearField("output_token_ids")
+        again.accepted_before = False
+        assert again == first, "nothing else is lost on the way"
 
 
 def test_a_stream_that_never_opened_accepted_nothing() -> None:

@@ -349,6 +349,26 @@ def test_another_scheduler_finds_what_the_worker_has_computed() -> None:
     after.assert_at_rest()
 
 
+def test_what_a_worker_brings_stays_in_its_namespace() -> None:
+    """Salted KV must not be found without its salt, nor with another, after the scheduler has been restarted."""
+    before = make()
+    worker = before.attach(toy()).worker
+    assert isinstance(worker, ToyWorker)
+    prompt = [*SHARED, *SHARED]
+    before.submit("s", 1, prompt, SAMPLING, cache_salt="secret")
+    before.run_for(20)
+    worker.registration.kept.extend(worker.kept())
+    assert [kept.cache_salt for kept in worker.registration.kept] == ["secret"]
+    after = make()
+    after.attach(worker, keeps_blocks=True)
+    cached = {}
+    for handle, salt in enumerate(("", "other", "secret"), start=2):
+        after.submit("s", handle, prompt, SAMPLING, cache_salt=salt)
+        after.run()
+        cached[salt] = after.clients["s"].endings[handle].cached_tokens
+    assert cached == {"": 0, "other": 0, "secret": len(prompt) - 1}
+
+
 def test_what_a_worker_claims_wrongly_costs_nothing() -> None:
     """Nonsense is refused one by one, and what is too much is left out."""
     system = make()

@@ -64,13 +64,16 @@ def test_a_late_reader_gets_all_of_it(steps: list[tuple[set[int], bool, int]], l
         tokens: dict[int, list[int]] = defaultdict(list)
         ended: set[int] = set()
         number = 0
+        rows = np.zeros(0, np.int64)
         for wanted, ends, reads in steps:
             handles = sorted(wanted - ended)
             if not handles:
                 continue
             values = list(range(number, number + len(handles)))
             number += len(handles)
-            session.add_tokens(np.array(handles), np.array(values, np.int32))
+            if rows.tolist() != handles:  # a worker hands over the same array as long as its rows stay the same
+                rows = np.array(handles)
+            session.add_tokens(rows, np.array(values, np.int32))
             for handle, value in zip(handles, values, strict=True):
                 tokens[handle].append(value)
                 if handle % 2 == 0:
@@ -90,6 +93,25 @@ def test_a_late_reader_gets_all_of_it(steps: list[tuple[set[int], bool, int]], l
         assert reader.tokens == tokens
         assert reader.ended == ended
         assert reader.scores == {h: [float(v) for v in values] for h, values in tokens.items() if h % 2 == 0}
+
+
+@pytest.mark.parametrize("gathered", [1, 2, MAX_STEPS, MAX_STEPS + 1, MAX_STEPS + 2, 2 * MAX_STEPS + 1])
+def test_handles_are_named_again_after_a_message_of_many_steps(gathered: int) -> None:
+    """`same_handles` refers to the last message. With one step more than a message holds, that message is of other rows
+    than the last step is."""
+    session, reader = Session("s", 1, window=1), Reader()
+    handles = np.array([1, 2])
+    session.add_tokens(handles, np.array([0, 1], np.int32))
+    first = session.next_message()
+    assert first is not None
+    reader.take(first)
+    for step in range(1, gathered + 1):
+        session.add_tokens(handles, np.array([2 * step, 2 * step + 1], np.int32))
+    session.read += 1
+    while (message := session.next_message()) is not None:
+        reader.take(message)
+        session.read += 1
+    assert reader.tokens == {1: list(range(0, 2 * gathered + 1, 2)), 2: list(range(1, 2 * gathered + 2, 2))}
 
 
 def test_the_largest_messages_can_be_sent() -> None:

@@ -148,6 +148,30 @@ def test_swaps_are_made_first_and_a_sequence_comes_back_as_a_new_one(table: Slot
     assert (rows.slots.tolist(), rows.starts.tolist(), rows.samples.tolist()) == ([2, 3], [8, 6], [True, True])
 
 
+def test_a_slot_keeps_nothing_of_the_sequence_before(table: SlotTable) -> None:
+    """Above all not its cache salt: the next sequence's KV would enter a namespace that its tenant cannot see."""
+    sampling = SamplingParams(
+        top_p=0.5, top_k=3, min_p=0.1, typical_p=0.9, temperature=0.7, seed=9, max_tokens=5, min_tokens=4,
+        logprobs=True, num_top_logprobs=2, prompt_logprobs=True, num_top_prompt_logprobs=1,
+    )  # fmt: skip
+    rows = table.apply(prefill(2, 2, 2, new_sequences=[new(2, 6, (6, 7), cache_salt="secret", sampling=sampling)]))
+    assert table.prompt_rows(rows) is not None
+    table.commit(rows)
+    assert [kept.cache_salt for kept in table.kept(10_000)] == ["", "", "secret"]
+    rows = table.apply(prefill(3, 2, 6, free_slots=pack([2]), new_sequences=[new(2, 6, (6, 7))]))
+    fresh = SlotTable(LIMITS)
+    expected = fresh.apply(prefill(1, 2, 6, new_sequences=[new(2, 6, (6, 7))]))
+    assert table.prompt_rows(rows) is None
+    asked, right = table.sampling_rows(rows), fresh.sampling_rows(expected)
+    where = rows.slots[rows.samples].tolist().index(2)
+    for column in ("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "position"):
+        assert getattr(asked, column)[where] == getattr(right, column)[0], column
+    assert (len(asked.banned_rows), len(asked.scored)) == (0, 0)
+    table.commit(rows)
+    fresh.commit(expected)
+    assert table.kept(10_000)[2] == fresh.kept(10_000)[0]
+
+
 def test_reset_forgets_everything(table: SlotTable) -> None:
     table.reset()
     assert table.apply(prefill(1, 0, 6, new_sequences=[new()])).slots.tolist() == [0]
