@@ -15,6 +15,7 @@ from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.attention.flashinfer import FlashInferAttention, unsupported
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.errors import ModelError
+from gpu_worker.fits import block_bytes, check_fits
 from gpu_worker.graphs import CaptureProgress, CudaCapture, graph_sizes
 from gpu_worker.inputs import HostInputs, PinnedInputs
 from gpu_worker.kv.pool import allocate_pool
@@ -32,6 +33,7 @@ from gpu_worker.settings import WorkerSettings
 from gpu_worker.slots import SlotLimits
 from paceline.v1.common_pb2 import ModelInfo
 from services.runtime.logs import get_logger
+from services.runtime.memory import available_memory
 
 log: structlog.stdlib.BoundLogger = get_logger(__name__)
 
@@ -56,6 +58,7 @@ def build_worker(
         device=device,
         seed=settings.seed,
         progress=progress,
+        check=lambda config, dtype: check_fits(settings, config, dtype, device),
     )
     if settings.deterministic:
         layer = model.weights.layers[0]
@@ -117,21 +120,31 @@ class _RunnerMaker:
 
     def num_blocks(self) -> int:
         """What memory allows, but never more than all slots can use at full length."""
-        settings, block_bytes = self.settings, _block_bytes(self.settings, self.model)
+        settings = self.settings
+        one_block_bytes = block_bytes(settings, self.model.config, self.model.dtype)
         usable = settings.max_num_seqs * -(-self.max_model_len // settings.block_size)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
             needed_bytes = bytes_for_steps(lambda: self.runner(1, 0), self.graph_sizes, self.device)
-            needed_bytes += staging_bytes(_num_host_blocks(settings, self.model), block_bytes)
+            needed_bytes += staging_bytes(_num_host_blocks(settings, self.model), one_block_bytes)
             fit = kv_blocks_that_fit(
-                total_bytes, free_bytes, needed_bytes, settings.gpu_memory_utilization, block_bytes
+                total_bytes, free_bytes, needed_bytes, settings.gpu_memory_utilization, one_block_bytes
             )
             return min(fit, usable)
         memory_bytes = int(settings.kv_cache_gib * 2**30)
-        if memory_bytes < block_bytes:
-            raise ModelError(f"no room for a KV block of {block_bytes} bytes in {memory_bytes / 2**30:.3f} GiB")
-        return min(memory_bytes // block_bytes, usable)
+        if memory_bytes < one_block_bytes:
+            raise ModelError(f"no room for a KV block of {one_block_bytes} bytes in {memory_bytes / 2**30:.3f} GiB")
+        num_blocks = min(memory_bytes // one_block_bytes, usable)
+        pool_bytes, available = num_blocks * one_block_bytes, available_memory()
+        if available is not None and pool_bytes > available.num_bytes:  # it is taken bit by bit, as sequences fill it
+            log.warning(
+                "the KV blocks may not fit into memory; a smaller kv_cache_gib or num_blocks would",
+                kv_gib=round(pool_bytes / 2**30, 2),
+                available_gib=round(available.num_bytes / 2**30, 2),
+                limit=available.limit,
+            )
+        return num_blocks
 
     def runner(self, num_blocks: int, num_host_blocks: int) -> ModelRunner:
         settings, config, device = self.settings, self.model.config, self.device
@@ -195,11 +208,7 @@ def _max_model_len(settings: WorkerSettings, config: DecoderConfig) -> int:
 def _num_host_blocks(settings: WorkerSettings, model: LoadedModel) -> int:
     if settings.num_host_blocks is not None:
         return settings.num_host_blocks
-    return int(settings.host_gib * 2**30) // _block_bytes(settings, model)
-
-
-def _block_bytes(settings: WorkerSettings, model: LoadedModel) -> int:
-    return model.config.kv_elements_per_token * settings.block_size * model.dtype.itemsize
+    return int(settings.host_gib * 2**30) // block_bytes(settings, model.config, model.dtype)
 
 
 def _model_info(model: LoadedModel, max_model_len: int) -> ModelInfo:

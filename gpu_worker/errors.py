@@ -7,6 +7,15 @@ class ModelError(Exception):
     """The model cannot be served: its files, its architecture or the settings for it. The message is one line."""
 
 
+class ModelTooLarge(ModelError):
+    """The model does not fit into the memory that is available. The message names both sizes."""
+
+
+class RegistrationRefused(Exception):
+    """The scheduler does not take this worker: it serves another model, data type or block size. The message names both
+    sides."""
+
+
 class ProtocolViolation(Exception):
     """A step plan that breaks the contract of worker.proto. Nothing of the link's state can be trusted any more."""
 

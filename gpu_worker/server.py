@@ -13,13 +13,14 @@ import structlog
 
 from gpu_worker.build import BuiltWorker, build_worker
 from gpu_worker.deadline import Allowance, Pace
-from gpu_worker.errors import DeviceError, ModelError, StepFailed, StepOverdue
+from gpu_worker.errors import DeviceError, ModelError, ModelTooLarge, RegistrationRefused, StepFailed, StepOverdue
 from gpu_worker.link import Link, LinkBroken
 from gpu_worker.metrics import FAILED_STEPS, KV_BLOCKS, LINK_FAILURES, LINK_UP
 from gpu_worker.model_thread import ModelThread
 from gpu_worker.progress import build_progress
 from gpu_worker.settings import WorkerSettings
 from paceline.v1.worker_pb2 import DESCRIPTOR, WorkerRegistered, WorkerRegistration
+from services.runtime import exit_status
 from services.runtime.fence import Fence
 from services.runtime.logs import get_logger
 from services.runtime.masters import find_master
@@ -30,9 +31,6 @@ from services.runtime.service import Addresses, interruptible
 log: structlog.stdlib.BoundLogger = get_logger(__name__)
 
 RETRY_FIRST_S, RETRY_MOST_S = 0.1, 1.0
-# Exit statuses: starting again with the same settings is pointless after the first, sensible after the second, and what
-# the worker wants after the third: a step hangs, or has broken the device (EX_TEMPFAIL of sysexits.h).
-MODEL_ERROR_STATUS, DEVICE_ERROR_STATUS, RESTART_STATUS = 2, 1, 75
 # How long a worker that is told to stop waits for the answer to its registration.
 REGISTRATION_GRACE_S = 1.0
 # A scheduler that stays away is mentioned this often.
@@ -52,24 +50,36 @@ async def serve(
 ) -> None:
     """Until `stop` is set and the worker is drained; `on_ready` is called when it has registered for the first time.
 
-    SystemExit, after one line on stderr, if the model cannot be served or the device has no room for it. Where a step
-    has broken the device, or hangs on it, the process ends at once, with RESTART_STATUS: neither can be waited for.
+    SystemExit, after one line on stderr, if the model cannot be served, the device has no room for it or the scheduler
+    refuses the worker (statuses: services/runtime/exit_status.py). Where a step has broken the device, or hangs on it,
+    the process ends at once, with status RESTART: neither can be waited for.
     """
     try:
         await run_worker(settings, stop, on_ready)
     except (DeviceLost, StepOverdue) as error:
         what = f"step {error.first}: {error}" if isinstance(error, StepOverdue) else str(error)
         print(f"paceline worker: {what}; the worker has to be started again", file=sys.stderr, flush=True)
-        os._exit(RESTART_STATUS)
-    except (ModelError, DeviceError) as error:
+        os._exit(exit_status.RESTART)
+    except (ModelError, DeviceError, RegistrationRefused) as error:
         print(f"paceline worker: {error}", file=sys.stderr)
-        raise SystemExit(MODEL_ERROR_STATUS if isinstance(error, ModelError) else DEVICE_ERROR_STATUS) from error
+        raise SystemExit(_status_of(error)) from error
+
+
+def _status_of(error: ModelError | DeviceError | RegistrationRefused) -> int:
+    match error:
+        case ModelTooLarge():
+            return exit_status.NO_MEMORY
+        case ModelError():
+            return exit_status.CONFIGURATION_ERROR
+        case RegistrationRefused():
+            return exit_status.REFUSED
+    return exit_status.FAILED
 
 
 async def run_worker(
     settings: WorkerSettings, stop: asyncio.Event, on_ready: Callable[[Addresses], None] | None = None
 ) -> None:
-    """As serve(), with the exceptions as they come: ModelError, DeviceError, StepOverdue."""
+    """As serve(), with the exceptions as they come: ModelError, DeviceError, RegistrationRefused, StepOverdue."""
     metrics = start_metrics_server(settings.host, settings.metrics_port)
     server = GrpcServer(settings.host, settings.port)
     try:

@@ -20,6 +20,8 @@ from services.runtime.hub import NoSuchModel, checkpoint_folder, more_files
 
 # (bytes read so far, bytes in all)
 Progress = Callable[[int, int], None]
+# Raises ModelError for a model of this shape, served as this type.
+SizeCheck = Callable[[DecoderConfig, torch.dtype], None]
 
 LOADABLE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SERVED_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOADABLE_DTYPES.values()}
@@ -68,11 +70,14 @@ def load_model(
     device: torch.device,
     seed: int = 0,
     progress: Progress | None = None,
+    check: SizeCheck | None = None,
 ) -> LoadedModel:
-    """ModelError, in one line, for a checkpoint that cannot be served."""
+    """ModelError, in one line, for a checkpoint that cannot be served. `check` runs before a weight is fetched."""
     folder = resolve_checkpoint(model)
     config = read_config(folder)
     served = _served_dtype(dtype, config, device)
+    if check is not None:
+        check(config, served)
     expected = expected_tensors(config)
     if load_format == "dummy":
         entries: dict[str, _Entry] = {}

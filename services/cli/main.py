@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from services.cli.restarts import CONFIGURATION_ERROR
+from services.runtime.exit_status import CONFIGURATION_ERROR
 
 # Exit status of a program that Ctrl-C ended.
 INTERRUPTED = 130

@@ -1,10 +1,15 @@
-"""When a child that ended is started again, and when that is pointless."""
+"""When a child that ended is started again, when that is pointless, and how its end reads."""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-CONFIGURATION_ERROR = 2  # exit status of a service that cannot use its settings
+from services.runtime.exit_status import CONFIGURATION_ERROR, NO_MEMORY, REFUSED
+
+# Statuses after which another start would end the same way, as long as the child has never been ready.
+_FINAL_AT_START = (CONFIGURATION_ERROR, NO_MEMORY)
 STABLE_S = 30.0
 MAX_EARLY_DEATHS = 3
 
@@ -19,11 +24,34 @@ class Restarts:
     was_ready: bool = False
 
     def after_exit(self, status: int, now_s: float) -> float | None:
-        """How long to wait before the next start; None if it should not be started again."""
-        if now_s - self.started_s >= STABLE_S:
+        """How long to wait before the next start; None if it should not be started again.
+
+        However long a child lives before it dies, three deaths without ever being ready are the last: a large model may
+        load for minutes before the kernel kills it.
+        """
+        if self.was_ready and now_s - self.started_s >= STABLE_S:
             self.early_deaths, self.backoff_s = 0, 0.1
         self.early_deaths += 1
-        if not self.was_ready and (status == CONFIGURATION_ERROR or self.early_deaths >= MAX_EARLY_DEATHS):
+        if status == REFUSED:
+            return None
+        if not self.was_ready and (status in _FINAL_AT_START or self.early_deaths >= MAX_EARLY_DEATHS):
             return None
         wait_s, self.backoff_s = self.backoff_s, min(5.0, self.backoff_s * 2)
         return wait_s
+
+
+def describe_exit(status: int, last_lines: Sequence[str], oom_kills: int | None, killed_here: bool) -> str:
+    """Why a child ended, in one line.
+
+    `last_lines`: what it printed last. `oom_kills`: processes that the kernel has killed for want of memory since the
+    child started; None if that is not known. `killed_here`: the supervisor killed the child itself.
+    """
+    if status == -signal.SIGKILL and not killed_here:
+        cause = "the kernel may have been out of memory"
+        if oom_kills:
+            cause = f"the kernel was out of memory and killed {oom_kills} process(es) of this control group"
+        return f"was killed by signal 9 (SIGKILL): {cause}"
+    how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+    # A service prints one line like "paceline worker: ..." before it ends for a reason that it knows.
+    reasons = [line for line in last_lines if line.startswith("paceline ")]
+    return f"{how}: {reasons[-1].split(': ', 1)[-1]}" if status > 0 and reasons else how

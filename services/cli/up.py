@@ -22,8 +22,9 @@ from rich.markup import escape
 from rich.status import Status
 
 from services.cli.parent import PARENT_ENV
-from services.cli.restarts import Restarts
-from services.cli.watchdog import PROBE_EVERY_S, Watchdog, answers
+from services.cli.restarts import Restarts, describe_exit
+from services.cli.watchdog import PROBE_EVERY_S, Health, Watchdog, check_health
+from services.runtime.memory import oom_kills
 from services.runtime.service import run_service
 from services.runtime.settings import CONFIG_ENV, LogLevel, ServiceSettings, load_settings
 
@@ -73,6 +74,9 @@ class Child:
     restarts: Restarts = field(default_factory=lambda: Restarts(time.monotonic()))
     process: asyncio.subprocess.Process | None = None
     last_lines: list[str] = field(default_factory=list)
+    killed_here: bool = False  # this process, because it did not answer
+    oom_kills: int | None = None  # what the kernel had counted when the process started
+    stays_down: bool = False
 
 
 class CannotServe(Exception):
@@ -216,6 +220,7 @@ class Stack:
 
     async def _spawn(self, child: Child) -> None:
         child.restarts.started_s = time.monotonic()
+        child.last_lines, child.killed_here, child.oom_kills = [], False, oom_kills()
         child.process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "services.cli", "serve", child.service, *child.flags),
@@ -238,30 +243,51 @@ class Stack:
             if self.stopping:
                 return
             wait_s = child.restarts.after_exit(status, time.monotonic())
+            why = _why_ended(child, status)
             if wait_s is None:
-                if not self.failure.done():
-                    self.failure.set_result(f"{child.name} ended with status {status}")
+                await self._give_up(child, why)
                 return
-            self.say(child, f"[yellow]ended with status {status}; starts again in {wait_s:.1f} s[/]")
+            self.say(child, f"[yellow]{escape(why)}; starts again in {wait_s:.1f} s[/]")
             await asyncio.sleep(wait_s)
             if self.stopping:
                 return
             await self._spawn(child)
 
+    async def _give_up(self, child: Child, why: str) -> None:
+        """The child stays down. The rest serves on if it can do without: a worker, as long as another one is left."""
+        child.stays_down = True
+        workers = [other for other in self.children if other.service == "worker"]
+        is_missed = child.service != "worker" or all(worker.stays_down for worker in workers)
+        # Another machine's worker may serve.
+        if is_missed and not (child.service == "worker" and await asyncio.to_thread(self._ready)):
+            if not self.failure.done():
+                self.failure.set_result(f"{child.name} {why}")
+            return
+        self.say(child, f"[red]{escape(why)}; it stays down[/]")
+
+    def _note_ready(self, child: Child) -> None:
+        if not child.restarts.was_ready:
+            child.restarts.was_ready = True
+            self.say(child, "[green]ready[/]")
+
     async def _guard(self, child: Child) -> None:
-        """Kill the child when it hangs, for ever; `_watch` starts it again."""
+        """For ever: note when the child is ready, and kill it when it hangs; `_watch` starts it again."""
         process, watchdog, clock = None, Watchdog(0), time.monotonic
         last_s = clock()
-        while self.settings.hang_s:
+        while True:
             await asyncio.sleep(PROBE_EVERY_S)
             if child.process is not process:
                 process, watchdog = child.process, Watchdog(self.settings.hang_s)
-            answered = await answers(child.grpc)
+            health = await check_health(child.grpc)
+            if health is Health.SERVING and child.service == "worker":
+                self._note_ready(child)
+            answered = health is not Health.SILENT
             seconds, last_s = clock() - last_s, clock()
             if watchdog.probed(answered, seconds) and child.process is process and not self.stopping:
                 assert process is not None
                 if process.returncode is None:
                     self.say(child, f"[red]has answered no health check for {self.settings.hang_s:g} s; killed[/]")
+                    child.killed_here = True
                     process.kill()
                     await process.wait()
 
@@ -277,12 +303,12 @@ class Stack:
             for name, (host, port) in list(pending.items()):
                 if await _listens(host, port):
                     del pending[name]
+                    by_name[name].restarts.was_ready = True
                     self.say(by_name[name], f"[green]ready[/] on {host}:{port}")
             if not pending and (self.settings.workers == 0 or await asyncio.to_thread(self._ready)):
                 for child in self.children:
-                    child.restarts.was_ready = True
-                    if child.service == "worker":
-                        self.say(child, "[green]ready[/]")
+                    if child.service == "worker" and await check_health(child.grpc) is Health.SERVING:
+                        self._note_ready(child)
                 return await asyncio.to_thread(self._model_name)
             await asyncio.sleep(0.1)
 
@@ -305,6 +331,9 @@ class Stack:
         self.console.print(f"  gRPC at {self.address}:{self.grpc_port}. Try:\n", highlight=False)
         example = f"curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'"
         self.console.print(f"  {escape(example)}\n", highlight=False, soft_wrap=True)
+        if self.settings.workers == 0:
+            said = "No worker was started: nothing is computed until a worker joins."
+            self.console.print(f"  [yellow]{said}[/]", highlight=False)
         # All that has to be the same for the scheduler to take it.
         same = self._chosen("model", "load_format", "dtype", "block_size", "max_model_len")
         more = [own_command(sys.argv[0]), "worker", "--scheduler", f"{LOOPBACK}:{self.scheduler_port}", *same]
@@ -332,6 +361,12 @@ class Stack:
             self.say(child, "[red]did not stop; killed[/]")
             process.kill()
             await process.wait()
+
+
+def _why_ended(child: Child, status: int) -> str:
+    now, before = oom_kills(), child.oom_kills
+    killed = now - before if now is not None and before is not None else None
+    return describe_exit(status, child.last_lines, killed, child.killed_here)
 
 
 async def _listens(host: str, port: int) -> bool:

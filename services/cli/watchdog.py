@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import grpc
@@ -33,13 +34,22 @@ class Watchdog:
         return bool(self.hang_s) and self._silent_s >= self.hang_s
 
 
-async def answers(target: str) -> bool:
-    """Whether the event loop of the service at host:port runs: it answers a health check, whatever it says."""
+class Health(enum.Enum):
+    """What a health check of a service came to."""
+
+    SILENT = enum.auto()  # no answer in time: its event loop does not run
+    ANSWERS = enum.auto()
+    SERVING = enum.auto()
+
+
+async def check_health(target: str) -> Health:
+    """Ask the service at host:port for its health. Any answer shows that its event loop runs."""
     async with open_channel(target) as channel:
         try:
-            await health_pb2_grpc.HealthStub(channel).Check(
+            reply = await health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S, wait_for_ready=True
             )
         except grpc.aio.AioRpcError as error:
-            return error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
-    return True
+            is_silent = error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+            return Health.SILENT if is_silent else Health.ANSWERS
+    return Health.SERVING if reply.status == health_pb2.HealthCheckResponse.SERVING else Health.ANSWERS

@@ -8,7 +8,7 @@ import contextlib
 import signal
 from collections.abc import AsyncIterator
 
-from gpu_worker.server import RESTART_STATUS
+from services.runtime import exit_status
 from tests.support import load
 from tests.support.faulty_worker import Fault, poison
 from tests.support.stack import Stack
@@ -55,7 +55,7 @@ async def test_each_fails_alone_beside_streams_that_go_on(stack: Stack) -> None:
     async with restarted(stack) as statuses:
         got = await load.stream_all(stack.url, [*wanted, *poisoned])
         # The last request is failed as soon as its worker says so, and then the worker ends.
-        while set(statuses) != {-signal.SIGKILL, RESTART_STATUS}:  # noqa: ASYNC110 - a process ends
+        while set(statuses) != {-signal.SIGKILL, exit_status.RESTART}:  # noqa: ASYNC110 - a process ends
             await asyncio.sleep(0.05)
     assert [one.text for one in got[:4]] == [one.text for one in undisturbed]
     assert not [one.errors for one in got[:4] if one.errors]

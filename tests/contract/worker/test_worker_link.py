@@ -24,10 +24,11 @@ from torch import Tensor
 from gpu_worker.errors import StepOverdue
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.runner import LaunchedStep, ModelRunner
-from gpu_worker.server import RESTART_STATUS, DeviceLost, run_worker, serve
+from gpu_worker.server import DeviceLost, run_worker, serve
 from gpu_worker.settings import WorkerSettings
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan, StepResult
+from services.runtime import exit_status
 from services.runtime.service import Addresses
 from tests.contract.worker.fake_scheduler import FakeScheduler, WorkerLink
 
@@ -369,7 +370,7 @@ async def test_a_process_with_a_hung_step_ends_at_once_with_a_status_of_its_own(
     monkeypatch.setattr("gpu_worker.server.run_worker", hang)
     monkeypatch.setattr(os, "_exit", ended.append)
     await serve(rig.settings, asyncio.Event())
-    assert ended == [RESTART_STATUS]
+    assert ended == [exit_status.RESTART]
 
 
 async def test_a_scheduler_that_has_been_succeeded_gets_no_step_run(rig: Rig) -> None:

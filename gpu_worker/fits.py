@@ -1,0 +1,103 @@
+"""Whether a model fits into memory: told from config.json, before a weight is fetched or read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from gpu_worker.errors import ModelTooLarge
+from gpu_worker.models.config import DecoderConfig
+from gpu_worker.models.weights import expected_tensors
+from gpu_worker.settings import WorkerSettings
+from services.runtime.memory import GIB, AvailableMemory, available_memory
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Bytes that a worker takes at the least."""
+
+    weights_bytes: int
+    # Beyond the weights while they load: the largest fused matrix twice, and the largest tensor as the source gives it.
+    loading_bytes: int
+    # KV blocks, the dummy block included.
+    pool_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """At the peak: the pool is allocated after the weights have loaded."""
+        return self.weights_bytes + max(self.loading_bytes, self.pool_bytes)
+
+
+def check_fits(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ModelTooLarge if the weights and the smallest useful KV pool exceed what is available on the device.
+
+    The host's memory is asked about, too: it holds everything on a CPU, and the blocks of --host-gib on a GPU.
+    """
+    need = memory_need(settings, config, dtype)
+    host_bytes = _host_pool_bytes(settings, config, dtype)
+    if device.type == "cuda":
+        _check(settings, need, dtype, _gpu_memory(settings, device))
+        need = MemoryNeed(0, 0, 0)
+    need = MemoryNeed(need.weights_bytes, need.loading_bytes, need.pool_bytes + host_bytes)
+    _check(settings, need, dtype, available_memory())
+
+
+def memory_need(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype) -> MemoryNeed:
+    """What the model takes on its device. The smallest useful pool has --num-blocks blocks if they are given; else it
+    holds one sequence of the length of one step (--max-batched-tokens), or of the longest one if that is shorter."""
+    elements = {name: math.prod(shape) for name, shape in expected_tensors(config).items()}
+    fused = max(
+        2 * config.intermediate_size * config.hidden_size,
+        (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * config.hidden_size,
+    )
+    # Dummy weights are drawn as float32; a checkpoint's tensors have its own type.
+    source_type = torch.float32 if settings.load_format == "dummy" else getattr(torch, config.dtype, torch.float32)
+    num_blocks = settings.num_blocks
+    if num_blocks is None:
+        longest = min(settings.max_model_len or config.max_positions, settings.max_batched_tokens)
+        num_blocks = -(-longest // settings.block_size)
+    return MemoryNeed(
+        weights_bytes=sum(elements.values()) * dtype.itemsize,
+        loading_bytes=2 * fused * dtype.itemsize + max(elements.values()) * source_type.itemsize,
+        pool_bytes=(num_blocks + 1) * block_bytes(settings, config, dtype),
+    )
+
+
+def block_bytes(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Of one KV block, in all layers."""
+    return config.kv_elements_per_token * settings.block_size * dtype.itemsize
+
+
+def _host_pool_bytes(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype) -> int:
+    if settings.num_host_blocks is not None:
+        return settings.num_host_blocks * block_bytes(settings, config, dtype)
+    return int(settings.host_gib * GIB)
+
+
+def _gpu_memory(settings: WorkerSettings, device: torch.device) -> AvailableMemory:
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    if settings.num_blocks is None:  # then the pool keeps to the share of the memory that the worker may use
+        free_bytes -= int(total_bytes * (1 - settings.gpu_memory_utilization))
+    return AvailableMemory(max(0, free_bytes), f"a GPU of {total_bytes / GIB:.1f} GiB")
+
+
+def _check(settings: WorkerSettings, need: MemoryNeed, dtype: torch.dtype, available: AvailableMemory | None) -> None:
+    if available is None or need.num_bytes <= available.num_bytes:
+        return
+    type_name = str(dtype).removeprefix("torch.")
+    helps = ["a smaller model"] if need.weights_bytes else []
+    if dtype.itemsize > 2 and need.weights_bytes:
+        helps.append(f"--dtype bfloat16 (weights of {need.weights_bytes * 2 / dtype.itemsize / GIB:.1f} GiB)")
+    if settings.num_blocks is not None:
+        helps.append(f"fewer than --num-blocks {settings.num_blocks}")
+    if settings.host_gib or settings.num_host_blocks:
+        helps.append("less --host-gib")
+    weights, loading, pool = need.weights_bytes / GIB, need.loading_bytes / GIB, need.pool_bytes / GIB
+    raise ModelTooLarge(
+        f"{settings.model} does not fit into memory: it needs {need.num_bytes / GIB:.1f} GiB (weights as {type_name} "
+        f"{weights:.1f} GiB; {loading:.1f} GiB more while they load, then {pool:.1f} GiB of KV blocks), but "
+        f"{available.num_bytes / GIB:.1f} GiB are available ({available.limit}); what helps: "
+        f"{', '.join([*helps, 'more memory'])}"
+    )

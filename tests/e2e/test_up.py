@@ -1,0 +1,71 @@
+"""`paceline up` as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from tests.support.ports import free_port
+
+FLAGS = ("--port", "--grpc-port", "--scheduler-port", "--cache-port")
+
+
+def command(*arguments: str) -> list[str]:
+    ports = [word for flag in FLAGS for word in (flag, str(free_port()))]
+    return [sys.executable, "-m", "services.cli", "up", "--threads", "1", *ports, *arguments]
+
+
+@contextmanager
+def running(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as out:
+        up = subprocess.Popen(command(*arguments), stdout=out, stderr=subprocess.STDOUT)
+    try:
+        yield up
+    finally:
+        up.terminate()
+        up.wait(60)
+
+
+def wait_until(holds: Callable[[], bool], log: Path) -> None:
+    give_up_s = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < give_up_s, log.read_text()
+        time.sleep(0.05)
+
+
+def test_a_model_that_does_not_fit_ends_it_with_one_line(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": 8192, "intermediate_size": 2**40,
+        "num_hidden_layers": 8, "num_attention_heads": 64, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = command("--model", str(tmp_path), "--load-format", "dummy")
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith(f"paceline up: worker-1 ended with status 4: {tmp_path} does not fit into memory: it needs ")
+
+
+def test_a_worker_that_is_killed_is_started_again_with_a_word_on_memory(tmp_path: Path) -> None:
+    log = tmp_path / "up.log"
+    with running(log) as up:
+        wait_until(lambda: "Ctrl-C" in log.read_text(), log)
+        children = psutil.Process(up.pid).children()
+        [worker] = [child for child in children if "serve worker " in " ".join(child.cmdline())]
+        worker.kill()
+        wait_until(lambda: "starts again" in log.read_text(), log)
+        assert "was killed by signal 9 (SIGKILL): the kernel may have been out of memory" in log.read_text()
+
+
+def test_without_workers_it_says_that_nothing_is_computed(tmp_path: Path) -> None:
+    log = tmp_path / "up.log"
+    with running(log, "--workers", "0"):
+        wait_until(lambda: "Ctrl-C" in log.read_text(), log)
+        assert "No worker was started: nothing is computed until a worker joins." in log.read_text()

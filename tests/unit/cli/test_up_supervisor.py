@@ -1,0 +1,127 @@
+"""`paceline up` when a child dies: what it says, what it starts again, when it ends. The children are shell scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from services.cli import up
+from services.cli.up import Child, Stack, UpSettings
+from services.runtime.exit_status import NO_MEMORY, REFUSED
+from services.runtime.settings import load_settings
+
+FOREVER = "exec sleep 600"
+KILLED = "kill -9 $$"
+TOO_LARGE = f"echo 'paceline worker: m does not fit into memory'; exit {NO_MEMORY}"
+REFUSED_BY_MODEL = f"echo 'paceline worker: model: the scheduler serves a, not b'; exit {REFUSED}"
+
+
+class ShellStack(Stack):
+    """Runs a script in place of each service; counts the starts."""
+
+    def __init__(self, scripts: dict[str, str], workers: int, *, others_serve: bool) -> None:
+        self.out = io.StringIO()
+        settings = load_settings(UpSettings, ["--port", "0", "--workers", str(workers)], prog="paceline up")
+        super().__init__(settings, Console(file=self.out, width=300))
+        self.scripts = scripts
+        self.others_serve = others_serve
+        self.starts: dict[str, int] = {}
+
+    async def _spawn(self, child: Child) -> None:
+        self.starts[child.name] = self.starts.get(child.name, 0) + 1
+        child.process = await asyncio.create_subprocess_exec(
+            "sh", "-c", self.scripts.get(child.name, FOREVER),
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+
+    def _ready(self) -> bool:
+        return self.others_serve
+
+    def said(self, words: str) -> bool:
+        return words in self.out.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_CONFIG", raising=False)
+    sleep = asyncio.sleep
+    monkeypatch.setattr(up.asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
+    monkeypatch.setattr(up, "check_health", lambda target: _answers())
+
+
+async def _answers() -> up.Health:
+    return up.Health.ANSWERS
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110 - what a child prints
+        await asyncio.sleep(0.01)
+
+
+async def until_over(stack: ShellStack) -> str:
+    await stack.start()
+    try:
+        return await asyncio.wait_for(asyncio.shield(stack.failure), 30)
+    finally:
+        await stack.stop()
+
+
+async def test_a_worker_that_is_killed_three_times_before_it_is_ready_ends_it_all_with_the_reason() -> None:
+    stack = ShellStack({"worker-1": KILLED}, 1, others_serve=False)
+    reason = await until_over(stack)
+    assert reason.startswith("worker-1 was killed by signal 9 (SIGKILL): the kernel ")
+    assert "out of memory" in reason
+    assert stack.starts["worker-1"] == 3
+    assert stack.said("out of memory; starts again in 0.1 s"), "the first death says it, too"
+
+
+async def test_a_model_that_does_not_fit_ends_it_all_at_the_first_try() -> None:
+    stack = ShellStack({"worker-1": TOO_LARGE}, 1, others_serve=False)
+    assert await until_over(stack) == "worker-1 ended with status 4: m does not fit into memory"
+    assert stack.starts["worker-1"] == 1
+
+
+@pytest.mark.parametrize(("script", "starts"), [(REFUSED_BY_MODEL, 1), (KILLED, 3)])
+async def test_a_worker_stays_down_while_another_one_serves(script: str, starts: int) -> None:
+    stack = ShellStack({"worker-2": script}, 2, others_serve=True)
+    await stack.start()
+    try:
+        await until(lambda: stack.said("it stays down"))
+        assert stack.starts["worker-2"] == starts
+        assert not stack.failure.done()
+        assert all(not child.stays_down for child in stack.children if child.name != "worker-2")
+    finally:
+        await stack.stop()
+
+
+async def test_the_worker_of_another_machine_is_enough() -> None:
+    stack = ShellStack({"worker-1": REFUSED_BY_MODEL}, 1, others_serve=True)
+    await stack.start()
+    try:
+        await until(lambda: stack.said("it stays down"))
+        assert stack.said("ended with status 3: model: the scheduler serves a, not b; it stays down")
+        assert not stack.failure.done()
+    finally:
+        await stack.stop()
+
+
+async def test_of_the_last_worker_it_says_why_it_ends() -> None:
+    stack = ShellStack({"worker-1": REFUSED_BY_MODEL, "worker-2": TOO_LARGE}, 2, others_serve=False)
+    assert (await until_over(stack)).startswith("worker-")
+    assert stack.said("it stays down"), "the first one"
+
+
+def test_without_workers_it_says_that_nothing_is_computed(tmp_path: Path) -> None:
+    async def shown(workers: int) -> str:
+        stack = ShellStack({}, workers, others_serve=False)
+        stack.show("m")
+        return stack.out.getvalue()
+
+    said = "nothing is computed until a worker joins"
+    assert said in asyncio.run(shown(0))
+    assert said not in asyncio.run(shown(1))

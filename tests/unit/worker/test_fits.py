@@ -1,0 +1,132 @@
+"""A model that does not fit into memory is refused before any of its weights is fetched or read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from demo import CHECKPOINT
+from gpu_worker import fits
+from gpu_worker.errors import ModelTooLarge
+from gpu_worker.fits import check_fits, memory_need
+from gpu_worker.models.config import parse_config, read_config
+from gpu_worker.models.loader import load_model
+from gpu_worker.settings import WorkerSettings
+from services.runtime.exit_status import NO_MEMORY
+from services.runtime.memory import GIB, AvailableMemory
+
+CPU = torch.device("cpu")
+LLAMA_70B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "dtype": "bfloat16",
+}
+CONFIG_70B = parse_config(LLAMA_70B, {})
+
+
+def settings(**chosen: Any) -> WorkerSettings:
+    return WorkerSettings(**{"model": "llama-70b", **chosen})
+
+
+@pytest.fixture
+def has(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def give(gib: float) -> None:
+        available = AvailableMemory(int(gib * GIB), f"a cgroup limit of {gib:.1f} GiB")
+        monkeypatch.setattr(fits, "available_memory", lambda: available)
+
+    return give
+
+
+def test_weights_count_in_the_type_that_they_are_served_in() -> None:
+    bfloat16 = memory_need(settings(), CONFIG_70B, torch.bfloat16)
+    float32 = memory_need(settings(), CONFIG_70B, torch.float32)
+    assert bfloat16.weights_bytes == 70_553_706_496 * 2  # as its model card says: 70.6 billion parameters
+    assert float32.weights_bytes == 2 * bfloat16.weights_bytes
+
+
+def test_the_demo_model_is_as_large_as_its_file() -> None:
+    config = read_config(CHECKPOINT)
+    stored = sum(file.stat().st_size for file in CHECKPOINT.glob("*.safetensors"))
+    need = memory_need(settings(), config, getattr(torch, config.dtype))
+    assert need.weights_bytes == pytest.approx(stored, rel=0.02)
+
+
+def test_the_refusal_names_both_sizes_and_what_helps(has: Any) -> None:
+    has(24)
+    with pytest.raises(ModelTooLarge) as refused:
+        check_fits(settings(), CONFIG_70B, torch.float32, CPU)
+    text = str(refused.value)
+    assert text.startswith("llama-70b does not fit into memory: it needs 268.3 GiB (weights as float32 262.8 GiB; ")
+    assert "24.0 GiB are available (a cgroup limit of 24.0 GiB)" in text
+    assert text.endswith("what helps: a smaller model, --dtype bfloat16 (weights of 131.4 GiB), more memory")
+    assert "\n" not in text
+
+
+def test_it_fits_as_bfloat16_where_it_does_not_as_float32(has: Any) -> None:
+    has(150)
+    check_fits(settings(), CONFIG_70B, torch.bfloat16, CPU)
+    with pytest.raises(ModelTooLarge):
+        check_fits(settings(), CONFIG_70B, torch.float32, CPU)
+
+
+def test_blocks_that_were_asked_for_count(has: Any) -> None:
+    has(150)
+    block_gib = 2 * 80 * 8 * 128 * 16 * 2 / GIB
+    room = int((150 - memory_need(settings(), CONFIG_70B, torch.bfloat16).weights_bytes / GIB) / block_gib)
+    check_fits(settings(num_blocks=room - 1), CONFIG_70B, torch.bfloat16, CPU)
+    with pytest.raises(ModelTooLarge, match=f"fewer than --num-blocks {room + 1}, more memory"):
+        check_fits(settings(num_blocks=room + 1), CONFIG_70B, torch.bfloat16, CPU)
+
+
+def test_blocks_in_host_memory_count(has: Any) -> None:
+    has(150)
+    with pytest.raises(ModelTooLarge, match="less --host-gib"):
+        check_fits(settings(host_gib=20.0), CONFIG_70B, torch.bfloat16, CPU)
+
+
+def test_a_gpu_is_asked_for_its_own_memory(has: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    has(8)  # the host needs none: weights go to the device file by file
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(mem_get_info=lambda device: (150 * GIB, 160 * GIB)))
+    with pytest.raises(ModelTooLarge, match=r"134\.0 GiB are available \(a GPU of 160\.0 GiB\)"):
+        check_fits(settings(), CONFIG_70B, torch.bfloat16, gpu)
+    check_fits(settings(gpu_memory_utilization=0.95), CONFIG_70B, torch.bfloat16, gpu)
+    with pytest.raises(ModelTooLarge, match=r"needs 9\.0 GiB .*8\.0 GiB are available .*less --host-gib, more memory"):
+        check_fits(settings(gpu_memory_utilization=0.95, host_gib=9.0), CONFIG_70B, torch.bfloat16, gpu)
+
+
+def test_a_system_that_does_not_tell_its_memory_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fits, "available_memory", lambda: None)
+    check_fits(settings(), CONFIG_70B, torch.float32, CPU)
+
+
+def test_nothing_is_fetched_of_a_model_that_is_too_large(tmp_path: Path, has: Any) -> None:
+    """The folder has no weights at all: it is refused for its size, not for these."""
+    has(24)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    with pytest.raises(ModelTooLarge):
+        load_model(str(tmp_path), device=CPU, check=lambda config, dtype: check_fits(settings(), config, dtype, CPU))
+
+
+def test_the_process_ends_at_once_with_one_line_and_a_status_of_its_own(tmp_path: Path) -> None:
+    config = {**LLAMA_70B, "intermediate_size": 2**40}  # more than any machine has
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "services.cli", "worker", "--model", str(tmp_path), "--load-format", "dummy"]
+    command += ["--device", "cpu", "--metrics-port", "0", "--log-level", "error"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == NO_MEMORY
+    [line] = ended.stderr.splitlines()
+    assert line.startswith(f"paceline worker: {tmp_path} does not fit into memory: it needs ")
