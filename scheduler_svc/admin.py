@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any, NoReturn
 
@@ -27,6 +28,8 @@ from services.runtime.logs import get_logger
 log = get_logger(__name__)
 
 MAX_WORDS = 2000
+MAX_SEQUENCES = 64  # of one request that are explained at once
+MAX_EXPLANATIONS = 10_000  # after which no further sequence is explained; some 150 bytes each
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -70,12 +73,16 @@ class Admin(AdminServiceServicer):
         return SetPolicyResponse(choice=self._message())
 
     async def Explain(self, request: ExplainRequest, context: Context) -> ExplainResponse:
-        spans = self.core.journal.explain(request.request_id, self.core.life.now_s)
-        if spans is None:
+        found = self.core.journal.find(request.request_id)
+        if not found:
             message = f"request_id: nothing is known (any more) of {request.request_id[:200]!r}"
             await context.abort(grpc.StatusCode.NOT_FOUND, message)
-        return ExplainResponse(
-            explanations=[
+        answer = ExplainResponse(num_sequences=len(found))
+        for record in found[:MAX_SEQUENCES]:
+            if len(answer.explanations) >= MAX_EXPLANATIONS:
+                break
+            await asyncio.sleep(0)  # steps go on between two sequences
+            answer.explanations.extend(
                 Explanation(
                     first_decision=span.first,
                     last_decision=span.last,
@@ -84,10 +91,11 @@ class Admin(AdminServiceServicer):
                     reason=_encodable(span.reason),
                     detail=_encodable(span.detail),
                     worker=span.worker,
+                    request_id=record.request_id,
                 )
-                for span in spans
-            ]
-        )
+                for span in self.core.journal.explain_record(record, self.core.life.now_s)
+            )
+        return answer
 
     @property
     def _has_failed(self) -> bool:

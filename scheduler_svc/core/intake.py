@@ -28,7 +28,7 @@ from scheduler_svc.core.sampling_checks import (
 )
 from scheduler_svc.core.types import SchedulerConfig
 
-# Of request_id, tenant and lora: they are kept, logged and named in answers.
+# Of request_id, answer_id, tenant and lora: they are kept, logged and named in answers.
 MAX_CHARS = 256
 MAX_GRAMMAR_CHARS = 2**16
 MAX_RETENTION_RANGES = 64
@@ -111,6 +111,8 @@ def _check_sizes(request: Request) -> None:
         raise invalid("output_token_ids", "is not packed int32")
     if len(request.request_id) > MAX_CHARS:
         raise _too_long("request_id", request.request_id)
+    if len(request.answer_id) > MAX_CHARS:
+        raise _too_long("answer_id", request.answer_id)
     if len(request.tenant) > MAX_CHARS:
         raise _too_long("tenant", request.tenant)
     if len(request.lora) > MAX_CHARS:
@@ -172,6 +174,7 @@ def new_request(session_id: str, submission: Submission, now_s: float) -> Reques
         session_id=session_id,
         handle=submission.handle,
         request_id=submission.request_id,
+        answer_id=submission.answer_id,
         prompt=prompt,
         output=bytearray(submission.output_token_ids),
         sampling=own,

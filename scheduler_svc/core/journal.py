@@ -54,6 +54,8 @@ class Wait:
 
 @dataclass(slots=True)
 class Record:
+    request_id: str
+    answer_id: str
     seniority: int
     arrival_s: float
     tenant: str
@@ -109,9 +111,11 @@ class AtLimit:
 class Journal:
     tenant_limit: int = 0  # tokens of one that may run
     decisions: int = 0
-    _live: dict[int, Record] = field(default_factory=dict)  # by seniority; as many as the queue and the workers take
-    _ids: dict[str, list[int]] = field(default_factory=dict)  # of these; clients choose them, and two may be the same
-    _ended: OrderedDict[str, Record] = field(default_factory=OrderedDict)
+    # By arrival index. As many live requests as the queue and the workers take, and the last MAX_ENDED finished ones.
+    _live: dict[int, Record] = field(default_factory=dict)
+    _ended: OrderedDict[int, Record] = field(default_factory=OrderedDict)
+    # Arrival indexes by request id and by answer id. Clients choose request ids, and two requests may have the same.
+    _names: dict[str, dict[int, None]] = field(default_factory=dict)
     _heads: deque[Head] = field(default_factory=lambda: deque(maxlen=MAX_HEADS))
     _last: dict[int, tuple[int, Head | None]] = field(default_factory=dict)  # each worker's last decision, and its head
     _limits: deque[AtLimit] = field(default_factory=lambda: deque(maxlen=MAX_HEADS))
@@ -120,8 +124,10 @@ class Journal:
 
     def arrived(self, request: Request, now_s: float) -> None:
         arrival = ("waiting", f"{request.num_tokens} tokens", self.decisions, now_s)
-        self._live[request.seniority] = Record(request.seniority, now_s, request.tenant, [arrival])
-        self._ids.setdefault(request.request_id, []).append(request.seniority)
+        record = Record(request.request_id, request.answer_id, request.seniority, now_s, request.tenant, [arrival])
+        self._live[request.seniority] = record
+        for name in _names(record):
+            self._names.setdefault(name, {})[request.seniority] = None
 
     def event(self, request: Request, reason: str, detail: str, now_s: float) -> None:
         """It waits, runs, was preempted."""
@@ -134,15 +140,20 @@ class Journal:
         record = self._live.pop(request.seniority, None)
         if record is None:
             return
-        name = request.request_id
-        self._ids[name].remove(request.seniority)
-        if not self._ids[name]:
-            del self._ids[name]
         record.add_event(("ended", how, self.decisions, now_s))
-        self._ended.pop(name, None)
-        self._ended[name] = record
+        self._ended[record.seniority] = record
+        for name in _names(record):  # finished ones stand in the order in which they finished
+            self._names[name].pop(record.seniority)
+            self._names[name][record.seniority] = None
         if len(self._ended) > MAX_ENDED:
-            self._ended.popitem(last=False)
+            self._forget(self._ended.popitem(last=False)[1])
+
+    def _forget(self, record: Record) -> None:
+        for name in _names(record):
+            indexes = self._names[name]
+            del indexes[record.seniority]
+            if not indexes:
+                del self._names[name]
 
     def decided(
         self,
@@ -204,13 +215,40 @@ class Journal:
         if outage is None and reason:
             self._outages.append(Span(reason, detail, self.decisions, self.decisions, now_s, math.inf))
 
-    def explain(self, request_id: str, now_s: float) -> list[Span] | None:
-        """Oldest first, times in seconds since the arrival; None if nothing is known of it. Of several that have the
-        id, the last one that is there, else the last one that has ended."""
-        live = self._ids.get(request_id)
-        record = self._live[live[-1]] if live else self._ended.get(request_id)
-        if record is None:
-            return None
+    def find(self, name: str) -> list[Record]:
+        """The sequences that an id stands for, by arrival; empty if none is known.
+
+        The id of an answer stands for all its sequences. A request id stands for the sequence that has it, and for
+        those of the same answer whose ids continue it (`x-1`: another prompt of request x, `x.1`: another sample). Of
+        several sequences with the same request id: the last live one, else the last one that finished.
+        """
+        known = self._named(name)
+        if of_answer := [record for record in known.values() if record.answer_id == name]:
+            return of_answer
+        record = known.get(name)
+        if record is None or not record.answer_id:
+            return [] if record is None else [record]
+        continued = (f"{name}.", f"{name}-")
+        others = self._named(record.answer_id).values()
+        return [record, *(other for other in others if other.request_id.startswith(continued))]
+
+    def _named(self, name: str) -> dict[str, Record]:
+        """By request id, what has this request id or answer id."""
+        found: dict[str, Record] = {}
+        for index in self._names.get(name, ()):
+            record = self._live.get(index) or self._ended[index]
+            before = found.get(record.request_id)
+            if before is None or index in self._live or before.seniority not in self._live:
+                found[record.request_id] = record
+        return dict(sorted(found.items(), key=lambda item: item[1].seniority))
+
+    def explain(self, name: str, now_s: float) -> list[Span] | None:
+        """Why the (first) sequence that this id stands for waited; None if nothing is known of it."""
+        found = self.find(name)
+        return self.explain_record(found[0], now_s) if found else None
+
+    def explain_record(self, record: Record, now_s: float) -> list[Span]:
+        """Oldest first, times in seconds since the arrival."""
         spans = record.told()
         for wait in record.waits():
             spans += self._turns(record, wait)
@@ -251,6 +289,11 @@ class Journal:
             last.last, last.to_s, last.detail = self.decisions, now_s, detail
         else:
             record.add_look(Span(reason, detail, self.decisions, self.decisions, now_s, now_s, worker))
+
+
+def _names(record: Record) -> set[str]:
+    """What it can be found by."""
+    return {name for name in (record.request_id, record.answer_id) if name}
 
 
 class Apart:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.v1.common_pb2 import RetentionRange, SamplingParams
-from paceline.v1.inference_pb2 import Hypothesis
+from paceline.v1.inference_pb2 import Hypothesis, RequestTiming
 
 if TYPE_CHECKING:
     from scheduler_svc.core.beam_groups import BeamGroup
@@ -62,6 +62,7 @@ class Request:
     priority: float = 0.0  # larger is more urgent
     tenant: str = ""
     lora: str = ""
+    answer_id: str = ""  # that the client sees; the same for all sequences of its request
     cache_salt: str = ""
     cache_retention: tuple[RetentionRange, ...] = ()
     deadline_s: float = math.inf  # on the clock of arrival_s
@@ -76,6 +77,7 @@ class Request:
     slot: int = -1  # while RUNNING
     seat: tuple[SlotTable, int] | None = field(default=None, init=False, repr=False)  # while RUNNING
     started_s: float | None = None  # first admission, of a beam: of its search
+    first_token_s: float | None = None  # of a beam search: its first step is done
     has_run: bool = False
     cached_tokens: int | None = None  # reused at the first admission
     num_preemptions: int = 0
@@ -153,6 +155,17 @@ class Request:
         if start >= self.num_prompt_tokens:
             return bytes(self.output[(start - self.num_prompt_tokens) * TOKEN_BYTES :])
         return self.token_ids[start * TOKEN_BYTES :]
+
+    def timing(self, now_s: float) -> RequestTiming:
+        """Where its time went, if it ends now."""
+        started_s = now_s if self.started_s is None else self.started_s
+        first_token_s = now_s if self.first_token_s is None else self.first_token_s
+        return RequestTiming(
+            queue_s=started_s - self.arrival_s,
+            prefill_s=first_token_s - started_s,
+            decode_s=now_s - first_token_s,
+            num_preemptions=self.num_preemptions,
+        )
 
     def ran_s(self, now_s: float) -> float:
         """Since it first ran."""

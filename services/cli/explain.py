@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 import grpc
 from rich.table import Table
 
-from paceline.v1.admin_pb2 import ExplainRequest
+from paceline.v1.admin_pb2 import ExplainRequest, Explanation
 from paceline.v1.admin_pb2_grpc import AdminServiceStub
 from services.cli.arguments import Parser, console, plain, refused, usage_error
 
@@ -15,7 +18,7 @@ TIMEOUT_S = 10.0
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog=PROG, description=__doc__)
-    parser.add_argument("request_id", help="the id of the request (its X-Request-ID)")
+    parser.add_argument("request_id", help="an X-Request-ID, or the id of an answer (cmpl-…, chatcmpl-…)")
     parser.add_argument("--scheduler", default="127.0.0.1:50051", metavar="HOST:PORT")
     arguments = parser.parse_args(argv)
     try:
@@ -27,13 +30,24 @@ def main(argv: list[str]) -> int:
             answer = AdminServiceStub(channel).Explain(request, timeout=TIMEOUT_S)
         except grpc.RpcError as error:
             return refused(PROG, arguments.scheduler, str(error.details()))
+    several = answer.num_sequences > 1
+    for request_id, explanations in itertools.groupby(answer.explanations, key=lambda one: one.request_id):
+        if several:
+            console().print(f"{plain(request_id)}:")
+        console().print(_table(explanations))
+    explained = len({one.request_id for one in answer.explanations})
+    if several and explained < answer.num_sequences:
+        console().print(f"{answer.num_sequences - explained} more sequences of this request are not shown")
+    return 0
+
+
+def _table(explanations: Iterable[Explanation]) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in ("seconds", "decisions", "worker", "reason", "detail"):
         table.add_column(title, justify="left" if title in ("reason", "detail") else "right", overflow="fold")
-    for span in answer.explanations:
+    for span in explanations:
         seconds = f"{span.from_s:.3f}" if span.to_s == span.from_s else f"{span.from_s:.3f}-{span.to_s:.3f}"
         first, last = span.first_decision, span.last_decision
         decisions = f"{first}" if first == last else f"{first}-{last}"
         table.add_row(seconds, decisions, f"{span.worker or '-'}", plain(span.reason), plain(span.detail))
-    console().print(table)
-    return 0
+    return table

@@ -25,7 +25,7 @@ from services.gateway.front import CLIENT_CLOSED_REQUEST, Front, Handler, intern
 from services.gateway.http_connection import ENTRY, PEER
 from services.gateway.idempotency import IDEMPOTENCY_KEY, RequestKey, body_fingerprint, check_key
 from services.gateway.logprobs import Echo
-from services.gateway.openai_format import Envelope, Kind
+from services.gateway.openai_format import Envelope, Kind, new_answer_id
 from services.gateway.openai_values import NOT_FOR_CHATS
 from services.gateway.request import GenerateJob, RequestBuilder
 from services.gateway.sampling import FieldNames
@@ -217,6 +217,7 @@ class _Asked:
     """What is known of a request beside its body. `arrival_s` is on time.perf_counter's clock."""
 
     request_id: str
+    answer_id: str
     arrival_s: float
     key: RequestKey | None
     gone: Callable[[], bool]
@@ -244,7 +245,9 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
                 if not resumed:
                     gateway.check_room(key)
             del body  # decoded, it may be twenty times what it was, and a tokeniser takes its time
-            jobs = await make_jobs(gateway, parsed, _Asked(request.scope["state"]["request_id"], arrival_s, key, gone))
+            answer_id = new_answer_id(kind, key.answer_id if key is not None else None)
+            asked = _Asked(request.scope["state"]["request_id"], answer_id, arrival_s, key, gone)
+            jobs = await make_jobs(gateway, parsed, asked)
         after = _last_event(request, parsed, jobs, key)
         if after is not None and after.after == "d":
             return Response(status_code=204)  # which tells an EventSource that this was all
@@ -258,7 +261,6 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
     finally:
         if (entry := request.scope.get(ENTRY)) is not None:
             entry.end()
-    answer_id = key.answer_id if key is not None else None
     created_s = after.created_s if after is not None else reading.created_s
     envelope = Envelope(kind, parsed.model or gateway.model_name, created_s, answer_id)
     if not parsed.stream:
@@ -298,7 +300,7 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
     prompts: Sequence[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if isinstance(prompts[0], int):
         prompts = [prompts]
-    choices, terms = body.sampling(), body.terms()
+    choices, terms = body.sampling(), replace(body.terms(), answer_id=asked.answer_id)
     choices.grammar = await builder.grammar(body.structure(), asked.gone)
     jobs: list[GenerateJob] = []
     for index, prompt in enumerate(prompts):
@@ -385,7 +387,7 @@ async def _chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: _Asked) 
         endpoint="chat",
         names=names,
         arrival_s=asked.arrival_s,
-        terms=body.terms(),
+        terms=replace(body.terms(), answer_id=asked.answer_id),
     )
     jobs = body.jobs(gateway.builder, job)
     check_scored_prompts(body, jobs[:1])  # a chat's answer shows them once

@@ -35,6 +35,11 @@ def usage(generations: Sequence[Generation], num_tokens: int | None = None) -> d
     return value
 
 
+def new_answer_id(kind: Kind, name: str | None = None) -> str:
+    """What the client sees as the answer's `id`; made of `name`, or of random digits."""
+    return ("chatcmpl-" if kind == "chat" else "cmpl-") + (name or uuid.uuid4().hex)
+
+
 class Choice(NamedTuple):
     """One of an answer's texts, and why it ended."""
 
@@ -47,10 +52,10 @@ class Choice(NamedTuple):
 class Envelope:
     """What all chunks of one answer share: id, time (Unix) and model."""
 
-    def __init__(self, kind: Kind, model: str, created_s: int, answer_id: str | None = None) -> None:
+    def __init__(self, kind: Kind, model: str, created_s: int, answer_id: str) -> None:
         self.kind = kind
         self.model = model
-        self.id = ("chatcmpl-" if kind == "chat" else "cmpl-") + (answer_id or uuid.uuid4().hex)
+        self.id = answer_id
         self.created = created_s
 
     def head(self, object_name: str) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class Terms:
     fork_of: int = 0
     cache_salt: str = ""
     cache_retention: tuple[common_pb2.RetentionRange, ...] = ()
+    answer_id: str = ""
 
 
 NO_TERMS = Terms()
@@ -369,6 +370,7 @@ class SessionCore:
                 beam=request.beam,
                 cache_salt=request.terms.cache_salt,
                 cache_retention=request.terms.cache_retention,
+                answer_id=request.terms.answer_id,
             )
             budget_bytes -= submission.ByteSize()
             yield submission

@@ -176,6 +176,20 @@ async def test_explain_names_blocks_and_budgets(small: Stack) -> None:
     assert tenant[4] == "300 tokens of tenant '' run, its limit is 550"
 
 
+async def test_explain_takes_the_id_that_the_client_sees(small: Stack) -> None:
+    """Two samples of a chat: by the answer's id and by X-Request-ID both are told, by a sample's id one."""
+    chat = {"messages": [{"role": "user", "content": "hello"}], "n": 2, "max_tokens": 4}
+    async with load.client(small.url) as http:
+        answer = await http.post("/v1/chat/completions", json=chat, headers={"X-Request-ID": "chat"})
+    assert answer.headers["x-request-id"] == "chat"
+    by_answer = paceline(small, "explain", answer.json()["id"])
+    assert by_answer.returncode == 0, by_answer.stderr
+    assert by_answer.stdout == paceline(small, "explain", "chat").stdout
+    assert [line for line in by_answer.stdout.splitlines() if line.endswith(":")] == ["chat:", "chat.1:"]
+    sample = explained(small, "chat.1")
+    assert [row[3] for row in sample][-1] == "ended"
+
+
 def test_explain_of_an_unknown_request_is_one_line(small: Stack) -> None:
     done = paceline(small, "explain", "nobody")
     assert done.returncode == 1

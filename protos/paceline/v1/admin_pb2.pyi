@@ -184,6 +184,10 @@ class ExplainRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """An X-Request-ID (over gRPC: request_id), or the id of an answer (`cmpl-…`, `chatcmpl-…`). It stands for all sequences
+    of the request: further prompts have -1, -2, … behind the X-Request-ID, further samples .1, .2, …, and can be asked
+    for by that, too.
+    """
     def __init__(
         self,
         *,
@@ -202,16 +206,22 @@ class ExplainResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EXPLANATIONS_FIELD_NUMBER: _builtins.int
+    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    num_sequences: _builtins.int
+    """Sequences that the id stands for; the first 64 at most are explained."""
     @_builtins.property
-    def explanations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Explanation]: ...
+    def explanations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Explanation]:
+        """Those of one sequence stand together; sequences in the order of their arrival."""
+
     def __init__(
         self,
         *,
         explanations: _abc.Iterable[Global___Explanation] | None = ...,
+        num_sequences: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["explanations", b"explanations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explanations", b"explanations", "num_sequences", b"num_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -230,6 +240,7 @@ class Explanation(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     WORKER_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     first_decision: _builtins.int
     """Decisions of the scheduler, counted from its start."""
     last_decision: _builtins.int
@@ -242,6 +253,8 @@ class Explanation(_message.Message):
     """In words, with the numbers."""
     worker: _builtins.int
     """Whose decisions these are; 0: those of several, or it is none."""
+    request_id: _builtins.str
+    """The sequence: its X-Request-ID, with the number of its prompt and its sample."""
     def __init__(
         self,
         *,
@@ -252,10 +265,11 @@ class Explanation(_message.Message):
         reason: _builtins.str = ...,
         detail: _builtins.str = ...,
         worker: _builtins.int = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "first_decision", b"first_decision", "from_s", b"from_s", "last_decision", b"last_decision", "reason", b"reason", "to_s", b"to_s", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "first_decision", b"first_decision", "from_s", b"from_s", "last_decision", b"last_decision", "reason", b"reason", "request_id", b"request_id", "to_s", b"to_s", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

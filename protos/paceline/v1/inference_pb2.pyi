@@ -677,6 +677,7 @@ class Submission(_message.Message):
     BEAM_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     CACHE_RETENTION_FIELD_NUMBER: _builtins.int
+    ANSWER_ID_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     request_id: _builtins.str
     prompt_token_ids: _builtins.bytes
@@ -699,6 +700,10 @@ class Submission(_message.Message):
     """
     cache_salt: _builtins.str
     """As in GenerateRequest."""
+    answer_id: _builtins.str
+    """The id of the answer that the client sees (`cmpl-…`); empty: the client sees request_id. All sequences of one answer
+    have the same. AdminService.Explain finds them by it.
+    """
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -724,10 +729,11 @@ class Submission(_message.Message):
         beam: Global___BeamOptions | None = ...,
         cache_salt: _builtins.str = ...,
         cache_retention: _abc.Iterable[_common_pb2.RetentionRange] | None = ...,
+        answer_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "answer_id", b"answer_id", "beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -919,6 +925,7 @@ class Ending(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     HYPOTHESES_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     code: _builtins.int
@@ -933,6 +940,10 @@ class Ending(_message.Message):
     def hypotheses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hypothesis]:
         """Of a beam search, best first."""
 
+    @_builtins.property
+    def timing(self) -> Global___RequestTiming:
+        """Absent if the request was refused."""
+
     def __init__(
         self,
         *,
@@ -944,14 +955,49 @@ class Ending(_message.Message):
         cached_tokens: _builtins.int = ...,
         retry_after_s: _builtins.float = ...,
         hypotheses: _abc.Iterable[Global___Hypothesis] | None = ...,
+        timing: Global___RequestTiming | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "code", b"code", "field", b"field", "handle", b"handle", "hypotheses", b"hypotheses", "message", b"message", "reason", b"reason", "retry_after_s", b"retry_after_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "code", b"code", "field", b"field", "handle", b"handle", "hypotheses", b"hypotheses", "message", b"message", "reason", b"reason", "retry_after_s", b"retry_after_s", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Ending: _TypeAlias = Ending  # noqa: Y015
+
+@_typing.final
+class RequestTiming(_message.Message):
+    """Where the time of a request went, as the scheduler that ended it saw it. After a resubmission the times begin anew."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    DECODE_S_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    queue_s: _builtins.float
+    """From its arrival until a worker first ran it (until its end, if none did)."""
+    prefill_s: _builtins.float
+    """From then until its first token (until its end, if it had none)."""
+    decode_s: _builtins.float
+    """From its first token until its end."""
+    num_preemptions: _builtins.int
+    """Times that it lost its blocks to other requests."""
+    def __init__(
+        self,
+        *,
+        queue_s: _builtins.float = ...,
+        prefill_s: _builtins.float = ...,
+        decode_s: _builtins.float = ...,
+        num_preemptions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "num_preemptions", b"num_preemptions", "prefill_s", b"prefill_s", "queue_s", b"queue_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestTiming: _TypeAlias = RequestTiming  # noqa: Y015
 
 @_typing.final
 class Hypothesis(_message.Message):

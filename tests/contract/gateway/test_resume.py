@@ -74,6 +74,21 @@ async def test_another_gateway_goes_on_without_a_seed(start: Start, path: str, n
     assert told(other).texts != told(undisturbed).texts
 
 
+async def test_a_resumed_stream_keeps_the_id_that_explain_takes(start: Start) -> None:
+    """At another gateway, and when the first one submits again since its scheduler was away."""
+    first, second, request = await start(step_s=0.003), await start(), body(max_tokens=400)
+    reading = asyncio.create_task(events(first, request, KEY, 40))
+    await until(lambda: first.scheduler.num_running == 1)
+    first.scheduler.break_streams()
+    got = await reading
+    rest = await events(second, request, KEY | {"Last-Event-ID": got[-1].id})
+    shown = {json.loads(event.data)["id"] for event in [*got, *rest] if event.data != "[DONE]"}
+    submissions = [*first.scheduler.submissions, *second.scheduler.submissions]
+    assert len(submissions) == 3
+    assert {submission.answer_id for submission in submissions} == shown
+    assert len(shown) == 1
+
+
 async def test_the_same_gateway_does_not_run_it_again(start: Start) -> None:
     running, request = await start(step_s=0.003), body(max_tokens=400)
     got = await events(running, request, KEY, 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import grpc
@@ -34,6 +35,22 @@ async def test_n_samples_fork_from_the_first(running: Running) -> None:
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(first.prompt_token_ids) // 4, "the prompt counts once"
     assert answer.usage.completion_tokens == 15
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_all_sequences_have_the_id_of_the_answer(running: Running, stream: bool) -> None:
+    """By which `paceline explain` finds them, as by the X-Request-ID that comes back."""
+    for path, prompt in (("completions", {"prompt": ["a", "b"]}), ("chat/completions", {"messages": CHAT})):
+        running.scheduler.submissions.clear()
+        body = {"model": MODEL, "n": 2, "max_tokens": 3, "stream": stream} | prompt
+        answer = await running.http.post(f"/v1/{path}", json=body, headers={"X-Request-ID": "abc"})
+        data = answer.text.splitlines()[1].removeprefix("data: ") if stream else answer.text  # after an event id
+        answer_id = json.loads(data)["id"]
+        assert answer_id.startswith("chatcmpl-" if "messages" in body else "cmpl-")
+        assert {s.answer_id for s in running.scheduler.submissions} == {answer_id}
+        suffixes = ["", ".1"] if "messages" in body else ["", ".1", "-1", "-1.1"]
+        assert [s.request_id for s in running.scheduler.submissions] == [f"abc{suffix}" for suffix in suffixes]
+        assert answer.headers["x-request-id"] == "abc"
 
 
 async def test_samples_of_several_prompts_stream_what_they_return_whole(running: Running) -> None:

@@ -26,6 +26,10 @@ class Server(AdminServiceServicer):
     def Explain(self, request: Any, context: Any) -> ExplainResponse:
         if request.request_id == "unknown":
             context.abort(grpc.StatusCode.NOT_FOUND, f"nothing is known of {WORDS}")
+        if request.request_id == "cmpl-a":
+            ids = ["x", "x", "x.1"]
+            several = [Explanation(reason=f"reason-{i}", request_id=name) for i, name in enumerate(ids)]
+            return ExplainResponse(explanations=several, num_sequences=3)
         spans = [Explanation(reason="tenant", detail=WORDS, first_decision=1, last_decision=7, worker=3)]
         return ExplainResponse(explanations=spans)
 
@@ -48,6 +52,14 @@ def test_explain(scheduler: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "r1", "--scheduler", scheduler]) == 0
     row = capsys.readouterr().out.splitlines()[1]
     assert row.split(maxsplit=4) == ["0.000", "1-7", "3", "tenant", WORDS.replace("\x1b", "\\x1b")]
+
+
+def test_explain_of_several_sequences(scheduler: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "cmpl-a", "--scheduler", scheduler]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    words = [line.split()[-1] for line in lines if not line.startswith("seconds")]
+    assert words == ["x:", "reason-0", "reason-1", "x.1:", "reason-2", "shown"]
+    assert lines[-1] == "1 more sequences of this request are not shown"
 
 
 def test_what_a_server_says_is_obeyed_by_no_terminal(scheduler: str, capsys: pytest.CaptureFixture[str]) -> None:

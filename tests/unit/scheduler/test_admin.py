@@ -11,6 +11,7 @@ import pytest
 
 from paceline.v1.admin_pb2 import ExplainRequest, GetPolicyRequest, PolicyChoice, SetPolicyRequest
 from paceline.v1.common_pb2 import SamplingParams
+from scheduler_svc import admin
 from scheduler_svc.admin import Admin
 from scheduler_svc.core.policy import Policies
 from scheduler_svc.policies.order.fcfs import FirstComeFirstServed
@@ -130,3 +131,23 @@ async def test_a_policys_words_fit_a_status() -> None:
     system.scheduler.journal.event(next(iter(system.scheduler.sessions["s"].live.values())), "preempted", "\ud800", 0.0)
     answer = await admin.Explain(ExplainRequest(request_id="s-1"), Context())  # type: ignore[arg-type]
     assert "\\ud800" in [row.detail for row in answer.explanations]
+
+
+async def test_explain_takes_the_id_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says which sequence each row is about, and how many there are."""
+    system, _ = system_with(build(choose()))
+    service = Admin(system.scheduler, choose())
+    for handle in range(1, 4):
+        system.submit("s", handle, [9, 9], PARAMS, answer_id="cmpl-a")
+    system.submit("s", 4, [9], PARAMS, answer_id="cmpl-b")
+    system.run()
+
+    async def rows(request_id: str) -> tuple[list[str], int]:
+        answer = await service.Explain(ExplainRequest(request_id=request_id), Context())  # type: ignore[arg-type]
+        return list(dict.fromkeys(row.request_id for row in answer.explanations)), answer.num_sequences
+
+    assert await rows("cmpl-a") == (["s-1", "s-2", "s-3"], 3)
+    assert await rows("cmpl-b") == (["s-4"], 1)
+    assert await rows("s-2") == (["s-2"], 1)
+    monkeypatch.setattr(admin, "MAX_SEQUENCES", 2)
+    assert await rows("cmpl-a") == (["s-1", "s-2"], 3)

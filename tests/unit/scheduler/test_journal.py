@@ -97,6 +97,60 @@ def test_of_two_requests_with_one_id_the_later_one_is_told_that_is_there() -> No
     assert told(notes, "r1")[-1][:2] == ("ended", "length")
 
 
+def sequence(number: int, request_id: str, answer_id: str) -> Request:
+    made = request(number)
+    made.request_id, made.answer_id = request_id, answer_id
+    return made
+
+
+def found(notes: Journal, name: str) -> list[tuple[str, int]]:
+    return [(record.request_id, record.seniority) for record in notes.find(name)]
+
+
+def test_an_answer_id_and_a_request_id_stand_for_all_sequences_of_the_request() -> None:
+    """Two prompts with two samples each; another request whose id only looks alike."""
+    notes = Journal()
+    ids = ["x", "x.1", "x-1", "x-1.1"]
+    sequences = [sequence(i + 1, name, "cmpl-a") for i, name in enumerate(ids)]
+    for one in [*sequences, sequence(5, "x-2", "cmpl-b")]:
+        notes.arrived(one, 1.0)
+    everything = list(zip(ids, (1, 2, 3, 4), strict=True))
+    assert found(notes, "cmpl-a") == everything
+    assert found(notes, "x") == everything
+    assert found(notes, "x-1") == everything[2:]
+    assert found(notes, "x.1") == everything[1:2]
+    assert found(notes, "cmpl-") == []
+    for one in sequences:
+        notes.ended(one, "length", 2.0)
+    assert found(notes, "cmpl-a") == everything, "also when they have finished"
+
+
+def test_an_answer_of_several_attempts_stands_for_the_last_ones() -> None:
+    """The scheduler was lost and the gateway submitted again; later the client came back by another gateway."""
+    notes = Journal()
+    first, again, other = (sequence(i, name, "cmpl-a") for i, name in ((1, "x"), (2, "x"), (3, "y")))
+    notes.arrived(first, 1.0)
+    notes.arrived(again, 2.0)
+    notes.ended(first, "abort", 3.0)
+    assert found(notes, "cmpl-a") == found(notes, "x") == [("x", 2)]
+    notes.ended(again, "abort", 4.0)
+    notes.arrived(other, 5.0)
+    assert found(notes, "cmpl-a") == [("x", 2), ("y", 3)]
+    assert found(notes, "y") == [("y", 3)]
+
+
+def test_what_is_forgotten_leaves_no_name_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "MAX_ENDED", 1)
+    notes = Journal()
+    for i in range(4):
+        one = sequence(i, f"x.{i}", "cmpl-a")
+        notes.arrived(one, 1.0)
+        notes.ended(one, "length", 2.0)
+    assert found(notes, "cmpl-a") == [("x.3", 3)]
+    assert found(notes, "x.0") == []
+    assert set(notes._names) == {"x.3", "cmpl-a"}
+
+
 def test_decisions_of_several_workers_make_one_range() -> None:
     """Workers decide in turns, and each has its own reason; one looks at nobody."""
     notes, first, second = Journal(), request(1), request(2)
