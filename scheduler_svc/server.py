@@ -82,6 +82,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         if self.election is not None and not self.election.holds:
             step_down(self.election.why_not)
         began = time.perf_counter()
+        self.core.event_at(time.monotonic())
         try:
             handle(*args)
         finally:

@@ -342,6 +342,7 @@ class Lifecycle:
         if session is not None and session.live.pop(request.handle, None) is not None:
             ending = session.add_ending()
             ending.handle, ending.reason = request.handle, reason
+            ending.timing.CopyFrom(request.timing(self.now_s))
             if error is not None:
                 explain_rejection(ending, error)
             if request.cached_tokens:

@@ -28,7 +28,7 @@ class ResultReader:
     publish_prompt_scores: Callable[[Request, PromptLogprobs], None]
     report_beam: Callable[[Request, TokenLogprobs | None], None]
 
-    def apply(self, worker: Worker, result: StepResult) -> int:
+    def apply(self, worker: Worker, result: StepResult, now_s: float) -> int:
         """Take in the result of the oldest step in flight; returns how many tokens were new.
 
         Raises ProtocolError if it is not the result of that step.
@@ -40,7 +40,7 @@ class ResultReader:
         accepted = self._decodes(worker, step, tokens[: len(step.rows)], failed, logprobs)
         if step.chunks:
             self._prompt_scores(worker, step, result)
-            accepted += self._prefills(worker, step, tokens[len(step.rows) :], failed, logprobs)
+            accepted += self._prefills(worker, step, tokens[len(step.rows) :], failed, logprobs, now_s)
         return accepted
 
     def _matching_step(self, worker: Worker, result: StepResult) -> StepInFlight:
@@ -95,7 +95,13 @@ class ResultReader:
                 self.publish_prompt_scores(worker.running[chunk.slot], scores[chunk.slot])
 
     def _prefills(
-        self, worker: Worker, step: StepInFlight, tokens: Tokens, failed: Failures, logprobs: Logprobs
+        self,
+        worker: Worker,
+        step: StepInFlight,
+        tokens: Tokens,
+        failed: Failures,
+        logprobs: Logprobs,
+        now_s: float,
     ) -> int:
         """Prefill rows; those that were the last of their sequence have sampled."""
         sampled = iter(tokens.tolist())
@@ -110,6 +116,9 @@ class ResultReader:
                 continue
             if token is None:
                 continue
+            of_client = request if request.group is None else request.group.root
+            if of_client.first_token_s is None:
+                of_client.first_token_s = now_s
             if request.group is not None:
                 self.report_beam(request, logprobs.get(chunk.slot))
                 continue

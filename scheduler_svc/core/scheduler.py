@@ -115,6 +115,10 @@ class SchedulerCore:
     def journal(self) -> Journal:
         return self.life.journal
 
+    def event_at(self, now_s: float) -> None:
+        """The next event happens now. Without this call its time is that of the last `poll` or `tick`."""
+        self.life.now_s = now_s
+
     def set_policies(self, policies: Policies) -> None:
         """Other policies from the next step on. Raises what their order raises; then nothing has changed."""
         self._composer.set_policies(policies, self.workers)
@@ -216,7 +220,7 @@ class SchedulerCore:
     def worker_result(self, worker_id: int, result: StepResult) -> None:
         """Raises ProtocolError; then the worker's link is to be closed."""
         worker = self.workers[worker_id]
-        num_tokens = self._results.apply(worker, result)
+        num_tokens = self._results.apply(worker, result, self.life.now_s)
         self.counters.tokens += num_tokens
         worker.num_pauses = 0 if num_tokens else worker.num_pauses
 

@@ -1,0 +1,106 @@
+"""Where a request's time went, as its ending says: times of the events, by a clock turned by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.v1.common_pb2 import SamplingParams
+from paceline.v1.inference_pb2 import BeamOptions, Ending
+from simulator.system import LocalSystem
+from simulator.toy_worker import ToyWorker
+
+PARAMS = SamplingParams(top_p=1.0, max_tokens=3, seed=1, ignore_eos=True)
+
+
+def at(system: LocalSystem, now_s: float) -> None:
+    system.now_s = now_s
+    system.scheduler.event_at(now_s)
+
+
+def started(num_blocks: int = 64, max_num_seqs: int = 4) -> LocalSystem:
+    system = LocalSystem()
+    system.open("s")
+    system.attach(ToyWorker(block_size=4, num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_batched_tokens=8))
+    return system
+
+
+def until_tokens(system: LocalSystem, handle: int, count: int) -> None:
+    """One move after the other until the client has so many tokens of the request."""
+    for _ in range(100):
+        if len(system.clients["s"].tokens.get(handle, ())) >= count:
+            return
+        kind, end = system.moves()[0]
+        system.move(kind, end)
+    raise AssertionError("no such token")
+
+
+def ending(system: LocalSystem, handle: int = 1) -> Ending:
+    return system.clients["s"].endings[handle]
+
+
+def test_queue_prefill_and_decode_are_what_the_clock_says() -> None:
+    system = LocalSystem()
+    system.open("s")
+    at(system, 10.0)
+    system.submit("s", 1, list(range(10)), PARAMS)
+    at(system, 12.0)
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=4, max_batched_tokens=8))
+    while len(system.scheduler.queue):
+        system.move(*system.moves()[0])
+    at(system, 15.0)
+    until_tokens(system, 1, 1)
+    at(system, 21.0)
+    system.run()
+    timing = ending(system).timing
+    assert (timing.queue_s, timing.prefill_s, timing.decode_s) == (2.0, 3.0, 6.0)
+    assert timing.num_preemptions == 0
+
+
+def test_what_ends_in_the_queue_has_waited_only() -> None:
+    system = LocalSystem()
+    system.open("s")
+    system.submit("s", 1, [1, 2], PARAMS)
+    at(system, 4.0)
+    system.cancel("s", 1)
+    timing = ending(system).timing
+    assert (timing.queue_s, timing.prefill_s, timing.decode_s) == (4.0, 0.0, 0.0)
+
+
+def test_a_refused_request_has_no_times() -> None:
+    system = started()
+    system.submit("s", 1, [], PARAMS)
+    assert not ending(system).HasField("timing")
+
+
+def test_a_preemption_counts_and_its_second_prefill_is_decode_time() -> None:
+    """The pool holds two prompts and not their outputs: the later one gives way, after its first token."""
+    system, params = started(num_blocks=8), SamplingParams(top_p=1.0, max_tokens=20, seed=1, ignore_eos=True)
+    for handle in (1, 2):
+        system.submit("s", handle, [handle] * 8, params)
+    for second in range(400):
+        at(system, float(second))
+        if not system.moves():
+            break
+        system.move(*system.moves()[0])
+    timings = [ending(system, handle).timing for handle in (1, 2)]
+    assert timings[0].num_preemptions == 0
+    assert timings[1].num_preemptions >= 1
+    assert timings[1].decode_s > timings[0].decode_s
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_beam_search_has_its_first_token_after_its_first_step(width: int) -> None:
+    system = started()
+    at(system, 1.0)
+    system.submit(
+        "s", 1, [5, 6, 7], SamplingParams(top_p=1.0, max_tokens=4, ignore_eos=True), beam=BeamOptions(width=width)
+    )
+    second = 1.0
+    while 1 not in system.clients["s"].endings:
+        second += 1.0
+        at(system, second)
+        system.move(*system.moves()[0])
+    timing = ending(system).timing
+    assert timing.prefill_s > 0
+    assert timing.decode_s > 0
+    assert timing.queue_s + timing.prefill_s + timing.decode_s == second - 1.0
