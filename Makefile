@@ -8,7 +8,9 @@ MODEL ?=
 PORT ?=
 WORKERS ?=
 ARGS ?=
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# auto: the CPU build of torch if there is no NVIDIA GPU; cpu: the CPU build; pip: what pip's index has.
+TORCH ?= auto
+INSTALL := $(BIN)/python scripts/install.py --torch '$(TORCH)'
 
 .PHONY: up setup test soak soak-kills soak-simulation chaos lint fmt proto bench bench-gpu peer-test compose-test clean help
 
@@ -28,12 +30,12 @@ $(BIN)/python:
 # What serving needs. The stamps make the second `make up` take seconds.
 $(VENV)/serve.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'setup: installing Paceline and what it serves with (some minutes the first time)'
-	@$(PIP) install -q -c constraints.txt -e '.[gateway,worker]'
+	@$(INSTALL) '.[gateway,worker]'
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(VENV)/serve.stamp
 	@echo 'setup: installing the tools for tests and checks'
-	@$(PIP) install -q -c constraints.txt -e '.[dev]'
+	@$(INSTALL) '.[dev]'
 	@touch $@
 
 # Without it the tests that need it are skipped, and say so.
