@@ -105,7 +105,7 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
                 raise invalid("prompt", "prompt: one of text, messages and token_ids is required")
         deadline_s = request.deadline_s or None
         choices = _choices(request.sampling)
-        choices.grammar = await builder.grammar(_structure(request.sampling))
+        choices.grammar = await builder.grammar(_structure(request.sampling), request.tenant)
         if choices.max_tokens is None:
             await self._gateway.session.know_model()  # who goes meanwhile is cancelled
         if key is not None and choices.seed is None:

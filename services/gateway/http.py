@@ -301,7 +301,7 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
     if isinstance(prompts[0], int):
         prompts = [prompts]
     choices, terms = body.sampling(), replace(body.terms(), answer_id=asked.answer_id)
-    choices.grammar = await builder.grammar(body.structure(), asked.gone)
+    choices.grammar = await builder.grammar(body.structure(), terms.tenant, asked.gone)
     jobs: list[GenerateJob] = []
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str):
@@ -374,8 +374,8 @@ async def _chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: _Asked) 
         variables=body.chat_template_kwargs,
         gone=asked.gone,
     )
-    choices = body.sampling()
-    choices.grammar = await gateway.builder.grammar(body.structure(), asked.gone)
+    choices, terms = body.sampling(), replace(body.terms(), answer_id=asked.answer_id)
+    choices.grammar = await gateway.builder.grammar(body.structure(), terms.tenant, asked.gone)
     if choices.max_tokens is None:
         await gateway.session.know_model(asked.gone)
     if asked.key is not None and body.seed is None:
@@ -387,7 +387,7 @@ async def _chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: _Asked) 
         endpoint="chat",
         names=names,
         arrival_s=asked.arrival_s,
-        terms=replace(body.terms(), answer_id=asked.answer_id),
+        terms=terms,
     )
     jobs = body.jobs(gateway.builder, job)
     check_scored_prompts(body, jobs[:1])  # a chat's answer shows them once

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.detokenizer import Detokenizer
 from services.gateway.errors import ApiError, invalid
+from services.gateway.grammar_checks import GrammarChecks
 from services.gateway.id_tokenizer import IdTokenizer
 from services.gateway.logprobs import Echo
 from services.gateway.model_files import ModelFiles
@@ -25,7 +26,7 @@ from services.gateway.sampling import (
     sampling_params,
 )
 from services.gateway.session_core import NO_TERMS, Terms
-from services.gateway.structure import Structure, grammar_of
+from services.gateway.structure import Structure
 from services.gateway.tokenizer import TextTokenizer
 from services.gateway.turnstile import Gone
 
@@ -89,6 +90,7 @@ class RequestBuilder:
         self._cap = max_model_len
         # As many as there are cores: more would only take them from the event loop.
         self._threads = asyncio.Semaphore(os.cpu_count() or 1)
+        self._checks: GrammarChecks | None = None  # from the first structured output on
 
     @property
     def max_model_len(self) -> int:
@@ -154,13 +156,23 @@ class RequestBuilder:
         """Token ids of a piece of text, nothing added. Raises ApiError 400."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    async def grammar(self, structure: Structure | None, gone: Callable[[], bool] = lambda: False) -> str:
-        """What makes a text have this form; "" if it may have any. Raises ApiError 400, and Gone as encode_text."""
+    async def grammar(
+        self, structure: Structure | None, tenant: str = "", gone: Callable[[], bool] = lambda: False
+    ) -> str:
+        """What makes a text have this form; "" if it may have any. Raises as GrammarChecks.grammar."""
         if structure is None:
             return ""
         if isinstance(self.tokenizer, IdTokenizer):
             raise invalid(structure.field, f"{structure.field}: this model has no tokenizer, so no structured outputs")
-        return await self._in_thread(partial(grammar_of, structure), gone)
+        if self._checks is None:
+            path = self._files.folder / "tokenizer.json"
+            self._checks = GrammarChecks(path, self.vocab_size, self.eos_token_ids)
+        return await self._checks.grammar(structure, tenant, gone)
+
+    async def close(self) -> None:
+        """End the processes that try grammars."""
+        if self._checks is not None:
+            await self._checks.close()
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, gone: Callable[[], bool]) -> str:
         """The text of a prompt. Raises Gone as encode_text."""

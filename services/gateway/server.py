@@ -107,6 +107,7 @@ async def serve(
         await session.close()
         await grpc_server.stop(_LAST_WORDS_S)
         await http_server.stop()
+        await gateway.builder.close()
 
 
 def _load(settings: GatewaySettings, session: SchedulerSession) -> Gateway:

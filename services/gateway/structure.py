@@ -1,24 +1,16 @@
-"""The form that a text is to have, as clients state it, and the grammar that makes the workers keep to it.
-
-llguidance (https://github.com/guidance-ai/llguidance) reads them all; docs/sampling.md says what it knows of each.
-"""
+"""The form that a text is to have, as clients state it. grammar_trial.py makes a grammar of it for the workers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
-from llguidance import LLMatcher, grammar_from
 
-from services.gateway.errors import ApiError, invalid
-from services.runtime.grammars import LIMITS, one_line
+from services.gateway.errors import invalid
+from services.gateway.grammar_trial import MAX_GRAMMAR_CHARS, Kind
 
-MAX_GRAMMAR_CHARS = 2**16  # as the scheduler has it
 MAX_CHOICES = 4096
-# Between the parts of a JSON value: enough for deep indentation, and a model that loops gets out of it.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 
 
 class Structure(NamedTuple):
@@ -26,7 +18,7 @@ class Structure(NamedTuple):
     is what the client calls it."""
 
     field: str
-    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    kind: Kind
     text: str
     any_whitespace: bool = True  # else there is none between the parts of a JSON value
 
@@ -55,26 +47,8 @@ def from_choices(field: str, choices: Sequence[str]) -> Structure:
     return Structure(field, "choice", orjson.dumps(list(choices)).decode())
 
 
-@lru_cache(maxsize=64)
-def grammar_of(structure: Structure) -> str:
-    """What SamplingParams.grammar takes. Raises ApiError 400 if it has a mistake or is too large. Takes up to 30 ms."""
-    field, kind, text, any_whitespace = structure
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise _too_long(field, len(text))
-    try:
-        if kind == "json_schema":
-            whitespace: Any = {"whitespace_pattern": WHITESPACE} if any_whitespace else {"whitespace_flexible": False}
-            grammar = LLMatcher.grammar_from_json_schema(text, overrides=whitespace)
-        else:
-            grammar = grammar_from(kind, text)
-    except (ValueError, RecursionError) as error:
-        raise invalid(field, f"{field}: {one_line(str(error))}") from None
-    if len(grammar) > MAX_GRAMMAR_CHARS:
-        raise _too_long(field, len(grammar))
-    if mistake := LLMatcher.validate_grammar(grammar, limits=LIMITS):
-        raise invalid(field, f"{field}: {one_line(mistake)}")
-    return grammar
-
-
-def _too_long(field: str, num_chars: int) -> ApiError:
-    return invalid(field, f"{field} has {num_chars} characters; at most {MAX_GRAMMAR_CHARS} are possible")
+def check_size(structure: Structure) -> None:
+    """Raises ApiError 400 if the text is too long to be read at all."""
+    if (count := len(structure.text)) > MAX_GRAMMAR_CHARS:
+        field = structure.field
+        raise invalid(field, f"{field} has {count} characters; at most {MAX_GRAMMAR_CHARS} are possible")

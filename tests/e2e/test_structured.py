@@ -17,7 +17,7 @@ from demo import CHECKPOINT
 from paceline.v1.inference_pb2_grpc import InferenceServiceStub
 from services.client import PacelineClient
 from services.client.types import make_request
-from services.gateway.structure import from_schema, grammar_of
+from services.gateway.grammar_trial import grammar_of
 from tests.support import reference
 from tests.support.forms import Follows
 from tests.support.stack import Stack
@@ -70,7 +70,7 @@ def test_openais_client_gets_what_it_parses(stack: Stack) -> None:
 
 
 def test_greedy_is_what_transformers_generates(stack: Stack) -> None:
-    grammar = grammar_of(from_schema("json", SCHEMA, any_whitespace=False))
+    grammar = grammar_of("json_schema", json.dumps(SCHEMA), any_whitespace=False)
     processor = LogitsProcessorList([Follows(grammar, len(STORY))])
     ids = reference.processed(CHECKPOINT, STORY, 60, logits_processor=processor)
     expected = reference.tokenizer(str(CHECKPOINT)).decode(ids, skip_special_tokens=True)

@@ -110,28 +110,26 @@ async def test_a_model_without_a_tokenizer_writes_no_forms() -> None:
     assert caught.value.param == "regex"
 
 
-async def test_one_that_takes_long_to_read_holds_up_nobody(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    release = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    validate = LLMatcher.validate_grammar
+HOSTILE: list[tuple[dict[str, Any], str]] = [
+    ({"json": {"type": "integer", "multipleOf": 5000011}}, "at most 10000 are possible"),
+    ({"json": {"allOf": [{"multipleOf": prime} for prime in (2, 3, 5, 7, 11, 13, 17, 19)]}}, "250 ms of CPU time"),
+    ({"grammar": 'start: %json {"type": "integer", "multipleOf": 5000011}'}, "250 ms of CPU time"),
+    ({"regex": "x*" * 30000}, "limit for this grammar: 50000"),
+]
 
-    class Slow:
-        grammar_from_json_schema = LLMatcher.grammar_from_json_schema
 
-        @staticmethod
-        def validate_grammar(*args: Any, **kwargs: Any) -> str:
-            asyncio.run_coroutine_threadsafe(release.wait(), loop).result()
-            return validate(*args, **kwargs)
-
-    monkeypatch.setattr(structure, "LLMatcher", Slow)
+@pytest.mark.parametrize(("asked", "limit"), HOSTILE)
+async def test_a_grammar_above_a_limit_is_refused_alone(running: Running, asked: dict[str, Any], limit: str) -> None:
+    """While its trial runs, other requests are served: one of them ends first."""
     body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
-    slow = asyncio.create_task(
-        running.http.post("/v1/completions", json={**body, "structured_outputs": {"regex": "slow"}})
-    )
+    refused = asyncio.create_task(running.http.post("/v1/completions", json={**body, "structured_outputs": asked}))
+    await asyncio.sleep(0)
     assert (await running.http.post("/v1/completions", json=body)).status_code == 200
-    assert not slow.done()
-    release.set()
-    assert (await slow).status_code == 200
+    answer = await refused
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, f"structured_outputs.{next(iter(asked))}")
+    assert limit in error["message"]
+    assert len(running.scheduler.submissions) == 1
 
 
 def test_every_form_of_the_protocol_is_read() -> None:

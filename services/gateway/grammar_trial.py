@@ -1,0 +1,232 @@
+"""A process that finds out what a structured output's grammar costs, so that the gateway does not have to.
+
+It loads the model's tokenizer once and forks for each trial. The fork compiles the grammar and follows it for a few
+tokens under limits on CPU time and memory, and dies at a limit, alone. One trial runs at a time; SIGUSR1 ends it.
+
+    stdin   a message for each trial: [kind, text, any_whitespace] of a structure, as JSON
+    stdout  a message for each trial: {"grammar": …} or {"refused": …}
+
+A message is its length in 4 bytes, little-endian, and then its bytes. The end of stdin ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import select
+import signal
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any, Literal
+
+from llguidance import LLMatcher, LLTokenizer, grammar_from
+
+from services.runtime.grammars import LIMITS, one_line
+
+WALL_S = 5.0  # for a trial on a machine that has no core free
+MASK_S = 0.02  # CPU time for the tokens that may follow one place of a text, the first place excepted
+MAX_GRAMMAR_CHARS = 2**16  # as the scheduler has it
+MAX_MULTIPLE_OF = 10_000  # the automaton has a state for each remainder
+# Between the parts of a JSON value: enough for deep indentation, and a model that loops gets out of it.
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+_SPECIAL = frozenset(r"\.^$|?*+()[]{}/-&~<>#")  # characters that mean something in a regular expression
+_NUM_TOKENS = 24
+_NICE = 19  # requests that run are more urgent
+_HEAD = struct.Struct("<I")
+
+
+Kind = Literal["json_schema", "regex", "choice", "grammar"]
+
+
+class Refused(Exception):
+    """The grammar has a mistake, or is above a limit. The message says which."""
+
+
+def grammar_of(kind: Kind, text: str, any_whitespace: bool = True) -> str:
+    """What SamplingParams.grammar takes, for a structure of one of the kinds of structure.Structure. Raises Refused.
+
+    This does not compile the grammar, and takes milliseconds.
+    """
+    try:
+        match kind:
+            case "json_schema":
+                _check_multiples(json.loads(text, parse_float=Decimal, parse_int=Decimal))
+                whitespace: Any = {"whitespace_flexible": False}
+                if any_whitespace:
+                    whitespace = {"whitespace_pattern": WHITESPACE}
+                grammar = LLMatcher.grammar_from_json_schema(text, overrides=whitespace)
+            case "choice":
+                # As one expression: thousands of texts cost no more than a few. As a rule of the grammar each is an
+                # item of every row, and a row may have 2,000.
+                grammar = grammar_from("regex", "|".join(map(_escaped, json.loads(text))))
+            case _:
+                grammar = grammar_from(kind, text)
+    except (ValueError, RecursionError) as error:
+        raise Refused(one_line(str(error))) from None
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise Refused(f"has {len(grammar)} characters as a grammar; at most {MAX_GRAMMAR_CHARS} are possible")
+    return grammar
+
+
+def _escaped(text: str) -> str:
+    """A regular expression for the text alone."""
+    return "".join(
+        f"\\{char}" if char in _SPECIAL else char if char.isprintable() else f"\\x{{{ord(char):x}}}" for char in text
+    )
+
+
+def _check_multiples(schema: Any) -> None:
+    """Raises Refused for a `multipleOf` with too many remainders."""
+    for value in _values_of("multipleOf", schema):
+        if not isinstance(value, Decimal):
+            continue  # llguidance says what is wrong
+        try:
+            significant = int("".join(map(str, value.normalize().as_tuple().digits)))
+        except (InvalidOperation, ValueError):
+            continue
+        if significant > MAX_MULTIPLE_OF:
+            raise Refused(f"multipleOf {value} has {significant} remainders; at most {MAX_MULTIPLE_OF} are possible")
+
+
+def _values_of(key: str, schema: Any) -> Iterator[Any]:
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            if key in part:
+                yield part[key]
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
+
+
+def follow(tokenizer: LLTokenizer, grammar: str) -> None:
+    """Compile the grammar and follow it for a few tokens, at random. Raises Refused."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    chance = random.Random(0)
+    for place in range(_NUM_TOKENS):
+        began_s = time.thread_time()
+        bits = int.from_bytes(matcher.compute_bitmask(), "little") if not matcher.is_error() else 0
+        took_s = time.thread_time() - began_s
+        if matcher.is_error():
+            raise Refused(one_line(matcher.get_error()))
+        if place and took_s > MASK_S:
+            limit = f"at most {1000 * MASK_S:.0f} ms are possible"
+            raise Refused(f"the grammar takes {1000 * took_s:.0f} ms of CPU time for one token; {limit}")
+        if matcher.is_stopped():
+            return
+        allowed = [token for token in range(tokenizer.vocab_size) if bits >> token & 1]
+        going_on = [token for token in allowed if token not in tokenizer.eos_tokens]
+        if not going_on:
+            return
+        matcher.consume_token(chance.choice(going_on))
+
+
+@dataclass(frozen=True, slots=True)
+class TrialLimits:
+    """What one trial may take."""
+
+    cpu_s: float = 0.25  # for everything that a trial does; a JSON Schema with 400 properties takes 0.05 s
+    memory_bytes: int = 64 * 2**20  # beside what the process has; a JSON Schema with 400 properties takes 5 MiB
+
+    @property
+    def too_long(self) -> str:
+        return f"takes more than {1000 * self.cpu_s:.0f} ms of CPU time to compile, which is the limit"
+
+    @property
+    def too_large(self) -> str:
+        return f"takes more than {self.memory_bytes // 2**20} MiB of memory to compile, which is the limit"
+
+    def hold(self) -> None:
+        """This process to them."""
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        at_most = pages * resource.getpagesize() + self.memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (at_most, at_most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        # Finer than RLIMIT_CPU, which counts whole seconds. The signal ends the process: nothing handles it.
+        signal.setitimer(signal.ITIMER_PROF, self.cpu_s)
+
+    def why(self, status: int) -> str:
+        """What ended a process with this status of waitpid()."""
+        match os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0:
+            case signal.SIGPROF | signal.SIGKILL:
+                return self.too_long
+            case signal.SIGABRT | signal.SIGSEGV:  # as Rust ends where it gets no memory
+                return self.too_large
+        return f"cannot be compiled: its trial ended with status {status}"
+
+
+class _Trials:
+    def __init__(self, tokenizer: LLTokenizer, limits: TrialLimits) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._child = 0  # the process of the trial that runs
+
+    def end(self) -> None:
+        """End the trial that runs, if one does."""
+        if self._child:
+            os.kill(self._child, signal.SIGKILL)
+
+    def run(self, message: bytes) -> bytes:
+        """The answer to a message."""
+        read_end, write_end = os.pipe()
+        if not (child := os.fork()):
+            try:
+                signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+                os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # Rust complains of its end
+                self._limits.hold()
+                with os.fdopen(write_end, "wb") as pipe:
+                    pipe.write(json.dumps(self._verdict(message)).encode())
+            finally:
+                os._exit(0)
+        self._child = child
+        os.close(write_end)
+        answer, until_s = b"", time.monotonic() + WALL_S
+        with os.fdopen(read_end, "rb", buffering=0) as pipe:
+            while True:
+                if not select.select([pipe], [], [], max(until_s - time.monotonic(), 0))[0]:
+                    self.end()
+                    until_s += WALL_S
+                elif piece := pipe.read(2**16):
+                    answer += piece
+                else:
+                    break
+        _, status = os.waitpid(child, 0)
+        self._child = 0
+        return answer if answer and not status else json.dumps({"refused": self._limits.why(status)}).encode()
+
+    def _verdict(self, message: bytes) -> dict[str, str]:
+        kind, text, any_whitespace = json.loads(message)
+        try:
+            grammar = grammar_of(kind, text, any_whitespace)
+            follow(self._tokenizer, grammar)
+        except Refused as refused:
+            return {"refused": str(refused)}
+        except MemoryError:
+            return {"refused": self._limits.too_large}
+        return {"grammar": grammar}
+
+
+def main(tokenizer_path: str, vocab_size: str, cpu_s: str, memory_bytes: str, *eos_token_ids: str) -> None:
+    """Serve trials until stdin ends."""
+    os.nice(_NICE)
+    ends = [int(token) for token in eos_token_ids]
+    tokenizer = LLTokenizer(tokenizer_path, n_vocab=int(vocab_size), eos_token=ends or None)
+    trials = _Trials(tokenizer, TrialLimits(float(cpu_s), int(memory_bytes)))
+    signal.signal(signal.SIGUSR1, lambda *_: trials.end())
+    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
+    while (head := stdin.read(_HEAD.size)) and (message := stdin.read(*_HEAD.unpack(head))):
+        answer = trials.run(message)
+        stdout.write(_HEAD.pack(len(answer)) + answer)
+        stdout.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,236 @@
+"""Trials of grammars: limits, the queue by tenant, clients that leave, and a trial process that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+from llguidance import LLMatcher, LLTokenizer
+
+from demo import CHECKPOINT
+from services.gateway import grammar_checks
+from services.gateway.errors import ApiError
+from services.gateway.grammar_checks import GrammarChecks
+from services.gateway.grammar_trial import Refused, TrialLimits, follow, grammar_of
+from services.gateway.structure import Structure
+from services.gateway.turnstile import Gone
+from services.runtime.grammars import LIMITS
+
+TOKENIZER = LLTokenizer(str(CHECKPOINT / "tokenizer.json"), eos_token=[0])
+AMBIGUOUS = 'start: a\na: a a | a a a | b\nb: /[a-z]/ | /[a-z ]/ | /[a-z0-9]/ | ""'
+PROPERTIES = {f"property_{i}": {"type": "string", "maxLength": 20} for i in range(400)}
+
+
+@pytest.fixture
+async def checks() -> AsyncIterator[GrammarChecks]:
+    made = GrammarChecks(CHECKPOINT / "tokenizer.json", 1024, frozenset({0}))
+    yield made
+    await made.close()
+    assert not made._idle
+
+
+def regex(text: str) -> Structure:
+    return Structure("regex", "regex", text)
+
+
+def schema(value: Any) -> Structure:
+    return Structure("schema", "json_schema", json.dumps(value))
+
+
+async def stopped(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> int:
+    """One trial process, which is stopped."""
+    monkeypatch.setattr(grammar_checks, "NUM_PROCESSES", 1)
+    await checks.grammar(regex("first"), "")
+    [process] = checks._idle
+    os.kill(process.pid, signal.SIGSTOP)
+    return process.pid
+
+
+def children(pid: int) -> str:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text()
+
+
+async def queued(checks: GrammarChecks, count: int) -> None:
+    """So many trials run or wait."""
+    while len(checks._trials) != count:  # noqa: ASYNC110 - the other side is the code under test
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("structure", "limit"),
+    [
+        (
+            schema({"type": "integer", "multipleOf": 5000011}),
+            "multipleOf 5000011 has 5000011 remainders; at most 10000",
+        ),
+        (schema({"items": [{"multipleOf": 1.00001}]}), "multipleOf 1.00001 has 100001 remainders; at most 10000"),
+        (schema({"allOf": [{"multipleOf": prime} for prime in (2, 3, 5, 7, 11, 13, 17, 19)]}), "250 ms of CPU time"),
+        (schema({"properties": {f"p{i}": {"multipleOf": 9973 - i} for i in range(100)}}), "250 ms of CPU time"),
+        (regex("x*" * 15000), "limit for this grammar: 50000"),
+        (regex("(((a{1,100}){1,100}){1,100}){1,100}"), "too many expressions"),
+        (Structure("grammar", "grammar", AMBIGUOUS), "Too many items (limit 5000"),
+        (Structure("grammar", "grammar", 'start: %json {"multipleOf": 5000011}'), "250 ms of CPU time"),
+        (Structure("schema", "json_schema", "[" * 20000 + "]" * 20000), "recursion"),
+        (regex("x" * 65537), "65537 characters; at most 65536"),
+    ],
+)
+async def test_a_limit_refuses_and_is_named(checks: GrammarChecks, structure: Structure, limit: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        await checks.grammar(structure, "")
+    assert (refused.value.status, refused.value.param) == (400, structure.field)
+    assert refused.value.message.startswith(structure.field)
+    assert limit in refused.value.message
+    assert await checks.grammar(regex("a"), ""), "the process is there for the next trial"
+
+
+async def test_memory_is_limited(checks: GrammarChecks) -> None:
+    checks.limits = TrialLimits(cpu_s=30, memory_bytes=16 * 2**20)
+    with pytest.raises(ApiError, match="more than 16 MiB of memory"):
+        await checks.grammar(Structure("grammar", "grammar", 'start: %json {"multipleOf": 5000011}'), "")
+    assert await checks.grammar(regex("a"), "")
+
+
+async def test_a_schema_with_400_properties_is_within_the_limits(checks: GrammarChecks) -> None:
+    grammar = await checks.grammar(schema({"type": "object", "properties": PROPERTIES}), "")
+    assert not LLMatcher(TOKENIZER, grammar, limits=LIMITS).is_error()
+
+
+async def test_a_choice_of_4096_texts_allows_each_of_them_and_nothing_else(checks: GrammarChecks) -> None:
+    texts = [f"{i}.+" for i in range(4090)] + ['"', "/\n", "\\d", "é", "(a|b)", "[^x]", "a&~b"]
+    grammar = await checks.grammar(Structure("choice", "choice", json.dumps(texts)), "")
+    for text, fits in [*((text, True) for text in texts[-20:]), ("4", False), ("17x+", False), ("5", False)]:
+        matcher = LLMatcher(TOKENIZER, grammar, limits=LIMITS)
+        consumed = matcher.consume_tokens(TOKENIZER.tokenize_str(text))
+        assert (consumed and matcher.is_accepting()) == fits, text
+
+
+async def test_what_was_tried_is_not_tried_again(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_checks, "MAX_VERDICTS", 3)
+    with pytest.raises(ApiError) as first:
+        await checks.grammar(regex("("), "")
+    await stopped(checks, monkeypatch)
+    with pytest.raises(ApiError) as again:
+        await checks.grammar(Structure("other", "regex", "("), "")
+    assert again.value.message == first.value.message.replace("regex:", "other:", 1)
+    assert await checks.grammar(regex("first"), "") == grammar_of("regex", "first")
+    os.kill(checks._idle[0].pid, signal.SIGCONT)
+    for text in "abcd":
+        await checks.grammar(regex(text), "")
+    assert len(checks._verdicts) == 3
+
+
+async def test_tenants_take_turns(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, order = await stopped(checks, monkeypatch), []
+    ask = grammar_checks._ask
+
+    async def noted(process: Any, key: tuple[str, str, bool]) -> dict[str, str]:
+        order.append(key[1])
+        return await ask(process, key)
+
+    monkeypatch.setattr(grammar_checks, "_ask", noted)
+    flood = [asyncio.create_task(checks.grammar(regex(f"a{i}"), "flood")) for i in range(9)]
+    await queued(checks, 9)
+    other = asyncio.create_task(checks.grammar(regex("b"), "other"))
+    await queued(checks, 10)
+    os.kill(process, signal.SIGCONT)
+    await asyncio.gather(other, *flood)
+    assert order[:3] == ["a0", "a1", "b"]
+    assert sorted(order) == sorted([*(f"a{i}" for i in range(9)), "b"])
+
+
+async def test_a_full_queue_refuses(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_checks, "MAX_WAITING", 2)
+    process = await stopped(checks, monkeypatch)
+    tasks = []
+    for i in range(3):  # one runs, two wait
+        tasks.append(asyncio.create_task(checks.grammar(regex(f"a{i}"), "")))
+        await queued(checks, i + 1)
+        await asyncio.sleep(0)
+    with pytest.raises(ApiError) as refused:
+        await checks.grammar(regex("b"), "")
+    assert (refused.value.status, refused.value.retry_after_s) == (429, 1)
+    os.kill(process, signal.SIGCONT)
+    await asyncio.gather(*tasks)
+
+
+async def test_a_client_that_leaves_takes_its_trial_along(
+    checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = await stopped(checks, monkeypatch)
+    left = asyncio.Event()
+    running = asyncio.create_task(checks.grammar(regex("runs"), "", left.is_set))
+    await queued(checks, 1)
+    waiting = asyncio.create_task(checks.grammar(regex("waits"), "", left.is_set))
+    shared = [asyncio.create_task(checks.grammar(regex("shared"), "", gone)) for gone in (left.is_set, lambda: False)]
+    cancelled = asyncio.create_task(checks.grammar(regex("cancelled"), ""))
+    await queued(checks, 4)
+    cancelled.cancel()
+    left.set()
+    for task in (running, waiting, shared[0]):
+        with pytest.raises(Gone):
+            await task
+    assert [key[1] for key in checks._trials] == ["shared"]
+    os.kill(process, signal.SIGCONT)
+    assert await shared[1] == grammar_of("regex", "shared")
+    assert [key[1] for key in checks._verdicts] == ["first", "shared"]
+
+
+async def test_a_trial_that_runs_is_ended(checks: GrammarChecks) -> None:
+    """By its own process, which answers at once and is there for the next trial."""
+    checks.limits = TrialLimits(cpu_s=100, memory_bytes=2**33)
+    process = await checks._start()
+    endless = ("grammar", 'start: %json {"multipleOf": 50000017}', True)
+    asking = asyncio.create_task(grammar_checks._ask(process, endless))
+    while not children(process.pid):  # noqa: ASYNC110 - the other side is another process
+        await asyncio.sleep(0.001)
+    process.send_signal(signal.SIGUSR1)
+    assert "refused" in await asking
+    assert not children(process.pid)
+    assert "grammar" in await grammar_checks._ask(process, ("regex", "a", True))
+    await grammar_checks._end(process)
+
+
+async def test_a_trial_process_that_dies_is_replaced(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = await stopped(checks, monkeypatch)
+    asking = asyncio.create_task(checks.grammar(regex("a"), ""))
+    await queued(checks, 1)
+    os.kill(process, signal.SIGKILL)
+    with pytest.raises(ApiError) as failed:
+        await asking
+    assert failed.value.status == 503
+    assert await checks.grammar(regex("a"), "") == grammar_of("regex", "a")
+
+
+def test_a_mask_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = grammar_of("regex", "[a-z]+")
+    follow(TOKENIZER, grammar)
+    monkeypatch.setattr("services.gateway.grammar_trial.MASK_S", -1.0)
+    with pytest.raises(Refused, match="ms of CPU time for one token"):
+        follow(TOKENIZER, grammar)
+
+
+def test_it_runs_on_the_gateways_event_loop() -> None:
+    """uvloop's subprocesses are not asyncio's."""
+
+    async def main() -> str:
+        checks = GrammarChecks(CHECKPOINT / "tokenizer.json", 1024, frozenset({0}))
+        try:
+            return await checks.grammar(regex("a"), "")
+        finally:
+            await checks.close()
+
+    assert uvloop.run(main()) == grammar_of("regex", "a")
+
+
+async def test_a_process_that_cannot_start_fails_its_trial(checks: GrammarChecks) -> None:
+    checks.tokenizer_path = Path("/nowhere/tokenizer.json")
+    with pytest.raises(ApiError) as failed:
+        await checks.grammar(regex("a"), "")
+    assert failed.value.status == 503
