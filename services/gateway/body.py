@@ -19,6 +19,17 @@ from services.gateway.errors import ApiError, invalid
 _MAX_LOOKED_THROUGH_BYTES = 2**16
 
 
+# English has 4 to 5 bytes per token, token ids in JSON at most 8, Chinese as \uXXXX escapes 6 to 12. The least is for
+# schemas, lists of short prompts and small models.
+_BYTES_PER_TOKEN = 32
+_LEAST_BODY_BYTES, _MOST_BODY_BYTES = 2**20, 16 * 2**20
+
+
+def default_max_body_bytes(max_model_len: int) -> int:
+    """The largest body of a request to a model whose context has so many tokens."""
+    return min(max(_BYTES_PER_TOKEN * max_model_len, _LEAST_BODY_BYTES), _MOST_BODY_BYTES)
+
+
 class TooManyBodies(Exception):
     """What all requests send together is more than may be held."""
 
@@ -34,6 +45,7 @@ class Bodies:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
+        self.num_given_back = 0  # bytes, of all that have been held
         self.arriving: dict[HeldBody, asyncio.Timeout] = {}
 
     def hold(self) -> HeldBody:
@@ -86,6 +98,7 @@ class HeldBody:
         self._bodies.arriving.pop(self).reschedule(asyncio.get_running_loop().time())
 
     def _give_back(self) -> None:
+        self._bodies.num_given_back += self.num_bytes
         self._bodies.num_bytes -= self.num_bytes
         self.num_bytes = 0
 

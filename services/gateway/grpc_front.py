@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import NoReturn
 
 import grpc
@@ -14,7 +14,7 @@ from services.gateway.errors import ApiError, invalid
 from services.gateway.front import sanitised_request_id
 from services.gateway.generation import Generation, NotThere
 from services.gateway.idempotency import RequestKey, check_key, message_fingerprint
-from services.gateway.list_limits import MAX_MESSAGES, check_length, long_bad_word
+from services.gateway.list_limits import check_length, check_messages, long_bad_word
 from services.gateway.logprobs import ScoredToken
 from services.gateway.request import MAX_SAMPLES, GenerateJob, check_beam, check_terms, make_search, too_long
 from services.gateway.sampling import MAX_BAD_WORD_TOKENS, FieldNames, SamplingChoices
@@ -49,12 +49,12 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
         """One message per batch of tokens that has arrived; the last has the reason and the usage."""
         request_id = sanitised_request_id(request.request_id)
         try:
-            _check_lengths(request, self._gateway.builder.max_model_len)
-            key = _key(request)
-            if not request.resume_after:
-                self._gateway.check_room(key)
             with self._gateway.held_body() as held:
                 held.add(num_bytes := request.ByteSize())
+                _check_lengths(request, self._gateway.builder.max_model_len)
+                key = _key(request)
+                if not request.resume_after:
+                    self._gateway.check_room(key)
                 await self._gateway.turn(num_bytes=num_bytes, new=key is None)  # who goes meanwhile is cancelled
                 job = await self._job(request, request_id, time.perf_counter(), key)
             reading = self._gateway.open([job], key)
@@ -62,9 +62,11 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
             self._gateway.metrics.refused("grpc")
             await _abort(context, error)
         [generation] = reading.generations
+        resume_after, resume_token_ids = request.resume_after, list(request.resume_token_ids)
+        del request  # else the prompt would stay in memory until the answer's end
         try:
-            await _skip(generation, request)
-            first = not request.resume_after
+            await _skip(generation, resume_after, resume_token_ids)
+            first = not resume_after
             while generation.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED:
                 response = _response(generation, await generation.next(), request_id)
                 if first:
@@ -92,6 +94,7 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
         builder = self._gateway.builder
         kind = request.WhichOneof("prompt")
         names = FieldNames(prompt=kind or "prompt", prefix="sampling.")
+        ids: Sequence[int]
         match kind:
             case "text":
                 if not request.text:
@@ -131,8 +134,7 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
 def _check_lengths(request: inference_pb2.GenerateRequest, max_model_len: int) -> None:
     """Of all lists, before anything goes through them: 16 MiB have room for millions, and nobody else would be served
     meanwhile (list_limits.py). Raises ApiError 400."""
-    if (count := len(request.messages.messages)) > MAX_MESSAGES:
-        raise invalid("messages", f"messages: has {count}; at most {MAX_MESSAGES} are possible")
+    check_messages(len(request.messages.messages), max_model_len)
     if (count := len(request.token_ids.ids)) > max_model_len:
         raise too_long("token_ids", str(count), max_model_len)
     if (count := len(request.resume_token_ids)) > max_model_len:
@@ -174,14 +176,14 @@ def _check_resume(request: inference_pb2.GenerateRequest, job: GenerateJob) -> N
         raise invalid("resume_token_ids", "resume_token_ids need the seed or the idempotency_key of the first request")
 
 
-async def _skip(generation: Generation, request: inference_pb2.GenerateRequest) -> None:
+async def _skip(generation: Generation, resume_after: int, resume_token_ids: list[int]) -> None:
     """Go behind what the client has."""
     try:
-        tokens = await generation.skip(request.resume_after)
+        tokens = await generation.skip(resume_after)
     except NotThere:
-        message = f"resume_after: this answer has ended by {request.resume_after} tokens"
+        message = f"resume_after: this answer has ended by {resume_after} tokens"
         raise invalid("resume_after", message) from None
-    if request.resume_token_ids and tokens != request.resume_token_ids:
+    if resume_token_ids and tokens != resume_token_ids:
         raise invalid("resume_token_ids", "resume_token_ids: this answer begins with others", code="cannot_resume")
 
 

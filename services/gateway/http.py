@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,16 +19,17 @@ from starlette.responses import Response
 
 from services.gateway import openai_schema as schema
 from services.gateway.answer import JsonResponse, StreamAnswer, WholeAnswer, error_response
-from services.gateway.body import HeldBody, decode_json, read_body
+from services.gateway.body import HeldBody, read_body
+from services.gateway.body_parser import is_small
 from services.gateway.errors import ApiError, invalid
 from services.gateway.event_ids import LAST_EVENT_ID, EventId, cannot_resume, parse_event_id
 from services.gateway.front import CLIENT_CLOSED_REQUEST, Front, Handler, internal_error
 from services.gateway.http_connection import ENTRY, PEER
-from services.gateway.idempotency import IDEMPOTENCY_KEY, RequestKey, body_fingerprint, check_key
+from services.gateway.idempotency import IDEMPOTENCY_KEY, RequestKey, check_key
 from services.gateway.logprobs import Echo
 from services.gateway.openai_format import Envelope, Kind, new_answer_id
 from services.gateway.openai_values import NOT_FOR_CHATS
-from services.gateway.request import GenerateJob, RequestBuilder
+from services.gateway.request import GenerateJob, RequestBuilder, check_copies, check_samples
 from services.gateway.sampling import FieldNames
 from services.gateway.state import Gateway
 from services.gateway.turnstile import Gone
@@ -155,15 +157,17 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
         return _json(card())
 
 
-async def _body(gateway: Gateway, request: Request, held: HeldBody, *, new: bool = False) -> Any:
-    """Read at once, and decoded when it is the request's turn. Raises as read_body, Gateway.turn and decode_json."""
+async def _parsed(
+    cls: type[schema.R], gateway: Gateway, request: Request, held: HeldBody, *, new: bool = False, kind: str = ""
+) -> tuple[schema.R, bytes]:
+    """Read at once, and parsed when it is the request's turn; with a `kind`, the fingerprint of its fields as well.
+
+    Raises as read_body, Gateway.turn and BodyParser.parse.
+    """
     body = await read_body(request, held, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
-    await gateway.turn(request.scope[PEER].has_gone, num_bytes=len(body), new=new)
-    return decode_json(body)
-
-
-async def _parsed(cls: type[schema.R], gateway: Gateway, request: Request, held: HeldBody) -> schema.R:
-    return schema.parse(cls, await _body(gateway, request, held), gateway.builder.max_model_len)
+    gone = request.scope[PEER].has_gone
+    await gateway.turn(gone, num_bytes=len(body) if is_small(body) else 0, new=new)
+    return await gateway.parser.parse(cls, body, gateway.builder.max_model_len, kind=kind, gone=gone)
 
 
 def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -173,29 +177,32 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a chat."""
         with gateway.held_body() as held:
-            ids = await token_ids(await _parsed(schema.TokenizeRequest, gateway, request, held))
+            body, _ = await _parsed(schema.TokenizeRequest, gateway, request, held)
+            ids = await token_ids(body, request.scope[PEER].has_gone)
         return _json({"count": len(ids), "max_model_len": builder.max_model_len, "tokens": ids})
 
-    async def token_ids(body: schema.TokenizeRequest) -> list[int]:
+    async def token_ids(body: schema.TokenizeRequest, gone: Callable[[], bool]) -> list[int]:
         gateway.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if body.prompt is not None:
             add = body.add_special_tokens is not False
-            return await builder.encode_text(body.prompt, _PROMPT, add_special_tokens=add)
+            return await builder.encode_text(body.prompt, _PROMPT, add_special_tokens=add, gone=gone)
         if body.add_special_tokens:
             raise invalid("add_special_tokens", f"add_special_tokens: {NOT_FOR_CHATS}")
         messages = [message.for_template() for message in body.messages or []]
         add = body.add_generation_prompt is not False
-        return await builder.encode_chat(messages, _CHAT, add_generation_prompt=add)
+        return await builder.encode_chat(messages, _CHAT, add_generation_prompt=add, gone=gone)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """Text of token ids."""
         with gateway.held_body() as held:
-            body = await _parsed(schema.DetokenizeRequest, gateway, request, held)
-        gateway.check_model(body.model)
-        return _json({"prompt": builder.tokenizer.decode(builder.check_token_ids(body.tokens, "tokens"))})
+            body, _ = await _parsed(schema.DetokenizeRequest, gateway, request, held)
+            gateway.check_model(body.model)
+            ids = builder.check_token_ids(body.tokens, "tokens")
+            text = await builder.decode(ids, skip_special_tokens=False, gone=request.scope[PEER].has_gone)
+        return _json({"prompt": text})
 
 
 def _add_generation_routes(app: FastAPI, gateway: Gateway) -> tuple[Handler, Handler]:
@@ -236,15 +243,14 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
         if new:
             gateway.check_room()
         with gateway.held_body() as held:
-            body = await _body(gateway, request, held, new=new)
-            parsed = schema.parse(cls, body, gateway.builder.max_model_len)
+            keyed_kind = kind if name is not None else ""
+            parsed, fingerprint = await _parsed(cls, gateway, request, held, new=new, kind=keyed_kind)
             gateway.check_model(parsed.model)
             key = None
             if name is not None:
-                key = RequestKey(parsed.terms().tenant, name, body_fingerprint(kind, body), IDEMPOTENCY_KEY)
+                key = RequestKey(parsed.terms().tenant, name, fingerprint, IDEMPOTENCY_KEY)
                 if not resumed:
                     gateway.check_room(key)
-            del body  # decoded, it may be twenty times what it was, and a tokeniser takes its time
             answer_id = new_answer_id(kind, key.answer_id if key is not None else None)
             asked = _Asked(request.scope["state"]["request_id"], answer_id, arrival_s, key, gone)
             jobs = await make_jobs(gateway, parsed, asked)
@@ -298,15 +304,20 @@ def _last_event(
 async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, asked: _Asked) -> list[GenerateJob]:
     builder = gateway.builder
     prompts: Sequence[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
-    if isinstance(prompts[0], int):
-        prompts = [prompts]
+    num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    _, best_of = check_samples(body.n, body.best_of, bool(body.stream))
     choices, terms = body.sampling(), replace(body.terms(), answer_id=asked.answer_id)
     choices.grammar = await builder.grammar(body.structure(), terms.tenant, asked.gone)
     jobs: list[GenerateJob] = []
     for index, prompt in enumerate(prompts):
+        if index:
+            await asyncio.sleep(0)  # others are served between two prompts
+        ids: Sequence[int]
         if isinstance(prompt, str):
             add = body.add_special_tokens is not False
-            ids = await builder.encode_text(prompt, _PROMPT, add_special_tokens=add, gone=asked.gone)
+            ids = await builder.encode_text(
+                prompt, _PROMPT, add_special_tokens=add, of_chars=num_chars, gone=asked.gone
+            )
             if not prompt:
                 raise invalid("prompt", "the prompt is empty")
         else:
@@ -323,6 +334,7 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
             arrival_s=asked.arrival_s,
             terms=terms,
         )
+        check_copies(job.sampling, len(prompts) * best_of)
         if body.echo:
             job.echo = await _echo(builder, body, prompt, ids, asked.gone)
             job.prompt_logprobs = body.prompt_logprobs is not None
@@ -332,7 +344,7 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
 
 
 async def _echo(
-    builder: RequestBuilder, body: schema.CompletionRequest, prompt: Any, ids: list[int], gone: Callable[[], bool]
+    builder: RequestBuilder, body: schema.CompletionRequest, prompt: Any, ids: Sequence[int], gone: Callable[[], bool]
 ) -> Echo:
     if not isinstance(prompt, str):
         skip = body.skip_special_tokens is not False

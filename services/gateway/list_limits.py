@@ -62,7 +62,7 @@ def check_lengths(body: Mapping[str, Any], max_model_len: int) -> None:
     if len(tokens := _list(body, "tokens")) > most:
         raise invalid("tokens", f"tokens has {len(tokens)} tokens; at most {most} are possible")
     _check_prompt(_list(body, "prompt"), max_model_len)
-    _check_chat(_list(body, "messages"))
+    _check_chat(_list(body, "messages"), max_model_len)
 
 
 def _check_prompt(prompt: list[Any], max_model_len: int) -> None:
@@ -79,9 +79,14 @@ def _check_prompt(prompt: list[Any], max_model_len: int) -> None:
             raise too_long("prompt", str(len(one)), max_model_len)
 
 
-def _check_chat(messages: list[Any]) -> None:
-    if len(messages) > MAX_MESSAGES:
-        raise invalid("messages", f"messages: has {len(messages)}; at most {MAX_MESSAGES} are possible")
+def check_messages(count: int, max_model_len: int) -> None:
+    """A chat template writes at least a token for each message. Raises ApiError 400."""
+    if count > (most := min(MAX_MESSAGES, max_model_len)):
+        raise invalid("messages", f"messages: has {count}; at most {most} are possible")
+
+
+def _check_chat(messages: list[Any], max_model_len: int) -> None:
+    check_messages(len(messages), max_model_len)
     if (num_parts := sum(len(_list(message, "content")) for message in messages)) > MAX_PARTS:
         raise invalid("messages", f"messages: the contents have {num_parts} parts; at most {MAX_PARTS} are possible")
 

@@ -23,6 +23,7 @@ from services.gateway.openai_values import (
     Prompt,
     Seed,
     Stop,
+    TokenIds,
     Uint32,
     Variables,
 )
@@ -282,7 +283,7 @@ class DetokenizeRequest(_Request):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
 
 
 R = TypeVar("R", bound=_Request)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from array import array
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
@@ -11,6 +13,17 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 NOT_FOR_CHATS = "is not supported for chats, as their template has them (leave it out, or false)"
 
 Uint32 = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+def _token_ids(value: Any) -> array[int]:
+    """Packed: a list takes ten times as much memory, and as long to look through."""
+    if not isinstance(value, list) or set(map(type, value)) - {int}:
+        raise ValueError("must be a list of token ids (integers)")
+    try:
+        return array("i", value)
+    except OverflowError:
+        wrong = next(token for token in value if not -(2**31) <= token < 2**31)
+        raise ValueError(f"token id {wrong} is not in the vocabulary") from None
 
 
 def _prompt(value: Any) -> Any:
@@ -23,8 +36,12 @@ def _prompt(value: Any) -> Any:
     if not value:
         raise ValueError("must not be an empty list")
     kinds = set(map(type, value))
-    if kinds in ({int}, {str}) or (kinds == {list} and all(set(map(type, entry)) <= {int} for entry in value)):
+    if kinds == {str}:
         return value
+    if kinds == {int}:
+        return _token_ids(value)
+    if kinds == {list} and all(set(map(type, entry)) <= {int} for entry in value):
+        return [_token_ids(entry) for entry in value]
     raise ValueError("must hold strings only, or token ids (integers) only, or lists of token ids only")
 
 
@@ -108,7 +125,9 @@ def _variables(value: Any) -> Any:
     return value
 
 
-Prompt = Annotated[str | list[str] | list[int] | list[list[int]], PlainValidator(_prompt)]
+# Lists of token ids come out as arrays of 32-bit integers.
+Prompt = Annotated[str | list[str] | Sequence[int] | list[Sequence[int]], PlainValidator(_prompt)]
+TokenIds = Annotated[Sequence[int], PlainValidator(_token_ids)]
 Stop = Annotated[list[str], BeforeValidator(_stop)]
 Content = Annotated[str, BeforeValidator(_content)]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_logit_bias)]

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.detokenizer import Detokenizer
 from services.gateway.errors import ApiError, invalid
@@ -41,8 +43,11 @@ MAX_SALT_CHARS = 256
 MAX_RETENTION_RANGES = 64
 MAX_LENGTH_PENALTY = 10.0
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
-# Longer texts are encoded off the event loop (the tokenizer lets go of the GIL).
+# Requests with more text are encoded off the event loop (the tokenizer lets go of the GIL).
 _INLINE_CHARS = 4096
+# Of the sampling options of all sequences of a request, each of which has a copy: 40 ms of the event loop.
+_MAX_COPIED_BYTES = 4 * 2**20
+_BIAS_BYTES = 48  # an entry of logit_bias is copied as slowly as so many more bytes
 
 
 @dataclass(slots=True)
@@ -119,12 +124,17 @@ class RequestBuilder:
         names: FieldNames,
         *,
         add_special_tokens: bool = True,
+        of_chars: int = 0,
         gone: Callable[[], bool] = lambda: False,
     ) -> list[int]:
-        """Token ids of a plain prompt. Raises ApiError 400, and Gone if `gone` when it is a long one's turn."""
+        """Token ids of a plain prompt. `of_chars`: how many all prompts of its request have, if it has several.
+
+        Raises ApiError 400, and Gone if `gone` when it is a long one's turn.
+        """
         self._check_chars(len(text), names)
         encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return encode() if len(text) <= _INLINE_CHARS else await self._in_thread(encode, gone)
+        is_short = max(len(text), of_chars) <= _INLINE_CHARS
+        return encode() if is_short else await self._in_thread(encode, gone)
 
     async def encode_chat(
         self,
@@ -144,13 +154,19 @@ class RequestBuilder:
         is_short = num_chars + 32 * len(messages) <= _INLINE_CHARS
         return encode() if is_short else await self._in_thread(encode, gone)
 
-    def check_token_ids(self, token_ids: Sequence[int], field_name: str) -> list[int]:
-        """The ids as they are if all are in the vocabulary. Raises ApiError 400."""
+    def check_token_ids(self, token_ids: Sequence[int], field_name: str) -> array[int]:
+        """The ids, packed, if all are in the vocabulary. Raises ApiError 400."""
         vocab_size = self.vocab_size
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        try:
+            packed = token_ids if isinstance(token_ids, array) else array("i", token_ids)
+            view = np.frombuffer(packed, np.int32) if packed else np.zeros(1, np.int32)
+            are_known = bool(view.min() >= 0 and view.max() < vocab_size)
+        except OverflowError:
+            are_known = False
+        if not are_known:
             bad = next(i for i in token_ids if not 0 <= i < vocab_size)
             raise invalid(field_name, f"token id {bad} is not in the vocabulary of {vocab_size} tokens")
-        return list(token_ids)
+        return packed
 
     def encode_word(self, text: str) -> list[int]:
         """Token ids of a piece of text, nothing added. Raises ApiError 400."""
@@ -274,6 +290,16 @@ class RequestBuilder:
             sampling.prompt_logprobs = False  # they are those of the first
             jobs.append(replace(job, request_id=f"{job.request_id}.{i}", sampling=sampling, sample=i))
         return jobs
+
+
+def check_copies(sampling: common_pb2.SamplingParams, count: int) -> None:
+    """Of a request of so many sequences. Raises ApiError 400."""
+    if count * (sampling.ByteSize() + _BIAS_BYTES * len(sampling.logit_bias)) > _MAX_COPIED_BYTES:
+        raise invalid(
+            "n",
+            f"n: {count} sequences for all prompts are too many with so large a logit_bias, list of bad_words or "
+            "allowed_token_ids, or grammar, of which each sequence has a copy; send several requests",
+        )
 
 
 def check_samples(n: int | None, best_of: int | None, stream: bool) -> tuple[int, int]:

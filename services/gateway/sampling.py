@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import struct
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -80,7 +81,7 @@ class FieldNames:
 class Vocabulary(Protocol):
     """What a text and a token id mean to the model that is served."""
 
-    def check_token_ids(self, token_ids: Sequence[int], field_name: str) -> list[int]:
+    def check_token_ids(self, token_ids: Sequence[int], field_name: str) -> array[int]:
         """Raises ApiError 400."""
         ...
 

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 
 from paceline.v1 import inference_pb2_grpc
-from services.gateway.body import Bodies
+from services.gateway.body import Bodies, default_max_body_bytes
 from services.gateway.door import Door
 from services.gateway.grpc_front import SERVICE_NAME, InferenceFront
 from services.gateway.http import CHAT_COMPLETIONS, COMPLETIONS, create_app
@@ -26,8 +26,9 @@ from services.gateway.state import Gateway
 from services.gateway.tokenizer import TextTokenizer
 from services.runtime.hub import NoSuchModel
 from services.runtime.logs import get_logger
-from services.runtime.rpc import GrpcServer
-from services.runtime.service import Addresses, CannotStart, interruptible
+from services.runtime.message_gate import MessageGate
+from services.runtime.rpc import GrpcServer, transport_options
+from services.runtime.service import Addresses, CannotStart, interruptible, trim_memory
 
 _log = get_logger(__name__)
 
@@ -38,6 +39,13 @@ _IDLE_CONNECTIONS_S = 1.0
 _LAST_WORDS_S = 0.5
 _TICK_S = 0.2
 _WATCH_S = 0.02
+# Memory is given back to the system when so much of bodies and messages was freed, and none in the last second.
+_TRIMMED_BYTES, _TRIM_S = 16 * 2**20, 1.0
+# A gRPC message takes about so many times its size while it is received: as slices, as bytes, as a message.
+_COPIES = 4
+_MAX_READING = 64  # gRPC messages at once
+# A gRPC client may send so much of a message before the gate reads it.
+_LOOKAHEAD_BYTES = 16 * 1024
 
 
 async def serve(
@@ -76,14 +84,19 @@ async def serve(
         doorkeeper=Door(gateway, {COMPLETIONS.encode(): "completion", CHAT_COMPLETIONS.encode(): "chat"}),
     )
     http_port = await http_server.start()
-    grpc_server = GrpcServer(settings.host, settings.grpc_port)
+    grpc_server = _grpc_server(settings, gateway)
     front = InferenceFront(gateway)
     grpc_server.add(SERVICE_NAME, lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(front, s))
     # grpc.health.v1 says SERVING exactly while /ready says 200.
     session.on_status = lambda: grpc_server.set_serving(gateway.ready)
     ticking = [
         asyncio.create_task(work)
-        for work in (_tick(gateway.requests), _watch_loop(gateway.metrics), http_server.watch())
+        for work in (
+            _tick(gateway.requests),
+            _watch_loop(gateway.metrics),
+            _trim_at_rest(gateway.bodies),
+            http_server.watch(),
+        )
     ]
     try:
         grpc_port = await grpc_server.start()
@@ -104,10 +117,21 @@ async def serve(
     finally:
         for task in ticking:
             task.cancel()
+        gateway.parser.close()
         await session.close()
         await grpc_server.stop(_LAST_WORDS_S)
         await http_server.stop()
         await gateway.builder.close()
+
+
+def _grpc_server(settings: GatewaySettings, gateway: Gateway) -> GrpcServer:
+    num_reading = gateway.bodies.max_bytes // (_COPIES * gateway.max_body_bytes)
+    return GrpcServer(
+        settings.host,
+        settings.grpc_port,
+        transport_options(max_receive_bytes=gateway.max_body_bytes, lookahead_bytes=_LOOKAHEAD_BYTES),
+        gate=MessageGate(max_reading=min(max(num_reading, 1), _MAX_READING), max_waiting=settings.max_live_requests),
+    )
 
 
 def _load(settings: GatewaySettings, session: SchedulerSession) -> Gateway:
@@ -132,7 +156,7 @@ def _load(settings: GatewaySettings, session: SchedulerSession) -> Gateway:
         session,
         GatewayMetrics(),
         requests,
-        max_body_bytes=settings.max_body_bytes,
+        max_body_bytes=settings.max_body_bytes or default_max_body_bytes(builder.max_model_len),
         bodies=Bodies(settings.max_bodies_bytes),
     )
 
@@ -158,6 +182,17 @@ async def _tick(requests: RequestStore) -> None:
     while True:
         await asyncio.sleep(_TICK_S)
         requests.tick()
+
+
+async def _trim_at_rest(bodies: Bodies) -> None:
+    trimmed = before = 0
+    while True:
+        await asyncio.sleep(_TRIM_S)
+        freed = bodies.num_given_back
+        if freed == before and freed - trimmed >= _TRIMMED_BYTES:
+            await asyncio.to_thread(trim_memory)
+            trimmed = freed
+        before = freed
 
 
 async def _watch_loop(metrics: GatewayMetrics) -> None:

@@ -32,7 +32,12 @@ class GatewaySettings(ServiceSettings, section="gateway"):
     max_model_len: int | None = Field(
         None, ge=2, description="prompt and output tokens of a request together (default: what the worker says)"
     )
-    max_body_bytes: int = Field(10 * 2**20, ge=1024, description="largest request body")
+    max_body_bytes: int | None = Field(
+        None,
+        ge=1024,
+        description="largest request body, and gRPC message (default: 32 bytes for each token of the model's context, "
+        "from 1 to 16 MiB)",
+    )
     max_bodies_bytes: int = Field(
         256 * 2**20, ge=1024, description="memory for all bodies that are being read or tokenised; one more gets 429"
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from services.gateway.body import Bodies, HeldBody, TooManyBodies
+from services.gateway.body_parser import BodyParser
 from services.gateway.errors import ApiError, invalid
 from services.gateway.idempotency import RequestKey
 from services.gateway.metrics import GatewayMetrics
@@ -27,10 +28,11 @@ class Gateway:
     session: SchedulerSession
     metrics: GatewayMetrics
     requests: RequestStore = field(default_factory=RequestStore)
-    max_body_bytes: int = 10 * 2**20
+    max_body_bytes: int = 2**20
     body_timeout_s: float = 60.0
     draining: bool = False
     turnstile: Turnstile = field(default_factory=Turnstile)
+    parser: BodyParser = field(default_factory=BodyParser)
     bodies: Bodies = field(default_factory=lambda: Bodies(256 * 2**20))
 
     @property

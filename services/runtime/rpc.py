@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import Counter, Histogram
 
 from services.runtime.logs import bind_request_id, get_logger
+from services.runtime.message_gate import MessageGate
 
 log = get_logger(__name__)
 
@@ -49,11 +50,21 @@ CODE_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 Options = list[tuple[str, int]]
 
 
-def transport_options(ping_interval_s: float = PING_INTERVAL_S, ping_timeout_s: float = PING_TIMEOUT_S) -> Options:
-    """Channel arguments for either end of a connection: a peer that does not answer pings is given up."""
+def transport_options(
+    ping_interval_s: float = PING_INTERVAL_S,
+    ping_timeout_s: float = PING_TIMEOUT_S,
+    *,
+    max_receive_bytes: int = MAX_MESSAGE_BYTES,
+    lookahead_bytes: int = 256 * 1024,
+) -> Options:
+    """Channel arguments for either end of a connection: a peer that does not answer pings is given up.
+
+    `max_receive_bytes`: of one message. `lookahead_bytes`: what the other end may send of a message that is not read
+    yet.
+    """
     interval_ms = int(ping_interval_s * 1000)
     return [
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", interval_ms),
         ("grpc.keepalive_timeout_ms", int(ping_timeout_s * 1000)),
@@ -62,7 +73,7 @@ def transport_options(ping_interval_s: float = PING_INTERVAL_S, ping_timeout_s: 
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", interval_ms // 2),
         ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.http2.lookahead_bytes", 256 * 1024),
+        ("grpc.http2.lookahead_bytes", lookahead_bytes),
         ("grpc.http2.bdp_probe", 0),
     ]
 
@@ -142,11 +153,17 @@ class GrpcServer:
     """A grpc.aio server with health (`grpc.health.v1`, for "" and every service) and reflection."""
 
     def __init__(
-        self, host: str, port: int, options: Options | None = None, interceptors: Sequence[_Interceptor] = ()
+        self,
+        host: str,
+        port: int,
+        options: Options | None = None,
+        interceptors: Sequence[_Interceptor] = (),
+        gate: MessageGate | None = None,
     ) -> None:
+        """`gate`: bounds what is received at once by the methods that take one request (health's are exempt)."""
         self._host, self._port = host, port
         server_options = [*(options or transport_options()), ("grpc.so_reuseport", 0)]
-        self._server = grpc.aio.server(options=server_options, interceptors=[CallInterceptor(), *interceptors])
+        self._server = grpc.aio.server(options=server_options, interceptors=[CallInterceptor(gate), *interceptors])
         self._health = Health()
 
     def add(self, full_service_name: str, register: Callable[[grpc.aio.Server], None]) -> None:
@@ -178,6 +195,9 @@ class CallInterceptor(_Interceptor):
     """Counts and times calls, binds `x-request-id` to the log, turns bytes that are no message into INVALID_ARGUMENT
     and an unexpected exception into INTERNAL."""
 
+    def __init__(self, gate: MessageGate | None = None) -> None:
+        self._gate = gate
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
@@ -191,11 +211,15 @@ class CallInterceptor(_Interceptor):
         if isinstance(request_id, str) and request_id:
             bind_request_id(request_id[:128])
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-        if handler.request_streaming:
-            decode, watched = handler.request_deserializer, _watched(behaviour, method)
+        streaming, decode, gate = handler.request_streaming, handler.request_deserializer, None
+        if streaming:
+            watched = _watched(behaviour, method)
         else:  # grpc would blame us (UNKNOWN) for a request that it cannot decode
-            decode, watched = None, _watched(behaviour, method, handler.request_deserializer)
-        make = _MAKE_HANDLER[handler.request_streaming, handler.response_streaming]
+            if not method.startswith("/grpc."):
+                gate = self._gate
+            watched, decode = _watched(behaviour, method, decode, gate), None
+        # Of a method that takes a stream gRPC reads nothing by itself.
+        make = _MAKE_HANDLER[streaming or gate is not None, handler.response_streaming]
         return make(watched, decode, handler.response_serializer)
 
 
@@ -204,15 +228,20 @@ def _code_name(code: grpc.StatusCode | int | None) -> str:
     return code.name if isinstance(code, grpc.StatusCode) else CODE_NAMES.get(code or 0, "UNKNOWN")
 
 
-def _watched(behaviour: Any, method: str, decode: Callable[[bytes], Any] | None = None) -> Any:
-    """`decode`: of the one request, which comes as bytes then."""
+def _watched(
+    behaviour: Any, method: str, decode: Callable[[bytes], Any] | None = None, gate: MessageGate | None = None
+) -> Any:
+    """`decode`: of the one request, which comes as bytes then, or through the `gate`."""
 
     async def call(request: Any, context: Any) -> Any:
         began = time.perf_counter()
         STARTED.labels(method).inc()
         cancelled = False
         try:
+            if gate is not None:
+                request = await gate.read(context)
             answer = behaviour(decode(request) if decode is not None else request, context)
+            del request  # the behaviour decides how long a large one stays
             if isinstance(answer, AsyncGenerator):
                 async with aclosing(answer):
                     async for message in answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import os
 import resource
@@ -48,6 +49,17 @@ def give_way() -> None:
     with suppress(AttributeError, OSError):
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def trim_memory() -> None:
+    """Give the memory that this process has freed back to the system. Takes some 20 ms per 100 MiB, without the GIL.
+
+    glibc keeps it otherwise: each thread of gRPC has its own arena, and one block in use near its end holds all of
+    the arena (measured: 80 messages of 16 MB left 485 MiB; with other thresholds and fewer arenas 290 to 630).
+    Does nothing with other C libraries.
+    """
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager

@@ -293,7 +293,7 @@ OTHERS = [
     Case("detokenize: nothing", 400, "tokens", b"{}", "/detokenize"),
     Case("detokenize: out of the vocabulary", 400, "tokens", _dump({"tokens": [10**6]}), "/detokenize"),
     Case("detokenize: negative", 400, "tokens", _dump({"tokens": [-1]}), "/detokenize"),
-    Case("detokenize: no integers", 400, "tokens.0", _dump({"tokens": [1.5]}), "/detokenize"),
+    Case("detokenize: no integers", 400, "tokens", _dump({"tokens": [1.5]}), "/detokenize"),
 ]
 
 WELL = _dump({"prompt": [5], "max_tokens": 2})

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
+import grpc.aio
 import pytest
 
+from paceline.v1 import inference_pb2, inference_pb2_grpc
 from services.client import AsyncPacelineClient
 from services.client.types import PacelineError
+from services.gateway import server
+from services.gateway.grpc_front import InferenceFront
 from services.gateway.tokenizer import TextTokenizer
 from tests.contract.gateway.conftest import Running, Start, eventually, until
 
@@ -89,3 +94,128 @@ async def test_a_text_that_turns_out_to_be_too_long_gives_back_its_share(start: 
     running = await start(settings={"max_bodies_bytes": 5 * len(LONG)})
     for _ in range(3):
         assert await post(running, 2 * "x " * len(LONG)) == 400
+
+
+async def test_many_short_texts_are_tokenised_off_the_event_loop_as_a_long_one_is(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = await start()
+    loop_thread, threads = threading.current_thread(), set()
+    encode = TextTokenizer.encode
+
+    def watched(self: TextTokenizer, text: str, **options: Any) -> list[int]:
+        threads.add(threading.current_thread() is loop_thread)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(TextTokenizer, "encode", watched)
+    for prompts, on_loop in ((["x" * 1000] * 4, True), (["x" * 1000] * 5, False)):
+        threads.clear()
+        answer = await running.http.post("/v1/completions", json={"prompt": prompts, "max_tokens": 1})
+        assert (answer.status_code, threads) == (200, {on_loop})
+
+
+async def test_many_ids_are_detokenised_off_the_event_loop(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    running, go_on = await start(), threading.Event()
+
+    def decode(self: TextTokenizer, ids: Any, **options: Any) -> str:
+        go_on.wait(20)
+        return f"{len(ids)} tokens"
+
+    monkeypatch.setattr(TextTokenizer, "decode", decode)
+    detokenized = asyncio.create_task(running.http.post("/detokenize", json={"tokens": [7] * 131_072}))
+    try:
+        assert await post(running, "short") == 200
+    finally:
+        go_on.set()
+    assert (await detokenized).json() == {"prompt": "131072 tokens"}
+
+
+async def test_a_large_body_is_answered_as_a_small_one_is(start: Start) -> None:
+    running = await start(settings={"max_body_bytes": 4 * 2**20})
+    junk: dict[str, Any] = {"unknown": [{}] * 100_000}
+    for path, body in (
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 4, "temperature": 0}),
+        ("/v1/completions", {"prompt": [7, 8], "max_tokens": 4, "temperature": 0}),
+        ("/tokenize", {"prompt": "hello"}),
+        ("/v1/completions", {"prompt": "hello", "max_tokens": -1}),
+        ("/v1/completions", {"prompt": "hello", "model": "other"}),
+    ):
+        small = await running.http.post(path, json=body)
+        large = await running.http.post(path, json=body | junk)
+        ignored = {"id", "created"}
+        assert large.status_code == small.status_code
+        assert {k: v for k, v in large.json().items() if k not in ignored} == {
+            k: v for k, v in small.json().items() if k not in ignored
+        }
+    key = {"Idempotency-Key": "large"}
+    body = {"prompt": "hello", "max_tokens": 4}
+    first = (await running.http.post("/v1/completions", json=body | junk, headers=key)).json()
+    assert (await running.http.post("/v1/completions", json=body | junk, headers=key)).json() == first
+    other = await running.http.post("/v1/completions", json=body, headers=key)
+    assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
+
+
+async def test_sequences_that_each_copy_large_options_are_bounded(start: Start) -> None:
+    running = await start()
+    bias = {str(token): 1 for token in range(1000)}
+    for prompts, n, status in ((1, 64, 200), (4, 64, 400), (128, 1, 400), (128, 2, 200)):
+        body = {
+            "prompt": [[7]] * prompts,
+            "n": n,
+            "max_tokens": 1,
+            "logit_bias": bias if status == 400 or n == 64 else {},
+        }
+        answer = await running.http.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json().get("error", {}).get("param")) == (
+            status,
+            "n" if status == 400 else None,
+        )
+
+
+async def test_bodies_and_messages_have_one_limit_that_follows_the_context(start: Start) -> None:
+    for settings, limit in (({}, 2**20), ({"max_body_bytes": 2**18}, 2**18)):
+        running = await start(settings=settings)
+        assert await post(running, "x" * limit) == 413
+        assert await post(running, "x" * (limit - 100)) == 400  # too many tokens
+        async with AsyncPacelineClient(running.addresses.grpc or "") as client:
+            assert await generate(client, "x" * (limit + 100)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert await generate(client, "x" * (limit - 100)) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_grpc_request_does_not_stay_in_memory_while_its_answer_is_streamed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = await start(step_s=0.01)
+    requests: list[inference_pb2.GenerateRequest] = []
+    make_job = InferenceFront._job
+
+    def watched(self: InferenceFront, request: inference_pb2.GenerateRequest, *rest: Any) -> Any:
+        requests.append(request)
+        return make_job(self, request, *rest)
+
+    monkeypatch.setattr(InferenceFront, "_job", watched)
+    async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
+        message = inference_pb2.GenerateRequest(text="hello")
+        message.sampling.max_tokens = 500
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(message)
+        await call.read()
+        references = sys.getrefcount(requests.pop())
+        assert references == 1  # this list's was the last one
+        call.cancel()
+
+
+async def test_freed_memory_is_given_back_when_no_body_has_come_for_a_while(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trims: list[int] = []
+    monkeypatch.setattr(server, "trim_memory", lambda: trims.append(1))
+    monkeypatch.setattr(server, "_TRIM_S", 0.01)
+    monkeypatch.setattr(server, "_TRIMMED_BYTES", 10_000)
+    running = await start()
+    await post(running, "x" * 4000)
+    await post(running, "x" * 4000)
+    assert not trims
+    await post(running, "x" * 4000)
+    await until(lambda: len(trims) == 1)
+    await asyncio.sleep(0.1)
+    assert len(trims) == 1

@@ -409,7 +409,7 @@ class UntouchedObject(dict[str, Any]):
         ("bad_words", ["a", Untouched([1] * 65)], "1 to 64 tokens, not 65"),
         ("allowed_token_ids", Untouched([1] * 8193), "at most 8192"),
         ("cache_retention", Untouched([{"priority": 1}] * 65), "at most 64"),
-        ("messages", Untouched([{"role": "user", "content": "a"}] * 16385), "at most 16384"),
+        ("messages", Untouched([{"role": "user", "content": "a"}] * 1025), "at most 1024"),
         ("messages", [{"role": "user", "content": Untouched(["a"] * 16385)}], "at most 16384"),
         ("chat_template_kwargs", UntouchedObject({str(i): 1 for i in range(1025)}), "at most 1024"),
     ],

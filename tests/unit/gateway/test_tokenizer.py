@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -155,3 +157,23 @@ def test_no_template_and_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((CHECKPOINT / "tokenizer.json").read_bytes())
     with pytest.raises(ApiError, match="no chat template"):
         TextTokenizer.from_folder(tmp_path).encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_other_threads_go_on_while_a_long_chat_is_encoded() -> None:
+    tokenizer = TextTokenizer.from_folder(CHECKPOINT)
+    began, ended, num_turns = threading.Event(), threading.Event(), 0
+
+    def encode() -> None:
+        began.set()
+        tokenizer._encode(text, False)
+        ended.set()
+
+    text = "<|user|>\nhi there\n" * 20_000
+    thread = threading.Thread(target=encode)
+    thread.start()
+    began.wait()
+    while not ended.is_set():
+        num_turns += 1
+        time.sleep(0)
+    thread.join()
+    assert num_turns > 50
