@@ -135,6 +135,7 @@ class Lifecycle:
     def bind(self, worker: Worker, request: Request) -> None:
         self.budgets.bind(request)  # before it leaves the queue, which shows of its tenant what still fits
         self.queue.remove(request)
+        request.siblings.num_bound += 1
         if request.swapped_on:
             self.swaps.bind(request)
         self.queue.started(request)
@@ -180,8 +181,9 @@ class Lifecycle:
         self._forget_sequence(request)
         self.enqueue(request)
 
-    def preempt(self, request: Request, place: str, mode: str) -> None:
-        """It gives way and waits again, with all its known tokens; `place` and `mode` as in PreemptionPolicy."""
+    def preempt(self, request: Request, place: str, mode: str, why: str) -> None:
+        """It gives way and waits again, with all its known tokens; `place` and `mode` as in PreemptionPolicy; `why`
+        is for the journal."""
         worker, swaps = self._workers[request.worker], self.swaps.suits(request, mode)
         self._vacate(request, swaps)
         request.num_preemptions += 1
@@ -191,7 +193,7 @@ class Lifecycle:
                 request.place = next(self._fronts)
             case "back":
                 request.place = next(self._ranks)
-        self.note(request, "preempted", "moves to host memory" if swaps else "gave its blocks to what runs")
+        self.note(request, "preempted", "moves to host memory" if swaps else why)
         if not swaps:
             self.requeue(request)
             return
@@ -296,6 +298,7 @@ class Lifecycle:
     def _unbind(self, request: Request) -> None:
         """It neither runs nor is about to; what becomes of it is the caller's business."""
         self.budgets.unbind(request)
+        request.siblings.num_bound -= 1
         self.queue.free_tokens_changed(request.tenant)
         if worker := self._workers.get(request.worker):
             worker.unbind_adapter(request)

@@ -24,13 +24,15 @@ from scheduler_svc.core.step import Step
 from scheduler_svc.core.view import Running
 from scheduler_svc.core.worker import Chunk, Draft, Prefill, StepInFlight, Worker, new_plan
 
+# Why a request waits that running sequences can give way to.
+ROOM = ("seats", "capacity", "blocks")
 # Of a worker, between two tokens. A policy that pauses whatever it has let in would go on so for ever.
 MAX_PAUSES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    preempt: Callable[[Request, str, str], None]  # with PreemptionPolicy's requeue and mode
+    preempt: Callable[[Request, str, str, str], None]  # with PreemptionPolicy's requeue and mode, and the reason
     over_budget: Callable[[Worker, Request, Admitted], str | None]
     session_index: Callable[[Request], int]
     resumed: Callable[[Request], None]  # what was swapped out is seated again
@@ -50,8 +52,9 @@ class Planner:
         if step is not None and (torn := self._torn_samples(worker, policies, step)):
             before = partial(takewhile, lambda request: id(request.samples) not in torn)  # nobody passes them
             step = self._compose(worker, policies, lambda: before(waiting()), now_s)
-        if step is not None:
-            self._expect_progress(worker, step)
+        if step is None or self._make_way(worker, policies, step):
+            return None
+        self._expect_progress(worker, step)
         return step
 
     def draft_trial(
@@ -144,11 +147,28 @@ class Planner:
                 del left[sequence.slot]
             yield unit
 
-    def _take_out(self, worker: Worker, victims: list[Running], policies: Policies) -> None:
+    def _make_way(self, worker: Worker, policies: Policies, step: Step) -> bool:
+        """Let sequences give way to a waiting request, if the policy names any. The step after that runs without them
+        and admits nothing, so that there is progress in between."""
+        refused = any(reason in ROOM for _, reason, _ in step._held_back)
+        if not (refused and worker.num_further) or step.num_admissions or step.preempted:
+            return False
+        victims = step.own(policies.preemption.for_waiting(step))
+        if len(victims) >= len(step.running):
+            victims = victims[:-1]
         for victim in victims:
-            request = worker.running[victim.slot]
-            worker.preempted.append(request)
-            self.preempt(request, policies.preemption.requeue, policies.preemption.mode)
+            self._give_way(worker, victim, policies.preemption.requeue, "recompute", "gave way to a waiting request")
+        return bool(victims)
+
+    def _take_out(self, worker: Worker, victims: list[Running], policies: Policies) -> None:
+        requeue, mode = policies.preemption.requeue, policies.preemption.mode
+        for victim in victims:
+            self._give_way(worker, victim, requeue, mode, "gave its blocks to what runs")
+
+    def _give_way(self, worker: Worker, victim: Running, requeue: str, mode: str, why: str) -> None:
+        request = worker.running[victim.slot]
+        worker.preempted.append(request)
+        self.preempt(request, requeue, mode, why)
         worker.knows_cache = False
 
     # ── after the exchange ───────────────────────────────────────────────────────────────────────────────────────────
@@ -241,6 +261,7 @@ class Planner:
         if request.cached_tokens is None:
             request.cached_tokens = num_cached_tokens
         worker.running[slot] = request
+        worker.num_further += request.is_further_sequence
         worker.prefills[slot] = Prefill(slot, request.num_tokens, num_cached_tokens)
         # The cache may hold more of it by now than when the step was composed.
         sizes[slot] = min(admission.num_tokens, request.num_tokens - num_cached_tokens)

@@ -6,6 +6,7 @@ A step of one worker is composed like this:
       order.ordered(now_s)                 in which order they are offered a place
       capacity.admit(step, request, ...)   whether they may have one
     preemption.victims(step)             only if what runs needs more blocks than there are
+    preemption.for_waiting(step)         only if a request was refused while some request runs several sequences
 
 and before that `capacity.begin(step)` looks at the whole. If somebody has to give way, the composition is dropped, the
 victims' blocks go back to the cache, and it starts over with what is there then; `step.preempted` names them.
@@ -174,6 +175,12 @@ class PreemptionPolicy(ABC):
     def victims(self, step: Step) -> Iterable[Running]:
         """Running sequences in the order in which they give way. If that is all of them, the last is never taken, so
         that something always makes progress."""
+
+    def for_waiting(self, step: Step) -> Iterable[Running]:
+        """Running sequences that give way to waiting requests; their tokens are computed anew. Asked when a composition
+        admits nothing and was refused a slot or blocks for a request, while further sequences of some request run on
+        the worker (samples after the first, beams). None by default. Not all that runs can give way."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)

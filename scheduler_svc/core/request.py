@@ -42,6 +42,14 @@ NO_MATCH = Match(0)
 
 
 @dataclass(slots=True, eq=False)
+class Siblings:
+    """All sequences of one client's request share this: its samples, or the beams of its search."""
+
+    first: int  # seniority of the client's request
+    num_bound: int = 0  # sequences that run or are about to, on any worker
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """A request and what is known of it, wherever it is. Policies read it and change nothing.
 
@@ -87,6 +95,7 @@ class Request:
     extra_stop_ids: frozenset[int] = NO_TOKENS
     parent: Request | None = None  # to fork from, as long as that is possible
     prompt_is_computed: bool = False  # and known to be, of the attempt that runs
+    siblings: Siblings = field(default=None)  # type: ignore[assignment]  # its own, unless it is given that of another
     samples: list[Request] | None = None  # of the same prompt, itself among them; also those that have ended
     swapped_on: int = 0  # the worker that has its KV in host memory, while WAITING or BINDING
     host_blocks: bytes = field(default=b"", init=False, repr=False)  # there, once the cache has answered; packed int32
@@ -107,6 +116,8 @@ class Request:
         self.num_tokens = self.num_prompt_tokens + len(self.output) // TOKEN_BYTES
         self.max_total_tokens = self.num_prompt_tokens + self.sampling.max_tokens
         self.scores_prompt = self.sampling.prompt_logprobs
+        if self.siblings is None:
+            self.siblings = Siblings(self.seniority)
 
     def add_output(self, token_ids: bytes) -> None:
         """Packed int32."""
@@ -121,6 +132,11 @@ class Request:
     def is_member(self) -> bool:
         """Of a client's request, and none itself."""
         return self.group is not None and self.group.root is not self
+
+    @property
+    def is_further_sequence(self) -> bool:
+        """Of a client's request that asks for several, a sample after the first or a beam."""
+        return self.siblings.first != self.seniority
 
     @property
     def is_one_of_several(self) -> bool:

@@ -173,13 +173,15 @@ class SchedulerCore:
             check_limits(request, self.limits, changes_logits)
         if request.handle in session.live:
             raise Rejection(CODE_FAILED_PRECONDITION, f"handle: {request.handle} is in use", "handle")
-        request.seniority = request.place = self.life.next_seniority()
+        request.seniority = request.place = request.siblings.first = self.life.next_seniority()
         parent = session.live.get(submission.fork_of) if submission.fork_of else None
         if parent is not None and not is_sample_of(parent, request):
             parent = None
         # Nothing accepted is lost, and samples are one request: what was said of the first holds for them.
         if not (request.accepted_before or parent):
             check_queue(self.queue, request, self.config, self.life.budgets)
+        if parent is not None:
+            request.siblings = parent.siblings
         if parent is not None and not (request.output or request.scores_prompt):
             request.parent = parent
             request.samples = parent.samples = parent.samples or [parent]

@@ -262,6 +262,10 @@ class StepView:
         block_size = self._worker.block_size
         return (match.num_tokens - match.num_host_tokens) // block_size * block_size
 
+    def has_admitted(self, request: RequestView) -> bool:
+        """Whether this step lets it in."""
+        return request.seniority in self._placed
+
     def exceeds_budget(self, request: RequestView) -> bool:
         """Whether a budget that is not the policies' keeps a waiting request out of this step: its tenant's, or that of
         adapters in the batch."""

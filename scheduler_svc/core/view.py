@@ -49,6 +49,21 @@ class RequestView:
         return self._request.tenant
 
     @property
+    def client_request(self) -> int:
+        """Names the client's request: the same for all its samples, and for all beams of its search."""
+        return self._request.siblings.first
+
+    @property
+    def is_beam(self) -> bool:
+        """It is a beam of a search: it runs for one token, and the search goes on when all beams have."""
+        return self._request.is_member
+
+    @property
+    def num_running_siblings(self) -> int:
+        """Sequences of the client's request that run or are about to, on any worker; this one too, if it does."""
+        return self._request.siblings.num_bound
+
+    @property
     def lora(self) -> str:
         return self._request.lora
 

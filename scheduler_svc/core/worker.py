@@ -109,6 +109,7 @@ class Worker:
     free_host_blocks: int = 0  # those in which something is only cached among them
     loras: Counter[str] = field(default_factory=Counter)  # requests that are bound, by adapter
     num_departed: int = 0  # sequences that ever left
+    num_further: int = 0  # running sequences that are further ones of their requests (Request.is_further_sequence)
     _refused: set[int] = field(default_factory=set)  # by seniority
     _refused_at: int = 0  # num_departed
     binding_tokens: int = 0  # load of the requests that the draft binds
@@ -342,6 +343,7 @@ class Worker:
             self.frees.append(slot)
         self.slots.release(slot, self.decode_step)
         self.num_departed += 1
+        self.num_further -= request.is_further_sequence
         request.slot = -1
         return request
 

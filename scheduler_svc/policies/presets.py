@@ -20,9 +20,11 @@ class Choice:
 DEFAULT = "paceline"
 
 PRESETS: dict[str, Choice] = {
-    # Prompts in chunks beside decodes; admit while it fits, preempt the last. A preempted request comes back only when
-    # there is room to grow.
-    "paceline": Choice("fcfs", "watermark", "decode-first", "last-in", {"watermark": 0.01, "resume_watermark": 0.05}),
+    # Prompts in chunks beside decodes; admit while it fits, fairly among tenants and requests; what holds most gives
+    # way. A preempted request comes back only when there is room to grow.
+    "paceline": Choice(
+        "fair", "watermark", "decode-first", "largest-share", {"watermark": 0.01, "resume_watermark": 0.05}
+    ),
     # https://github.com/vllm-project/vllm, the last V0 scheduler: prefill batches, then decode batches.
     "vllm-v0": Choice(
         "fcfs",

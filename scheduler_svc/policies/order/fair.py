@@ -1,23 +1,31 @@
-"""Fair among tenants: the one that was served least goes next (virtual token counter, Sheng et al., OSDI 2024).
+"""Fair among tenants, and among the requests of a tenant.
 
-A tenant's counter grows by the prompt tokens it gets computed and, weighted, by the tokens it gets generated, over its
-weight. A prompt is charged when its request first runs, and never again: what is computed anew after a preemption is
-not the doing of the tenant that was pushed out. A tenant of which nothing waited is lifted, when something does, to the
-lowest counter of those of which something waits, or if there are none to that of the last one that was: what it did not
-ask for it cannot claim later, however much of it runs.
+Among tenants, the tenant that was served least goes next (virtual token counter, Sheng et al., OSDI 2024). A tenant's
+counter grows by the prompt tokens it gets computed and, weighted, by the tokens it gets generated, over its weight. A
+prompt is charged when its request first runs, and never again: what is computed anew after a preemption is not the
+doing of the tenant that was pushed out. A tenant of which nothing waited is lifted, when something does, to the lowest
+counter of those of which something waits, or if there are none to that of the last one that was: what it did not ask
+for it cannot claim later, however much of it runs.
 
-Within a tenant, first come, first served.
+Within a tenant, the client's request with the fewest running sequences goes first (max-min fairness in slots); of
+equals, the request that came first. A request that asks for one sequence runs none while it waits, so without `n`,
+`best_of` and beam search this is first come, first served. The samples of a request with n = 64 take turns with the
+other requests of the tenant, and no request starves: its first sequence waits only for requests that came earlier. The
+beams of a search run for one token at a time; all but the first stand where a request stands that runs one sequence.
 
 Tenants are named by clients, so there may be any number of them. A pass looks at those of which something runs and at
-the first of those that wait. Those that are idle cost nothing, and only the last MAX_IDLE of them are remembered: one
-that is forgotten begins like one under a new name.
+the first of those that wait; while only one tenant waits, a pass compares no counters and charges nothing. Idle tenants
+cost nothing, and only the last MAX_IDLE of them are remembered: one that is forgotten begins like one under a new name.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from sortedcontainers import SortedDict, SortedList
 
@@ -26,6 +34,19 @@ from scheduler_svc.core.view import RequestView
 from scheduler_svc.policies.options import Amount, PositiveAmount
 
 MAX_IDLE = 1024
+# What a tenant generates is charged once in so many seconds, since that takes time with the number of its running
+# sequences (about 1 us each).
+CHARGE_INTERVAL_S = 0.1
+
+Key = tuple[int, int, int]  # running sequences of the client's request; place and seniority of the next one that waits
+
+
+@dataclass(slots=True)
+class Line:
+    """The sequences of one client's request that wait, in the order of their places; mostly one."""
+
+    key: Key = (0, 0, 0)  # under which it stands in its tenant's `waiting`
+    sequences: list[tuple[int, int, RequestView]] = field(default_factory=list)  # place, seniority; sorted
 
 
 @dataclass(slots=True)
@@ -33,14 +54,70 @@ class Tenant:
     name: str
     weight: float
     counter: float
-    waiting: SortedDict[tuple[int, int], RequestView] = field(default_factory=SortedDict)
+    waiting: SortedDict[Key, Line] = field(default_factory=SortedDict)
+    lines: dict[int, Line] = field(default_factory=dict)  # the same, by the client's request
     running: dict[int, tuple[RequestView, int]] = field(
         default_factory=dict
     )  # by seniority; output tokens charged so far
+    charged_s: float = -math.inf  # when what runs was charged last
 
     @property
     def is_idle(self) -> bool:
         return not (self.waiting or self.running)
+
+    def add(self, request: RequestView) -> None:
+        line = self.lines.get(request.client_request)
+        if line is None:
+            line = self.lines[request.client_request] = Line()
+        insort(line.sequences, (request.place, request.seniority, request), key=itemgetter(0, 1))
+        self._place(line)
+
+    def remove(self, request: RequestView) -> None:
+        line = self.lines[request.client_request]
+        del line.sequences[bisect_left(line.sequences, (request.place, request.seniority), key=itemgetter(0, 1))]
+        self._place(line)
+        if not line.sequences:
+            del self.lines[request.client_request]
+
+    def siblings_changed(self, request: RequestView) -> None:
+        """A sequence of the same client's request has started or stopped."""
+        if line := self.lines.get(request.client_request):
+            self._place(line)
+
+    def _place(self, line: Line) -> None:
+        """Where the line belongs now."""
+        if self.waiting.get(line.key) is line:
+            del self.waiting[line.key]
+        if line.sequences:
+            first = line.sequences[0][2]
+            line.key = _standing(first, first.num_running_siblings)
+            self.waiting[line.key] = line
+
+    def ordered(self) -> Iterator[RequestView]:
+        """Each sequence yielded counts as running for those of its request that follow."""
+        lines = iter(self.waiting.values())
+        following = next(lines, None)
+        heap: list[tuple[Key, Iterator[RequestView], RequestView]] = []
+        rest: Iterator[RequestView]
+        while following or heap:
+            if following and not (heap and heap[0][0] < following.key):
+                (num_running, _, _), rest = following.key, map(_request_of, following.sequences)
+                request = next(rest)
+                following = next(lines, None)
+            else:
+                (num_running, _, _), rest, request = heapq.heappop(heap)
+            yield request
+            if (sibling := next(rest, None)) is not None:
+                heapq.heappush(heap, (_standing(sibling, num_running + 1), rest, sibling))
+
+
+def _request_of(sequence: tuple[int, int, RequestView]) -> RequestView:
+    return sequence[2]
+
+
+def _standing(request: RequestView, num_running: int) -> Key:
+    """The beams of a search stand together: their search goes on when all of them have run."""
+    return min(num_running, 1) if request.is_beam else num_running, request.place, request.seniority
 
 
 class FairAmongTenants(OrderPolicy):
@@ -71,28 +148,34 @@ class FairAmongTenants(OrderPolicy):
     def add(self, request: RequestView) -> None:
         tenant = self._busy(request.tenant)
         if not tenant.waiting:
-            if not request.has_run:  # who is pushed out has not just come
-                self._charge_output(tenant)
-                tenant.counter = max(tenant.counter, self._lowest())
+            if not request.has_run:  # a preempted request has not just come
+                self._lift(tenant, request.arrival_s)
             self._waiting.add((tenant.counter, tenant.name))
-        tenant.waiting[request.place, request.seniority] = request
+        tenant.add(request)
 
-    def _lowest(self) -> float:
+    def _lift(self, tenant: Tenant, now_s: float) -> None:
+        """The tenant begins to wait, and not behind the lowest of the others."""
+        if not self._waiting and self._last_waited == tenant.name:
+            return  # it would be compared with itself
+        self._charge_output(tenant, now_s)
+        tenant.counter = max(tenant.counter, self._lowest(now_s))
+
+    def _lowest(self, now_s: float) -> float:
         """Where a tenant begins that comes now."""
         while self._waiting:
             first = self._waiting[0]
             tenant = self.busy[first[1]]
-            self._charge_output(tenant)
+            self._charge_output(tenant, now_s)
             if self._waiting[0] == first:
                 return tenant.counter
         if last := self.busy.get(self._last_waited):
-            self._charge_output(last)
+            self._charge_output(last, now_s)
             return last.counter
         return self.idle.get(self._last_waited, 0.0)
 
     def remove(self, request: RequestView) -> None:
         tenant = self.busy[request.tenant]
-        del tenant.waiting[request.place, request.seniority]
+        tenant.remove(request)
         if not tenant.waiting:
             self._waiting.remove((tenant.counter, tenant.name))
             self._last_waited = tenant.name
@@ -102,27 +185,34 @@ class FairAmongTenants(OrderPolicy):
         tenant = self._busy(request.tenant)
         self._charge(tenant, self._prompt_cost(request, tenant))
         tenant.running[request.seniority] = (request, request.num_output_tokens)
+        tenant.siblings_changed(request)
         self._running[tenant.name] = tenant
 
     def stopped(self, request: RequestView) -> None:
         tenant = self._busy(request.tenant)
-        self._charge_output(tenant)
-        tenant.running.pop(request.seniority, None)
+        if (entry := tenant.running.pop(request.seniority, None)) is not None:
+            self._charge(tenant, self._output_cost(tenant, request.num_output_tokens - entry[1]))
+        tenant.siblings_changed(request)
         if not tenant.running:
             self._running.pop(tenant.name, None)
         self._left(tenant.name)
 
     def ordered(self, now_s: float) -> Iterator[RequestView]:
         """Each request yielded counts against its tenant for those that follow, as if it were admitted."""
+        if len(self._waiting) == 1:
+            return self.busy[self._waiting[0][1]].ordered()
+        return self._ordered(now_s)
+
+    def _ordered(self, now_s: float) -> Iterator[RequestView]:
         for tenant in self._running.values():
-            self._charge_output(tenant)
+            self._charge_output(tenant, now_s)
         tenants = iter(self._waiting)
         following = next(tenants, None)
         heap: list[tuple[float, str, Iterator[RequestView]]] = []
         while following or heap:
             if following and not (heap and heap[0] < following):
                 counter, name = following
-                requests = iter(self.busy[name].waiting.values())
+                requests = self.busy[name].ordered()
                 following = next(tenants, None)
             else:
                 counter, name, requests = heapq.heappop(heap)
@@ -135,7 +225,13 @@ class FairAmongTenants(OrderPolicy):
             return 0.0
         return (request.num_tokens - request.best_matched_tokens) / tenant.weight
 
-    def _charge_output(self, tenant: Tenant) -> None:
+    def _output_cost(self, tenant: Tenant, num_tokens: int) -> float:
+        return self._output_weight * num_tokens / tenant.weight
+
+    def _charge_output(self, tenant: Tenant, now_s: float) -> None:
+        if now_s - tenant.charged_s < CHARGE_INTERVAL_S:
+            return
+        tenant.charged_s = now_s
         num_tokens = 0
         for seniority, (request, charged) in tenant.running.items():
             now = request.num_output_tokens
@@ -143,7 +239,7 @@ class FairAmongTenants(OrderPolicy):
                 num_tokens += now - charged
                 tenant.running[seniority] = (request, now)
         if num_tokens:
-            self._charge(tenant, self._output_weight * num_tokens / tenant.weight)
+            self._charge(tenant, self._output_cost(tenant, num_tokens))
 
     def _charge(self, tenant: Tenant, cost: float) -> None:
         if tenant.waiting:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -12,14 +14,15 @@ from hypothesis import strategies as st
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions
 from scheduler_svc.core.queue import WaitingQueue
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Request, Siblings
 from scheduler_svc.core.view import RequestView
-from scheduler_svc.policies.order.fair import MAX_IDLE, FairAmongTenants
+from scheduler_svc.policies.order.fair import CHARGE_INTERVAL_S, MAX_IDLE, FairAmongTenants
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
 
 WEIGHTS = {"a": 3.0, "b": 0.5}
+CLOCK = itertools.count(step=10 * CHARGE_INTERVAL_S)  # what runs is charged in every look at the order
 
 
 @dataclass(eq=False)
@@ -30,6 +33,20 @@ class FakeRequest:
     best_matched_tokens: int = 0
     num_output_tokens: int = 0
     has_run: bool = False
+    siblings: Siblings = field(default_factory=lambda: Siblings(0))
+    is_beam: bool = False
+
+    @property
+    def arrival_s(self) -> float:
+        return next(CLOCK)
+
+    @property
+    def client_request(self) -> int:
+        return self.siblings.first or self.seniority
+
+    @property
+    def num_running_siblings(self) -> int:
+        return self.siblings.num_bound
 
     @property
     def place(self) -> int:
@@ -109,7 +126,7 @@ class Simple:
 
 
 def names(order: FairAmongTenants) -> list[int]:
-    return [request.seniority for request in order.ordered(0.0)]
+    return [request.seniority for request in order.ordered(next(CLOCK))]
 
 
 @settings(deadline=None, max_examples=300)
@@ -268,3 +285,99 @@ def limited(seniority: int, tenant: str) -> Request:
     return Request(
         seniority, "s", seniority, "", b"12345678", bytearray(), sampling, 0.0, tenant=tenant, place=seniority
     )
+
+
+class Samples:
+    """Requests of several sequences, in the order and by its rule."""
+
+    def __init__(self) -> None:
+        self.order = FairAmongTenants()
+        self.waiting: list[FakeRequest] = []
+        self.running: list[FakeRequest] = []
+
+    def submit(self, seniority: int, count: int = 1, is_beam: bool = False) -> None:
+        siblings = Siblings(seniority)
+        for number in range(seniority, seniority + count):
+            self.waiting.append(FakeRequest(number, "t", siblings=siblings, is_beam=is_beam))
+            self.order.add(view(self.waiting[-1]))
+
+    def start(self, request: FakeRequest) -> None:
+        self.waiting.remove(request)
+        self.order.remove(view(request))
+        request.siblings.num_bound += 1
+        self.order.started(view(request))
+        request.has_run = True
+        self.running.append(request)
+
+    def stop(self, request: FakeRequest, requeue: bool = False) -> None:
+        self.running.remove(request)
+        request.siblings.num_bound -= 1
+        self.order.stopped(view(request))
+        if requeue:
+            self.waiting.append(request)
+            self.order.add(view(request))
+
+    def expected(self) -> list[int]:
+        counts = {id(one.siblings): one.siblings.num_bound for one in self.waiting}
+        left, order = list(self.waiting), []
+        while left:
+            request = min(left, key=lambda one: (counts[id(one.siblings)], one.seniority))
+            left.remove(request)
+            counts[id(request.siblings)] += 1
+            order.append(request.seniority)
+        return order
+
+
+def test_samples_take_turns_with_later_requests() -> None:
+    samples = Samples()
+    samples.submit(1, 4)
+    samples.submit(11, 2)
+    samples.submit(21)
+    assert names(samples.order) == [1, 11, 21, 2, 12, 3, 4]
+    for request in samples.waiting[:3]:  # three of the first request's samples have started
+        samples.start(request)
+    assert names(samples.order) == [11, 21, 12, 4]
+    samples.stop(samples.running[-1], requeue=True)
+    assert names(samples.order) == [11, 21, 12, 3, 4]
+
+
+def test_the_beams_of_a_search_stand_together_behind_the_first() -> None:
+    samples = Samples()
+    samples.submit(1, 3, is_beam=True)
+    samples.submit(11, 3, is_beam=True)
+    samples.submit(21)
+    assert names(samples.order) == [1, 11, 21, 2, 3, 12, 13]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_request_with_fewest_running_sequences_is_first(seed: int) -> None:
+    rng, samples = random.Random(seed), Samples()
+    for number in range(80):
+        event = rng.choice(["submit", "start", "start", "stop", "preempt"])
+        if event == "submit":
+            samples.submit(1 + 100 * number, rng.choice([1, 1, 2, 5]))
+        elif event == "start" and samples.waiting:
+            samples.start(rng.choice(samples.waiting))
+        elif event in ("stop", "preempt") and samples.running:
+            samples.stop(rng.choice(samples.running), requeue=event == "preempt")
+        assert names(samples.order) == samples.expected()
+
+
+def test_while_one_tenant_waits_nothing_that_runs_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = FairAmongTenants()
+    running = [FakeRequest(number, "t") for number in range(1, 50)]
+    for request in running:
+        order.add(view(request))
+        order.remove(view(request))
+        order.started(view(request))
+    waiting = [FakeRequest(number, "t" if number < 60 else "other") for number in range(50, 61)]
+    looks = []
+    monkeypatch.setattr(FakeRequest, "num_output_tokens", property(looks.append))
+    monkeypatch.setattr(FakeRequest, "num_tokens", 1)
+    for request in waiting[:-1]:
+        order.add(view(request))
+        assert names(order)[0] == 50
+    assert not looks
+    monkeypatch.setattr(FakeRequest, "num_output_tokens", property(lambda self: looks.append(self) or 0))
+    order.add(view(waiting[-1]))
+    assert len(looks) == len(running), "another tenant waits: what runs is charged, once"

@@ -62,7 +62,7 @@ async def test_an_order_that_fails_is_replaced_until_another_is_set(hook: str) -
     assert len(errors) == system.scheduler.counters.policy_errors == 1
     for handle in range(1, 7):
         assert system.clients["s"].tokens[handle] == expected_output(list(range(10, 10 + handle)), PARAMS)
-    assert (await in_force(admin)).order == "fcfs"
+    assert (await in_force(admin)).order == "fair"
     assert (await set_policy(admin, order="lpm")).order == "lpm"
     assert (await in_force(admin)).order == "lpm"
     system.assert_at_rest()
@@ -96,10 +96,10 @@ async def test_after_an_order_has_failed_the_next_change_builds_on_what_is_in_fo
     admin = Admin(system.scheduler, choose("", {"order": "lpm"}))
     system.submit("s", 1, [9], PARAMS)
     answer = await admin.GetPolicy(GetPolicyRequest(), Context())  # type: ignore[arg-type]
-    assert (answer.choice.order, answer.failed_order) == ("fcfs", "lpm")
-    assert (await set_policy(admin, options={"watermark": "0.02"})).order == "fcfs"
+    assert (answer.choice.order, answer.failed_order) == ("fair", "lpm")
+    assert (await set_policy(admin, options={"watermark": "0.02"})).order == "fair"
     answer = await admin.GetPolicy(GetPolicyRequest(), Context())  # type: ignore[arg-type]
-    assert (answer.choice.order, answer.failed_order) == ("fcfs", "")
+    assert (answer.choice.order, answer.failed_order) == ("fair", "")
 
 
 async def test_the_options_of_an_order_that_failed_go_with_it() -> None:

@@ -1,0 +1,95 @@
+"""The tenant and the request that hold most give way first; and further sequences give way to waiting requests.
+
+When running sequences need more blocks than there are: of the tenant that holds most blocks (over its weight), of the
+request with the most running sequences, the sequence that was admitted last. With one tenant and one sequence for each
+request that is `last-in`.
+
+When a request waits of which no sequence runs, and the worker has no slot or no blocks for it: sequences of requests
+that run several, from the request with the most, the last admitted first; a request always keeps one. So a request with
+n = 64 uses every slot that nothing else wants, and the next request waits for one step and not for the end of a sample.
+What gave way is computed again from what the cache still has of it, mostly all but the last block.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Literal
+
+from scheduler_svc.core.policy import Mode, PreemptionPolicy
+from scheduler_svc.core.step import Step
+from scheduler_svc.core.view import RequestView, Running
+from scheduler_svc.policies.options import PositiveAmount
+
+# Slots that are made free at once; the next composition makes more.
+MAX_SLOTS = 16
+
+
+class LargestShare(PreemptionPolicy):
+    def __init__(
+        self,
+        requeue: Literal["seniority", "front", "back"] = "seniority",
+        mode: Mode = "recompute",
+        tenant_weights: dict[str, PositiveAmount] | None = None,
+    ) -> None:
+        """`tenant_weights`: as of the order `fair`."""
+        self.requeue = requeue
+        self.mode = mode
+        self._weights = tenant_weights or {}
+
+    def victims(self, step: Step) -> Iterator[Running]:
+        tenants: dict[str, list[tuple[int, int, Running]]] = {}
+        shares: Counter[str] = Counter()
+        nth: Counter[int] = Counter()  # sequences of the client's request so far
+        for position, sequence in enumerate(step.running):
+            request = sequence.request
+            tenants.setdefault(request.tenant, []).append((nth[request.client_request], position, sequence))
+            shares[request.tenant] += sequence.num_blocks
+            nth[request.client_request] += 1
+        for held in tenants.values():
+            held.sort(key=lambda one: one[:2])
+        heap = [(-shares[name] / self._weights.get(name, 1.0), name) for name in tenants]
+        heapq.heapify(heap)
+        while heap:
+            share, name = heapq.heappop(heap)
+            *_, sequence = tenants[name].pop()
+            yield sequence
+            if tenants[name]:
+                heapq.heappush(heap, (share + sequence.num_blocks / self._weights.get(name, 1.0), name))
+
+    def for_waiting(self, step: Step) -> Iterable[Running]:
+        requests = (request for request in step.waiting() if not step.has_admitted(request))
+        newcomers: list[RequestView] = []
+        for request in islice(requests, MAX_SLOTS):
+            if request.num_running_siblings or request.is_swapped:
+                break  # the freed slots would be offered to it before those behind it
+            newcomers.append(request)
+        if not newcomers:
+            return
+        if step.num_seats > 0:  # blocks are missing
+            missing = step.need_blocks(newcomers[0], step.uncached_tokens(newcomers[0]))
+            for sequence in self._spare(step):
+                if missing <= 0:
+                    break
+                missing -= sequence.num_blocks
+                yield sequence
+            return
+        yield from islice(self._spare(step), len(newcomers))
+
+    @staticmethod
+    def _spare(step: Step) -> Iterator[Running]:
+        """Sequences of requests that run several, as long as each keeps one: the largest request first."""
+        running: dict[int, list[Running]] = {}
+        for sequence in step.running:
+            running.setdefault(sequence.request.client_request, []).append(sequence)
+        # By the sequences that run anywhere; of equals the request that came last.
+        heap = [(-held[0].request.num_running_siblings, -name) for name, held in running.items()]
+        heapq.heapify(heap)
+        while heap and heap[0][0] < -1:
+            count, name = heapq.heappop(heap)
+            held = running[-name]
+            yield held.pop()
+            if held:
+                heapq.heappush(heap, (count + 1, name))
