@@ -352,6 +352,7 @@ async def serve(
         tenant_max_queued_tokens=settings.tenant_max_queued_tokens,
         waiting_timeout_s=settings.waiting_timeout_s,
         running_timeout_s=settings.running_timeout_s,
+        no_worker_timeout_s=settings.no_worker_timeout_s,
     )
     overrides = {kind: getattr(settings, kind) for kind in KINDS}
     try:

@@ -64,6 +64,11 @@ class SchedulerSettings(ServiceSettings, section="scheduler"):
     tenant_max_queued_tokens: int = Field(0, ge=0, description="waiting tokens of one tenant; 0: any number")
     waiting_timeout_s: float = Field(0, ge=0, description="a request that waits for longer is failed; 0: none is")
     running_timeout_s: float = Field(0, ge=0, description="a request that runs for longer is failed; 0: none is")
+    no_worker_timeout_s: float = Field(
+        30.0,
+        ge=0,
+        description="a request that waits while no worker is attached is failed with 503 after so long; 0: never",
+    )
     prefix_caching: bool = Field(True, description="reuse the KV of common prefixes")
     partial_reuse: bool = Field(True, description="reuse also what a cached block begins with, by copying it")
     host_cache: bool = Field(True, description="keep KV that is evicted in the workers' host memory, if they have any")

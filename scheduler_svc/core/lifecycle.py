@@ -19,13 +19,15 @@ from scheduler_svc.core.cache_link import CacheLink
 from scheduler_svc.core.intake import explain_rejection
 from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.queue import WaitingQueue
-from scheduler_svc.core.rejection import CODE_DEADLINE_EXCEEDED, CODE_INTERNAL, Rejection
+from scheduler_svc.core.rejection import CODE_DEADLINE_EXCEEDED, CODE_INTERNAL, CODE_UNAVAILABLE, Rejection
 from scheduler_svc.core.request import Match, Phase, Request
 from scheduler_svc.core.sessions import Session
 from scheduler_svc.core.swapping import Swaps
 from scheduler_svc.core.types import Counters, SchedulerConfig
 from scheduler_svc.core.worker import Worker
 
+# When a client should ask again that was refused because no worker is attached: a worker takes seconds to load.
+NO_WORKER_RETRY_S = 5.0
 REASONS = {reason: name.removeprefix("FINISH_REASON_").lower() for name, reason in FinishReason.items()}
 
 
@@ -47,6 +49,8 @@ class Lifecycle:
         self.journal = Journal(config.tenant_max_running_tokens)
         self.swaps = Swaps(cache, workers, counters)
         self.now_s = 0.0
+        # The first tick that found no worker attached; None while one is.
+        self.no_worker_since_s: float | None = None
         self._cache = cache
         self._workers = workers
         self._sessions = sessions
@@ -386,12 +390,22 @@ class Lifecycle:
     def end_late(self, now_s: float) -> None:
         """End what has missed its deadline or one of the time-outs."""
         while late := [(request, why) for request, why in self._late(now_s) if request.phase is not Phase.ENDED]:
-            for request, message in late:
-                self.end(request, FinishReason.FINISH_REASON_ERROR, Rejection(CODE_DEADLINE_EXCEEDED, message))
+            for request, rejection in late:
+                self.end(request, FinishReason.FINISH_REASON_ERROR, rejection)
             if not self.budgets.limits_tenants:
                 break  # else the order has come to know of others of their tenants, who may be late, too
 
-    def _late(self, now_s: float) -> Iterator[tuple[Request, str]]:
+    def _late(self, now_s: float) -> Iterator[tuple[Request, Rejection]]:
+        for request, message in self._too_late(now_s):
+            yield request, Rejection(CODE_DEADLINE_EXCEEDED, message)
+        limit_s, since_s = self.config.no_worker_timeout_s, self.no_worker_since_s
+        if since_s is not None and 0 < limit_s <= now_s - since_s:
+            message = f"no worker is attached: waited for one for {limit_s:g} s"
+            for request in self.queue:
+                if now_s - request.arrival_s >= limit_s:
+                    yield request, Rejection(CODE_UNAVAILABLE, message, retry_after_s=NO_WORKER_RETRY_S)
+
+    def _too_late(self, now_s: float) -> Iterator[tuple[Request, str]]:
         due = itertools.takewhile(lambda item: item[0][0] <= now_s, self._deadlines.items())
         for (deadline_s, _), request in due:
             yield request, f"deadline_s: {deadline_s - request.arrival_s:g} s are over"

@@ -292,7 +292,14 @@ class SchedulerCore:
             self._outbox.failures.append(Failure(worker.id, why, retried, guilty.request_id if guilty else ""))
         self._workers_changed()
 
+    @property
+    def _has_worker(self) -> bool:
+        """One that takes requests."""
+        return not all(worker.draining for worker in self.workers.values())
+
     def _workers_changed(self) -> None:
+        if self._has_worker:
+            self.life.no_worker_since_s = None
         if self.workers:
             first = next(iter(self.workers.values())).registration
             pool = max(worker.num_blocks * worker.block_size for worker in self.workers.values())
@@ -312,7 +319,7 @@ class SchedulerCore:
     def _note_outage(self) -> None:
         if not self._cache.connected:
             self.journal.out("no-cache", "the cache does not answer", self.life.now_s)
-        elif all(worker.draining for worker in self.workers.values()):
+        elif not self._has_worker:
             self.journal.out("no-worker", "none is attached", self.life.now_s)
         else:
             self.journal.out("", "", self.life.now_s)
@@ -336,7 +343,13 @@ class SchedulerCore:
             model.max_model_len = self.limits.max_total_tokens
         full = not free_places(self.queue, self.config)
         ready = bool(active) and self._cache.connected and not full
-        return SchedulerStatus(num_workers=len(active), ready=ready, model=model, full=full)
+        return SchedulerStatus(
+            num_workers=len(active),
+            ready=ready,
+            model=model,
+            full=full,
+            no_worker_timeout_s=self.config.no_worker_timeout_s,
+        )
 
     # ── the cache ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -378,6 +391,8 @@ class SchedulerCore:
     def tick(self, now_s: float) -> None:
         """To be called a few times a second."""
         self.life.now_s = now_s
+        if not self._has_worker and self.life.no_worker_since_s is None:
+            self.life.no_worker_since_s = now_s
         self.life.budgets.measure(now_s, self.queue.tenant_tokens)
         self.life.end_late(now_s)
         for request, why in self._trials.judge():

@@ -27,6 +27,7 @@ _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 1.0
 _TICK_S = 0.2
 _LOOK_S = 1.0  # whether somebody who waits is still there
+_NO_WORKER_RETRY_S = 5.0  # as the scheduler tells requests that it fails for the same reason
 _FULL = "the server has too many requests in flight"
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
@@ -91,8 +92,8 @@ class SchedulerSession:
         started, or while the first worker still loads. The model's files allow more than a pool may hold: who asks for
         all that there is would be refused.
 
-        Raises ApiError 429 (too many wait), 503 (no scheduler, for as long as requests wait for one), and Gone if
-        `gone`.
+        Raises ApiError 429 (too many wait), 503 (no scheduler, or no worker, for as long as requests wait for one), and
+        Gone if `gone`.
         """
         if self._model_told.is_set():
             return
@@ -101,7 +102,7 @@ class SchedulerSession:
         self._num_asking += 1
         try:
             clock = asyncio.get_running_loop().time
-            alone_since_s = clock()
+            began_s = alone_since_s = clock()
             while not self._model_told.is_set():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._model_told.wait(), min(_LOOK_S, self._wait_s))
@@ -109,6 +110,10 @@ class SchedulerSession:
                     raise Gone
                 if self.connected or self._closing:
                     alone_since_s = clock()
+                    limit_s = self.status.no_worker_timeout_s if self.status is not None else 0.0
+                    if 0 < limit_s <= clock() - began_s:
+                        message = f"no worker is attached: waited for one for {limit_s:g} s"
+                        raise ApiError(503, message, retry_after_s=_NO_WORKER_RETRY_S)
                 elif clock() - alone_since_s >= self._wait_s:
                     message = f"no connection to the scheduler for {self._wait_s:g} s"
                     raise ApiError(503, message, retry_after_s=1.0)

@@ -305,7 +305,8 @@ class SessionCore:
         for ending in response.endings:
             request = self._live.get(ending.handle)
             if request is not None:
-                if ending.code != _RESOURCE_EXHAUSTED and not request.cancelled:
+                # A request that no worker came for was not served either.
+                if ending.code not in (_RESOURCE_EXHAUSTED, _UNAVAILABLE) and not request.cancelled:
                     self._departures.left(len(self._live) - 1)
                 elif ending.code == _RESOURCE_EXHAUSTED and self.status is not None and self.status.full:
                     # It came in between: those whom we refused ourselves are to come before it.

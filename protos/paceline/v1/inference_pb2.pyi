@@ -935,7 +935,7 @@ class Ending(_message.Message):
     """The request field that is at fault, if one is."""
     cached_tokens: _builtins.int
     retry_after_s: _builtins.float
-    """With RESOURCE_EXHAUSTED: try again after so long."""
+    """With RESOURCE_EXHAUSTED and UNAVAILABLE: try again after so long."""
     @_builtins.property
     def hypotheses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hypothesis]:
         """Of a beam search, best first."""
@@ -1033,11 +1033,14 @@ class SchedulerStatus(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     FULL_FIELD_NUMBER: _builtins.int
+    NO_WORKER_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     num_workers: _builtins.int
     ready: _builtins.bool
     """A worker is attached, the cache answers and the queue takes requests."""
     full: _builtins.bool
     """The queue has no place: whatever is submitted now is refused, unless it was accepted before."""
+    no_worker_timeout_s: _builtins.float
+    """How long a request waits while no worker is attached before it ends with UNAVAILABLE; 0: for ever."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo:
         """Absent until the first worker has registered."""
@@ -1049,10 +1052,11 @@ class SchedulerStatus(_message.Message):
         ready: _builtins.bool = ...,
         model: _common_pb2.ModelInfo | None = ...,
         full: _builtins.bool = ...,
+        no_worker_timeout_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "model", b"model", "num_workers", b"num_workers", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "model", b"model", "no_worker_timeout_s", b"no_worker_timeout_s", "num_workers", b"num_workers", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
