@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from scheduler_svc.server import SchedulerServer
 
+PREFIX = "paceline_scheduler_"
+
 
 class SchedulerMetrics(Collector):
     def __init__(self, server: SchedulerServer) -> None:
@@ -24,44 +26,62 @@ class SchedulerMetrics(Collector):
         REGISTRY.unregister(self)
 
     def collect(self) -> Iterator[Metric]:
+        yield from self._process()
+        yield from self._of_model()
+
+    def _process(self) -> Iterator[Metric]:
+        """Of this scheduler, whatever the model."""
+        core, election = self._server.core, self._server.election
+        counters = core.counters
+        yield _gauge("is_master", "Whether it schedules (1), or stands by (0)", election is None or election.epoch > 0)
+        yield _gauge("epoch", "Of this scheduler, higher than those before it; 0 while it stands by", core.epoch)
+        yield _gauge("num_workers", "Workers attached", len(core.workers))
+        for name, documentation, value in (
+            ("step_failures", "Steps that failed, or took their worker down", counters.failures),
+            ("retried_rows", "Rows of such steps that were retried", counters.retried),
+            ("quarantined_requests", "Requests failed because they make steps fail", counters.quarantined),
+            ("restored_requests", "Requests that went on when the cache was lost", counters.restored),
+            ("refused_claims", "Of these, those whose blocks a new cache refused", counters.refused_claims),
+            ("steps", "Plans sent to workers", counters.steps),
+            ("policy_errors", "Steps that fell back to the default policies", counters.policy_errors),
+            ("core_seconds", "Processor time spent in the scheduler's core", self._server.core_seconds),
+        ):
+            yield CounterMetricFamily(PREFIX + name, documentation, value=value)
+
+    def _of_model(self) -> Iterator[Metric]:
         core = self._server.core
         counters, workers = core.counters, list(core.workers.values())
-        election = self._server.election
-        yield gauge("is_master", "Whether it schedules (1), or stands by (0)", election is None or election.epoch > 0)
-        yield gauge("epoch", "Of this scheduler, higher than those before it; 0 while it stands by", core.epoch)
-        yield gauge("num_workers", "Workers attached", len(workers))
-        yield gauge("num_requests_waiting", "Requests in the queue", len(core.queue))
-        yield gauge("num_tokens_waiting", "Known tokens of the requests in the queue", core.queue.num_tokens)
-        yield gauge("num_requests_running", "Requests that hold a slot", sum(len(w.running) for w in workers))
+        labels, values = ["model_name"], [self._server.model_name]
         total = sum(w.num_blocks for w in workers)
         available = sum(w.available_blocks for w in workers)
-        yield gauge("kv_cache_usage_ratio", "KV blocks in use, of all", (total - available) / total if total else 0.0)
-        yield counter("requests_accepted", "Requests that entered the queue", counters.accepted)
-        yield counter("requests_rejected", "Requests refused at intake", counters.rejected)
+        for name, documentation, value in (
+            ("num_requests_waiting", "Requests in the queue", len(core.queue)),
+            ("num_tokens_waiting", "Known tokens of the requests in the queue", core.queue.num_tokens),
+            ("num_requests_running", "Requests that hold a slot", sum(len(w.running) for w in workers)),
+            ("kv_cache_usage_ratio", "KV blocks in use, of all", (total - available) / total if total else 0.0),
+        ):
+            gauge = GaugeMetricFamily(PREFIX + name, documentation, labels=labels)
+            gauge.add_metric(values, value)
+            yield gauge
         finished = CounterMetricFamily(
-            "paceline_scheduler_requests_finished", "Requests that ended", labels=["finish_reason"]
+            PREFIX + "requests_finished", "Requests that ended", labels=[*labels, "finish_reason"]
         )
         for reason, count in list(counters.finished.items()):
-            finished.add_metric([reason], count)
+            finished.add_metric([*values, reason], count)
         yield finished
-        yield counter("generated_tokens", "Tokens delivered to sessions", counters.tokens)
-        yield counter("preemptions", "Requests that gave their blocks back", counters.preempted)
-        yield counter("swapped_out", "Preempted requests that moved to host memory", counters.swapped_out)
-        yield counter("swapped_in", "Requests that came back from host memory", counters.swapped_in)
-        yield counter("requeued_requests", "Requests that lost their worker, or their blocks", counters.requeued)
-        yield counter("step_failures", "Steps that failed, or took their worker down", counters.failures)
-        yield counter("retried_rows", "Rows of such steps that were retried", counters.retried)
-        yield counter("quarantined_requests", "Requests failed because they make steps fail", counters.quarantined)
-        yield counter("restored_requests", "Requests that went on when the cache was lost", counters.restored)
-        yield counter("refused_claims", "Of these, those whose blocks a new cache refused", counters.refused_claims)
-        yield counter("steps", "Plans sent to workers", counters.steps)
-        yield counter("policy_errors", "Steps that fell back to the default policies", counters.policy_errors)
-        yield counter("core_seconds", "Processor time spent in the scheduler's core", self._server.core_seconds)
+        for name, documentation, value in (
+            ("requests_accepted", "Requests that entered the queue", counters.accepted),
+            ("requests_rejected", "Requests refused at intake", counters.rejected),
+            ("generated_tokens", "Tokens delivered to sessions", counters.tokens),
+            ("preemptions", "Requests that gave their blocks back", counters.preempted),
+            ("swapped_out", "Preempted requests that moved to host memory", counters.swapped_out),
+            ("swapped_in", "Requests that came back from host memory", counters.swapped_in),
+            ("requeued_requests", "Requests that lost their worker, or their blocks", counters.requeued),
+        ):
+            counter = CounterMetricFamily(PREFIX + name, documentation, labels=labels)
+            counter.add_metric(values, value)
+            yield counter
 
 
-def gauge(name: str, documentation: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"paceline_scheduler_{name}", documentation, value=value)
-
-
-def counter(name: str, documentation: str, value: float) -> CounterMetricFamily:
-    return CounterMetricFamily(f"paceline_scheduler_{name}", documentation, value=value)
+def _gauge(name: str, documentation: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(PREFIX + name, documentation, value=value)

@@ -69,6 +69,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         self._transport = transport
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self.core_seconds = 0.0  # spent in the core
+        self._served_name = ""  # of the model, as the last gateway said
         self._sessions: dict[str, Outgoing[SessionResponse]] = {}
         self._workers: dict[int, Outgoing[WorkerServiceLinkResponse]] = {}
         self._cache: Outgoing[CacheServiceLinkRequest] | None = None
@@ -112,6 +113,13 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                 if (worker_link := self._workers.get(worker)) is not None:
                     worker_link.close((grpc.StatusCode.DEADLINE_EXCEEDED, reason))
 
+    @property
+    def model_name(self) -> str:
+        """What clients call the model. Until a gateway has said: the workers' name for it, or empty."""
+        if self._served_name or self.core.limits is None:
+            return self._served_name
+        return self.core.limits.model.name
+
     async def work(self, grpc_server: GrpcServer) -> None:
         """For ever. Where there is an election, stand by until it is won, and end the process when it is lost."""
         if self.election is None:
@@ -150,6 +158,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         if first is None or not first.HasField("open") or not first.open.session_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "open: the first message must open the session")
         session_id = first.open.session_id
+        self._served_name = first.open.model_name or self._served_name
         outgoing: Outgoing[SessionResponse] = Outgoing()
         watch = self._watch(promised=first.open.heartbeats)
 

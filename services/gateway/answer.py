@@ -100,7 +100,7 @@ class _Answer(Response):
         self._reading.close()
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        _log.info("request failed", id=self._envelope.id, status=error.status, message=error.message)
+        _log.debug("request failed", id=self._envelope.id, status=error.status, message=error.message)
         if not self._started:
             await error_response(error)(scope, receive, send)
         else:

@@ -11,15 +11,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.answer import RAW_SEND, error_response
-from services.gateway.errors import ApiError
+from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError
 from services.gateway.http_connection import PEER
 from services.gateway.turnstile import Gone
 from services.runtime.logs import bind_request_id
 
 _NOT_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")
 _REQUEST_ID_CHARS = 128
-# Nobody reads it.
-CLIENT_CLOSED_REQUEST = 499
 
 Handler = Callable[[Request], Awaitable[Response]]
 Direct = Mapping[tuple[str, str], Handler]

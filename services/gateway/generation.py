@@ -9,9 +9,8 @@ import numpy as np
 
 from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.detokenizer import TextStream
-from services.gateway.errors import ApiError, from_scheduler
 from services.gateway.logprobs import ScoredToken, scored
-from services.gateway.run import FINISH_NAMES, Run
+from services.gateway.run import FINISH_NAMES, Run, scheduler_error
 
 # How long an answer that a stop string ended waits for the scheduler's account of it.
 _ENDING_WAIT_S = 0.25
@@ -165,7 +164,7 @@ class Generation:
     async def _stop_here(self) -> None:
         """A stop string is complete: what came after it does not count, and the engine need not go on."""
         live = self._live
-        self._run.stop()
+        self._run.stop(self.text_stream.num_tokens)
         if live.ending is None:
             # The scheduler answers at once with what only it knows: how much of the prompt was cached.
             self._future = self._loop.create_future()
@@ -184,13 +183,11 @@ class Generation:
         ending = self._live.ending
         assert ending is not None
         if ending.reason not in FINISH_NAMES:
-            if ending.reason == common_pb2.FINISH_REASON_ABORT:
-                raise ApiError(503, ending.message or "the scheduler aborted the request", retry_after_s=1.0)
-            raise from_scheduler(ending.code, ending.message, ending.field, ending.retry_after_s)
+            raise scheduler_error(ending)
         self.cached_tokens = min(ending.cached_tokens, len(self.job.prompt_ids))
         self.hypotheses = [self._found(hypothesis) for hypothesis in ending.hypotheses]
         text = self.text_stream.finish()
         if self.text_stream.stopped:
-            self._run.stop()
+            self._run.stop(self.text_stream.num_tokens)
         self.finish_reason = common_pb2.FINISH_REASON_STOP if self.text_stream.stopped else ending.reason
         return text

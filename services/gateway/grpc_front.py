@@ -59,7 +59,7 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
                 job = await self._job(request, request_id, time.perf_counter(), key)
             reading = self._gateway.open([job], key)
         except ApiError as error:
-            self._gateway.metrics.refused("grpc")
+            self._gateway.refused("grpc", request_id, error)
             await _abort(context, error)
         [generation] = reading.generations
         resume_after, resume_token_ids = request.resume_after, list(request.resume_token_ids)

@@ -21,9 +21,9 @@ from services.gateway import openai_schema as schema
 from services.gateway.answer import JsonResponse, StreamAnswer, WholeAnswer, error_response
 from services.gateway.body import HeldBody, read_body
 from services.gateway.body_parser import is_small
-from services.gateway.errors import ApiError, invalid
+from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, invalid
 from services.gateway.event_ids import LAST_EVENT_ID, EventId, cannot_resume, parse_event_id
-from services.gateway.front import CLIENT_CLOSED_REQUEST, Front, Handler, internal_error
+from services.gateway.front import Front, Handler, internal_error
 from services.gateway.http_connection import ENTRY, PEER
 from services.gateway.idempotency import IDEMPOTENCY_KEY, RequestKey, check_key
 from services.gateway.logprobs import Echo
@@ -121,7 +121,7 @@ def _add_state_routes(app: FastAPI, gateway: Gateway) -> Handler:
         """Prometheus."""
         metrics, requests = gateway.metrics, gateway.requests
         metrics.scheduler_ready = gateway.session.ready
-        metrics.waiting_requests, metrics.kept_answers = requests.num_waiting, requests.num_finished
+        metrics.detached_requests, metrics.kept_answers = requests.num_waiting, requests.num_finished
         metrics.taken_up = requests.num_taken_up
         return Response(metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -258,8 +258,8 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
         if after is not None and after.after == "d":
             return Response(status_code=204)  # which tells an EventSource that this was all
         reading = gateway.open(jobs, key)
-    except ApiError:
-        gateway.metrics.refused(kind)
+    except ApiError as error:
+        gateway.refused(kind, request.scope["state"]["request_id"], error)
         raise
     except Gone:
         gateway.count_gone()

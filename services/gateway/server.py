@@ -19,10 +19,12 @@ from services.gateway.id_tokenizer import IdTokenizer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.model_files import read_model_files, resolve_folder
 from services.gateway.request import RequestBuilder
+from services.gateway.request_log import RequestLog
 from services.gateway.request_store import RequestStore
 from services.gateway.session import SchedulerSession
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import Gateway
+from services.gateway.tenant_metrics import TenantMetrics
 from services.gateway.tokenizer import TextTokenizer
 from services.runtime.hub import NoSuchModel
 from services.runtime.logs import get_logger
@@ -58,6 +60,7 @@ async def serve(
     """
     session = SchedulerSession(
         settings.scheduler,
+        model_name=settings.model_name,
         max_live=settings.max_live_requests,
         wait_s=settings.scheduler_wait_s,
         ping_timeout_s=settings.ping_timeout_s,
@@ -154,7 +157,8 @@ def _load(settings: GatewaySettings, session: SchedulerSession) -> Gateway:
         settings.model_name,
         builder,
         session,
-        GatewayMetrics(),
+        GatewayMetrics(settings.model_name, TenantMetrics(settings.tenant_names, settings.metrics_tenants)),
+        RequestLog(settings.model_name, enabled=settings.log_requests),
         requests,
         max_body_bytes=settings.max_body_bytes or default_max_body_bytes(builder.max_model_len),
         bodies=Bodies(settings.max_bodies_bytes),

@@ -43,6 +43,7 @@ class SchedulerSession:
         self,
         target: str,
         *,
+        model_name: str = "",
         response_window: int = 64,
         max_live: int = 4096,
         wait_s: float = 30.0,
@@ -54,7 +55,11 @@ class SchedulerSession:
         self._wait_s, self.max_live = wait_s, max_live
         self._transport = link_options(ping_timeout_s)
         self._core = SessionCore(
-            f"gateway-{uuid.uuid4().hex[:12]}", response_window=response_window, max_live=max_live, wait_s=wait_s
+            f"gateway-{uuid.uuid4().hex[:12]}",
+            response_window=response_window,
+            max_live=max_live,
+            wait_s=wait_s,
+            model_name=model_name,
         )
         # Called when `status`, `ready` or `connected` may have changed.
         self.on_status: Callable[[], None] | None = None

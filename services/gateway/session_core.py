@@ -88,10 +88,14 @@ class SessionCore:
 
     `response_window`: SessionResponses the scheduler may be ahead of us. `max_live`: bound on requests not yet ended.
     `wait_s`: how long a request may wait for a scheduler that is not there before it fails with UNAVAILABLE.
+    `model_name`: what clients call the model.
     """
 
-    def __init__(self, session_id: str, *, response_window: int, max_live: int, wait_s: float) -> None:
+    def __init__(
+        self, session_id: str, *, response_window: int, max_live: int, wait_s: float, model_name: str = ""
+    ) -> None:
         self.session_id = session_id
+        self._model_name = model_name
         self.connected = False
         self.opened = False
         self.epoch: int | None = None
@@ -255,6 +259,7 @@ class SessionCore:
             message.open.session_id = f"{self.session_id}-{self._num_streams}"
             message.open.response_window = self._window
             message.open.heartbeats = True
+            message.open.model_name = self._model_name
             self._open_sent = True
         if submit:
             message.submissions.extend(self._submissions())

@@ -41,6 +41,13 @@ class GatewaySettings(ServiceSettings, section="gateway"):
     max_bodies_bytes: int = Field(
         256 * 2**20, ge=1024, description="memory for all bodies that are being read or tokenised; one more gets 429"
     )
+    log_requests: bool = Field(True, description="one line at info for each finished request")
+    metrics_tenants: int = Field(
+        32, ge=0, le=1000, description="tenants with metrics of their own, the first ones seen; the others are `other`"
+    )
+    metrics_tenant_names: str = Field(
+        "", description="tenants (with commas) that have metrics of their own, however many there are"
+    )
     max_live_requests: int = Field(4096, ge=1, description="requests in flight; one more gets 429")
     max_connections: int = Field(
         16384, ge=1, description="HTTP connections; one more gets 503 (at most as many as files may be open, but 256)"
@@ -63,6 +70,11 @@ class GatewaySettings(ServiceSettings, section="gateway"):
     )
     resume_keep_s: float = Field(60.0, ge=0, description="seconds its answer is kept after that it has ended")
     resume_keep_bytes: int = Field(64 * 2**20, ge=0, description="memory for such answers, about")
+
+    @property
+    def tenant_names(self) -> list[str]:
+        """Of metrics_tenant_names."""
+        return [name for part in self.metrics_tenant_names.split(",") if (name := part.strip())]
 
     @property
     def model_name(self) -> str:

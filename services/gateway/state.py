@@ -13,6 +13,7 @@ from services.gateway.errors import ApiError, invalid
 from services.gateway.idempotency import RequestKey
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request import GenerateJob, RequestBuilder
+from services.gateway.request_log import RequestLog
 from services.gateway.request_store import Reading, RequestStore, read_once
 from services.gateway.run import Run
 from services.gateway.session import SchedulerSession
@@ -27,6 +28,7 @@ class Gateway:
     builder: RequestBuilder
     session: SchedulerSession
     metrics: GatewayMetrics
+    log: RequestLog
     requests: RequestStore = field(default_factory=RequestStore)
     max_body_bytes: int = 2**20
     body_timeout_s: float = 60.0
@@ -87,6 +89,11 @@ class Gateway:
             raise self._no_place_to_wait()
         await self.turnstile.turn(verdict, num_bytes=num_bytes)
 
+    def refused(self, endpoint: str, request_id: str, error: ApiError) -> None:
+        """A request was answered with an error before it reached the scheduler."""
+        self.metrics.refused(endpoint)
+        self.log.refused(request_id, endpoint, error.status, error.message)
+
     def count_gone(self) -> None:
         """A client had gone before anything was done for it."""
         self.metrics.gone_requests += 1
@@ -109,11 +116,11 @@ class Gateway:
         if (count := len(jobs)) > (most := self.session.max_live):  # a 429 would be one for ever
             raise invalid("n", f"n: {count} sequences for all prompts; at most {most} can be in flight here")
         runs: list[Run] = []
-        first = None
+        first, on_outcome = None, self.log.entry(len(jobs))
         try:
             for job in jobs:
                 first = first if job.sample else None
-                runs.append(Run(job, self.session, self.metrics, first))
+                runs.append(Run(job, self.session, self.metrics, first, on_outcome))
                 first = first or runs[-1]
         except ApiError:
             for run in runs:

@@ -116,10 +116,10 @@ class Stack:
         self._wait(lambda: self.total(name, labels, of) == value, f"{name} of {labels} = {value}")
 
     def metric(self, name: str, of: str = "scheduler") -> float | None:
-        """A series without labels of one service; None if there is none."""
+        """The sum of one service's series of this name, or with these labels; None if there is none."""
         status, text = self._get(f"http://127.0.0.1:{self.metrics_ports[of]}/metrics")
-        values = [line.split()[1] for line in text.splitlines() if line.startswith(f"{name} ")]
-        return float(values[0]) if status == 200 and values else None
+        values = [line.split()[-1] for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
+        return sum(map(float, values)) if status == 200 and values else None
 
     def total(self, name: str, labels: str, of: str) -> float:
         """Of a service's series with this name whose labels contain `labels`; infinite while it does not answer."""

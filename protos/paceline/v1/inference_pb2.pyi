@@ -637,21 +637,25 @@ class SessionOpen(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     RESPONSE_WINDOW_FIELD_NUMBER: _builtins.int
     HEARTBEATS_FIELD_NUMBER: _builtins.int
+    MODEL_NAME_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     response_window: _builtins.int
     """At least 1."""
     heartbeats: _builtins.bool
     """The client reads heartbeats, and says something at least four times a second itself."""
+    model_name: _builtins.str
+    """What clients call the model: the scheduler's metrics have it as their label model_name."""
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         response_window: _builtins.int = ...,
         heartbeats: _builtins.bool = ...,
+        model_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeats", b"heartbeats", "response_window", b"response_window", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeats", b"heartbeats", "model_name", b"model_name", "response_window", b"response_window", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -72,6 +72,7 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         self.full = False
         self.places: int | None = None  # of its queue, as it tells gateways; None: it tells nothing
         self.cached_tokens = 3
+        self.timing = inference_pb2.RequestTiming(queue_s=0.25, prefill_s=0.5, decode_s=1.5, num_preemptions=2)
         self.paused = False
         self.reject: Callable[[inference_pb2.Submission], inference_pb2.Ending | None] = lambda submission: None
         # Of those that the kernel gives to nobody else while this is stopped.
@@ -264,7 +265,9 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         ]
 
     def _end(self, stream: Stream, handle: int, reason: common_pb2.FinishReason.ValueType) -> None:
-        stream.endings.append(inference_pb2.Ending(handle=handle, reason=reason, cached_tokens=self.cached_tokens))
+        stream.endings.append(
+            inference_pb2.Ending(handle=handle, reason=reason, cached_tokens=self.cached_tokens, timing=self.timing)
+        )
 
     def _status(self) -> inference_pb2.SchedulerStatus:
         status = inference_pb2.SchedulerStatus(num_workers=int(self.ready), ready=self.ready, full=self.full)

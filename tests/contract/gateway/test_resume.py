@@ -93,7 +93,7 @@ async def test_the_same_gateway_does_not_run_it_again(start: Start) -> None:
     running, request = await start(step_s=0.003), body(max_tokens=400)
     got = await events(running, request, KEY, 5)
     running.scheduler.paused = True  # so that it does not end before all this has happened
-    await until_metrics(running, "paceline_gateway_waiting_requests 1.0")
+    await until_metrics(running, "paceline_gateway_detached_requests 1.0")
     assert running.scheduler.num_running == 1
     running.scheduler.paused = False
     got += await events(running, request, KEY | {"Last-Event-ID": got[-1].id}, 3)
@@ -121,7 +121,7 @@ async def test_a_client_that_does_not_come_back_is_cancelled(start: Start, strea
     )
     await until(lambda: running.scheduler.num_running == 1)
     task.cancel()
-    await until_metrics(running, "paceline_gateway_waiting_requests 1.0")
+    await until_metrics(running, "paceline_gateway_detached_requests 1.0")
     assert not running.scheduler.cancels
     await until(lambda: running.scheduler.num_running == 0)
     assert len(running.scheduler.cancels) == 1

@@ -1,0 +1,85 @@
+"""One line at info for each finished request, whatever its number of sequences."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from services.gateway.errors import CLIENT_CLOSED_REQUEST
+from services.gateway.outcome import Outcome
+from services.runtime.logs import get_logger
+
+_log = get_logger(__name__)
+_DIGITS = 4  # of seconds
+
+
+class RequestLog:
+    """Writes the lines. `enabled` False, or a log level above info: no line, and no work for it."""
+
+    def __init__(self, model_name: str, *, enabled: bool = True) -> None:
+        self._model_name = model_name
+        self._enabled = enabled
+
+    def entry(self, num_sequences: int) -> Callable[[Outcome], None] | None:
+        """For a request of so many sequences: takes the outcome of each; with the last one the line is written."""
+        if not self._enabled or not logging.getLogger(__name__).isEnabledFor(logging.INFO):
+            return None
+        outcomes: list[Outcome] = []
+
+        def ended(outcome: Outcome) -> None:
+            outcomes.append(outcome)
+            if len(outcomes) == num_sequences:
+                _log.info("request finished", **_fields(outcomes, self._model_name))
+
+        return ended
+
+    def refused(self, request_id: str, endpoint: str, status: int, message: str) -> None:
+        """A request was answered with an error before it reached the scheduler. Overload (429) is only counted: a line
+        for each of those would be work where there is too much already."""
+        if self._enabled and status != 429:
+            _log.info("request refused", request_id=request_id, endpoint=endpoint, status=status, error=message)
+
+
+def _fields(outcomes: list[Outcome], model_name: str) -> dict[str, Any]:
+    """Of all sequences: tokens and preemptions are sums, times the longest ones, but the time to the first token."""
+    outcomes.sort(key=lambda outcome: (len(outcome.request_id), outcome.request_id))
+    first = outcomes[0]
+    # An error, else an abort, else 200.
+    worst = max(outcomes, key=lambda outcome: (outcome.status != 200, outcome.status != CLIENT_CLOSED_REQUEST))
+    prompts = [outcome for outcome in outcomes if not outcome.sample]  # samples of one prompt have it in common
+    reasons = sorted({outcome.finish_reason for outcome in outcomes})
+    timings = [outcome.timing for outcome in outcomes if outcome.timing is not None]
+    fields: dict[str, Any] = {
+        "id": first.answer_id or first.request_id,
+        "request_id": first.request_id,
+        "endpoint": first.endpoint,
+        "tenant": first.tenant,
+        "model": model_name,
+        "status": worst.status,
+        "finish_reason": worst.finish_reason if worst.status != 200 else ",".join(reasons),
+        "prompt_tokens": sum(outcome.prompt_tokens for outcome in prompts),
+        "output_tokens": sum(outcome.output_tokens for outcome in outcomes),
+        "cached_tokens": sum(outcome.cached_tokens or 0 for outcome in prompts),
+        "queue_s": _longest(timing.queue_s for timing in timings),
+        "prefill_s": _longest(timing.prefill_s for timing in timings),
+        "decode_s": _longest(timing.decode_s for timing in timings),
+        "ttft_s": min((_rounded(o.ttft_s) for o in outcomes if o.ttft_s is not None), default=None),
+        "total_s": _longest(outcome.latency_s for outcome in outcomes),
+        "preemptions": sum(timing.num_preemptions for timing in timings),
+    }
+    if len(outcomes) > 1:
+        fields["sequences"] = len(outcomes)
+    if (num_submissions := max(outcome.num_submissions for outcome in outcomes)) > 1:
+        fields["submissions"] = num_submissions
+    if worst.message:
+        fields["error"] = worst.message
+    return fields
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds, _DIGITS)
+
+
+def _longest(times: Iterable[float]) -> float | None:
+    return max((_rounded(seconds) for seconds in times), default=None)

@@ -1,0 +1,264 @@
+"""What a gateway's /metrics and its log say of finished requests."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc.aio
+import pytest
+import structlog
+from prometheus_client.parser import text_string_to_metric_families
+
+from paceline.v1 import inference_pb2, inference_pb2_grpc
+from services.runtime.logs import configure_logging
+from tests.contract.gateway.conftest import MODEL, Running, Start, eventually, until
+
+PATH = "/v1/completions"
+BODY: dict[str, Any] = {"prompt": [7, 8, 9, 10], "max_tokens": 6, "ignore_eos": True}
+Lines = Callable[[], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    """Gives the lines about finished and refused requests so far."""
+    root = logging.getLogger()
+    before, written = (root.handlers, root.level), io.StringIO()
+    configure_logging("gateway", "info", "json", stream=written)
+
+    def read() -> list[dict[str, Any]]:
+        told = [json.loads(line) for line in written.getvalue().splitlines()]
+        return [line for line in told if line["message"].startswith("request ")]
+
+    yield read
+    structlog.reset_defaults()
+    root.handlers, level = before
+    root.setLevel(level)
+    logging.captureWarnings(False)
+
+
+async def samples(running: Running) -> dict[tuple[str, ...], float]:
+    """By name and label values in the order of the labels' names; series with none of these are left out."""
+    text = (await running.http.get("/metrics")).text
+    families = text_string_to_metric_families(text)
+    return {
+        (sample.name.removeprefix("paceline_gateway_"), *(value for _, value in sorted(sample.labels.items()))): (
+            sample.value
+        )
+        for family in families
+        for sample in family.samples
+    }
+
+
+async def until_samples(running: Running, wanted: dict[tuple[str, ...], float]) -> None:
+    async def there() -> bool:
+        found = await samples(running)
+        return {key: found.get(key) for key in wanted} == wanted
+
+    await eventually(there)
+
+
+async def test_series_of_requests_have_the_served_models_name(start: Start) -> None:
+    running = await start(settings={"served_model_name": "my-model"})
+    assert (await running.http.post(PATH, json=BODY)).status_code == 200
+    await until_samples(
+        running,
+        {
+            ("requests_total", "completion", "length", "my-model"): 1,
+            ("prompt_tokens_total", "my-model"): 4,
+            ("prompt_tokens_cached_total", "my-model"): 3,
+            ("generation_tokens_total", "my-model"): 6,
+            ("request_queue_time_seconds_sum", "my-model"): 0.25,
+            ("request_prefill_time_seconds_sum", "my-model"): 0.5,
+            ("request_decode_time_seconds_sum", "my-model"): 1.5,
+            ("request_prompt_tokens_bucket", "2.0", "my-model"): 0,
+            ("request_prompt_tokens_bucket", "5.0", "my-model"): 1,
+            ("request_generation_tokens_sum", "my-model"): 6,
+            ("request_time_per_output_token_seconds_count", "my-model"): 1,
+            ("time_to_first_token_seconds_count", "my-model"): 1,
+            ("inter_token_latency_seconds_count", "my-model"): 5,
+            ("e2e_request_latency_seconds_count", "my-model"): 1,
+        },
+    )
+
+
+async def test_one_token_has_no_time_per_output_token(start: Start) -> None:
+    running = await start()
+    await running.http.post(PATH, json=BODY | {"max_tokens": 1})
+    await until_samples(
+        running,
+        {
+            ("time_to_first_token_seconds_count", MODEL): 1,
+            ("request_time_per_output_token_seconds_count", MODEL): 0,
+        },
+    )
+
+
+async def test_the_first_tenants_and_those_of_the_settings_have_series(start: Start) -> None:
+    """Of five names only two of unknown tenants get series; a tenant called as the rest is put with the rest."""
+    running = await start(settings={"metrics_tenants": 2, "metrics_tenant_names": "acme, late"})
+    for tenant in ("a", "", "b", "c", "other", "late"):
+        fields = {"tenant": tenant} if tenant else {}
+        assert (await running.http.post(PATH, json=BODY | fields)).status_code == 200
+    await until_samples(
+        running,
+        {
+            ("tenant_requests_total", "length", MODEL, "a"): 1,
+            ("tenant_requests_total", "length", MODEL, "default"): 1,
+            ("tenant_requests_total", "length", MODEL, "late"): 1,
+            ("tenant_requests_total", "length", MODEL, "other"): 3,
+            ("tenant_prompt_tokens_total", MODEL, "acme"): 0,
+            ("tenant_prompt_tokens_total", MODEL, "other"): 12,
+            ("tenant_prompt_tokens_cached_total", MODEL, "a"): 3,
+            ("tenant_generation_tokens_total", MODEL, "a"): 6,
+            ("tenant_time_to_first_token_seconds_count", MODEL, "a"): 1,
+            ("tenant_request_queue_time_seconds_sum", MODEL, "other"): 0.75,
+        },
+    )
+    tenants = {key[-1] for key in await samples(running) if key[0] == "tenant_prompt_tokens_total"}
+    assert tenants == {"a", "default", "late", "acme", "other"}
+
+
+async def test_any_name_of_a_tenant_can_be_scraped(start: Start) -> None:
+    running = await start()
+    name = 'a"b\\c\n\u2603{}'
+    assert (await running.http.post(PATH, json=BODY | {"tenant": name})).status_code == 200
+    await until_samples(running, {("tenant_requests_total", "length", MODEL, name): 1})
+    broken = '{"prompt":[7],"max_tokens":1,"tenant":"\\ud800"}'
+    assert (await running.http.post(PATH, content=broken)).status_code == 400
+    assert (await running.http.get("/metrics")).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_finished_request_is_one_line(start: Start, lines: Lines, stream: bool) -> None:
+    running = await start()
+    body = BODY | {"tenant": "acme", "stream": stream}
+    answer = await running.http.post(PATH, json=body, headers={"X-Request-ID": "abc"})
+    await until(lambda: len(lines()) == 1)
+    [line] = lines()
+    data = answer.text.splitlines()[1].removeprefix("data: ") if stream else answer.text
+    told = {name: line[name] for name in line if not name.endswith("_s") and name not in ("timestamp", "logger")}
+    assert told == {
+        "level": "info",
+        "service": "gateway",
+        "message": "request finished",
+        "id": json.loads(data)["id"],
+        "request_id": "abc",
+        "endpoint": "completion",
+        "tenant": "acme",
+        "model": MODEL,
+        "status": 200,
+        "finish_reason": "length",
+        "prompt_tokens": 4,
+        "output_tokens": 6,
+        "cached_tokens": 3,
+        "preemptions": 2,
+    }
+    assert (line["queue_s"], line["prefill_s"], line["decode_s"]) == (0.25, 0.5, 1.5)
+    assert 0 < line["ttft_s"] <= line["total_s"]
+
+
+async def test_all_samples_of_a_request_are_one_line(start: Start, lines: Lines) -> None:
+    """Two prompts with two samples each: as its usage counts them."""
+    running = await start()
+    body = BODY | {"prompt": [[7, 8, 9, 10], [7, 8, 9, 11]], "n": 2}
+    answer = (await running.http.post(PATH, json=body)).json()
+    await until(lambda: len(lines()) == 1)
+    [line] = lines()
+    assert (line["sequences"], line["finish_reason"]) == (4, "length")
+    assert (line["prompt_tokens"], line["output_tokens"]) == (8, 24)
+    assert (line["prompt_tokens"], line["output_tokens"]) == (
+        answer["usage"]["prompt_tokens"],
+        answer["usage"]["completion_tokens"],
+    )
+    assert line["cached_tokens"] == answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 6
+
+
+async def test_a_stop_string_counts_the_tokens_that_the_client_is_told(start: Start, lines: Lines) -> None:
+    running = await start(tokens_per_step=4)
+    body = {"prompt": [7, 8, 9], "max_tokens": 64, "ignore_eos": True, "temperature": 0}
+    text = (await running.http.post(PATH, json=body)).json()["choices"][0]["text"]
+    answer = (await running.http.post(PATH, json=body | {"stop": text[8:10]})).json()
+    await until(lambda: len(lines()) == 2)
+    assert lines()[1]["finish_reason"] == answer["choices"][0]["finish_reason"] == "stop"
+    assert lines()[1]["output_tokens"] == answer["usage"]["completion_tokens"]
+
+
+async def test_failures_aborts_and_refusals_have_lines(start: Start, lines: Lines) -> None:
+    running = await start(step_s=0.005)
+    assert (await running.http.post(PATH, json=BODY | {"prompt": ""})).status_code == 400
+    [refused] = lines()
+    assert (refused["message"], refused["status"], refused["endpoint"]) == ("request refused", 400, "completion")
+    assert refused["error"] == "the prompt is empty"
+    running.scheduler.reject = lambda _: inference_pb2.Ending(reason=4, code=13, message="boom")
+    assert (await running.http.post(PATH, json=BODY)).status_code == 500
+    await until(lambda: len(lines()) == 2)
+    failed = lines()[1]
+    assert (failed["status"], failed["finish_reason"], failed["error"]) == (500, "error", "boom")
+    assert failed["queue_s"] is None
+    running.scheduler.reject = lambda _: None
+    task = asyncio.create_task(running.http.post(PATH, json=BODY | {"max_tokens": 2000, "n": 2}))
+    await until(lambda: running.scheduler.num_running == 2)
+    task.cancel()
+    await until(lambda: len(lines()) == 3)
+    assert (lines()[2]["status"], lines()[2]["finish_reason"]) == (499, "abort")
+
+
+async def test_overload_writes_no_lines(start: Start, lines: Lines) -> None:
+    running = await start(settings={"max_live_requests": 1})
+    running.scheduler.paused = True
+    first = asyncio.create_task(running.http.post(PATH, json=BODY))
+    await until(lambda: running.scheduler.num_running == 1)
+    assert (await running.http.post(PATH, json=BODY)).status_code == 429
+    running.scheduler.paused = False
+    assert (await first).status_code == 200
+    await until(lambda: len(lines()) > 0)
+    assert [line["status"] for line in lines()] == [200]
+
+
+async def test_a_request_whose_client_came_back_is_one_line(start: Start, lines: Lines) -> None:
+    running = await start(step_s=0.003)
+    body, key = BODY | {"max_tokens": 200, "stream": True}, {"Idempotency-Key": "k"}
+    async with running.http.stream("POST", PATH, json=body, headers=key | {"X-Request-ID": "one"}) as answer:
+        await anext(answer.aiter_lines())
+    answer_ids = {json.loads(running.scheduler.submissions[0].answer_id.join('""'))}
+    assert (await running.http.post(PATH, json=body, headers=key | {"X-Request-ID": "two"})).status_code == 200
+    await until(lambda: len(lines()) > 0)
+    assert [(line["request_id"], line["status"]) for line in lines()] == [("one", 200)]
+    assert {line["id"] for line in lines()} == answer_ids
+
+
+async def test_over_grpc_as_well(start: Start, lines: Lines) -> None:
+    running = await start()
+    async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        request = inference_pb2.GenerateRequest(request_id="abc", tenant="acme")
+        request.token_ids.ids.extend([7, 8, 9])
+        request.sampling.max_tokens = 5
+        request.sampling.ignore_eos = True
+        async for _ in stub.Generate(request):
+            pass
+        request.sampling.max_tokens = -1
+        with pytest.raises(grpc.aio.AioRpcError):
+            async for _ in stub.Generate(request):
+                pass
+    await until(lambda: len(lines()) == 2)
+    finished, refused = lines()
+    assert (finished["id"], finished["request_id"], finished["endpoint"]) == ("abc", "abc", "grpc")
+    assert (finished["tenant"], finished["output_tokens"], finished["status"]) == ("acme", 5, 200)
+    assert (refused["message"], refused["request_id"], refused["status"]) == ("request refused", "abc", 400)
+
+
+@pytest.mark.parametrize("how", ["flag", "level"])
+async def test_the_lines_can_be_turned_off(start: Start, lines: Lines, how: str) -> None:
+    running = await start(settings={"log_requests": how != "flag"})
+    if how == "level":
+        logging.getLogger().setLevel("WARNING")
+    assert (await running.http.post(PATH, json=BODY)).status_code == 200
+    assert (await running.http.post(PATH, json=BODY | {"prompt": ""})).status_code == 400
+    await until_samples(running, {("requests_total", "completion", "length", MODEL): 1})
+    assert lines() == []
