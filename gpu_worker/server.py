@@ -80,11 +80,14 @@ async def run_worker(
     settings: WorkerSettings, stop: asyncio.Event, on_ready: Callable[[Addresses], None] | None = None
 ) -> None:
     """As serve(), with the exceptions as they come: ModelError, DeviceError, RegistrationRefused, StepOverdue."""
-    metrics = start_metrics_server(settings.host, settings.metrics_port)
+    # The port of the settings' default is for the first worker of a machine.
+    was_chosen = "metrics_port" in settings.model_fields_set
+    metrics = start_metrics_server(settings.host, settings.metrics_port, or_free=not was_chosen)
     server = GrpcServer(settings.host, settings.port)
     try:
         port = await server.start()
         addresses = Addresses(f"{settings.host}:{port}", None, f"{settings.host}:{metrics.port}")
+        log.info("worker listens", grpc=addresses.grpc, metrics=addresses.metrics)
         built = await _build(settings)
         thread = ModelThread(built.runner)
         thread.start()

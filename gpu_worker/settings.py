@@ -22,6 +22,12 @@ class WorkerSettings(ServiceSettings, section="worker"):
         description="host:port of the scheduler to register with; of several (with commas), if others stand by",
     )
     port: int = Field(0, ge=0, le=65535, description="gRPC port for health checks and reflection; 0 takes a free one")
+    metrics_port: int = Field(
+        9103,
+        ge=0,
+        le=65535,
+        description="port of Prometheus /metrics; 0 takes a free one, as does the default where it is taken",
+    )
     name: str = Field("", description="the worker's name in logs; empty: host name and process id")
 
     model: str = Field(

@@ -392,9 +392,10 @@ async def serve(
     stopping = asyncio.create_task(stop.wait())
     try:
         address = f"{settings.host}:{port}"
-        log.info("scheduler listens", grpc=address, metrics=metrics_server.port)
+        metrics_at = f"{settings.host}:{metrics_server.port}"
+        log.info("scheduler listens", grpc=address, metrics=metrics_at)
         if on_ready:
-            on_ready(Addresses(grpc=address, http=None, metrics=f"{settings.host}:{metrics_server.port}"))
+            on_ready(Addresses(grpc=address, http=None, metrics=metrics_at))
         await asyncio.wait([stopping, working], return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             working.result()  # it ends only by failing

@@ -30,6 +30,7 @@ from services.runtime.settings import CONFIG_ENV, LogLevel, ServiceSettings, loa
 
 # What only this machine's services say to one another: nobody else is let in, whatever --host is.
 LOOPBACK = "127.0.0.1"
+MAX_PORT = 65535
 EVERY_ADDRESS = {"0.0.0.0", "::", ""}
 # A worker's line while it reads weights.
 LOADING = re.compile(r"loading (?P<model>.+): (?P<percent>\d+) % of (?P<mib>\d+) MiB$")
@@ -46,6 +47,13 @@ class UpSettings(ServiceSettings, section="up"):
     grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port of the gateway")
     scheduler_port: int = Field(50051, ge=0, le=65535, description="gRPC port that workers dial")
     cache_port: int = Field(50052, ge=0, le=65535, description="gRPC port of the cache")
+    metrics_port: int = Field(
+        9101,
+        ge=0,
+        le=65535,
+        description="port of the scheduler's /metrics; the next ones are the cache's and each worker's, and the "
+        "gateway has its own at the HTTP port. 0 takes free ones",
+    )
     model: str = Field("", description="checkpoint folder or hub name; empty: the built-in demo model")
     served_model_name: str = Field("", description="the name that clients use; empty: the folder's")
     workers: int = Field(1, ge=0, description="workers to start")
@@ -102,6 +110,10 @@ def pick_port(host: str, port: int, explicit: bool, flag: str, taken: set[int]) 
         port = 0
 
 
+def worker_names(count: int) -> list[str]:
+    return [f"worker-{i + 1}" for i in range(count)]
+
+
 def own_command(script: str) -> str:
     """How to start this program once more from here: its environment may not be on a new shell's PATH."""
     if os.path.basename(script) != "paceline":
@@ -153,6 +165,24 @@ class Stack:
         for _ in range(settings.workers):
             self.worker_ports.append(pick_port(LOOPBACK, 0, False, "", taken))
             taken.add(self.worker_ports[-1])
+        self.metrics_ports = self._pick_metrics_ports(taken)
+
+    def _pick_metrics_ports(self, taken: set[int]) -> dict[str, int]:
+        """By the name of the child. Raises CannotServe."""
+        first, explicit = self.settings.metrics_port, "metrics_port" in self.settings.model_fields_set
+        ports: dict[str, int] = {}
+        for offset, name in enumerate(["scheduler", "cache", *worker_names(self.settings.workers)]):
+            wanted = first + offset if first else 0
+            if wanted > MAX_PORT:
+                raise CannotServe(f"--metrics-port: {name} would get port {wanted}; {MAX_PORT} is the highest")
+            ports[name] = pick_port(LOOPBACK, wanted, explicit, "metrics-port", taken)
+            taken.add(ports[name])
+        return ports
+
+    def metrics_urls(self) -> dict[str, str]:
+        """By the name of the child."""
+        inside = {name: f"http://{LOOPBACK}:{port}/metrics" for name, port in self.metrics_ports.items()}
+        return {"gateway": f"{self.url}/metrics"} | inside
 
     @property
     def url(self) -> str:
@@ -163,13 +193,16 @@ class Stack:
         s = self.settings
         common = ["--log-level", s.log_level, "--drain-s", str(s.drain_s)]
         common += ["--log-format", "human" if self.console.is_terminal else s.log_format]
-        inside = [*common, "--host", LOOPBACK, "--metrics-port", "0"]
+
+        def inside(name: str) -> list[str]:
+            return [*common, "--host", LOOPBACK, "--metrics-port", str(self.metrics_ports[name])]
+
         cache_at, scheduler_at = f"{LOOPBACK}:{self.cache_port}", f"{LOOPBACK}:{self.scheduler_port}"
         dial = ["--scheduler", scheduler_at]
-        cache = [*inside, "--port", str(self.cache_port)]
-        scheduler = [*inside, "--port", str(self.scheduler_port), "--cache", cache_at]
+        cache = [*inside("cache"), "--port", str(self.cache_port)]
+        scheduler = [*inside("scheduler"), "--port", str(self.scheduler_port), "--cache", cache_at]
         scheduler += self._chosen("window", "preset")
-        worker = [*inside, *dial, *self._chosen("model", "load_format", "dtype", "block_size", "num_blocks")]
+        worker = [*dial, *self._chosen("model", "load_format", "dtype", "block_size", "num_blocks")]
         worker += self._chosen("host_gib", "max_model_len", "threads")
         gateway = [*common, *dial, "--host", s.host, "--port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
         gateway += self._chosen("model", "served_model_name", "max_model_len")
@@ -177,8 +210,8 @@ class Stack:
             Child("cache", "cache", cache, cache_at),
             Child("scheduler", "scheduler", scheduler, scheduler_at),
             *[
-                Child(f"worker-{i + 1}", "worker", [*worker, "--port", str(port)], f"{LOOPBACK}:{port}")
-                for i, port in enumerate(self.worker_ports)
+                Child(name, "worker", [*inside(name), *worker, "--port", str(port)], f"{LOOPBACK}:{port}")
+                for name, port in zip(worker_names(s.workers), self.worker_ports, strict=True)
             ],
             Child("gateway", "gateway", gateway, f"{self.address}:{self.grpc_port}"),
         ]
@@ -331,6 +364,9 @@ class Stack:
         self.console.print(f"  gRPC at {self.address}:{self.grpc_port}. Try:\n", highlight=False)
         example = f"curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'"
         self.console.print(f"  {escape(example)}\n", highlight=False, soft_wrap=True)
+        self.console.print("  Metrics:", highlight=False)
+        for name, url in self.metrics_urls().items():
+            self.console.print(f"    {name:<10} {url}", highlight=False, soft_wrap=True)
         if self.settings.workers == 0:
             said = "No worker was started: nothing is computed until a worker joins."
             self.console.print(f"  [yellow]{said}[/]", highlight=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 from collections.abc import Callable, Iterable
@@ -31,9 +32,17 @@ class MetricsServer:
         self._thread.join()
 
 
-def start_metrics_server(host: str, port: int) -> MetricsServer:
-    """Serve the process's registry on a thread, GET and HEAD; port 0: a free one. Raises OSError if it is taken."""
-    server, thread = start_http_server(port, addr=host)
+def start_metrics_server(host: str, port: int, *, or_free: bool = False) -> MetricsServer:
+    """Serve the process's registry on a thread, GET and HEAD; port 0: a free one.
+
+    `or_free`: if the port is taken, a free one serves as well. Raises OSError if the port is taken.
+    """
+    try:
+        server, thread = start_http_server(port, addr=host)
+    except OSError as error:
+        if not or_free or error.errno != errno.EADDRINUSE:
+            raise
+        server, thread = start_http_server(0, addr=host)
     server.set_app(_with_head(make_wsgi_app(REGISTRY)))
     return MetricsServer(server.server_port, server, thread)
 

@@ -139,7 +139,8 @@ def test_up_starts_a_service_again_that_does_not_answer(service: str, tmp_path: 
     ports = [free_port() for _ in range(4)]
     flags = ["--port", "--grpc-port", "--scheduler-port", "--cache-port"]
     arguments = [word for pair in zip(flags, map(str, ports), strict=True) for word in pair]
-    command = [sys.executable, "-m", "services.cli", "up", "--hang-s", "6", "--threads", "1", *arguments]
+    command = [sys.executable, "-m", "services.cli", "up", "--hang-s", "6", "--threads", "1", "--metrics-port", "0"]
+    command += arguments
     body = {"prompt": "Once there was", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
     url = f"http://127.0.0.1:{ports[0]}"
     with (tmp_path / "up.log").open("w") as log:

@@ -15,11 +15,13 @@ import psutil
 from tests.support.ports import free_port
 
 FLAGS = ("--port", "--grpc-port", "--scheduler-port", "--cache-port")
+# One port for each service but the gateway would have to be free; no test here asks for metrics.
+METRICS = ("--metrics-port", "0")
 
 
 def command(*arguments: str) -> list[str]:
     ports = [word for flag in FLAGS for word in (flag, str(free_port()))]
-    return [sys.executable, "-m", "services.cli", "up", "--threads", "1", *ports, *arguments]
+    return [sys.executable, "-m", "services.cli", "up", "--threads", "1", *ports, *METRICS, *arguments]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import socket
 from collections.abc import Iterator
@@ -85,6 +86,43 @@ async def test_only_the_gateway_listens_to_the_world() -> None:
     running.show("m")
     assert "http://127.0.0.1:" in out.getvalue()
     assert "0.0.0.0" not in out.getvalue()
+
+
+async def test_metrics_have_fixed_ports_and_are_printed() -> None:
+    """Those of `serve` by default: scheduler, cache, then each worker."""
+    assert UpSettings.model_fields["metrics_port"].default == 9101
+    first = free_ports_in_a_row(4)
+    running, out = stack("--port", "0", "--workers", "2", "--metrics-port", str(first))
+    ports = {child.name: flags(child).get("--metrics-port") for child in running.plan()}
+    names = ["scheduler", "cache", "worker-1", "worker-2"]
+    assert ports == {name: str(first + i) for i, name in enumerate(names)} | {"gateway": None}
+    running.show("m")
+    urls = [f"http://127.0.0.1:{first + i}/metrics" for i in range(4)]
+    shown = dict(line.split() for line in out.getvalue().splitlines() if line.endswith("/metrics"))
+    assert shown == dict(zip(names, urls, strict=True)) | {"gateway": f"{running.url}/metrics"}
+
+
+async def test_a_metrics_port_that_is_taken_is_refused_or_replaced(busy: int) -> None:
+    with pytest.raises(CannotServe, match=f"--metrics-port: 127.0.0.1:{busy} cannot be used"):
+        stack("--port", "0", "--metrics-port", str(busy))
+    with pytest.raises(CannotServe, match="--metrics-port: cache would get port 65536; 65535 is the highest"):
+        stack("--port", "0", "--metrics-port", "65535", "--workers", "0")
+    chosen = stack("--port", "0", "--metrics-port", "0")[0].metrics_ports
+    assert len({*chosen.values()}) == 3
+
+
+def free_ports_in_a_row(count: int) -> int:
+    """The first of them."""
+    for _ in range(100):
+        first = free_port()
+        with contextlib.ExitStack() as held:
+            try:
+                for port in range(first, first + count):
+                    held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except (OSError, OverflowError):
+                continue
+            return first
+    raise AssertionError("no free ports in a row")
 
 
 async def test_a_line_of_a_child_stays_one_line_in_a_pipe() -> None:

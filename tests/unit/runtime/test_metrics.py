@@ -32,9 +32,13 @@ def test_get_head_and_close() -> None:
         fetch(server.port, "GET")
 
 
-def test_a_taken_port_is_an_oserror() -> None:
+def test_a_taken_port_is_an_oserror_unless_a_free_one_will_do() -> None:
     server = start_metrics_server("127.0.0.1", 0)
     try:
+        another = start_metrics_server("127.0.0.1", server.port, or_free=True)
+        assert fetch(another.port, "GET")[0] == 200
+        assert another.port != server.port
+        another.close()
         with pytest.raises(OSError, match="in use"):
             start_metrics_server("127.0.0.1", server.port)
     finally:
