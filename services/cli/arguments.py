@@ -35,9 +35,3 @@ def console() -> Console:
 def plain(text: str) -> str:
     """What others have written, without what a terminal would obey."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def refused(prog: str, address: str, details: str) -> int:
-    """Tells why a server does not answer; returns the exit status."""
-    print(f"{prog}: {address}: {plain(details)}", file=sys.stderr)
-    return 1

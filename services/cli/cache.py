@@ -16,7 +16,9 @@ from rich.table import Table
 
 from paceline.v1 import cache_pb2 as pb
 from paceline.v1.cache_pb2_grpc import CacheAdminServiceStub, CacheServiceStub
-from services.cli.arguments import Parser, console, plain, refused, usage_error
+from services.cli.arguments import Parser, console, plain
+from services.cli.calls import call
+from services.cli.servers import add_flags
 
 if TYPE_CHECKING:
     from services.gateway.tokenizer import TextTokenizer
@@ -25,8 +27,6 @@ PROG = "paceline cache"
 TIMEOUT_S = 10.0
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TTL_S = 2**32 - 1
-# Of gRPC, for what is wrong with the flags.
-USAGE_CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ALREADY_EXISTS)
 
 
 def parser() -> Parser:
@@ -64,7 +64,7 @@ def parser() -> Parser:
     events = commands.add_parser("events", help="what is stored where, as JSON lines: a snapshot, then as it happens")
     events.add_argument("--after", type=int, default=0, metavar="NUMBER", help="the last event that is known already")
     for command in (stats, pins, pin, unpin, reset, events):
-        command.add_argument("--cache", default="127.0.0.1:50052", metavar="HOST:PORT")
+        add_flags(command, "cache")
     return top
 
 
@@ -78,16 +78,8 @@ def main(argv: list[str]) -> int:
         "reset": _reset,
         "events": _events,
     }
-    with grpc.insecure_channel(arguments.cache) as channel:
-        try:
-            commands[arguments.command](channel, arguments)
-        except (ValueError, OSError) as error:
-            return usage_error(PROG, str(error))
-        except grpc.RpcError as error:
-            if error.code() in USAGE_CODES:
-                return usage_error(PROG, str(error.details()))
-            return refused(PROG, arguments.cache, str(error.details()))
-    return 0
+    command = commands[arguments.command]
+    return call(PROG, arguments, "cache", lambda channel: command(channel, arguments))
 
 
 def _stats(channel: grpc.Channel, _: argparse.Namespace) -> None:

@@ -10,7 +10,9 @@ from rich.table import Table
 
 from paceline.v1.admin_pb2 import ExplainRequest, Explanation
 from paceline.v1.admin_pb2_grpc import AdminServiceStub
-from services.cli.arguments import Parser, console, plain, refused, usage_error
+from services.cli.arguments import Parser, console, plain, usage_error
+from services.cli.calls import call
+from services.cli.servers import add_flags
 
 PROG = "paceline explain"
 TIMEOUT_S = 10.0
@@ -19,17 +21,17 @@ TIMEOUT_S = 10.0
 def main(argv: list[str]) -> int:
     parser = Parser(prog=PROG, description=__doc__)
     parser.add_argument("request_id", help="an X-Request-ID, or the id of an answer (cmpl-…, chatcmpl-…)")
-    parser.add_argument("--scheduler", default="127.0.0.1:50051", metavar="HOST:PORT")
+    add_flags(parser, "scheduler")
     arguments = parser.parse_args(argv)
     try:
         request = ExplainRequest(request_id=arguments.request_id)
     except ValueError:
         return usage_error(PROG, f"request_id: {arguments.request_id!r} is no UTF-8")
-    with grpc.insecure_channel(arguments.scheduler) as channel:
-        try:
-            answer = AdminServiceStub(channel).Explain(request, timeout=TIMEOUT_S)
-        except grpc.RpcError as error:
-            return refused(PROG, arguments.scheduler, str(error.details()))
+    return call(PROG, arguments, "scheduler", lambda channel: _show(channel, request))
+
+
+def _show(channel: grpc.Channel, request: ExplainRequest) -> None:
+    answer = AdminServiceStub(channel).Explain(request, timeout=TIMEOUT_S)
     several = answer.num_sequences > 1
     for request_id, explanations in itertools.groupby(answer.explanations, key=lambda one: one.request_id):
         if several:
@@ -38,7 +40,6 @@ def main(argv: list[str]) -> int:
     explained = len({one.request_id for one in answer.explanations})
     if several and explained < answer.num_sequences:
         console().print(f"{answer.num_sequences - explained} more sequences of this request are not shown")
-    return 0
 
 
 def _table(explanations: Iterable[Explanation]) -> Table:

@@ -28,7 +28,7 @@ USAGE = """\
 usage: paceline COMMAND [flags]
 
   up                 start all services on this machine and serve a model
-  worker             start one more worker: paceline worker --scheduler HOST:PORT
+  worker             start one more worker, for a running server: paceline worker
   serve SERVICE      start one service: cache, scheduler, worker or gateway
   policy             show or change the scheduling policies of a running scheduler
   cache              what the cache of a running server holds; pin prefixes, reset it, watch its events
@@ -39,6 +39,9 @@ usage: paceline COMMAND [flags]
 
 `paceline COMMAND --help` shows the flags. Every flag is also an environment variable (PACELINE_UP_PORT,
 PACELINE_WORKER_MODEL, ...) and a key of the YAML file that --config or PACELINE_CONFIG names.
+
+worker, policy, cache and explain find the `paceline up` of this machine. If several run, --server PORT or
+PACELINE_SERVER chooses one; --scheduler or --cache HOST:PORT (or PACELINE_SCHEDULER, PACELINE_CACHE) names a service.
 """
 
 
@@ -73,6 +76,24 @@ def fail(message: str, code: int = 1) -> int:
     return code
 
 
+def worker(argv: list[str]) -> int:
+    """One more worker, for the scheduler of a `paceline up` unless flag, environment or file name another."""
+    from gpu_worker.settings import WorkerSettings
+    from services.cli.servers import SERVER_ENV, NoAddress, take_server_flag, target_of
+    from services.runtime.settings import load_settings
+
+    prog = "paceline worker"
+    note = f"--server NAME (or {SERVER_ENV}): the HTTP port or model of a `paceline up` of this machine to work for."
+    arguments, rest = take_server_flag(prog, argv)
+    settings = load_settings(WorkerSettings, [word for word in rest if word != "--print-config"], prog=prog, note=note)
+    if arguments.server is not None or "scheduler" not in settings.model_fields_set:
+        try:
+            rest += ["--scheduler", target_of(arguments, "scheduler").address]
+        except NoAddress as error:
+            return fail(f"{prog}: {error}", 2)
+    return serve("worker", rest, prog)
+
+
 def lazily(module: str, argv: list[str]) -> int:
     result: int = importlib.import_module(module).main(argv)
     return result
@@ -99,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "up": lambda rest: lazily("services.cli.up", rest),
         "serve": serve_command,
-        "worker": lambda rest: serve("worker", rest, "paceline worker"),
+        "worker": worker,
         "policy": lambda rest: lazily("services.cli.policy", rest),
         "cache": lambda rest: lazily("services.cli.cache", rest),
         "explain": lambda rest: lazily("services.cli.explain", rest),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 
-import grpc
-
 from paceline.v1.admin_pb2 import GetPolicyRequest, PolicyChoice, SetPolicyRequest
 from paceline.v1.admin_pb2_grpc import AdminServiceStub
-from services.cli.arguments import Parser, console, plain, refused, usage_error
+from services.cli.arguments import Parser, console, plain
+from services.cli.calls import call
+from services.cli.servers import add_flags
 
 PROG = "paceline policy"
 KINDS = ("order", "capacity", "batch", "preemption")
@@ -28,27 +28,19 @@ def parser() -> Parser:
         "--option", action="append", default=[], metavar="NAME=VALUE", help="an option of a policy; the value is JSON"
     )
     for command in (get, change):
-        command.add_argument("--scheduler", default="127.0.0.1:50051", metavar="HOST:PORT")
+        add_flags(command, "scheduler")
     return top
 
 
 def main(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
-    with grpc.insecure_channel(arguments.scheduler) as channel:
-        stub = AdminServiceStub(channel)
-        try:
-            if arguments.command == "get":
-                _show(stub)
-            else:
-                answer = stub.SetPolicy(SetPolicyRequest(choice=_choice(arguments)), timeout=TIMEOUT_S)
-                console().print(f"in force from the next step on: {_describe(answer.choice)}", soft_wrap=True)
-        except ValueError as error:
-            return usage_error(PROG, str(error))
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                return usage_error(PROG, str(error.details()))
-            return refused(PROG, arguments.scheduler, str(error.details()))
-    return 0
+    command = _show if arguments.command == "get" else _change
+    return call(PROG, arguments, "scheduler", lambda channel: command(AdminServiceStub(channel), arguments))
+
+
+def _change(stub: AdminServiceStub, arguments: argparse.Namespace) -> None:
+    answer = stub.SetPolicy(SetPolicyRequest(choice=_choice(arguments)), timeout=TIMEOUT_S)
+    console().print(f"in force from the next step on: {_describe(answer.choice)}", soft_wrap=True)
 
 
 def _choice(arguments: argparse.Namespace) -> PolicyChoice:
@@ -68,7 +60,7 @@ def _choice(arguments: argparse.Namespace) -> PolicyChoice:
     return PolicyChoice(preset=arguments.preset, options=options, **{kind: getattr(arguments, kind) for kind in KINDS})
 
 
-def _show(stub: AdminServiceStub) -> None:
+def _show(stub: AdminServiceStub, _: argparse.Namespace) -> None:
     answer = stub.GetPolicy(GetPolicyRequest(), timeout=TIMEOUT_S)
     out = console()
     out.print(f"in force    {_describe(answer.choice)}", soft_wrap=True)

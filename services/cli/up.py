@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from rich.status import Status
 
 from services.cli.parent import PARENT_ENV
 from services.cli.restarts import Restarts, describe_exit
+from services.cli.servers import Announcement, announced, running_servers
 from services.cli.watchdog import PROBE_EVERY_S, Health, Watchdog, check_health
 from services.runtime.memory import oom_kills
 from services.runtime.service import run_service
@@ -356,6 +358,21 @@ class Stack:
         with urllib.request.urlopen(f"{self.url}/v1/models", timeout=5) as answer:
             return str(json.load(answer)["data"][0]["id"])
 
+    @contextlib.contextmanager
+    def announced(self) -> Iterator[Announcement | None]:
+        """In here other commands of this machine find the server; a folder that cannot be written costs only that."""
+        scheduler, cache = f"{LOOPBACK}:{self.scheduler_port}", f"{LOOPBACK}:{self.cache_port}"
+        with contextlib.ExitStack() as stack:
+            found = announced(self.http_port, self.settings.served_model_name, scheduler, cache)
+            try:
+                announcement = stack.enter_context(found)
+            except OSError as error:
+                self.console.print(
+                    f"other commands need --scheduler {scheduler}: no state file ({error})", markup=False
+                )
+                announcement = None
+            yield announcement
+
     def show(self, model: str) -> None:
         body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is 3 + 4?"}]})
         self.console.print(
@@ -374,6 +391,9 @@ class Stack:
         same = self._chosen("model", "load_format", "dtype", "block_size", "max_model_len")
         more = [own_command(sys.argv[0]), "worker", "--scheduler", f"{LOOPBACK}:{self.scheduler_port}", *same]
         self.console.print(f"  One more worker: [bold]{escape(shlex.join(more))}[/]", highlight=False, soft_wrap=True)
+        if len(running_servers()) > 1:
+            line = f"  Other servers run here: paceline policy, cache and explain need --server {self.http_port}."
+            self.console.print(line, highlight=False, soft_wrap=True)
         self.console.print("  Ctrl-C drains and stops.\n", highlight=False)
 
     async def stop(self) -> None:
@@ -424,14 +444,21 @@ async def run(settings: UpSettings, stop: asyncio.Event, console: Console) -> st
         stack = Stack(settings, console)
     except CannotServe as error:
         return str(error)
+    with stack.announced() as announcement:
+        return await _serve(stack, stop, announcement)
+
+
+async def _serve(stack: Stack, stop: asyncio.Event, announcement: Announcement | None) -> str | None:
+    console, failed = stack.console, stack.failure
     stopped = asyncio.create_task(stop.wait())
-    failed = stack.failure
     try:
         with console.status("starting", spinner="dots") as stack.status:
             await stack.start()
             ready = asyncio.create_task(stack.wait_ready())
             await _first(ready, stopped, failed)
         if ready.done():
+            if announcement is not None:
+                announcement.rename(ready.result())
             stack.show(ready.result())
             await _first(stopped, failed)
         else:

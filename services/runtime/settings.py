@@ -165,8 +165,8 @@ class ServiceSettings(BaseSettings):
 S = TypeVar("S", bound=ServiceSettings)
 
 
-def load_settings(cls: type[S], argv: Sequence[str], *, prog: str | None = None) -> S:
-    """Settings from `argv` (without the program's name), environment and file.
+def load_settings(cls: type[S], argv: Sequence[str], *, prog: str | None = None, note: str = "") -> S:
+    """Settings from `argv` (without the program's name), environment and file. `note` ends the text of --help.
 
     `--help` and `--print-config` (YAML that `--config` reads back) print and exit 0. A bad value prints one line on
     stderr that names where it came from, and exits 2.
@@ -175,7 +175,7 @@ def load_settings(cls: type[S], argv: Sequence[str], *, prog: str | None = None)
     parser = _Parser(
         prog=prog,
         description=(cls.__doc__ or "").strip().partition("\n")[0],
-        epilog=f"Flags win over the environment, the environment over the file's section `{cls.section}`.",
+        epilog=f"Flags win over the environment, the environment over the file's section `{cls.section}`. {note}",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
     )

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.support.ports import free_port
 
@@ -71,3 +72,32 @@ def test_without_workers_it_says_that_nothing_is_computed(tmp_path: Path) -> Non
     with running(log, "--workers", "0"):
         wait_until(lambda: "Ctrl-C" in log.read_text(), log)
         assert "No worker was started: nothing is computed until a worker joins." in log.read_text()
+
+
+def paceline(*arguments: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "services.cli", *arguments]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_commands_reach_each_of_two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    folder, logs = tmp_path / "paceline" / "servers", [tmp_path / "first.log", tmp_path / "second.log"]
+    with running(logs[0], "--workers", "0"), running(logs[1], "--workers", "0", "--preset", "sglang") as second:
+        for log in logs:
+            wait_until(lambda log=log: "Ctrl-C" in log.read_text(), log)  # type: ignore[misc]
+        ports = sorted(int(path.stem) for path in folder.glob("*.json"))
+        ambiguous = paceline("policy", "get")
+        assert ambiguous.returncode == 2
+        assert ambiguous.stderr.startswith(
+            f"paceline policy: 2 servers run here: {ports[0]} (paceline-demo), {ports[1]} "
+        )
+        presets = {paceline("policy", "get", "--server", str(port)).stdout.split()[2] for port in ports}
+        assert presets == {"paceline:", "sglang:"}
+        assert all(paceline("cache", "stats", "--server", str(port)).returncode == 0 for port in ports)
+        second.kill()
+        second.wait()
+        assert paceline("policy", "get").stdout.split()[2] == "paceline:"
+    assert len(list(folder.glob("*.json"))) == 1, "the one that was killed could not remove its file"
+    none = paceline("policy", "get")
+    assert (none.returncode, none.stdout) == (1, "")
+    assert "; no `paceline up` runs here: name the scheduler with --scheduler HOST:PORT\n" in none.stderr

@@ -1,0 +1,71 @@
+"""Calls of the commands to a running server: how they dial it, and one line for each way in which a call fails."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+
+import grpc
+
+from services.cli.arguments import plain, usage_error
+from services.cli.servers import NoAddress, Service, Target, target_of
+
+CODE = grpc.StatusCode
+# Of gRPC, for what is wrong with the flags.
+USAGE_CODES = (CODE.INVALID_ARGUMENT, CODE.ALREADY_EXISTS)
+MAX_CAUSE = 200
+# A service is dialled by its address; a proxy that the environment names is for the world outside.
+_OPTIONS = (("grpc.enable_http_proxy", 0),)
+_ERRNO = re.compile(r"\s*\(\d+\)$")
+
+
+def call(prog: str, arguments: argparse.Namespace, service: Service, command: Callable[[grpc.Channel], None]) -> int:
+    """Run `command` on a channel to the service that the flags of servers.add_flags() mean; returns the exit status."""
+    try:
+        target = target_of(arguments, service)
+    except NoAddress as error:
+        return usage_error(prog, str(error))
+    with grpc.insecure_channel(target.address, options=_OPTIONS) as channel:
+        try:
+            command(channel)
+        except BrokenPipeError:
+            raise
+        except (ValueError, OSError) as error:
+            return usage_error(prog, str(error))
+        except grpc.RpcError as error:
+            if error.code() in USAGE_CODES:
+                return usage_error(prog, str(error.details()))
+            print(f"{prog}: {plain(explained(target, error))}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def explained(target: Target, error: grpc.RpcError) -> str:
+    """One line: what failed, at which address, and what helps."""
+    service, address, code = target.service, target.address, error.code()
+    details = " ".join(str(error.details()).split())
+    if code is CODE.UNAVAILABLE:
+        return f"no {service} answers at {address}{_cause(details)}{_hint(target)}"
+    if code is CODE.DEADLINE_EXCEEDED:
+        return f"{address} did not answer in time{_hint(target)}"
+    if code is CODE.UNIMPLEMENTED:
+        return f"{address} is no {service} of Paceline, or an older one: it does not know this call{_hint(target)}"
+    if code is CODE.NOT_FOUND or code is CODE.FAILED_PRECONDITION:
+        return f"{address}: {details}"
+    return f"{address}: {code.name}: {details[:MAX_CAUSE]}{_hint(target)}"
+
+
+def _cause(details: str) -> str:
+    """The innermost of gRPC's causes, which it joins with colons; nothing if it is a whole story."""
+    cause = _ERRNO.sub("", details.rpartition(": ")[2].rstrip("]"))
+    return f" ({cause[:MAX_CAUSE]})" if cause else ""
+
+
+def _hint(target: Target) -> str:
+    if not target.named_by:
+        return f"; no `paceline up` runs here: name the {target.service} with --{target.service} HOST:PORT"
+    if target.named_by.startswith("server "):
+        return f"; {target.named_by} runs, but its {target.service} may be starting"
+    return "" if target.named_by.startswith("--") else f"; {target.named_by} names it"

@@ -1,0 +1,216 @@
+"""Where the commands find a running server: flags, then the environment, then the state file that `paceline up` writes.
+
+Each `paceline up` keeps a file, named after its HTTP port, in $XDG_STATE_HOME/paceline/servers (~/.local/state by
+default). It removes the file when it ends. A file counts only while the process that wrote it runs, so that one of a
+killed process, or of the time before a reboot, is ignored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from services.cli.arguments import Parser
+from services.runtime.settings import Address
+
+Service = Literal["scheduler", "cache"]
+# Ports of services that are started one by one, with `paceline serve`.
+DEFAULT_ADDRESSES: dict[Service, str] = {"scheduler": "127.0.0.1:50051", "cache": "127.0.0.1:50052"}
+SERVER_ENV = "PACELINE_SERVER"
+
+
+class NoAddress(Exception):
+    """It is not clear which server is meant. The message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A `paceline up`, as its state file describes it."""
+
+    port: int  # of HTTP
+    model: str
+    scheduler: str
+    cache: str
+    pid: int
+    started: str  # by the kernel's clock: another process of the same pid has another
+    machine: str  # boot and pid namespace: a pid means nothing in another one
+
+    def __str__(self) -> str:
+        return f"{self.port} ({self.model})" if self.model else f"{self.port}"
+
+    @property
+    def runs(self) -> bool:
+        return self.machine == _machine() and _started(self.pid) == self.started
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The address of a service, and what named it: a flag, a variable, a server, or (empty) nothing."""
+
+    service: Service
+    address: str
+    named_by: str
+
+
+def add_flags(parser: argparse.ArgumentParser, service: Service) -> None:
+    default = f"default: the running `paceline up`, else {DEFAULT_ADDRESSES[service]}"
+    parser.add_argument(f"--{service}", metavar="HOST:PORT", help=f"[env: {_env_name(service)}] {default}")
+    parser.add_argument(
+        "--server", metavar="NAME", help=f"HTTP port or model of a `paceline up` of this machine [env: {SERVER_ENV}]"
+    )
+
+
+def take_server_flag(prog: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """--server, for target_of(), and the other words."""
+    parser = Parser(prog=prog, add_help=False, allow_abbrev=False)
+    parser.add_argument("--server")
+    parser.set_defaults(scheduler=None)
+    return parser.parse_known_args(argv)
+
+
+def target_of(arguments: argparse.Namespace, service: Service) -> Target:
+    """Flags win over the environment, the environment over the state files. Raises NoAddress."""
+    environment = os.environ.get
+    for address, origin, server, server_origin in (
+        (getattr(arguments, service), f"--{service}", arguments.server, "--server"),
+        (environment(_env_name(service)), _env_name(service), environment(SERVER_ENV), SERVER_ENV),
+    ):
+        if address:
+            return Target(service, _checked(address, origin), origin)
+        if server:
+            return _target(service, _named(server, server_origin))
+    running = running_servers()
+    if len(running) > 1:
+        raise NoAddress(f"{len(running)} servers run here: {_listed(running)}; choose one with --server, like "
+                        f"--server {running[0].port}, or with {SERVER_ENV}")  # fmt: skip
+    return _target(service, running[0]) if running else Target(service, DEFAULT_ADDRESSES[service], "")
+
+
+def running_servers() -> list[Server]:
+    """Those of this machine and user, by port. What cannot be read is none."""
+    found = (_read(path) for path in sorted(_folder().glob("*.json")))
+    return sorted((server for server in found if server is not None and server.runs), key=lambda server: server.port)
+
+
+@contextlib.contextmanager
+def announced(port: int, model: str, scheduler: str, cache: str) -> Iterator[Announcement]:
+    """Commands find this server, which is this process, while the block runs. Raises OSError before it begins."""
+    server = Server(port, model, scheduler, cache, os.getpid(), _started(os.getpid()), _machine())
+    folder = _folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in folder.glob("*.json"):
+        # Of another boot or container it cannot be told whether it runs.
+        if (old := _read(path)) is not None and old.machine == server.machine and not old.runs:
+            path.unlink(missing_ok=True)
+    announcement = Announcement(server, folder / f"{port}.json")
+    announcement.write()
+    try:
+        yield announcement
+    finally:
+        announcement.remove()
+
+
+class Announcement:
+    def __init__(self, server: Server, path: Path) -> None:
+        self.server = server
+        self._path = path
+
+    def rename(self, model: str) -> None:
+        """The name of the model is known better now."""
+        self.server = replace(self.server, model=model)
+        with contextlib.suppress(OSError):  # a full disk; what is there is good enough
+            self.write()
+
+    def write(self) -> None:
+        """At once or not at all: a reader sees no half of a file."""
+        with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False, encoding="utf-8") as file:
+            json.dump(asdict(self.server), file)
+        os.replace(file.name, self._path)
+
+    def remove(self) -> None:
+        if _read(self._path) == self.server:  # else it is another server's by now
+            self._path.unlink(missing_ok=True)
+
+
+def _folder() -> Path:
+    state = os.environ.get("XDG_STATE_HOME", "")
+    home = Path(state) if os.path.isabs(state) else Path("~/.local/state").expanduser()
+    return home / "paceline" / "servers"
+
+
+def _read(path: Path) -> Server | None:
+    try:
+        values: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        return TypeAdapter(Server).validate_python({field.name: values[field.name] for field in fields(Server)})
+    except (OSError, ValueError, KeyError, TypeError):  # ValidationError is a ValueError
+        return None
+
+
+def _named(name: str, origin: str) -> Server:
+    running = running_servers()
+    matching = [server for server in running if name in (str(server.port), server.model)]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        raise NoAddress(f"{origin}: {len(matching)} servers have this name: {_listed(matching)}; give a port")
+    there = f"there are {_listed(running)}" if running else "no `paceline up` runs here"
+    raise NoAddress(f"{origin}: there is no server {name!r}; {there}")
+
+
+def _target(service: Service, server: Server) -> Target:
+    return Target(service, getattr(server, service), f"server {server}")
+
+
+def _listed(servers: list[Server]) -> str:
+    return ", ".join(map(str, servers))
+
+
+def _checked(address: str, origin: str) -> str:
+    try:
+        checked: str = TypeAdapter(Address).validate_python(address)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise NoAddress(f"{origin}: {message} (got {address!r})") from error
+    return checked
+
+
+def _env_name(service: Service) -> str:
+    return f"PACELINE_{service.upper()}"
+
+
+def _started(pid: int) -> str:
+    """When the process began, in the kernel's ticks since the boot; empty if it does not run."""
+    try:
+        # The name, in parentheses, may have spaces and parentheses in it.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except FileNotFoundError:
+        pass
+    except (OSError, IndexError):
+        return ""
+    if Path("/proc/self/stat").exists():
+        return ""
+    try:  # no Linux
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return ""
+    except OSError:
+        pass
+    return "unknown"
+
+
+def _machine() -> str:
+    parts = []
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
