@@ -96,12 +96,16 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _add_state_routes(app: FastAPI, gateway: Gateway) -> Handler:
-    @app.api_route("/health", methods=["GET", "HEAD"], response_class=JsonResponse)
+    # The lower decorator serves both methods. The upper one is for /openapi.json, where a route of two methods would
+    # give both the same operation id.
+    @app.get("/health", response_class=JsonResponse)
+    @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
     async def health(request: Request) -> Response:
         """200 as long as the process serves, with or without a scheduler."""
         return _json({"status": "ok"})
 
-    @app.api_route("/ready", methods=["GET", "HEAD"], response_class=JsonResponse)
+    @app.get("/ready", response_class=JsonResponse)
+    @app.api_route("/ready", methods=["GET", "HEAD"], include_in_schema=False)
     async def ready() -> Response:
         """200 if a request would be served now, else 503 with the reason."""
         status = gateway.session.status
@@ -116,7 +120,8 @@ def _add_state_routes(app: FastAPI, gateway: Gateway) -> Handler:
             reason = "no worker is attached" if workers == 0 else "the scheduler is not ready"
         return _json({"status": "not ready", "reason": reason, "workers": workers}, 503)
 
-    @app.api_route("/metrics", methods=["GET", "HEAD"])
+    @app.get("/metrics")
+    @app.api_route("/metrics", methods=["GET", "HEAD"], include_in_schema=False)
     async def exposition() -> Response:
         """Prometheus."""
         metrics, requests = gateway.metrics, gateway.requests

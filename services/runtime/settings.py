@@ -28,6 +28,8 @@ from pydantic_settings.sources import InitSettingsSource
 
 ENV_PREFIX = "PACELINE_"
 CONFIG_ENV = "PACELINE_CONFIG"
+# Sections of the file: those of all services, as they share one.
+SECTIONS = ("up", "cache", "scheduler", "worker", "gateway")
 # Fields that one variable may set for every service.
 SHARED_ENV_FIELDS = ("log_level", "log_format")
 
@@ -222,7 +224,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _read_section(path: str, section: str) -> dict[str, Any]:
-    """The section's keys with `-` read as `_`. ConfigError if the file is not a YAML mapping of mappings."""
+    """The section's keys with `-` read as `_`. ConfigError if the file is not a YAML mapping of known sections."""
     try:
         document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -233,6 +235,11 @@ def _read_section(path: str, section: str) -> dict[str, Any]:
         return {}
     if not isinstance(document, dict):
         raise ConfigError(f"configuration file {path}: expected a mapping of sections, got {type(document).__name__}")
+    known = dict.fromkeys((*SECTIONS, section))
+    if unknown := [str(name) for name in document if name not in known]:
+        raise ConfigError(
+            f"configuration file {path}: there is no section {', '.join(unknown)}; there are {', '.join(known)}"
+        )
     values = document.get(section)
     if values is None:
         return {}

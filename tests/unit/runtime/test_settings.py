@@ -35,7 +35,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "paceline.yaml"
-    path.write_text("thing:\n  port: 7001\n  max-tokens: 5\nother:\n  port: 1\n")
+    path.write_text("thing:\n  port: 7001\n  max-tokens: 5\ngateway:\n  port: 1\n")
     return path
 
 
@@ -149,6 +149,9 @@ def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         ("thing: {port: many}", ["thing.port in", "valid integer"]),
         ("thing: {prot: 1}", ["thing.prot in", "no such setting"]),
         ("thing: 3", ["section thing must be a mapping"]),
+        ("schedular: {port: 1}\n", ["there is no section schedular", "up, cache, scheduler, worker, gateway, thing"]),
+        ("port: 1\nthing: {port: 2}\n", ["there is no section port"]),
+        ("scheduler: {}\nthing: {prot: 2}\n", ["thing.prot", "there is no such setting"]),
         ("[1, 2]", ["expected a mapping"]),
         ("thing: {port: [", ["is not YAML"]),
         ("\x00", ["is not YAML"]),
@@ -162,7 +165,7 @@ def test_a_bad_file_is_named(text: str, words: list[str], tmp_path: Path, capsys
         assert word in line
 
 
-@pytest.mark.parametrize("text", ["", "thing:\n", "other: {port: 1}\n"])
+@pytest.mark.parametrize("text", ["", "thing:\n", "cache: {port: 1}\n"])
 def test_a_file_without_the_section_changes_nothing(text: str, tmp_path: Path) -> None:
     path = tmp_path / "empty.yaml"
     path.write_text(text)
