@@ -15,6 +15,7 @@ from paceline.v1.admin_pb2 import (
     GetPolicyRequest,
     GetPolicyResponse,
     PolicyChoice,
+    PolicyFailure,
     SetPolicyRequest,
     SetPolicyResponse,
 )
@@ -49,6 +50,9 @@ class Admin(AdminServiceServicer):
             batches=sorted(names("batch")),
             preemptions=sorted(names("preemption")),
             failed_order=self.choice.order if self._has_failed else "",
+            failures=self._failures(),
+            num_steps=self.core.counters.steps - self.core.policy_failures.num_steps_before,
+            fallback=_as_message(DEFAULT, PRESETS[DEFAULT]),
         )
 
     async def SetPolicy(self, request: SetPolicyRequest, context: Context) -> SetPolicyResponse:
@@ -109,17 +113,28 @@ class Admin(AdminServiceServicer):
             choose(overrides={"order": PRESETS[DEFAULT].order}, base=self.choice) if self._has_failed else self.choice
         )
 
+    def _failures(self) -> list[PolicyFailure]:
+        return [
+            PolicyFailure(
+                kind=failure.kind,
+                policy=getattr(self.choice, failure.kind, ""),
+                count=failure.count,
+                last_error=_encodable(failure.last_error),
+            )
+            for failure in self.core.policy_failures.by_kind.values()
+        ]
+
     def _message(self) -> PolicyChoice:
         choice = self._in_force
-        preset = next((name for name, known in PRESETS.items() if known == choice), "")
-        return PolicyChoice(
-            preset=preset,
-            order=choice.order,
-            capacity=self.choice.capacity,
-            batch=self.choice.batch,
-            preemption=self.choice.preemption,
-            options={name: json.dumps(value) for name, value in choice.options.items()},
-        )
+        return _as_message(next((name for name, known in PRESETS.items() if known == choice), ""), choice)
+
+
+def _as_message(preset: str, choice: Choice) -> PolicyChoice:
+    return PolicyChoice(
+        preset=preset,
+        options={name: json.dumps(value) for name, value in choice.options.items()},
+        **{kind: getattr(choice, kind) for kind in KINDS},
+    )
 
 
 def _encodable(text: str) -> str:

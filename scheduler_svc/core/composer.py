@@ -12,6 +12,7 @@ from scheduler_svc.core.cache_link import CacheLink
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import OrderPolicy, Policies
+from scheduler_svc.core.policy_failures import PolicyFailures
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import Step
@@ -43,6 +44,7 @@ class Composer:
         self.queue = WaitingQueue(policies.order, self._order_failed, free_tokens)
         self._make_fallback, self._fallback = fallback, fallback()
         self._counters = counters
+        self.failures = PolicyFailures(policies)
         self._on_policy_error = on_policy_error
         # Of the last composition: tenants that it passed over, since too much of them runs; in tokens.
         self.at_limit: dict[str, int] = {}
@@ -52,6 +54,7 @@ class Composer:
     def set_policies(self, policies: Policies, workers: dict[int, Worker]) -> None:
         """Other policies from the next step on. Raises what their order raises; then nothing has changed."""
         self.queue.reorder(policies.order)
+        self.failures = PolicyFailures(policies, self._counters.steps)
         self.policies = policies  # before `started`, at which the order may fail and be replaced
         for worker in workers.values():
             for request in worker.bound:
@@ -174,6 +177,7 @@ class Composer:
 
     def _failed(self, error: Exception) -> None:
         self._counters.policy_errors += 1
+        self.failures.add(error)
         self._on_policy_error(error)
 
     def _order_failed(self, error: Exception) -> OrderPolicy:

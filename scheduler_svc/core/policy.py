@@ -104,7 +104,7 @@ class KeyedOrder(OrderPolicy):
         seniority = request.seniority
         if seniority in self._entry_of:  # it takes over what it knows already
             self.remove(request)
-        entry = (self.key(request), request.place, seniority, request)
+        entry = (sortable(self.key(request), request), request.place, seniority, request)
         self._entry_of[seniority] = entry
         self._entries.add(entry)
 
@@ -112,12 +112,25 @@ class KeyedOrder(OrderPolicy):
         self._entries.remove(self._entry_of.pop(request.seniority))
 
     def rematched(self, request: RequestView) -> None:
-        if self.key(request) != self._entry_of[request.seniority][0]:
+        if sortable(self.key(request), request) != self._entry_of[request.seniority][0]:
             self.remove(request)
             self.add(request)
 
     def ordered(self, now_s: float) -> Iterator[RequestView]:
         return map(itemgetter(3), self._entries)
+
+
+def sortable(key: Any, request: RequestView) -> Any:
+    """The sort key. Raises PolicyError if it is NaN, or has NaN in it: nothing is smaller or larger than that, so that
+    a sorted index would lose requests."""
+    if _has_nan(key):
+        raise PolicyError(f"order: the key of {request!r} is {key!r}, which cannot be sorted")
+    return key
+
+
+def _has_nan(key: Any) -> bool:
+    # Python takes two tuples for equal if they have the same NaN object in them.
+    return any(map(_has_nan, key)) if isinstance(key, tuple) else bool(key != key)
 
 
 class CapacityPolicy(ABC):

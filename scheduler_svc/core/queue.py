@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from scheduler_svc.core.policy import OrderPolicy, PolicyError
+from scheduler_svc.core.policy import OrderPolicy, PolicyError, sortable
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.tenant_lines import TenantLines
 from scheduler_svc.core.view import RequestView, view_of
@@ -192,5 +192,6 @@ class WaitingQueue:
 
 
 def _rank(order: OrderPolicy, request: Request) -> Any:
-    """Where it stands among its tenant's. An order that ranks nobody leaves that to the places."""
-    return order.rank(view_of(request)), request.place
+    """Where it stands among its tenant's. An order that ranks nobody leaves that to the places. Raises PolicyError."""
+    view = view_of(request)
+    return sortable(order.rank(view), view), request.place

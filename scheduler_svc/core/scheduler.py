@@ -40,6 +40,7 @@ from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.policy_failures import PolicyFailures
 from scheduler_svc.core.recovery import Recovery
 from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, Rejection, invalid
 from scheduler_svc.core.request import Phase
@@ -110,6 +111,11 @@ class SchedulerCore:
     def policies(self) -> Policies:
         """In force for the next step."""
         return self._composer.policies
+
+    @property
+    def policy_failures(self) -> PolicyFailures:
+        """Since policies were last put in force."""
+        return self._composer.failures
 
     @property
     def journal(self) -> Journal:

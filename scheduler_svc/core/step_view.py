@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from scheduler_svc.core.arrays import Slots
 from scheduler_svc.core.decision import Admission, Admitted, OutOfBlocks
-from scheduler_svc.core.policy import CapacityPolicy
+from scheduler_svc.core.policy import CapacityPolicy, sortable
 from scheduler_svc.core.prefixes import PrefixIndex, common_blocks
 from scheduler_svc.core.request import TOKEN_BYTES, Match, Request
 from scheduler_svc.core.view import RequestView, Running, view_of
@@ -140,9 +140,10 @@ class StepView:
         return self._worker.id
 
     def rank(self, request: RequestView) -> Any:
-        """Where the order puts a request, whether it waits or runs: smaller first. None if it ranks only what waits."""
+        """Where the order puts a request, whether it waits or runs: smaller first. None if it ranks only what waits.
+        Raises PolicyError for NaN."""
         key = self._rank(request)
-        return None if key is None else (key, request.place)
+        return None if key is None else (sortable(key, request), request.place)
 
     @property
     def ranking(self) -> object:

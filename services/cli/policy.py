@@ -65,7 +65,14 @@ def _show(stub: AdminServiceStub, _: argparse.Namespace) -> None:
     out = console()
     out.print(f"in force    {_describe(answer.choice)}", soft_wrap=True)
     if answer.failed_order:
-        out.print(f"failed      order {plain(answer.failed_order)}: the default one has its place", soft_wrap=True)
+        default = f"the default one, {answer.fallback.order}," if answer.fallback.order else "the default one"
+        out.print(f"failed      order {plain(answer.failed_order)}: {default} has its place", soft_wrap=True)
+    for failure in answer.failures:
+        policy = f"{failure.kind} {failure.policy}" if failure.kind else "a policy"
+        times = f"{failure.count} times in {answer.num_steps} steps"
+        out.print(f"failed      {plain(policy)}: {times}, last with {plain(failure.last_error)}", soft_wrap=True)
+    if answer.failures:
+        out.print(f"instead     {_describe(answer.fallback)} decided those steps", soft_wrap=True)
     for title, known in (
         ("presets", answer.presets),
         ("order", answer.orders),

@@ -103,8 +103,13 @@ class GetPolicyResponse(_message.Message):
     BATCHES_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     FAILED_ORDER_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    FALLBACK_FIELD_NUMBER: _builtins.int
     failed_order: _builtins.str
     """An order that was chosen and has failed: the default one has its place."""
+    num_steps: _builtins.int
+    """Steps planned since then."""
     @_builtins.property
     def choice(self) -> Global___PolicyChoice: ...
     @_builtins.property
@@ -117,6 +122,14 @@ class GetPolicyResponse(_message.Message):
     def batches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def preemptions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyFailure]:
+        """Failures since policies were last put in force, one entry a kind."""
+
+    @_builtins.property
+    def fallback(self) -> Global___PolicyChoice:
+        """The policies that decide a step in which a chosen policy fails."""
+
     def __init__(
         self,
         *,
@@ -127,14 +140,49 @@ class GetPolicyResponse(_message.Message):
         batches: _abc.Iterable[_builtins.str] | None = ...,
         preemptions: _abc.Iterable[_builtins.str] | None = ...,
         failed_order: _builtins.str = ...,
+        failures: _abc.Iterable[Global___PolicyFailure] | None = ...,
+        num_steps: _builtins.int = ...,
+        fallback: Global___PolicyChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "fallback", b"fallback"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "capacities", b"capacities", "choice", b"choice", "failed_order", b"failed_order", "orders", b"orders", "preemptions", b"preemptions", "presets", b"presets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "capacities", b"capacities", "choice", b"choice", "failed_order", b"failed_order", "failures", b"failures", "fallback", b"fallback", "num_steps", b"num_steps", "orders", b"orders", "preemptions", b"preemptions", "presets", b"presets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetPolicyResponse: _TypeAlias = GetPolicyResponse  # noqa: Y015
+
+@_typing.final
+class PolicyFailure(_message.Message):
+    """What one of the chosen policies did wrong."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    LAST_ERROR_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """order, capacity, batch, ...; empty if the error does not tell."""
+    policy: _builtins.str
+    count: _builtins.int
+    last_error: _builtins.str
+    """With file and line, where they are known."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        count: _builtins.int = ...,
+        last_error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "kind", b"kind", "last_error", b"last_error", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PolicyFailure: _TypeAlias = PolicyFailure  # noqa: Y015
 
 @_typing.final
 class SetPolicyRequest(_message.Message):

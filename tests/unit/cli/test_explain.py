@@ -15,6 +15,7 @@ from paceline.v1.admin_pb2 import (
     GetPolicyRequest,
     GetPolicyResponse,
     PolicyChoice,
+    PolicyFailure,
 )
 from paceline.v1.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
 from services.cli.main import main
@@ -35,7 +36,13 @@ class Server(AdminServiceServicer):
 
     def GetPolicy(self, request: GetPolicyRequest, context: Any) -> GetPolicyResponse:
         choice = PolicyChoice(order="fcfs", options={"note": '"[red]x[/b] :100:"'})
-        return GetPolicyResponse(choice=choice, failed_order="mine:[/]Order")
+        fallback = PolicyChoice(preset="paceline", order="fcfs", capacity="watermark")
+        failure = PolicyFailure(
+            kind="capacity", policy="mine:Mine", count=12, last_error=f"ValueError: {WORDS} (m.py:9)"
+        )
+        return GetPolicyResponse(
+            choice=choice, failed_order="mine:[/]Order", failures=[failure], num_steps=3000, fallback=fallback
+        )
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +78,10 @@ def test_policy_get(scheduler: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["policy", "get", "--scheduler", scheduler]) == 0
     out = capsys.readouterr().out
     assert 'note="[red]x[/b] :100:"' in out
-    assert "failed      order mine:[/]Order: the default one has its place" in out
+    assert "failed      order mine:[/]Order: the default one, fcfs, has its place" in out
+    words = WORDS.replace("\x1b", "\\x1b")
+    assert f"failed      capacity mine:Mine: 12 times in 3000 steps, last with ValueError: {words} (m.py:9)\n" in out
+    assert "instead     paceline: order fcfs, capacity watermark," in out
 
 
 def test_an_id_that_is_no_text(scheduler: str, capsys: pytest.CaptureFixture[str]) -> None:

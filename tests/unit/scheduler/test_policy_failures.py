@@ -1,0 +1,126 @@
+"""What `policy get` says of policies that failed, and that a NaN sort key is a failure."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from paceline.v1.admin_pb2 import GetPolicyRequest, GetPolicyResponse, PolicyChoice, SetPolicyRequest
+from paceline.v1.common_pb2 import SamplingParams
+from scheduler_svc.admin import Admin
+from scheduler_svc.core.policy import Policies
+from scheduler_svc.policies.api import KeyedOrder, RequestView, Step, Verdict
+from scheduler_svc.policies.capacity.watermark import Watermark
+from scheduler_svc.policies.order.fcfs import FirstComeFirstServed
+from scheduler_svc.policies.registry import build, choose
+from simulator.system import LocalSystem
+from simulator.toy_worker import ToyWorker, expected_output
+
+PARAMS = SamplingParams(top_p=1.0, max_tokens=4, seed=1, ignore_eos=True)
+
+
+class Divides(Watermark):
+    def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
+        return self.share(need_blocks, 0)
+
+    def share(self, of: int, among: int) -> Verdict:
+        return Verdict.ADMIT if of / among else Verdict.SKIP
+
+
+class ForgetsOne(FirstComeFirstServed):
+    def ordered(self, now_s: float) -> Iterator[RequestView]:
+        return iter(list(super().ordered(now_s))[1:])
+
+
+class Key(KeyedOrder):
+    """Its key is what the class says."""
+
+    made: Any = None
+
+    def key(self, request: RequestView) -> Any:
+        return self.made
+
+
+class ConstantKey(Key):
+    key_is_constant = True
+
+
+def system_of(**kinds: Any) -> tuple[LocalSystem, Admin]:
+    policies: Policies = dataclasses.replace(build(choose()), **kinds)
+    system = LocalSystem(policies=policies, on_policy_error=lambda error: None)
+    system.open("s")
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=2, max_batched_tokens=64))
+    names = {kind: f"mine:{type(policy).__name__}" for kind, policy in kinds.items()}
+    return system, Admin(system.scheduler, choose("", names))
+
+
+def serve(system: LocalSystem, count: int = 3) -> None:
+    """Each request gets its tokens, whatever the policies do."""
+    for handle in range(1, count + 1):
+        system.submit("s", handle, [handle, 7, 9], PARAMS)
+    system.run()
+    for handle in range(1, count + 1):
+        assert system.clients["s"].tokens[handle] == expected_output([handle, 7, 9], PARAMS)
+
+
+async def get(admin: Admin) -> GetPolicyResponse:
+    return await admin.GetPolicy(GetPolicyRequest(), None)  # type: ignore[arg-type]
+
+
+async def test_a_policy_that_fails_in_some_steps_is_named_with_its_error() -> None:
+    system, admin = system_of(capacity=Divides(0.01, 0.05))
+    assert not (await get(admin)).failures
+    serve(system)
+    answer = await get(admin)
+    [failure] = answer.failures
+    assert (failure.kind, failure.policy) == ("capacity", "mine:Divides")
+    assert 0 < failure.count == system.scheduler.counters.policy_errors <= answer.num_steps
+    assert failure.last_error.startswith("ZeroDivisionError: division by zero (test_policy_failures.py:")
+    assert (answer.fallback.preset, answer.fallback.capacity) == ("paceline", "watermark")
+
+
+async def test_an_order_that_leaves_a_request_out_is_named_by_the_cores_complaint() -> None:
+    system, admin = system_of(order=ForgetsOne())
+    serve(system)
+    [failure] = (await get(admin)).failures
+    assert (failure.kind, failure.policy) == ("order", "mine:ForgetsOne")
+    assert "1 of 1 waiting requests are left out" in failure.last_error
+
+
+async def test_failures_count_from_the_last_change_of_policies() -> None:
+    system, admin = system_of(capacity=Divides(0.01, 0.05))
+    serve(system)
+    await admin.SetPolicy(SetPolicyRequest(choice=PolicyChoice(preset="sglang")), None)  # type: ignore[arg-type]
+    answer = await get(admin)
+    assert (list(answer.failures), answer.num_steps) == ([], 0)
+
+
+@pytest.mark.parametrize("order", [Key, ConstantKey])
+@pytest.mark.parametrize(
+    "key", [math.nan, (1, math.nan), ("a", (2.0, (math.nan,))), (float("nan"), 1)], ids=["bare", "tuple", "deep", "own"]
+)
+async def test_a_nan_sort_key_fails_the_order_and_no_request(order: type[Key], key: Any) -> None:
+    policy = order()
+    policy.made = key
+    system, admin = system_of(order=policy)
+    serve(system)
+    answer = await get(admin)
+    assert answer.failed_order == f"mine:{order.__name__}"
+    [failure] = answer.failures
+    assert failure.kind == "order"
+    assert "nan" in failure.last_error
+    assert "which cannot be sorted" in failure.last_error
+    assert system.scheduler.counters.policy_errors == failure.count == 1
+
+
+@pytest.mark.parametrize("key", [0, math.inf, (1, -math.inf), ("a", 2), None, b"x"], ids=str)
+async def test_other_sort_keys_are_fine(key: Any) -> None:
+    policy = Key()
+    policy.made = key
+    system, admin = system_of(order=policy)
+    serve(system)
+    assert not (await get(admin)).failures
