@@ -135,7 +135,10 @@ def _weight_files(folder: Path) -> set[Path]:
     """What the checkpoint's index names; without one, the usual single file."""
     index = folder / INDEX
     if not index.exists():
-        return {folder / "model.safetensors"}
+        single = folder / "model.safetensors"
+        if not single.exists() and any(folder.glob("*.gguf")):
+            raise ModelError(f"{folder} has its weights as GGUF, which is not supported: safetensors files are needed")
+        return {single}
     try:
         return {folder / str(name) for name in json.loads(index.read_text())["weight_map"].values()}
     except (ValueError, KeyError, AttributeError) as error:

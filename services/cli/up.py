@@ -194,7 +194,9 @@ class Stack:
         """The services in the order in which they start."""
         s = self.settings
         common = ["--log-level", s.log_level, "--drain-s", str(s.drain_s)]
-        common += ["--log-format", "human" if self.console.is_terminal else s.log_format]
+        # The services write to a pipe: only `up` knows whether a person reads.
+        log_format = "human" if s.log_format == "auto" and self.console.is_terminal else s.log_format
+        common += ["--log-format", log_format]
 
         def inside(name: str) -> list[str]:
             return [*common, "--host", LOOPBACK, "--metrics-port", str(self.metrics_ports[name])]
@@ -237,7 +239,11 @@ class Stack:
         self.console.print(f"[{COLOURS[child.service]}]{child.name:>10}[/] {line}", highlight=False, soft_wrap=True)
 
     def say_of(self, child: Child, line: str) -> None:
-        """Show a line that the child wrote; the progress of a load is a bar where a bar can be shown."""
+        """Show a line that the child wrote; the progress of a load is a bar where a bar can be shown. A JSON line names
+        its service itself, and stays one that a program can read."""
+        if line.startswith('{"timestamp":'):
+            self.console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
+            return
         loading = LOADING.match(line)
         if loading is None or self.status is None or not self.console.is_terminal:
             self.say(child, escape(line))

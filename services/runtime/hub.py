@@ -29,11 +29,20 @@ def local_folder(model: str) -> Path | None:
 def checkpoint_folder(model: str, patterns: Sequence[str], ignore: Sequence[str] = ()) -> Path:
     """`model` if it is a folder; else the folder with the hub's files of this name that match. Raises NoSuchModel."""
     folder = local_folder(model)
+    if _is_gguf(model, folder):
+        raise NoSuchModel(f"{model} is GGUF, which is not supported: a checkpoint is config.json and safetensors files")
     if folder is not None:
         return folder
     if Path(model).is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise NoSuchModel(f"there is no folder {model}, and it is not a hub name like owner/model")
     return _fetch(model, patterns, ignore, None)
+
+
+def _is_gguf(model: str, folder: Path | None) -> bool:
+    """A file, a folder with nothing else that is a model, or a repository that says so in its name, as most do."""
+    if folder is None:
+        return model.lower().endswith("gguf")
+    return not (folder / "config.json").exists() and any(folder.glob("*.gguf"))
 
 
 def more_files(model: str, folder: Path, patterns: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,3 +184,33 @@ async def test_one_port_cannot_be_asked_for_twice() -> None:
     port = str(free_port())
     with pytest.raises(CannotServe, match="--grpc-port"):
         stack("--port", port, "--grpc-port", port)
+
+
+@pytest.mark.parametrize(
+    ("terminal", "asked", "told"),
+    [
+        (True, [], "human"),
+        (False, [], "auto"),  # which is JSON in a pipe
+        (True, ["--log-format", "json"], "json"),
+        (False, ["--log-format", "human"], "human"),
+    ],
+)
+async def test_services_write_json_where_no_person_reads_or_it_is_asked_for(
+    terminal: bool, asked: list[str], told: str
+) -> None:
+    settings = load_settings(UpSettings, ["--port", "0", *asked], prog="paceline up")
+    plan = Stack(settings, Console(file=io.StringIO(), force_terminal=terminal)).plan()
+    assert {flags(child)["--log-format"] for child in plan} == {told}
+
+
+async def test_a_json_line_of_a_service_stays_one_that_a_program_can_read() -> None:
+    running, out = stack("--port", "0")
+    line = json.dumps(
+        {"timestamp": "2026-01-02T03:04:05Z", "service": "cache", "message": "[red]a :x: " + "long " * 50}
+    )
+    line = line.replace(": ", ":", 1)
+    running.say_of(running.plan()[0], line)
+    running.say_of(running.plan()[0], "plain words")
+    first, second = out.getvalue().splitlines()
+    assert first == line
+    assert second.split(maxsplit=1) == ["cache", "plain words"]

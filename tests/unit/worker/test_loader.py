@@ -190,6 +190,14 @@ def test_files_that_are_not_there_or_not_what_they_seem(checkpoint: Path, tmp_pa
         read_config(checkpoint)
 
 
+def test_weights_that_are_gguf_alone_are_named(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match="has its weights as GGUF, which is not supported"):
+        load_model(str(tmp_path), device=CPU)
+    load_model(str(tmp_path), device=CPU, load_format="dummy")
+
+
 def test_a_missing_shard_is_named(tmp_path: Path, reference: Callable[[str], Reference]) -> None:
     folder = Path(shutil.copytree(reference("qwen3").folder, tmp_path / "model"))
     shards = sorted(folder.glob("model-*.safetensors"))
