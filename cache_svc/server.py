@@ -192,7 +192,12 @@ async def serve(
     # Microseconds, so that no number comes again after a restart: see WatchEventsResponse.
     events = EventLog(settings.event_buffer, first_number=time.time_ns() // 1000)
     core = CacheCore(
-        debug=settings.debug, eviction=settings.eviction, events=events, max_pinned_share=settings.max_pinned_share
+        debug=settings.debug,
+        eviction=settings.eviction,
+        events=events,
+        max_pinned_share=settings.max_pinned_share,
+        max_tenant_retained_share=settings.max_tenant_retained_share,
+        max_retained_share=settings.max_retained_share,
     )
     collector = CacheCollector(core)
     REGISTRY.register(collector)

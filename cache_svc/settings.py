@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from cache_svc.core.eviction import STRATEGIES
+from cache_svc.core.shares import TENANT_SHARE, TOTAL_SHARE
 from services.runtime.settings import ServiceSettings
 
 
@@ -22,4 +23,11 @@ class CacheSettings(ServiceSettings, section="cache"):
         10_000, ge=1, le=10_000_000, description="events kept for watchers that read slowly or come back"
     )
     max_pinned_share: float = Field(0.5, ge=0.0, le=1.0, description="of a worker's blocks, how many may be pinned")
+    max_tenant_retained_share: float = Field(
+        TENANT_SHARE,
+        ge=0.0,
+        le=1.0,
+        description="of a worker's blocks, how many cache_retention may keep longer than others for one tenant",
+    )
+    max_retained_share: float = Field(TOTAL_SHARE, ge=0.0, le=1.0, description="the same for all tenants together")
     debug: bool = Field(False, description="check every invariant after every operation (slow)")

@@ -10,6 +10,7 @@ from cache_svc.core.invariants import check_no_copies_due, check_state
 from cache_svc.core.messages import add_matches, pool_counters
 from cache_svc.core.operations import Operations
 from cache_svc.core.pins import DEFAULT_SHARE
+from cache_svc.core.shares import TENANT_SHARE, TOTAL_SHARE
 from cache_svc.core.table import pack_int32
 from cache_svc.core.waiting import MAX_SETTLED
 from cache_svc.core.worker import Worker
@@ -26,8 +27,11 @@ class CacheCore(Operations):
         eviction: str = "lru",
         events: EventLog | None = None,
         max_pinned_share: float = DEFAULT_SHARE,
+        max_tenant_retained_share: float = TENANT_SHARE,
+        max_retained_share: float = TOTAL_SHARE,
     ) -> None:
-        super().__init__(eviction, events, max_pinned_share)
+        """Shares are of the blocks of each memory; those of retention are for one tenant, and for all (shares.py)."""
+        super().__init__(eviction, events, max_pinned_share, (max_tenant_retained_share, max_retained_share))
         self.debug = debug
 
     def reset(self) -> None:

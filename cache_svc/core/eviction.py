@@ -136,6 +136,14 @@ class EvictionQueue:
                 self._end_retention(holding)
                 self.add(holding)
 
+    def fall_back(self, holding: Holding) -> None:
+        """Its tenant has too much retained: it stands with the others, as if just used."""
+        stands = holding.queue is not None
+        self.remove(holding)
+        self._end_retention(holding)
+        if stands:
+            self.add(holding)
+
     def _add_expiry(self, holding: Holding, again: bool) -> None:
         if not again:
             holding.expires_ms = self._now_ms + holding.duration_ms
@@ -155,6 +163,8 @@ class EvictionQueue:
 
     def _end_retention(self, holding: Holding) -> None:
         holding.retention, holding.duration_ms = DEFAULT_RETENTION, 0
+        if holding.owner is not None:
+            holding.owner.release(holding)
 
     def upcoming(self, memory_index: int) -> list[Holding]:
         """Everything that can be evicted, the next one first. For checks and tests: costs time for all there is."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 from array import array
 
 from cache_svc.core.memory import Memory
+from cache_svc.core.shares import TENANT_SHARE, TOTAL_SHARE
 from cache_svc.core.tree import Holding, PrefixNode, PrefixTree, Tail
 
 
@@ -27,8 +28,16 @@ class HostMemory(Memory):
 
     __slots__ = ("above", "moved_tails", "moves", "orphans")
 
-    def __init__(self, index: int, above: int, tree: PrefixTree, num_blocks: int, eviction: str) -> None:
-        super().__init__(index, tree, num_blocks, True, eviction)
+    def __init__(
+        self,
+        index: int,
+        above: int,
+        tree: PrefixTree,
+        num_blocks: int,
+        eviction: str,
+        retained: tuple[float, float] = (TENANT_SHARE, TOTAL_SHARE),
+    ) -> None:
+        super().__init__(index, tree, num_blocks, True, eviction, retained)
         self.above = above
         self.moves: dict[int, int] = {}  # of this exchange: device blocks, by the host block that they are copied to
         self.moved_tails = 0  # of these
@@ -52,6 +61,7 @@ class HostMemory(Memory):
             self.use(holding)
         batch = {gone.node for gone in evicted}
         kept: list[tuple[Holding, Holding]] = []
+        tenants: set[str] = set()
         for gone in reversed(evicted):
             holding = gone.node.holdings.get(index) or self._copy(gone, batch)
             if holding is not None:
@@ -61,8 +71,11 @@ class HostMemory(Memory):
                 continue  # dropped with a parent
             holding.num_reuses = max(holding.num_reuses, gone.num_reuses)
             holding.priority = max(holding.priority, gone.priority)
-            holding.retention, holding.duration_ms = gone.retention, gone.duration_ms
+            tenant = gone.owner.name if gone.owner is not None else ""
+            self.shares.next_turn()
+            self.set_retention(holding, gone.retention, gone.duration_ms, tenant)
             holding.expires_ms = gone.expires_ms
+            tenants.add(tenant)
             holding.users -= 1
             self.cached_blocks += len(holding.blocks)
             self._join(holding, batch)
@@ -70,6 +83,8 @@ class HostMemory(Memory):
             parent = holding.node.parent
             if holding in known and parent is not None and self.above in parent.holdings:
                 self._refresh(parent)
+        for tenant in sorted(tenants):
+            self.enforce_shares(tenant)
 
     def _join(self, holding: Holding, batch: set[PrefixNode]) -> None:
         """What the device evicts block by block, from the end of a run, becomes a run again, if nothing tells the parts
@@ -81,7 +96,7 @@ class HostMemory(Memory):
         below = child.holdings.get(self.index)
         if below is None or len(child.holdings) != 1 or child in batch:
             return
-        known = [(one.num_reuses, one.priority, one.retention, one.duration_ms) for one in (holding, below)]
+        known = [(one.num_reuses, one.priority, one.retention, one.duration_ms, one.owner) for one in (holding, below)]
         is_short = child.end - node.start <= self.tree.max_node_blocks
         if is_short and known[0] == known[1] and not holding.duration_ms and self.queue.is_last(below, of=holding):
             self.queue.forget(below)

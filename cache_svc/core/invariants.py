@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from cache_svc.core.errors import InvariantError
 from cache_svc.core.memory import Memory
 from cache_svc.core.pins import Pins
+from cache_svc.core.retention import DEFAULT_RETENTION
+from cache_svc.core.shares import TenantShare
 from cache_svc.core.table import Sequence, SwappedSequence
 from cache_svc.core.tree import Holding, PrefixNode, PrefixTree, Tail, subtree
 from cache_svc.core.waiting import Waiter
@@ -148,8 +150,37 @@ def _check_memory(name: str, memory: Memory, holdings: list[Holding], private: l
     _require(memory.cached_blocks == cached, f"{name}: cached_blocks is {memory.cached_blocks}, not {cached}")
     used = len(private) + len(stored) - cached + len(withheld)
     _require(memory.used_blocks == used, f"{name}: used_blocks is {memory.used_blocks}, not {used}")
+    _check_shares(name, memory, holdings)
     order = memory.queue.upcoming(memory.index)
     _require(len(order) == len(unused) and set(order) == set(unused), f"{name}: what is unused is not to be evicted")
+
+
+def _check_shares(name: str, memory: Memory, holdings: list[Holding]) -> None:
+    """Claims recounted: each tenant pays for what it retains and for what that keeps from being evicted."""
+    shares = memory.shares
+    owners = {
+        holding: holding.owner
+        for holding in holdings
+        if holding.owner is not None and holding.owner.is_retained(holding)
+    }
+    for holding in holdings:
+        is_retained = holding.retention > DEFAULT_RETENTION
+        _require(is_retained == (holding in owners), f"{name}: what is retained is nobody's, or the reverse")
+        claims: Counter[TenantShare] = Counter()
+        if holding in owners:
+            claims[owners[holding]] += 1
+        for child in holding.node.children.values():
+            if (below := child.holdings.get(memory.index)) is not None:
+                claims.update((below.claims or {}).keys())
+        _require((holding.claims or {}) == claims, f"{name}: wrong claims on the node with block {holding.blocks[0]}")
+    for tenant, share in shares.tenants.items():
+        paid = sum(len(holding.blocks) for holding in holdings if share in (holding.claims or {}))
+        _require(share.num_blocks == paid, f"{name}: tenant {tenant!r} pays for {share.num_blocks} blocks, not {paid}")
+        own = {holding for holding, owner in owners.items() if owner is share}
+        _require(set(share.retained.values()) == own, f"{name}: tenant {tenant!r} retains other blocks")
+        _require(paid <= shares.max_tenant_blocks, f"{name}: tenant {tenant!r} retains more than its share")
+    total = sum(share.num_blocks for share in shares.tenants.values())
+    _require(shares.num_blocks == total <= shares.max_blocks, f"{name}: more is retained than the share of all")
 
 
 def check_no_copies_due(workers: dict[int, Worker]) -> None:

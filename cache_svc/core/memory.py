@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 
 from cache_svc.core.eviction import EvictionQueue
 from cache_svc.core.pool import BlockPool
-from cache_svc.core.retention import Range
+from cache_svc.core.retention import DEFAULT_RETENTION, Range
+from cache_svc.core.shares import TENANT_SHARE, TOTAL_SHARE, RetentionShares
 from cache_svc.core.tree import TOKEN_BYTES, Holding, PrefixNode, PrefixTree, Tail, subtree
 
 if TYPE_CHECKING:
@@ -54,12 +55,22 @@ class Memory:
         "num_blocks",
         "pool",
         "queue",
+        "shares",
         "sources",
         "tree",
         "withheld",
     )
 
-    def __init__(self, index: int, tree: PrefixTree, num_blocks: int, keeps: bool, eviction: str = "lru") -> None:
+    def __init__(
+        self,
+        index: int,
+        tree: PrefixTree,
+        num_blocks: int,
+        keeps: bool,
+        eviction: str = "lru",
+        retained: tuple[float, float] = (TENANT_SHARE, TOTAL_SHARE),
+    ) -> None:
+        """`retained`: shares of the blocks that may be retained for one tenant, and for all."""
         self.index = index
         self.tree = tree
         self.num_blocks = num_blocks
@@ -68,6 +79,7 @@ class Memory:
         self.cached_blocks = 0
         self.evicted_blocks_total = 0
         self.queue = EvictionQueue(eviction)
+        self.shares = RetentionShares(index, num_blocks, *retained)
         self.events: Recorder | None = None  # who is told what is held here; None if it is kept for nobody
         self.lower: HostMemory | None = None  # takes in what is evicted here
         self._num_stored = 0
@@ -137,6 +149,8 @@ class Memory:
         self._num_stored += 1
         holding = node.holdings[self.index] = Holding(node, blocks, self._num_stored)
         holding.priority = priority
+        if self.shares.orphans:
+            self.shares.adopt(holding)
         parent = node.parent
         if parent is not None and (above := parent.holdings.get(self.index)) is not None:
             above.num_children += 1
@@ -184,10 +198,11 @@ class Memory:
             blocks += holding.blocks
         return blocks
 
-    def retain(self, node: PrefixNode, ranges: tuple[Range, ...]) -> None:
+    def retain(self, node: PrefixNode, ranges: tuple[Range, ...], tenant: str) -> None:
         """Set how long the node and those above it are kept, all of which are in use. Nodes that are only partly within
-        a range are split."""
+        a range are split. What goes beyond the tenant's share falls back, block by block."""
         block_size = self.tree.block_size
+        self.shares.next_turn()
         for one in ranges:
             first, end = -(-one.start // block_size), -(-one.end // block_size) or node.end
             if first >= min(end, node.end):
@@ -196,9 +211,33 @@ class Memory:
             if first:
                 self.tree.cut(below, first)
             while below.parent is not None and below.end > first:
-                holding = below.holdings[self.index]
-                holding.retention, holding.duration_ms = one.priority, one.duration_ms
+                self.set_retention(below.holdings[self.index], one.priority, one.duration_ms, tenant)
                 below = below.parent
+        self.enforce_shares(tenant)
+
+    def set_retention(
+        self, holding: Holding, priority: int, duration_ms: int, tenant: str, turn: int | None = None
+    ) -> None:
+        """As a request of the tenant says, now or in that turn. Another tenant's retention is not lowered. `shares` is
+        not enforced."""
+        owner = holding.owner
+        if owner is not None and owner.is_retained(holding):
+            if owner.name != tenant and priority <= holding.retention:
+                return
+            owner.release(holding)
+        holding.retention, holding.duration_ms = priority, duration_ms
+        if priority > DEFAULT_RETENTION:
+            self.shares.retain(holding, tenant, turn)
+
+    def enforce_shares(self, tenant: str) -> None:
+        """What the tenant has retained beyond its share falls back, block by block."""
+        share = self.shares.tenants.get(tenant)
+        while share is not None and (excess := self.shares.excess(share)) and share.retained:
+            holding = share.retained.peekitem(0)[1]
+            keeps_children = holding.claims is not None and holding.claims[share] > 1
+            if not keeps_children and len(holding.blocks) > excess:
+                self.tree.split(holding.node, holding.node.end - excess)  # its front part stays retained
+            self.queue.fall_back(holding)
 
     def leave_path(self, node: PrefixNode) -> None:
         """One user less of the node and all above it, from the tail to the head."""
@@ -227,6 +266,8 @@ class Memory:
         if self.events is not None:
             self.events.removed(holding)
         self.queue.forget(holding)
+        if holding.owner is not None:
+            holding.owner.release(holding)
         del node.holdings[index]
         if (above := parent.holdings.get(index)) is not None:
             above.num_children -= 1

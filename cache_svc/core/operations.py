@@ -32,9 +32,12 @@ MAX_NAMED_IN_ERROR = 8
 class Operations:
     """All blocks of all workers, and the handlers of the operations, by their names in CacheOp."""
 
-    def __init__(self, eviction: str, events: EventLog | None, max_pinned_share: float) -> None:
+    def __init__(
+        self, eviction: str, events: EventLog | None, max_pinned_share: float, retained: tuple[float, float]
+    ) -> None:
         self.events = events or EventLog()
         self.max_pinned_share = max_pinned_share
+        self.retained = retained
         self.eviction = eviction
         self.counters = CacheCounters()
         self._handlers: dict[str | None, Callable[[Any, pb.CacheOpResult], None]] = {
@@ -111,6 +114,7 @@ class Operations:
             op.num_host_blocks,
             op.host_tier,
             self.eviction,
+            self.retained,
         )
         if worker.prefix_caching:
             worker.device.events = self.events.recorder(worker.device.index, op.worker)
@@ -194,7 +198,7 @@ class Operations:
             raise OpError(Code.INVALID_ARGUMENT, "token_ids: a sequence has at least one token")
         terms, names = NO_TERMS, op.namespace
         if op.priority or op.retention:
-            terms = read_terms(op.priority, op.retention)
+            terms = read_terms(op.priority, op.retention, op.tenant)
         namespace = Namespace(names.model, names.lora, names.cache_salt)
         waiter = self.waiting[op.sequence] = Waiter(op.sequence, token_ids, namespace, terms)
         result.match.SetInParent()

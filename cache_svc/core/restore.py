@@ -62,7 +62,7 @@ class Claim:
         self.token_ids = claimed.token_ids
         self.num_computed_tokens = claimed.num_computed_tokens
         self.namespace = Namespace(names.model, names.lora, names.cache_salt)
-        self.terms = read_terms(claimed.priority, claimed.retention)
+        self.terms = read_terms(claimed.priority, claimed.retention, claimed.tenant)
         self.table = _blocks("block_table", claimed.block_table, worker.device.num_blocks)
         self.host_blocks: array[int] | None = None
         if claimed.HasField("host_blocks"):
@@ -128,7 +128,7 @@ def restore(
     sequences = [_hold(worker, claim, chosen) for claim in running]
     for sequence in sequences:
         if sequence.terms.retention:
-            worker.device.retain(sequence.node, sequence.terms.retention)
+            worker.device.retain(sequence.node, sequence.terms.retention, sequence.terms.tenant)
     worker.device.pool.claim(set(chain.from_iterable(claim.table for claim in running)))
     swapped = [_swap(worker, claim, claim.host_blocks) for claim in claims if claim.host_blocks is not None]
     worker.host.pool.claim(set(chain.from_iterable(one.host_blocks for one in swapped)))

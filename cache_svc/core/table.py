@@ -41,16 +41,17 @@ class Terms(NamedTuple):
 
     priority: float = 0.0
     retention: tuple[Range, ...] = ()
+    tenant: str = ""  # whose share of what may be retained it takes
 
 
 NO_TERMS = Terms()
 
 
-def read_terms(priority: float, retention: Iterable[RetentionRange]) -> Terms:
+def read_terms(priority: float, retention: Iterable[RetentionRange], tenant: str) -> Terms:
     """Raises OpError(INVALID_ARGUMENT)."""
     if not math.isfinite(priority):  # what compares with nothing has no place in the order of eviction
         raise OpError(Code.INVALID_ARGUMENT, f"priority: {priority} is not a finite number")
-    return Terms(priority, read_ranges(retention))
+    return Terms(priority, read_ranges(retention), tenant)
 
 
 class Sequence:

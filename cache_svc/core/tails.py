@@ -55,9 +55,14 @@ def _has_relatives(node: PrefixNode, key: bytes) -> bool:
 
 def _leave(device: Memory, holding: Holding, sequence: Sequence) -> None:
     """The sequence uses it no more, and nobody else did."""
-    for one in sequence.terms.retention:
+    terms = sequence.terms
+    for one in terms.retention:
         if one.start <= holding.node.start * device.tree.block_size < (one.end or sys.maxsize):
-            holding.retention, holding.duration_ms = one.priority, one.duration_ms
+            turn = None  # that of the block before it, so that it falls back first
+            if (before := sequence.node.holdings.get(device.index)) is not None and before.retention == one.priority:
+                turn = before.owner_key[1]
+            device.set_retention(holding, one.priority, one.duration_ms, terms.tenant, turn)
+            device.enforce_shares(terms.tenant)
     holding.users = 0
     device.cached_blocks += 1
     device.queue.add(holding)

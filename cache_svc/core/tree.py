@@ -28,9 +28,11 @@ from cache_svc.core.retention import DEFAULT_RETENTION
 
 if TYPE_CHECKING:
     from cache_svc.core.eviction import Rank
+    from cache_svc.core.shares import Key, TenantShare
     from cache_svc.core.waiting import Waiter, Watch
 
 TOKEN_BYTES = 4
+NO_KEY = (0, 0, 0, 0)
 # Longer runs become several nodes: to split one costs a copy of it.
 MAX_NODE_TOKENS = 2048
 NEAREST_TRIED = 8
@@ -43,11 +45,14 @@ class Holding:
 
     __slots__ = (
         "blocks",
+        "claims",
         "duration_ms",
         "expires_ms",
         "node",
         "num_children",
         "num_reuses",
+        "owner",
+        "owner_key",
         "priority",
         "queue",
         "retention",
@@ -70,6 +75,10 @@ class Holding:
         self.retention = DEFAULT_RETENTION
         self.duration_ms = 0  # that the retention lasts from the last use on; 0: for ever
         self.expires_ms = 0
+        # For whom it is retained, and who pays for it (shares.py).
+        self.owner: TenantShare | None = None
+        self.owner_key: Key = NO_KEY
+        self.claims: dict[TenantShare, int] | None = None
         self.turn = 0  # counts up with what falls out of use
         self.queue: Rank | None = None  # in which it stands
 
@@ -81,6 +90,11 @@ class Holding:
         holding.num_reuses, holding.priority = self.num_reuses, self.priority
         holding.retention, holding.duration_ms = self.retention, self.duration_ms
         holding.expires_ms, holding.turn = self.expires_ms, self.turn
+        if self.claims:
+            holding.claims = dict.fromkeys(self.claims, 1)
+            if (owner := self.owner) is not None and owner.is_retained(self):
+                holding.claims[owner] += 1
+                owner.add_front(holding, self)
         return holding
 
 
@@ -332,6 +346,9 @@ class PrefixTree:
         for index, holding in node.holdings.items():
             other = child.holdings[index]
             holding.blocks, holding.num_children = holding.blocks + other.blocks, other.num_children
+            holding.claims = other.claims
+            if other.owner is not None and other.owner.is_retained(other):
+                other.owner.absorb(holding, other)
         ids = node.prefix_ids, child.prefix_ids
         node.prefix_ids = ids[0] + ids[1] if ids[0] is not None and ids[1] is not None else None
         for watch in list((child.watches or {}).values()):

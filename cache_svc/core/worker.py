@@ -8,6 +8,7 @@ from typing import NamedTuple
 from cache_svc.core.errors import Code, OpError
 from cache_svc.core.host import HostMemory
 from cache_svc.core.memory import Memory
+from cache_svc.core.shares import TENANT_SHARE, TOTAL_SHARE
 from cache_svc.core.table import Sequence, SwappedSequence
 from cache_svc.core.tails import keep_tail
 from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, PrefixTree, Root
@@ -57,7 +58,9 @@ class Worker:
         num_host_blocks: int,
         host_tier: bool,
         eviction: str,
+        retained: tuple[float, float] = (TENANT_SHARE, TOTAL_SHARE),
     ) -> None:
+        """`retained`: as of Memory."""
         self.worker_id = worker_id
         self.number = number
         self.index = index = 2 * number  # of its device in the tree; its host has the next one
@@ -65,9 +68,9 @@ class Worker:
         self.prefix_caching = prefix_caching
         self.partial_reuse = prefix_caching and partial_reuse
         tree.partial_reuse |= self.partial_reuse
-        self.device = Memory(index, tree, num_blocks, prefix_caching, eviction)
+        self.device = Memory(index, tree, num_blocks, prefix_caching, eviction, retained)
         self.sequences: dict[int, Sequence] = {}
-        self.host = HostMemory(index + 1, index, tree, num_host_blocks, eviction)
+        self.host = HostMemory(index + 1, index, tree, num_host_blocks, eviction, retained)
         self.host_tier = host_tier and prefix_caching and num_host_blocks > 0
         if self.host_tier:
             self.device.lower = self.host
@@ -184,7 +187,7 @@ class Worker:
         if node.parent is not None:
             sequence.unwritten = node.holdings[self.index].unwritten
         if known.terms.retention:
-            self.device.retain(node, known.terms.retention)
+            self.device.retain(node, known.terms.retention, known.terms.tenant)
         return sequence
 
     def fork(self, waiter: Waiter, parent: Sequence) -> tuple[Sequence, int]:
@@ -272,7 +275,7 @@ class Worker:
             node, depth = child, reached
         stored, sequence.node = node is not sequence.node, node
         if stored and terms.retention:
-            device.retain(node, terms.retention)
+            device.retain(node, terms.retention, terms.tenant)
 
     def release(self, sequence: Sequence, discard: bool = False) -> None:
         """The sequence leaves the device, from the tail to the head, so that eviction meets children before parents.

@@ -276,6 +276,7 @@ class CacheLink:
             match.priority = request.priority
         if request.cache_retention:
             match.retention.extend(request.cache_retention)
+            match.tenant = request.tenant
 
     def receive(self, response: CacheServiceLinkResponse) -> Sent:
         """The exchange that this response answers. Raises ProtocolError if it answers none."""

@@ -290,6 +290,7 @@ class RestoredSequence(_message.Message):
     RETENTION_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     token_ids: _builtins.bytes
     """All that are known."""
@@ -300,6 +301,8 @@ class RestoredSequence(_message.Message):
     priority: _builtins.float
     host_blocks: _builtins.bytes
     """Set if it is swapped out. Packed int32: one for each block with computed tokens."""
+    tenant: _builtins.str
+    """As in its MatchOp."""
     @_builtins.property
     def namespace(self) -> Global___CacheNamespace:
         """As in its MatchOp."""
@@ -317,10 +320,11 @@ class RestoredSequence(_message.Message):
         retention: _abc.Iterable[_common_pb2.RetentionRange] | None = ...,
         priority: _builtins.float = ...,
         host_blocks: _builtins.bytes | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_host_blocks", b"_host_blocks", "host_blocks", b"host_blocks", "namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_blocks", b"_host_blocks", "block_table", b"block_table", "host_blocks", b"host_blocks", "namespace", b"namespace", "num_computed_tokens", b"num_computed_tokens", "priority", b"priority", "retention", b"retention", "sequence", b"sequence", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_blocks", b"_host_blocks", "block_table", b"block_table", "host_blocks", b"host_blocks", "namespace", b"namespace", "num_computed_tokens", b"num_computed_tokens", "priority", b"priority", "retention", b"retention", "sequence", b"sequence", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__host_blocks: _TypeAlias = _typing.Literal["host_blocks"]  # noqa: Y015
     _WhichOneofArgType__host_blocks: _TypeAlias = _typing.Literal["_host_blocks", b"_host_blocks"]  # noqa: Y015
@@ -341,10 +345,13 @@ class MatchOp(_message.Message):
     RETENTION_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     token_ids: _builtins.bytes
     priority: _builtins.float
     """Of its request, for the eviction strategy "priority": larger ones are kept longer."""
+    tenant: _builtins.str
+    """Of its request. What `retention` keeps longer than other blocks counts against this tenant's share of the blocks."""
     @_builtins.property
     def retention(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RetentionRange]:
         """How long its tokens are kept when it has ended, before what the eviction strategy says; ranges do not overlap.
@@ -363,10 +370,11 @@ class MatchOp(_message.Message):
         retention: _abc.Iterable[_common_pb2.RetentionRange] | None = ...,
         priority: _builtins.float = ...,
         namespace: Global___CacheNamespace | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "priority", b"priority", "retention", b"retention", "sequence", b"sequence", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "priority", b"priority", "retention", b"retention", "sequence", b"sequence", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -43,10 +43,15 @@ Retention = Sequence[tuple[int, int, int, int]]  # start, end, priority, millise
 
 
 def match_op(
-    sequence: int, tokens: Sequence[int], priority: float = 0.0, retention: Retention = (), salt: str = ""
+    sequence: int,
+    tokens: Sequence[int],
+    priority: float = 0.0,
+    retention: Retention = (),
+    salt: str = "",
+    tenant: str = "",
 ) -> pb.CacheOp:
     ranges = [RetentionRange(start=a, end=b, priority=p, duration_ms=ms) for a, b, p, ms in retention]
-    match = pb.MatchOp(sequence=sequence, token_ids=pack(tokens), priority=priority, retention=ranges)
+    match = pb.MatchOp(sequence=sequence, token_ids=pack(tokens), priority=priority, retention=ranges, tenant=tenant)
     match.namespace.cache_salt = salt
     return pb.CacheOp(match=match)
 
@@ -116,8 +121,13 @@ def tiers(matches: Iterable[pb.WorkerMatch]) -> dict[int, tuple[int, int, int]]:
 class Driver:
     """A link to a core in debug mode: every exchange ends with a check of all invariants."""
 
-    def __init__(self, debug: bool = True, eviction: str = "lru") -> None:
-        self.core = CacheCore(debug=debug, eviction=eviction)
+    def __init__(
+        self, debug: bool = True, eviction: str = "lru", retained: float = 1.0, total_retained: float = 1.0
+    ) -> None:
+        """Shares of each memory that may be retained, for one tenant and for all: by default there is no limit."""
+        self.core = CacheCore(
+            debug=debug, eviction=eviction, max_tenant_retained_share=retained, max_retained_share=total_retained
+        )
         self.now_ms = 0
         self.pools: dict[int, tuple[int, int, int, int]] = {}  # as reported: free, cached, used, evicted
         self.host_pools: dict[int, tuple[int, int]] = {}  # free, used

@@ -104,6 +104,7 @@ class Garbage:
                 priority=rng.choice([0, 0, 35, 80, 100, 101, UINT32]),
                 duration_ms=rng.choice([0, 1, 20, UINT32]),
             )
+            match.tenant = rng.choice(["", "a", "b"])
         return pb.CacheOp(match=match)
 
     def _admit(self, sequence: int | None = None) -> pb.CacheOp:

@@ -1,0 +1,196 @@
+"""No tenant keeps more of a memory than its share: what it asks to be retained beyond that is evicted as usual.
+
+The driver checks all invariants after every exchange, those of the shares among them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from cache_svc.core import admin
+from cache_svc.core.retention import DEFAULT_RETENTION
+from cache_svc.core.tree import Holding
+from paceline.v1.common_pb2 import RetentionRange, SamplingParams
+from simulator.system import LocalSystem
+from simulator.toy_worker import ToyWorker
+from tests.unit.cache import driver as d
+from tests.unit.cache.driver import Driver
+
+FOR_EVER = [(0, 0, 100, 0)]
+BLOCK = 4
+
+
+def link(num_blocks: int, retained: float = 0.25, total: float = 0.5, num_host: int = 0) -> Driver:
+    cache = Driver(retained=retained, total_retained=total)
+    cache.add_worker(0, num_blocks, num_host_blocks=num_host, host_tier=num_host > 0)
+    return cache
+
+
+def prompt(number: int, num_blocks: int) -> list[int]:
+    return [1000 * number + token for token in range(num_blocks * BLOCK)]
+
+
+def stored(
+    cache: Driver, sequence: int, tokens: Sequence[int], retention: d.Retention = FOR_EVER, tenant: str = ""
+) -> int:
+    """Run the request to its end; returns its cached tokens."""
+    cache.one(d.match_op(sequence, tokens, retention=retention, tenant=tenant))
+    cached, _ = cache.admit(sequence, 0)
+    cache.commit(sequence, [], len(tokens))
+    cache.free(sequence)
+    return cached
+
+
+def retained_blocks(cache: Driver, tenant: str = "", on_host: bool = False) -> int:
+    worker = cache.core.workers[0]
+    share = (worker.host if on_host else worker.device).shares.tenants.get(tenant)
+    return 0 if share is None else share.num_blocks
+
+
+def test_requests_that_retain_all_they_have_cost_another_tenant_nothing_of_its_reuse() -> None:
+    """22 requests at priority 100 for ever, each as large as a sixth of the pool; beside them another tenant comes back
+    to its prompt."""
+    cache, own = link(num_blocks=96), prompt(0, 30)
+    stored(cache, 1, own, retention=(), tenant="other")
+    for number in range(1, 23):
+        stored(cache, 100 + number, prompt(number, 16), tenant="greedy")
+        assert stored(cache, 200 + number, own, retention=(), tenant="other") == 30 * BLOCK - 1 - 3
+    assert retained_blocks(cache, "greedy") == 24
+
+
+def test_the_tenants_own_oldest_blocks_fall_back() -> None:
+    cache = link(num_blocks=40)
+    stored(cache, 1, prompt(1, 4))
+    stored(cache, 2, prompt(2, 4))
+    assert retained_blocks(cache) == 8
+    stored(cache, 3, prompt(3, 4))
+    assert retained_blocks(cache) == 10, "two blocks of the first prompt are still retained"
+    cache.run(4, prompt(4, 30))  # everything that is not retained goes
+    assert [cache.probe(prompt(n, 4)) for n in (1, 2, 3)] == [{0: (8, 0)}, {0: (16, 0)}, {0: (16, 0)}]
+
+
+def test_of_one_tenant_the_lowest_priority_falls_back_first() -> None:
+    cache = link(num_blocks=40)
+    stored(cache, 1, prompt(1, 6), retention=[(0, 0, 90, 0)])
+    stored(cache, 2, prompt(2, 6), retention=[(0, 0, 60, 0)])
+    stored(cache, 3, prompt(3, 4), retention=[(0, 0, 90, 0)])
+    kept: Counter[int] = Counter()
+    for holding in holdings(cache):
+        kept[holding.retention] += len(holding.blocks)
+    assert kept == {90: 10, DEFAULT_RETENTION: 6}
+
+
+def holdings(cache: Driver) -> list[Holding]:
+    worker = cache.core.workers[0]
+    return worker.device.queue.upcoming(worker.device.index)
+
+
+def test_of_a_prompt_longer_than_the_share_the_beginning_is_retained() -> None:
+    cache = link(num_blocks=40)
+    stored(cache, 1, prompt(1, 30))
+    assert retained_blocks(cache) == 10
+    cache.run(2, prompt(2, 30))
+    assert cache.probe(prompt(1, 30)) == {0: (10 * BLOCK, 0)}
+
+
+def test_a_retained_block_counts_with_all_that_it_keeps_from_being_evicted() -> None:
+    """To retain the last block of a long prompt keeps the whole prompt."""
+    cache = link(num_blocks=40)
+    last = [(29 * BLOCK, 0, 100, 0)]
+    stored(cache, 1, prompt(1, 30), retention=last)
+    assert retained_blocks(cache) == 0, "30 blocks are more than its share"
+    stored(cache, 2, prompt(2, 8), retention=[(7 * BLOCK, 0, 100, 0)])
+    assert retained_blocks(cache) == 8
+
+
+def test_what_several_prompts_begin_with_counts_once() -> None:
+    cache, begin = link(num_blocks=40), prompt(1, 6)
+    for number in range(2, 6):
+        stored(cache, number, [*begin, *prompt(number, 1)])
+    assert retained_blocks(cache) == 10
+    stored(cache, 9, [*begin, *prompt(9, 1)])
+    assert retained_blocks(cache) == 10
+
+
+def test_all_tenants_together_have_a_share_too() -> None:
+    cache = link(num_blocks=40)
+    for number, tenant in enumerate("abcd", start=1):
+        stored(cache, number, prompt(number, 8), tenant=tenant)
+    assert [retained_blocks(cache, tenant) for tenant in "abcd"] == [8, 8, 4, 0]
+
+
+def test_another_tenants_retention_is_not_lowered() -> None:
+    cache = link(num_blocks=40)
+    stored(cache, 1, prompt(1, 4), retention=[(0, 0, 80, 0)], tenant="a")
+    stored(cache, 2, prompt(1, 4), retention=[(0, 0, 0, 0)], tenant="b")
+    assert {h.retention for h in holdings(cache)} == {80}
+    stored(cache, 3, prompt(1, 4), retention=[(0, 0, 0, 0)], tenant="a")
+    assert {h.retention for h in holdings(cache)} == {0}
+    assert retained_blocks(cache, "a") == 0
+
+
+def test_what_is_over_counts_no_more() -> None:
+    cache = link(num_blocks=40)
+    stored(cache, 1, prompt(1, 8), retention=[(0, 0, 80, 50)])
+    cache.now_ms = 100
+    stored(cache, 2, prompt(2, 8))
+    assert {h.retention for h in holdings(cache)} == {DEFAULT_RETENTION, 100}
+    assert retained_blocks(cache) == 8
+
+
+def test_host_memory_has_shares_of_its_own() -> None:
+    cache = link(num_blocks=16, num_host=40)
+    for number in range(1, 20):
+        stored(cache, number, prompt(number, 4))
+        stored(cache, 100 + number, prompt(100 + number, 15), retention=())  # has no room beside what is retained
+    assert retained_blocks(cache) <= 4
+    assert 0 < retained_blocks(cache, on_host=True) <= 10
+
+
+def test_an_operators_pins_are_no_tenants() -> None:
+    cache = link(num_blocks=40)
+    cache.run(1, prompt(1, 15))
+    admin.pin(cache.core, "system", d.pack(prompt(1, 15)))
+    stored(cache, 2, prompt(2, 10))
+    assert retained_blocks(cache) == 10
+    cache.run(3, prompt(3, 25))
+    assert cache.probe(prompt(1, 15)) == {0: (15 * BLOCK, 15 * BLOCK)}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_comes_the_shares_hold(seed: int) -> None:
+    rng = random.Random(seed)
+    cache = Driver(retained=rng.choice([0.1, 0.3]), total_retained=rng.choice([0.3, 0.5]))
+    cache.add_worker(0, 24, num_host_blocks=12, partial_reuse=rng.random() < 0.5, host_tier=rng.random() < 0.7)
+    running: list[int] = []
+    for sequence in range(1, 120):
+        tokens = [*prompt(rng.randrange(3), rng.randrange(1, 4)), *([rng.randrange(3)] * rng.randrange(1, 12))]
+        start = rng.choice([0, 0, 4, 8])
+        retention = [(start, rng.choice([0, start + 4]), rng.choice([0, 60, 90]), rng.choice([0, 0, 30]))]
+        cache.one(d.match_op(sequence, tokens, retention=retention, tenant=rng.choice("abc")))
+        try:
+            cache.admit(sequence, 0)
+        except d.Refused:
+            cache.free(sequence)
+        else:
+            cache.commit(sequence, [], len(tokens))
+            running.append(sequence)
+        while running and (len(running) > 3 or rng.random() < 0.6):
+            cache.free(running.pop(rng.randrange(len(running))))
+        cache.now_ms += rng.randrange(12)
+
+
+def test_the_scheduler_says_whose_request_it_is() -> None:
+    system = LocalSystem()
+    system.attach(ToyWorker(block_size=4, num_blocks=40, max_num_seqs=4, max_batched_tokens=256))
+    system.open("s")
+    sampling = SamplingParams(top_p=1.0, max_tokens=2, ignore_eos=True)
+    for handle in range(1, 6):
+        retention = [RetentionRange(priority=100)]
+        system.submit("s", handle, prompt(handle, 6), sampling, tenant="t", cache_retention=retention)
+        system.run()
+    (worker,) = system.cache.workers.values()
+    assert {name: share.num_blocks for name, share in worker.device.shares.tenants.items()} == {"t": 10}
