@@ -25,6 +25,8 @@ NUM_LONG_STEPS = 20
 CACHED_TOKENS = 1024
 # Fields of a plan that make the device do something that it may not have done before.
 COMPUTED = {"prefill_tokens", "copy_from", "skip_decodes"}
+# Sampling parameters that do not: a grammar was compiled before its sequence came, and its masks are limited.
+PREPARED = {"grammar"}
 
 
 class Samples:
@@ -167,5 +169,6 @@ class StepWatch:
 def _fields_of(plan: StepPlan) -> set[str]:
     names = COMPUTED & {descriptor.name for descriptor, _ in plan.ListFields()}
     for sequence in plan.new_sequences:
-        names.update(f"sampling.{descriptor.name}" for descriptor, _ in sequence.sampling.ListFields())
+        fields = {descriptor.name for descriptor, _ in sequence.sampling.ListFields()}
+        names.update(f"sampling.{name}" for name in fields - PREPARED)
     return names

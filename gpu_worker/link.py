@@ -15,6 +15,7 @@ from gpu_worker.metrics import record_step
 from gpu_worker.model_thread import LinkRun, ModelThread
 from gpu_worker.runner import StepStats
 from paceline.v1.worker_pb2 import (
+    GrammarPrepared,
     Heartbeat,
     StepFailure,
     StepResult,
@@ -61,7 +62,7 @@ class Link:
             if not failed.done():
                 failed.set_exception(error)
 
-        run = LinkRun(progress.on_result, on_failure)
+        run = LinkRun(progress.on_result, on_failure, progress.on_grammar)
         # Without an iterator: read() and write(), which the stubs do not know.
         call = cast(Any, WorkerServiceStub(self.channel)).Link()
         tasks: list[asyncio.Future[None]] = [
@@ -115,6 +116,8 @@ class Link:
                 case "plan":
                     watch.begun(message.plan)
                     self.thread.submit(run, message.plan)
+                case "grammars":
+                    self.thread.order_grammars(run, message.grammars)
                 case "released":
                     return
                 case other:
@@ -134,6 +137,9 @@ class _Progress:
         self.watch.finished((result.finished_us - result.started_us) / 1e6)
         self.outbox.put_nowait(WorkerServiceLinkRequest(result=result))
         record_step(result, stats)
+
+    def on_grammar(self, prepared: GrammarPrepared) -> None:
+        self.outbox.put_nowait(WorkerServiceLinkRequest(grammar=prepared))
 
     def beat(self) -> None:
         """Look for an overdue step, and tell the scheduler how far we are. Raises StepOverdue."""

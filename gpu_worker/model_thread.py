@@ -12,14 +12,15 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from gpu_worker.errors import DeviceError, StepFailed
 from gpu_worker.runner import LaunchedStep, ModelRunner, StepStats
-from paceline.v1.worker_pb2 import KeptSequence, StepPlan, StepResult
+from gpu_worker.sampling.compiled import Compiler, PreparedGrammars
+from paceline.v1.worker_pb2 import Grammar, GrammarOrders, GrammarPrepared, KeptSequence, StepPlan, StepResult
 
 MAX_MESSAGE = 300  # characters
 MAX_KEPT_BYTES = 8 * 2**20  # as worker.proto says
@@ -32,7 +33,9 @@ class LinkRun:
 
     on_result: Callable[[StepResult, StepStats], None]
     on_failure: Callable[[Exception], None]
+    on_grammar: Callable[[GrammarPrepared], None]
     closed: bool = False
+    grammars: PreparedGrammars = field(default_factory=PreparedGrammars)
     failed: bool = False  # a step has; those behind it are skipped, results of those before it are still on their way
 
     def close(self) -> None:
@@ -53,6 +56,7 @@ class ModelThread:
         self._waiter = threading.Thread(target=self._wait, name="paceline-results", daemon=True)
         self._unfinished: deque[int] = deque()  # the steps of these
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._compiler = Compiler()
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -62,6 +66,7 @@ class ModelThread:
 
     def stop(self, timeout_s: float) -> None:
         """Blocks until the step that runs now has ended, or for `timeout_s`."""
+        self._compiler.close()
         self._inbox.put(None)
         self._thread.join(timeout_s)
 
@@ -90,6 +95,17 @@ class ModelThread:
     def submit(self, run: LinkRun, plan: StepPlan) -> None:
         self._inbox.put((run, plan))
 
+    def order_grammars(self, run: LinkRun, orders: GrammarOrders) -> None:
+        """Beside the steps; the answers come as those of steps do. What is to be forgotten is so behind the plans that
+        were submitted before."""
+        for number in orders.forget:
+            self._inbox.put(partial(run.grammars.forget, number))
+        for one in orders.prepare:
+            self._compiler.submit(partial(self._prepare, run, one), partial(self._post, _deliver_grammar, run, one.id))
+
+    def _prepare(self, run: LinkRun, grammar: Grammar) -> str:
+        return "" if run.closed else run.grammars.prepare(self._runner.tokenizer, grammar.id, grammar.grammar)
+
     def _work(self) -> None:
         while (item := self._inbox.get()) is not None:
             if callable(item):
@@ -99,7 +115,7 @@ class ModelThread:
             if run.closed or run.failed:
                 continue
             if plan is None:
-                self._runner.reset()
+                self._runner.reset(run.grammars)
             else:
                 self._step(run, plan)
         self._launched.put(None)
@@ -163,6 +179,11 @@ class ModelThread:
 def _deliver(run: LinkRun, result: StepResult, stats: StepStats) -> None:
     if not run.closed:
         run.on_result(result, stats)
+
+
+def _deliver_grammar(run: LinkRun, number: int, refused: str) -> None:
+    if not run.closed:
+        run.on_grammar(GrammarPrepared(id=number, refused=refused))
 
 
 def _deliver_failure(run: LinkRun, failure: Exception) -> None:

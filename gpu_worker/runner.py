@@ -19,6 +19,7 @@ from gpu_worker.history import Sampling
 from gpu_worker.inputs import StepInput, StepInputs
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.decoder import Decoder
+from gpu_worker.sampling.compiled import PreparedGrammars
 from gpu_worker.sampling.controls import Controls
 from gpu_worker.sampling.grammars import GrammarMask, Grammars
 from gpu_worker.sampling.prompt_scores import PromptRows, PromptScores, score_prompts
@@ -137,15 +138,22 @@ class ModelRunner:
         return self._graphs
 
     @property
+    def tokenizer(self) -> LLTokenizer | None:
+        """With which grammars are compiled."""
+        return self._grammars.tokenizer
+
+    @property
     def is_asynchronous(self) -> bool:
         """Whether launch() returns before the step is done."""
         return self._device.type == "cuda"
 
-    def reset(self) -> None:
-        """The link is gone: forget every sequence. The pool stays, its contents mean nothing any more."""
+    def reset(self, grammars: PreparedGrammars | None = None) -> None:
+        """The link is gone: forget every sequence. The pool stays, its contents mean nothing any more.
+
+        `grammars`: those that the sequences of the next link may have."""
         self._slots.reset()
         self._controls.reset()
-        self._grammars.reset()
+        self._grammars.reset(grammars or PreparedGrammars())
         self._unnoted.clear()
         self._is_whole = True
 

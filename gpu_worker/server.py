@@ -264,4 +264,5 @@ def _registration(settings: WorkerSettings, built: BuiltWorker) -> WorkerRegistr
         max_num_seqs=limits.max_num_seqs,
         max_batched_tokens=limits.max_batched_tokens,
         heartbeats=True,
+        prepares_grammars=True,
     )

@@ -283,6 +283,8 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                 self.core.worker_heartbeat(worker, message.heartbeat)
             case "failure":
                 self.core.worker_failed(worker, message.failure)
+            case "grammar":
+                self.core.worker_grammar(worker, message.grammar)
             case "drain":
                 log.info("worker drains", worker=worker)
                 self.core.worker_drain(worker)

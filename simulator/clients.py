@@ -75,7 +75,12 @@ class Client:
         self._patience_s = ask.patience_s
         self.samplings = [
             SamplingParams(
-                top_p=1, max_tokens=ask.max_tokens, seed=ask.seed + i, ignore_eos=ask.ignore_eos, logprobs=ask.logprobs
+                top_p=1,
+                max_tokens=ask.max_tokens,
+                seed=ask.seed + i,
+                ignore_eos=ask.ignore_eos,
+                logprobs=ask.logprobs,
+                grammar=ask.grammar,
             )
             for i in range(ask.n)
         ]

@@ -19,6 +19,9 @@ from cache_svc.core.errors import LinkError
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest, CacheServiceLinkResponse
 from paceline.v1.inference_pb2 import SessionRequest
 from paceline.v1.worker_pb2 import (
+    Grammar,
+    GrammarOrders,
+    GrammarPrepared,
     Heartbeat,
     StepPlan,
     WorkerDrain,
@@ -176,6 +179,8 @@ class SchedulerParty(Party):
                     self._event(self.core.worker_result, worker, message.result)
                 case "heartbeat":
                     self._event(self.core.worker_heartbeat, worker, message.heartbeat)
+                case "grammar":
+                    self._event(self.core.worker_grammar, worker, message.grammar)
                 case "drain":
                     self._event(self.core.worker_drain, worker)
         except ProtocolError:
@@ -257,6 +262,7 @@ class WorkerParty(Party):
     def __init__(self, network: Network, name: str, toy: ToyWorker, dial: Dial) -> None:
         super().__init__(network, name)
         self.toy = toy
+        toy.registration.prepares_grammars = True
         self.fence = Fence()
         self._incarnation = f"{name} of {network.now_s}"
         self._dial = dial
@@ -264,6 +270,7 @@ class WorkerParty(Party):
         self._link: Connection | None = None
         self._plans: deque[StepPlan] = deque()
         self._is_registered = False
+        self._grammar_due_s = 0.0  # when the last grammar is prepared
         self.every(HEARTBEAT_S, self._beat)
         dial(self)
 
@@ -297,6 +304,8 @@ class WorkerParty(Party):
                 self._plans.append(message.plan)
                 if len(self._plans) == 1:
                     self._begin(connection)
+            case "grammars":
+                self._prepare(connection, message.grammars)
             case "released":
                 assert not self._plans, "released with a plan to run"
                 self.on_released()
@@ -324,6 +333,20 @@ class WorkerParty(Party):
                 self._begin(connection)
 
         self.after(seconds, run)
+
+    def _prepare(self, connection: Connection, orders: GrammarOrders) -> None:
+        """One after the other; each takes as long as several steps."""
+        for number in orders.forget:
+            self.toy.forget_grammar(number, self.toy.step + len(self._plans))
+        for order in orders.prepare:
+            self._grammar_due_s = max(self._grammar_due_s, self.network.now_s) + 0.01 + self.network.delay_s()
+
+            def answer(order: Grammar = order) -> None:
+                if connection is self._link:
+                    refused = self.toy.prepare_grammar(order.id, order.grammar)
+                    self._say(WorkerServiceLinkRequest(grammar=GrammarPrepared(id=order.id, refused=refused)))
+
+            self.after(self._grammar_due_s - self.network.now_s, answer)
 
     def _beat(self) -> None:
         if self._is_registered:

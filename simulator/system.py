@@ -17,13 +17,13 @@ from cache_svc.core.cache import CacheCore
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest, CacheServiceLinkResponse
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import Ending, QueueRoom, SchedulerStatus, SessionRequest, SessionResponse, Submission
-from paceline.v1.worker_pb2 import StepFailure, StepPlan, StepResult, WorkerRegistration
+from paceline.v1.worker_pb2 import Grammar, GrammarPrepared, StepFailure, StepPlan, StepResult, WorkerRegistration
 from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose
 from simulator.exchanges import check_exchange, check_plan
-from simulator.toy_worker import StepRaised, WorkerDied
+from simulator.toy_worker import StepRaised, ToyWorker, WorkerDied
 
 
 def default_policies() -> Policies:
@@ -53,6 +53,7 @@ class WorkerEnd:
     id: int
     plans: deque[StepPlan] = field(default_factory=deque)
     results: deque[StepResult | StepFailure] = field(default_factory=deque)
+    grammars: deque[Grammar] = field(default_factory=deque)  # to prepare
     released: bool = False
     failed: bool = False
 
@@ -187,6 +188,8 @@ class LocalSystem:
                 moves.append(("step", end))
             if end.results:
                 moves.append(("result", end))
+            if end.grammars and not end.failed:
+                moves.append(("grammar", end))
         return moves
 
     def move(self, kind: str, end: WorkerEnd | None) -> None:
@@ -200,7 +203,13 @@ class LocalSystem:
             assert end is not None
             self._step(end)
             return
-        if kind == "answer":
+        if kind == "grammar":
+            assert end is not None
+            assert isinstance(end.worker, ToyWorker)
+            grammar = end.grammars.popleft()
+            refused = end.worker.prepare_grammar(grammar.id, grammar.grammar)
+            self.scheduler.worker_grammar(end.id, GrammarPrepared(id=grammar.id, refused=refused))
+        elif kind == "answer":
             self.scheduler.cache_response(self.from_cache.popleft())
         else:
             assert end is not None
@@ -235,6 +244,11 @@ class LocalSystem:
                 check_plan(self.cache, worker_id, message.plan)
                 end.plans.append(message.plan)
                 assert len(end.plans) + len(end.results) <= self.scheduler.config.window
+            elif message.HasField("grammars"):
+                assert isinstance(end.worker, ToyWorker)
+                for number in message.grammars.forget:
+                    end.worker.forget_grammar(number, end.worker.step + len(end.plans))
+                end.grammars.extend(message.grammars.prepare)
             elif message.HasField("released"):
                 end.released = True
         for session_id, response in outbox.to_sessions:

@@ -29,6 +29,7 @@ Blocks = dict[int, list[int | None]]
 
 VOCAB = 50_000
 EOS = 7
+REFUSED = "refused"  # grammars that begin so are
 
 
 class Corruption(AssertionError):
@@ -129,6 +130,8 @@ class ToyWorker:
         """A new registration: slots are empty. What the blocks hold is void, or what was said of them holds."""
         self.step = 0
         self.slots: dict[int, ToySequence] = {}
+        self.grammars: dict[int, str] = {}  # that are prepared
+        self._forgets: list[tuple[int, int]] = []  # step, grammar
         if keeps_blocks:
             return
         for block in [*self.blocks.values(), *self.host.values()]:
@@ -183,6 +186,7 @@ class ToyWorker:
         sampled = [self._compute(self.slots[slot], 1, filled) for slot in decodes]
         sampled += [self._compute(self.slots[slot], num_tokens, filled) for slot, num_tokens in chunks]
         tokens = [token for token in sampled if token is not None]
+        self._forget_grammars()
         scored = [slot for slot in [*decodes, *dict(chunks)] if self.slots[slot].sampling.logprobs]
         scores = [self._logprobs(slot) for slot in scored if self.slots[slot].has_sampled]
         return StepResult(
@@ -229,6 +233,8 @@ class ToyWorker:
 
     def _seat(self, new: NewSequence) -> None:
         self._expect(new.slot not in self.slots, f"slot {new.slot} is taken")
+        if (grammar := new.sampling.grammar) and self.registration.prepares_grammars:
+            self._expect(grammar in self.grammars.values(), f"slot {new.slot}: its grammar is not prepared")
         self._expect(new.slot < self.registration.max_num_seqs, f"slot {new.slot} does not exist")
         sequence = ToySequence(
             [], new.num_cached_tokens, _ints(new.block_table), new.sampling, new.num_prompt_tokens, []
@@ -238,6 +244,24 @@ class ToyWorker:
             sequence.append(token)
         self._expect(len(set(sequence.table)) == len(sequence.table), "a block stands twice in a table")
         self.slots[new.slot] = sequence
+
+    def prepare_grammar(self, number: int, grammar: str) -> str:
+        """Returns why the grammar is refused; empty if it is prepared."""
+        if grammar.startswith(REFUSED):
+            return grammar
+        self.grammars[number] = grammar
+        return ""
+
+    def forget_grammar(self, number: int, step: int) -> None:
+        """When the plans up to this one have run, which came before the message."""
+        self._forgets.append((step, number))
+        self._forget_grammars()
+
+    def _forget_grammars(self) -> None:
+        while self._forgets and self._forgets[0][0] <= self.step:
+            _, number = self._forgets.pop(0)
+            self._expect(number in self.grammars, f"grammar {number} is forgotten, and was not prepared")
+            del self.grammars[number]
 
     def _filled(self) -> dict[int, int]:
         """How many places of each block are written already, by the tables. (Who is seated only now may count on what

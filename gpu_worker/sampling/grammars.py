@@ -7,7 +7,7 @@ follows from the sequence alone: a request that is preempted, or goes on at anot
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,18 +17,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask, fill_next_token_bitmask_par
 from torch import Tensor
 
 from gpu_worker.device import upload
 from gpu_worker.errors import ModelError
+from gpu_worker.sampling.compiled import NO_TOKENIZER, Compiled, PreparedGrammars, compile_grammar
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
-from services.runtime.grammars import LIMITS, one_line
+from services.runtime.grammars import one_line
 
 Int32s = npt.NDArray[np.int32]
 
-MAX_COMPILED = 32  # grammars that are kept compiled: a copy takes microseconds, compiling milliseconds
-NO_TOKENIZER = "grammar: this worker's model has no tokenizer that could hold the output to it"
+# CPU time that a grammar may take in a step, in which other sequences wait. A mask takes 0.02 ms mostly.
+MAX_RENEWAL_S = 0.01  # to compile it anew when its lexer is full
+MAX_ROW_S = 0.01  # for one token, MAX_SLOW_ROWS times
+MAX_SLOW_ROWS = 3
+FEW_ROWS = 4  # are not worth the executor's threads
+SLOW_STEP_S = 0.02  # when the masks of a step take so long, those of the next one are timed one by one
+NOT_PREPARED = "grammar: the scheduler has not had it prepared"
 MISFIT = "grammar: the output so far does not fit it"
 
 
@@ -47,13 +53,14 @@ class _Held:
 
     grammar: str
     num_prompt: int
-    original: LLMatcher | None = None
+    original: Compiled | None = None
     matcher: LLMatcher | None = None
     num_told: int = 0  # tokens of the sequence that the matcher knows, or that are the prompt's
+    num_slow: int = 0  # tokens that have taken more than MAX_ROW_S
     error: str = ""
 
-    def begin(self, original: LLMatcher) -> None:
-        self.original, self.matcher, self.num_told = original, original.deep_copy(), self.num_prompt
+    def begin(self, original: Compiled) -> None:
+        self.original, self.matcher, self.num_told = original, original.matcher.deep_copy(), self.num_prompt
 
     @property
     def failed(self) -> bool:
@@ -86,16 +93,18 @@ class Grammars:
     vocab_size: int
     device: torch.device
     _of: dict[int, _Held] = field(init=False, default_factory=dict)
-    _compiled: OrderedDict[str, LLMatcher] = field(init=False, default_factory=OrderedDict)
+    _prepared: PreparedGrammars = field(init=False, default_factory=PreparedGrammars)
+    _is_slow: bool = field(init=False, default=False)  # the masks of the last step were
 
     @cached_property
     def _executor(self) -> LLExecutor:
         """Its threads begin when there is something to do."""
         return LLExecutor()
 
-    def reset(self) -> None:
+    def reset(self, prepared: PreparedGrammars) -> None:
         """A new link: nothing runs."""
         self._of.clear()
+        self._prepared = prepared
 
     def apply(self, plan: StepPlan) -> None:
         """Slots that end and begin; the plan has been checked."""
@@ -135,15 +144,36 @@ class Grammars:
         return GrammarMask(upload(rows, self.device), upload(bits.view(np.uint8), self.device), refused)
 
     def _fill(self, held: Sequence[_Held], which: Iterable[int], bits: npt.NDArray[np.int32]) -> None:
-        able = [(one.matcher, i) for i in which if (one := held[i]).matcher is not None and not one.error]
-        if able:
-            fill_next_token_bitmask_par(self._executor, able, bits)
+        able = [(one, one.matcher, i) for i in which if (one := held[i]).matcher is not None and not one.error]
+        if len(able) <= FEW_ROWS or self._is_slow:
+            self._is_slow = False
+            for one, matcher, i in able:
+                began_s = time.thread_time()
+                fill_next_token_bitmask(matcher, bits, i)
+                self._took(one, time.thread_time() - began_s)
+            return
+        began_s = time.monotonic()
+        fill_next_token_bitmask_par(self._executor, [(matcher, i) for _, matcher, i in able], bits)
+        self._is_slow = time.monotonic() - began_s > SLOW_STEP_S
+
+    def _took(self, one: _Held, cpu_s: float) -> None:
+        one.num_slow += cpu_s > MAX_ROW_S
+        if one.num_slow == MAX_SLOW_ROWS and not one.failed:
+            limits = f"which is more than {1000 * MAX_ROW_S:.0f} ms for the {MAX_SLOW_ROWS}rd time"
+            one.error = f"grammar: takes {1000 * cpu_s:.0f} ms of CPU time for a token, {limits}"
 
     def _renew(self, one: _Held, tokens: Int32s) -> None:
         """What a grammar's lexer has learned is limited, and shared by all its matchers: a full one begins anew."""
-        if self._compiled.get(one.grammar) is one.original:
-            del self._compiled[one.grammar]
-        one.begin(self._compile(one.grammar))
+        assert one.original is not None
+        assert one.matcher is not None
+        newest = self._prepared.get(one.grammar)
+        if newest is None or newest is one.original:  # else another row has compiled it anew
+            if one.original.cpu_s > MAX_RENEWAL_S:
+                one.error = f"grammar: {one_line(one.matcher.get_error())}"
+                return
+            newest = self._compile(one.grammar)
+            self._prepared.replace(one.grammar, newest)
+        one.begin(newest)
         if not one.tell(tokens):
             assert one.matcher is not None
             one.error = f"{MISFIT}: {one_line(one.matcher.get_error())}"
@@ -153,18 +183,12 @@ class Grammars:
         if self.tokenizer is None:
             held.error = NO_TOKENIZER
             return held
-        held.begin(self._compile(held.grammar))
-        if held.failed:
-            assert held.matcher is not None
-            held.error = f"grammar: {one_line(held.matcher.get_error())}"
+        if (prepared := self._prepared.get(held.grammar)) is None:
+            held.error = NOT_PREPARED
+        else:
+            held.begin(prepared)
         return held
 
-    def _compile(self, grammar: str) -> LLMatcher:
-        """One that has read nothing, to be copied."""
-        if grammar not in self._compiled:
-            assert self.tokenizer is not None
-            self._compiled[grammar] = LLMatcher(self.tokenizer, grammar, log_level=0, limits=LIMITS)
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return self._compiled[grammar]
+    def _compile(self, grammar: str) -> Compiled:
+        assert self.tokenizer is not None
+        return compile_grammar(self.tokenizer, grammar)

@@ -162,6 +162,9 @@ class Composer:
                     self.at_limit[request.tenant] = tenant_tokens[request.tenant]
                     continue
                 passed_over = _waits_for_another(request) or not worker.can_ever_hold(request)
+                if not worker.has_grammar(request):
+                    worker.want_grammar(request)
+                    passed_over = True
                 if not passed_over and (placement is None or placement.place(request) in (worker, None)):
                     yield request
                 if limited and queue.is_aside(request) != (passed_over or not worker.has_adapter(request)):
@@ -194,5 +197,6 @@ def _waits_for_another(request: Request) -> bool:
 
 def _is_stuck(request: Request, workers: list[Worker]) -> bool:
     """Whether nobody could take it, whatever its tenant has left."""
-    takers = (worker for worker in workers if worker.can_ever_hold(request) and worker.has_adapter(request))
+    able = (worker for worker in workers if worker.can_ever_hold(request) and worker.has_adapter(request))
+    takers = (worker for worker in able if worker.has_grammar(request))
     return _waits_for_another(request) or next(takers, None) is None

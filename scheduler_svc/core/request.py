@@ -110,11 +110,13 @@ class Request:
     num_tokens: int = field(init=False)  # known ones, prompt and output (exact while the request does not run)
     # Log probabilities of its prompt are still to be reported: then all of it has to be computed, whatever is cached.
     scores_prompt: bool = field(init=False)
+    grammar: str = field(init=False)  # empty: none
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt) // TOKEN_BYTES
         self.num_tokens = self.num_prompt_tokens + len(self.output) // TOKEN_BYTES
         self.max_total_tokens = self.num_prompt_tokens + self.sampling.max_tokens
+        self.grammar = self.sampling.grammar
         self.scores_prompt = self.sampling.prompt_logprobs
         if self.siblings is None:
             self.siblings = Siblings(self.seniority)

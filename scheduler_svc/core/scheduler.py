@@ -12,6 +12,7 @@ from paceline.v1.cache_pb2 import CacheServiceLinkResponse
 from paceline.v1.common_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR
 from paceline.v1.inference_pb2 import SchedulerStatus, SessionOpened, SessionRequest, Submission
 from paceline.v1.worker_pb2 import (
+    GrammarPrepared,
     Heartbeat,
     StepFailure,
     StepResult,
@@ -42,7 +43,7 @@ from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.policy_failures import PolicyFailures
 from scheduler_svc.core.recovery import Recovery
-from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, Rejection, invalid
+from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, CODE_INVALID_ARGUMENT, Rejection, invalid
 from scheduler_svc.core.request import Phase
 from scheduler_svc.core.results import ResultReader
 from scheduler_svc.core.rounds import Rounds
@@ -52,6 +53,8 @@ from scheduler_svc.core.suspects import Absence, Loss, Suspects
 from scheduler_svc.core.trials import Trials
 from scheduler_svc.core.types import Counters, Failure, Outbox, SchedulerConfig
 from scheduler_svc.core.worker import Worker
+
+MAX_REASON_CHARS = 400  # of what a worker says of a grammar
 
 
 class SchedulerCore:
@@ -193,6 +196,8 @@ class SchedulerCore:
             request.samples = parent.samples = parent.samples or [parent]
             request.samples.append(request)
         self.life.accept(session, request, enqueue=not (is_search and self.limits))
+        for worker in self.workers.values():
+            worker.want_grammar(request)
         if is_search:
             self._groups.start(request, submission.beam, self.limits)
 
@@ -244,6 +249,18 @@ class SchedulerCore:
             self._outbox.lost_workers.append((worker_id, stall))
             # A plan that has not arrived is nobody's doing but the link's.
             self.worker_lost(worker_id, Loss.FAULT if heartbeat.received >= oldest else Loss.LINK)
+
+    def worker_grammar(self, worker_id: int, prepared: GrammarPrepared) -> None:
+        """A worker has prepared a grammar, or refuses it: then the requests that wait with it fail. Raises
+        ProtocolError."""
+        grammar = self.workers[worker_id].grammars.answered(prepared.id, not prepared.refused)
+        if grammar is None:
+            raise ProtocolError(f"an answer about grammar {prepared.id}, for which the worker was not asked")
+        if not prepared.refused:
+            return
+        for request in [request for request in self.queue if request.grammar == grammar]:
+            if request.phase is not Phase.ENDED:
+                self.life.fail(request, prepared.refused[:MAX_REASON_CHARS], CODE_INVALID_ARGUMENT)
 
     def worker_drain(self, worker_id: int) -> None:
         self.workers[worker_id].draining = True
@@ -412,6 +429,9 @@ class SchedulerCore:
         self.life.now_s = now_s
         if (exchange := self._rounds.plan(now_s)) is not None:
             self._outbox.to_cache.append(exchange)
+        for worker in self.workers.values():
+            if (orders := worker.grammar_orders()) is not None:
+                self._send_worker(worker.id, WorkerServiceLinkResponse(grammars=orders))
         places = free_places(self.queue, self.config)
         if (not places) != self._told_full:  # at once: gateways refuse by it
             self._announce()

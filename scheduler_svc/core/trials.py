@@ -117,7 +117,10 @@ class Trials:
         self._resting.discard(worker.id)
 
     def _suits(self, worker: Worker, group: Sequence[int]) -> bool:
-        return not worker.draining and all(worker.can_ever_hold(self._requests[one]) for one in group)
+        requests = [self._requests[one] for one in group]
+        for request in requests:
+            worker.want_grammar(request)
+        return not worker.draining and all(worker.can_ever_hold(one) and worker.has_grammar(one) for one in requests)
 
     def _left(self, worker: Worker, group: Sequence[int]) -> list[Request]:
         """Those of a group that the worker has still to try. A worker that drains lets nobody in."""
@@ -177,5 +180,9 @@ class TrialBatch(BatchPolicy):
 def candidates(members: Sequence[Request], worker: Worker) -> Iterator[Request]:
     """Those of the members that could be seated there now."""
     for request in members:
-        if request.phase is Phase.WAITING and (request.matches is not None or request.swapped_on == worker.id):
+        if request.phase is not Phase.WAITING or not (request.matches is not None or request.swapped_on == worker.id):
+            continue
+        if worker.has_grammar(request):
             yield request
+        else:
+            worker.want_grammar(request)

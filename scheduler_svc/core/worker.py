@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paceline.v1.worker_pb2 import KeptSequence, StepPlan, WorkerRegistration, WorkerServiceLinkResponse
+from paceline.v1.worker_pb2 import GrammarOrders, KeptSequence, StepPlan, WorkerRegistration, WorkerServiceLinkResponse
 from scheduler_svc.core.arrays import Slots, packed, unpacked
 from scheduler_svc.core.calendar import Calendar
+from scheduler_svc.core.grammars import WorkerGrammars
 from scheduler_svc.core.progress import Progress
 from scheduler_svc.core.request import Phase, Request
 from scheduler_svc.core.slots import DecodeRows, SlotTable
@@ -120,6 +121,7 @@ class Worker:
     pool_tokens: int = field(init=False)
     incarnation: str = field(init=False)
     eos_token_ids: tuple[int, ...] = field(init=False)
+    grammars: WorkerGrammars = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_blocks = self.registration.num_blocks
@@ -128,6 +130,7 @@ class Worker:
         self.pool_tokens = self.num_blocks * self.block_size
         self.incarnation = self.registration.incarnation
         self.eos_token_ids = tuple(self.registration.model.eos_token_ids)
+        self.grammars = WorkerGrammars(self.registration.prepares_grammars)
 
     @property
     def has_credit(self) -> bool:
@@ -181,6 +184,19 @@ class Worker:
         """Whether the request's adapter is in the batch, or there is room for one more; or it needs none."""
         lora = request.lora
         return not lora or lora in self.loras or len(self.loras) < self.registration.max_loras
+
+    def has_grammar(self, request: Request) -> bool:
+        """Whether the worker has prepared the request's grammar, or the request has none."""
+        return not request.grammar or self.grammars.has(request.grammar)
+
+    def want_grammar(self, request: Request) -> None:
+        """Ask the worker to prepare the request's grammar, if it lacks it."""
+        if request.grammar:
+            self.grammars.want(request.grammar)
+
+    def grammar_orders(self) -> GrammarOrders | None:
+        """What the worker is to be told of grammars."""
+        return self.grammars.take_orders(lambda: {one.grammar for one in (*self.bound, *self.swapped.values())})
 
     def bind_adapter(self, request: Request) -> None:
         if request.lora:

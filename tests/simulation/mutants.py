@@ -20,6 +20,7 @@ from cache_svc.core.tree import Holding, PrefixNode
 from cache_svc.core.worker import Worker as CachedWorker
 from paceline.v1.inference_pb2 import Submission
 from scheduler_svc.core.cache_link import CacheLink
+from scheduler_svc.core.grammars import WorkerGrammars
 from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.recovery import Recovery
@@ -267,6 +268,10 @@ def epoch_not_larger(patch: Patch) -> None:
     patch.setattr(simulator.election, "next_epoch", lambda last, wall_ms: last or wall_ms)
 
 
+def grammar_not_awaited(patch: Patch) -> None:
+    patch.setattr(WorkerGrammars, "has", lambda self, grammar: grammar in self._ids)
+
+
 MUTANTS = [
     Mutant("a block goes with the first of its users", freed_too_early, 0),
     Mutant("a second user of a block is not counted", user_not_counted, 0),
@@ -293,6 +298,7 @@ MUTANTS = [
     Mutant("what a cache said of a waiting request outlives it", matches_outlive_cache, 5),
     Mutant("a step that waits for the cache is lost with its worker", draft_lost_with_worker, 76),
     Mutant("a block that is to be copied is granted in the same exchange", copied_block_granted, 23),
+    Mutant("a request is bound before its grammar is prepared", grammar_not_awaited, 1000),
     Mutant("a worker does not check the epoch of a master", worker_forgets_epoch, 231),
     Mutant("a gateway does not check the epoch of a master", gateway_forgets_epoch, 159),
     Mutant("the cache does not check the epoch of a master", cache_forgets_epoch, 21),

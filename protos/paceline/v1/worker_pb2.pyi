@@ -28,6 +28,7 @@ class WorkerServiceLinkRequest(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def registration(self) -> Global___WorkerRegistration:
         """First, and only first."""
@@ -44,6 +45,8 @@ class WorkerServiceLinkRequest(_message.Message):
     def failure(self) -> Global___StepFailure:
         """Last: a step has failed. The worker forgets all sequences and registers anew, or ends."""
 
+    @_builtins.property
+    def grammar(self) -> Global___GrammarPrepared: ...
     def __init__(
         self,
         *,
@@ -52,12 +55,13 @@ class WorkerServiceLinkRequest(_message.Message):
         heartbeat: Global___Heartbeat | None = ...,
         drain: Global___WorkerDrain | None = ...,
         failure: Global___StepFailure | None = ...,
+        grammar: Global___GrammarPrepared | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "failure", b"failure", "heartbeat", b"heartbeat", "message", b"message", "registration", b"registration", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "failure", b"failure", "grammar", b"grammar", "heartbeat", b"heartbeat", "message", b"message", "registration", b"registration", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "failure", b"failure", "heartbeat", b"heartbeat", "message", b"message", "registration", b"registration", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "failure", b"failure", "grammar", b"grammar", "heartbeat", b"heartbeat", "message", b"message", "registration", b"registration", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["registration", "result", "heartbeat", "drain", "failure"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["registration", "result", "heartbeat", "drain", "failure", "grammar"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -78,6 +82,7 @@ class WorkerRegistration(_message.Message):
     KEPT_FIELD_NUMBER: _builtins.int
     HEARTBEATS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    PREPARES_GRAMMARS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """For logs."""
     block_size: _builtins.int
@@ -100,6 +105,8 @@ class WorkerRegistration(_message.Message):
     """Drawn at random when the process starts, and anew when a step fails. Who sees it again knows that nothing of what the
     worker was given before has broken it. Empty: the worker cannot say so.
     """
+    prepares_grammars: _builtins.bool
+    """It prepares grammars when it is asked to (GrammarOrders). Else it compiles each when its sequence comes."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo: ...
     @_builtins.property
@@ -122,10 +129,11 @@ class WorkerRegistration(_message.Message):
         kept: _abc.Iterable[Global___KeptSequence] | None = ...,
         heartbeats: _builtins.bool = ...,
         incarnation: _builtins.str = ...,
+        prepares_grammars: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "heartbeats", b"heartbeats", "incarnation", b"incarnation", "kept", b"kept", "max_batched_tokens", b"max_batched_tokens", "max_loras", b"max_loras", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "heartbeats", b"heartbeats", "incarnation", b"incarnation", "kept", b"kept", "max_batched_tokens", b"max_batched_tokens", "max_loras", b"max_loras", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "prepares_grammars", b"prepares_grammars"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -250,6 +258,7 @@ class WorkerServiceLinkResponse(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    GRAMMARS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def registered(self) -> Global___WorkerRegistered: ...
     @_builtins.property
@@ -260,6 +269,10 @@ class WorkerServiceLinkResponse(_message.Message):
     def heartbeat(self) -> Global___SchedulerHeartbeat:
         """Four times a second, to a worker that reads them."""
 
+    @_builtins.property
+    def grammars(self) -> Global___GrammarOrders:
+        """To a worker that prepares grammars."""
+
     def __init__(
         self,
         *,
@@ -267,12 +280,13 @@ class WorkerServiceLinkResponse(_message.Message):
         plan: Global___StepPlan | None = ...,
         released: Global___WorkerReleased | None = ...,
         heartbeat: Global___SchedulerHeartbeat | None = ...,
+        grammars: Global___GrammarOrders | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "plan", b"plan", "registered", b"registered", "released", b"released"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grammars", b"grammars", "heartbeat", b"heartbeat", "message", b"message", "plan", b"plan", "registered", b"registered", "released", b"released"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "plan", b"plan", "registered", b"registered", "released", b"released"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammars", b"grammars", "heartbeat", b"heartbeat", "message", b"message", "plan", b"plan", "registered", b"registered", "released", b"released"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["registered", "plan", "released", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["registered", "plan", "released", "heartbeat", "grammars"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -325,6 +339,83 @@ class WorkerReleased(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerReleased: _TypeAlias = WorkerReleased  # noqa: Y015
+
+@_typing.final
+class GrammarOrders(_message.Message):
+    """Grammars of sequences that may come. The worker compiles them beside its steps, and answers each with GrammarPrepared.
+    Plans have new sequences with prepared grammars only.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREPARE_FIELD_NUMBER: _builtins.int
+    FORGET_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prepare(self) -> _containers.RepeatedCompositeFieldContainer[Global___Grammar]: ...
+    @_builtins.property
+    def forget(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of grammars that no sequence of a later plan has, unless they are prepared anew."""
+
+    def __init__(
+        self,
+        *,
+        prepare: _abc.Iterable[Global___Grammar] | None = ...,
+        forget: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forget", b"forget", "prepare", b"prepare"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrammarOrders: _TypeAlias = GrammarOrders  # noqa: Y015
+
+@_typing.final
+class Grammar(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    """Unique within the link."""
+    grammar: _builtins.str
+    """As in SamplingParams."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        grammar: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
+
+@_typing.final
+class GrammarPrepared(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    refused: _builtins.str
+    """Empty: sequences with the grammar may come. Else why none can; the worker has forgotten the grammar."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        refused: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrammarPrepared: _TypeAlias = GrammarPrepared  # noqa: Y015
 
 @_typing.final
 class SchedulerHeartbeat(_message.Message):

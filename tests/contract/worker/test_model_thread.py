@@ -13,7 +13,8 @@ import pytest
 from gpu_worker.errors import DeviceError, StepFailed
 from gpu_worker.model_thread import LinkRun, ModelThread
 from gpu_worker.runner import ModelRunner, StepStats
-from paceline.v1.worker_pb2 import StepPlan, StepResult
+from gpu_worker.sampling.compiled import PreparedGrammars
+from paceline.v1.worker_pb2 import Grammar, GrammarOrders, GrammarPrepared, StepPlan, StepResult
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Device:
     """Stands for a ModelRunner on a GPU: the test says when a step is done."""
 
     is_asynchronous = True
+    tokenizer = None
 
     def __init__(self) -> None:
         self.launched: dict[int, Launched] = {}
@@ -42,7 +44,7 @@ class Device:
         self.resets = 0
         self.broken: Exception | None = None
 
-    def reset(self) -> None:
+    def reset(self, grammars: PreparedGrammars) -> None:
         self.resets += 1
 
     def check(self) -> None:
@@ -82,7 +84,7 @@ async def rig() -> AsyncIterator[Rig]:
     thread = ModelThread(cast(ModelRunner, device))
     results: list[int] = []
     failures: list[Exception] = []
-    run = LinkRun(lambda result, stats: results.append(result.step), failures.append)
+    run = LinkRun(lambda result, stats: results.append(result.step), failures.append, print)
     thread.start()
     thread.begin(run)
     yield Rig(device, thread, run, results, failures)
@@ -104,6 +106,56 @@ async def test_a_step_is_launched_while_the_one_before_runs(rig: Rig) -> None:
     rig.device.launched[3].finished.set()
     await rig.until(lambda: rig.results == [1, 2, 3])
     assert rig.failures == []
+
+
+async def test_steps_go_on_while_a_grammar_is_compiled(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is to be forgotten is so behind the plans that came before."""
+    compiles, may_end, forgotten = threading.Event(), threading.Event(), list[tuple[int, int]]()
+
+    def prepare(grammars: PreparedGrammars, tokenizer: object, number: int, grammar: str) -> str:
+        compiles.set()
+        assert may_end.wait(20)
+        return f"refused {grammar}" if number == 2 else ""
+
+    def forget(grammars: PreparedGrammars, number: int) -> None:
+        forgotten.append((number, max(rig.device.launched, default=0)))
+
+    answers: list[GrammarPrepared] = []
+    monkeypatch.setattr(PreparedGrammars, "prepare", prepare)
+    monkeypatch.setattr(PreparedGrammars, "forget", forget)
+    monkeypatch.setattr(rig.run, "on_grammar", answers.append)
+    orders = GrammarOrders(prepare=[Grammar(id=1, grammar="a"), Grammar(id=2, grammar="b")])
+    rig.thread.order_grammars(rig.run, orders)
+    assert await asyncio.to_thread(compiles.wait, 20)
+    rig.submit(1, 2)
+    rig.thread.order_grammars(rig.run, GrammarOrders(forget=[9]))
+    rig.submit(3)
+    await rig.until(lambda: 3 in rig.device.launched)
+    for step in (1, 2, 3):
+        rig.device.launched[step].finished.set()
+    await rig.until(lambda: rig.results == [1, 2, 3])
+    assert not answers
+    assert forgotten == [(9, 2)]
+    may_end.set()
+    await rig.until(lambda: len(answers) == 2)
+    assert answers == [GrammarPrepared(id=1), GrammarPrepared(id=2, refused="refused b")]
+
+
+async def test_a_link_that_is_gone_hears_of_no_grammar(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, answers = threading.Event(), list[int]()
+
+    def prepare(grammars: PreparedGrammars, tokenizer: object, number: int, grammar: str) -> str:
+        assert may_end.wait(20)
+        return ""
+
+    monkeypatch.setattr(PreparedGrammars, "prepare", prepare)
+    monkeypatch.setattr(rig.run, "on_grammar", lambda prepared: answers.append(prepared.id))
+    rig.thread.order_grammars(rig.run, GrammarOrders(prepare=[Grammar(id=1, grammar="a"), Grammar(id=2, grammar="b")]))
+    rig.run.close()
+    next_run = LinkRun(rig.run.on_result, rig.run.on_failure, lambda prepared: answers.append(10 + prepared.id))
+    rig.thread.order_grammars(next_run, GrammarOrders(prepare=[Grammar(id=1, grammar="a")]))
+    may_end.set()
+    await rig.until(lambda: answers == [11])
 
 
 async def test_a_step_that_fails_on_the_device_is_reported_once(rig: Rig) -> None:
@@ -146,7 +198,7 @@ async def test_a_closed_link_hears_nothing(rig: Rig) -> None:
     rig.run.close()
     rig.device.launched[1].finished.set()
     second: list[int] = []
-    run = LinkRun(lambda result, stats: second.append(result.step), rig.failures.append)
+    run = LinkRun(lambda result, stats: second.append(result.step), rig.failures.append, print)
     rig.thread.begin(run)
     rig.device.launched.clear()
     rig.thread.submit(run, StepPlan(step=1))

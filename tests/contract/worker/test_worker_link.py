@@ -24,10 +24,11 @@ from torch import Tensor
 from gpu_worker.errors import StepOverdue
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.runner import LaunchedStep, ModelRunner
+from gpu_worker.sampling.compiled import NO_TOKENIZER
 from gpu_worker.server import DeviceLost, run_worker, serve
 from gpu_worker.settings import WorkerSettings
 from paceline.v1.common_pb2 import SamplingParams
-from paceline.v1.worker_pb2 import NewSequence, StepPlan, StepResult
+from paceline.v1.worker_pb2 import Grammar, GrammarOrders, GrammarPrepared, NewSequence, StepPlan, StepResult
 from services.runtime import exit_status
 from services.runtime.service import Addresses
 from tests.contract.worker.fake_scheduler import FakeScheduler, WorkerLink
@@ -105,6 +106,16 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     worker.cancel()
     await asyncio.gather(worker, return_exceptions=True)
     await server.stop(0)
+
+
+async def test_grammars_are_answered_over_the_link(rig: Rig) -> None:
+    """This model has no tokenizer, so what is refused says so."""
+    link = await rig.accept()
+    assert link.registration.prepares_grammars
+    await link.send(grammars=GrammarOrders(prepare=[Grammar(id=5, grammar='start: "a"')], forget=[3]))
+    while (message := await link.next()).WhichOneof("message") != "grammar":
+        pass
+    assert message.grammar == GrammarPrepared(id=5, refused=NO_TOKENIZER)
 
 
 def slow_steps(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:

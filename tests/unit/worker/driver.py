@@ -73,6 +73,8 @@ class Driver:
         prefix_of: Sequence | None = None,
     ) -> Sequence:
         """`output`: what it had when it was preempted. `prefix_of`: share the whole blocks of a common prefix."""
+        if sampling.grammar:
+            self.prepare(sampling.grammar)
         tokens = [*prompt, *output]
         slot = next(s for s in range(self.runner.limits.max_num_seqs) if s not in self.running)
         shared = 0
@@ -92,6 +94,12 @@ class Driver:
         self.running[slot] = sequence
         self.arrivals.append(sequence)
         return sequence
+
+    def prepare(self, grammar: str) -> str:
+        """As a worker's compiler does; returns why it is refused."""
+        prepared = self.runner._grammars._prepared
+        known = prepared.get(grammar)
+        return "" if known else prepared.prepare(self.runner.tokenizer, 1, grammar)
 
     def _extend(self, sequence: Sequence, num_tokens: int) -> list[int]:
         grown = []

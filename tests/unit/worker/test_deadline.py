@@ -222,6 +222,13 @@ def test_what_no_step_has_done_before_may_compile() -> None:
         steps.watch.finished(0.01)
 
 
+def test_the_pace_of_a_step_with_a_grammar_is_known() -> None:
+    """The grammar was compiled before its sequence came: nothing of it may take minutes."""
+    steps = Steps().known()
+    steps.begin(new_sequences=[NewSequence(sampling=SamplingParams(grammar="start: x"))])
+    assert steps.overdue_after_s() == 1.5
+
+
 def test_the_time_of_copies_to_the_host_is_not_known() -> None:
     steps = Steps()
     steps.run(2 * NUM_REMEMBERED, 0.01, swap_out_from=b"....", swap_out_to=b"....")

@@ -18,8 +18,9 @@ from demo import CHECKPOINT
 from gpu_worker.build import BuiltWorker
 from gpu_worker.device import Fence
 from gpu_worker.runner import INVALID_ARGUMENT, NO_TOKEN
-from gpu_worker.sampling import grammars
-from gpu_worker.sampling.grammars import MISFIT, NO_TOKENIZER, Grammars
+from gpu_worker.sampling import compiled, grammars
+from gpu_worker.sampling.compiled import NO_TOKENIZER, PreparedGrammars
+from gpu_worker.sampling.grammars import MISFIT, NOT_PREPARED, Grammars
 from gpu_worker.sampling.processors import allow_bits
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan, StepResult
@@ -120,13 +121,14 @@ def test_what_cannot_go_on_fails_alone(build: Callable[..., BuiltWorker], demo_i
     driver = Driver(build(CHECKPOINT).runner)
     plain = driver.add(demo_ids, NUM_TOKENS)
     good = add(driver, demo_ids, JSON)
+    assert driver.prepare("start: nope") == 'grammar: at 1(8): unknown name: "nope" 1 | start: nope ^'
     broken = add(driver, demo_ids, "start: nope")
     other = add(driver, demo_ids, JSON, output=demo_ids[:3])
     ambiguous = 'start: a\na: a a | "x" | ""'
     crowded = add(driver, demo_ids, 'start: /[a-z]/ "?"', min_tokens=9)
     failed = failures(driver.run_step())
     assert failed.keys() == {broken.slot, other.slot}
-    assert failed[broken.slot] == (INVALID_ARGUMENT, 'grammar: at 1(8): unknown name: "nope" 1 | start: nope ^')
+    assert failed[broken.slot] == (INVALID_ARGUMENT, NOT_PREPARED)
     code, message = failed[other.slot]
     assert (code, message.startswith(MISFIT)) == (INVALID_ARGUMENT, True)
     for sequence in (broken, other):
@@ -150,19 +152,85 @@ def test_a_model_without_a_tokenizer_has_no_forms(
     assert len(plain.output) == 1
 
 
-def test_so_many_grammars_are_kept_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "MAX_COMPILED", 3)
+def test_slots_have_the_grammars_of_their_sequences() -> None:
     tokenizer = LLTokenizer(str(CHECKPOINT / "tokenizer.json"), eos_token=[0])
-    held = Grammars(tokenizer, 1024, torch.device("cpu"))
+    held, prepared = Grammars(tokenizer, 1024, torch.device("cpu")), PreparedGrammars()
+    held.reset(prepared)
     for slot in range(9):
         asked = SamplingParams(grammar=grammar_from("regex", "a" * (slot % 5 + 1)))
+        assert not prepared.prepare(tokenizer, slot, asked.grammar)
         held.apply(StepPlan(new_sequences=[NewSequence(slot=slot, num_prompt_tokens=1, sampling=asked)]))
-        assert len(held._compiled) <= 3
     assert len(held.of(np.arange(12, dtype=np.int32))) == 9
     held.apply(StepPlan(free_slots=pack([0, 3])))
     assert [slot for _, slot in held.of(np.array([3, 2, 0], np.int32))] == [2]
-    held.reset()
+    held.reset(PreparedGrammars())
     assert not held.of(np.arange(12, dtype=np.int32))
+
+
+def test_a_grammar_is_forgotten_by_its_number() -> None:
+    tokenizer = LLTokenizer(str(CHECKPOINT / "tokenizer.json"), eos_token=[0])
+    prepared, grammar = PreparedGrammars(), grammar_from("regex", "a")
+    prepared.prepare(tokenizer, 1, grammar)
+    prepared.prepare(tokenizer, 2, grammar)
+    prepared.forget(1)
+    assert prepared.get(grammar) is not None, "it was prepared anew since"
+    prepared.forget(2)
+    assert prepared.get(grammar) is None
+
+
+@pytest.mark.parametrize("few_rows", [0, 9])
+def test_a_grammar_whose_masks_take_long_fails_alone(
+    build: Callable[..., BuiltWorker], demo_ids: list[int], monkeypatch: pytest.MonkeyPatch, few_rows: int
+) -> None:
+    """By the time that each takes, on a clock of the test's: with few rows, and after a slow step with many."""
+    slow_rows, clock = [JSON], [0.0]
+    fill = grammars.fill_next_token_bitmask
+
+    def timed(matcher: LLMatcher, bits: np.ndarray, row: int) -> None:
+        fill(matcher, bits, row)
+        clock[0] += 0.5 if row == 0 else 0.001
+
+    monkeypatch.setattr(grammars, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(grammars, "SLOW_STEP_S", -1.0)
+    monkeypatch.setattr(grammars, "fill_next_token_bitmask", timed)
+    monkeypatch.setattr(grammars.time, "thread_time", lambda: clock[0])
+    driver = Driver(build(CHECKPOINT).runner)
+    plain, slow = driver.add(demo_ids, NUM_TOKENS), add(driver, demo_ids, slow_rows[0])
+    good = add(driver, demo_ids, FORMS["regex"])
+    while not (failed := failures(driver.run_step())):
+        assert len(slow.output) < 20
+    assert failed == {
+        slow.slot: (
+            INVALID_ARGUMENT,
+            "grammar: takes 500 ms of CPU time for a token, which is more than 10 ms for the 3rd time",
+        )
+    }
+    driver.free(slow)
+    monkeypatch.undo()
+    driver.run()
+    assert plain.output == reference.greedy(CHECKPOINT, demo_ids, NUM_TOKENS)
+    processor = LogitsProcessorList([Follows(FORMS["regex"], len(demo_ids))])
+    assert good.output == reference.processed(CHECKPOINT, demo_ids, NUM_TOKENS, logits_processor=processor)
+
+
+def test_a_full_lexer_that_takes_long_to_begin_anew_fails_alone(
+    build: Callable[..., BuiltWorker], demo_ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "MAX_RENEWAL_S", -1.0)
+    monkeypatch.setattr(compiled, "LIMITS", LLParserLimits(max_lexer_states=250, verbose_errors=False))
+    driver = Driver(build(CHECKPOINT).runner)
+    plain = driver.add(demo_ids, NUM_TOKENS)
+    grammar = grammar_from("regex", "(.|\\n)*q(.|\\n){200}")
+    formed = [add(driver, demo_ids, grammar, temperature=2.0, seed=seed) for seed in range(6)]
+    while not (failed := failures(driver.run_step())):
+        assert not plain.ended
+    for sequence in formed:
+        if sequence.slot in failed:
+            assert failed[sequence.slot][0] == INVALID_ARGUMENT
+            assert "too many states" in failed[sequence.slot][1]
+        driver.free(sequence)
+    driver.run()
+    assert plain.output == reference.greedy(CHECKPOINT, demo_ids, NUM_TOKENS)
 
 
 def test_a_full_lexer_begins_anew_and_nobody_notices(
@@ -180,24 +248,21 @@ def test_a_full_lexer_begins_anew_and_nobody_notices(
         return [sequence.output for sequence in (*made, late)]
 
     expected = outputs()
-    compiled = []
+    renewed = []
     compile_one = Grammars._compile
 
-    def counted(held: Grammars, asked: str) -> LLMatcher:
-        compiled.append(asked not in held._compiled)
+    def counted(held: Grammars, asked: str) -> compiled.Compiled:
+        renewed.append(asked)
         return compile_one(held, asked)
 
     monkeypatch.setattr(Grammars, "_compile", counted)
-    monkeypatch.setattr(grammars, "LIMITS", LLParserLimits(max_lexer_states=250, verbose_errors=False))
+    monkeypatch.setattr(grammars, "MAX_RENEWAL_S", 10.0)
+    monkeypatch.setattr(compiled, "LIMITS", LLParserLimits(max_lexer_states=250, verbose_errors=False))
     assert outputs() == expected
-    assert sum(compiled) > 3, "it was full, more than once"
-    monkeypatch.setattr(grammars, "LIMITS", LLParserLimits(max_lexer_states=12, verbose_errors=False))
+    assert len(renewed) > 2, "it was full, more than once"
+    monkeypatch.setattr(compiled, "LIMITS", LLParserLimits(max_lexer_states=12, verbose_errors=False))
     driver = Driver(build(CHECKPOINT).runner)
-    plain, formed = driver.add(demo_ids, 3), add(driver, demo_ids, grammar)
-    ((code, message),) = [failures(driver.run_step())[formed.slot]]
-    assert code == INVALID_ARGUMENT
-    assert "too many states" in message
-    assert len(plain.output) == 1
+    assert "too many states" in driver.prepare(grammar)
 
 
 @given(
