@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -261,7 +262,7 @@ def many_connections(stack: Stack) -> dict[str, Any]:
 
 async def refusals(port: int, *, connected: bool) -> dict[str, Any]:
     """AT_ONCE requests at the same moment, over connections that are there, or are made for it."""
-    loop, request, saw = asyncio.get_running_loop(), completion(__import__("random").Random(1), 400), []
+    loop, request, saw = asyncio.get_running_loop(), completion(random.Random(1), 400), []
     made: list[Connection] = []
 
     async def connect() -> Connection:

@@ -281,7 +281,8 @@ def overload() -> list[dict[str, Any]]:
             "warning",
         ]
         stack.scheduler_flags = ["--max-queued-requests", str(QUEUE), "--max-num-seqs", str(SEATS)]
-        stack.gateway_flags = ["--log-level", "warning"]
+        # All clients have one address.
+        stack.gateway_flags = ["--log-level", "warning", "--max-connections-per-client", "16384"]
         try:
             measurement = Measurement(stack.up())
             measurement.run()

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle as Cycle
 
 from services.gateway.errors import ApiError
-from services.gateway.listener import has_gone
+from services.gateway.listener import Clients, has_gone
 from services.gateway.stalled import Reader
 
 # Request line and headers together.
@@ -114,6 +114,7 @@ class Config(uvicorn.Config):
 
     closing = False  # no connection outlives the answer to its next request
     max_connections: int
+    clients: Clients
     head_timeout_s: float
     doorkeeper: DoorKeeper
 
@@ -137,22 +138,40 @@ class Connection(HttpToolsProtocol):
     _heeds_heads = True
     is_full = False  # of requests: what comes behind the newest is dropped
 
-    def __init__(self, sock: socket.socket, **options: Any) -> None:
+    def __init__(self, sock: socket.socket, client: str, **options: Any) -> None:
         super().__init__(**options)
         self._sock = sock
+        self._client = client
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(self)
         self._peer = Peer(self._sock, transport)
         self._reader = Reader(self._sock, transport)
-        if len(self.connections) > self.config.max_connections:
+        if len(self.connections) > self.config.max_connections and not self._make_room():
             message = f"the server has {self.config.max_connections} connections, and takes no more"
             self._answer(b"503 Service Unavailable", ApiError(503, message, code="too_many_connections"))
         else:
             self._expect_head()
 
+    def _make_room(self) -> bool:
+        """Close a connection that waits for a request, of the client that has the most; False if there is none, or if
+        this client has as many."""
+        client = self.config.clients.largest(but=self._client)
+        for other in self.connections:
+            assert isinstance(other, Connection)
+            if other._client == client and not other.transport.is_closing() and other.awaits_request:
+                other.transport.abort()
+                return True
+        return False
+
+    @property
+    def awaits_request(self) -> bool:
+        """No request is here as a whole."""
+        return not self._is_answering or not self.body_is_here
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self.config.clients.leave(self._client)
         self._head_is_here()
         self._skip_ends()
         self._entry_ends()
@@ -344,12 +363,7 @@ class Connection(HttpToolsProtocol):
         self.refuse(_REFUSAL_LINGER_S)
 
     def _write(self, status: bytes, error: ApiError, headers: Sequence[tuple[str, str]]) -> None:
-        body = orjson.dumps(error.body())
-        lines = "".join([f"{name}: {value}\r\n" for name, value in headers]).encode()
-        self.transport.write(
-            b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s"
-            % (status, len(body), lines, body)
-        )
+        self.transport.write(whole_answer(status, error, headers))
 
     def _expect_head(self) -> None:
         self._head_timer = self.loop.call_later(self.config.head_timeout_s, self._head_is_late)
@@ -385,6 +399,14 @@ class Connection(HttpToolsProtocol):
         if self._head_bytes > _MAX_HEAD_BYTES:
             # The parser turns it into its own error, which ends in send_400_response.
             raise ValueError("the head is too large")
+
+
+def whole_answer(status: bytes, error: ApiError, headers: Sequence[tuple[str, str]]) -> bytes:
+    """An error as it is written to a connection."""
+    body = orjson.dumps(error.body())
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers]).encode()
+    head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n"
+    return head % (status, len(body), lines) + body
 
 
 def _end(cycle: Cycle) -> None:

@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 import uvicorn
 from starlette.types import ASGIApp
 
-from services.gateway.http_connection import Config, Connection, DoorKeeper
-from services.gateway.listener import Listener
+from services.gateway.errors import ApiError
+from services.gateway.http_connection import Config, Connection, DoorKeeper, whole_answer
+from services.gateway.listener import Clients, Listener
 from services.gateway.stalled import LOOKS
 
 # How long a connection may rest between two requests. What is no beginning of one (the rest of a body whose request is
@@ -22,6 +23,8 @@ _REST_TIMEOUT_S = 75
 _BACKLOG = 4096
 # Open files that are no HTTP connections.
 _RESERVED_FILES = 256
+# Of the default for one client: few connections in all are for tests and small machines, not for many clients.
+_LEAST_PER_CLIENT = 64
 
 
 class _Server(uvicorn.Server):
@@ -45,8 +48,12 @@ class HttpServer:
     """Serves an ASGI app until `stop`.
 
     A connection whose request's head is not there `head_timeout_s` after it began (or after the connection was made) is
-    closed; so is one whose client reads nothing of its answer for `send_timeout_s`, while `watch` runs. One more than
-    `max_connections`, or than files may be open, gets 503. `costly`, `on_gone`: see Listener.
+    closed; so is one whose client reads nothing of its answer for `send_timeout_s`, while `watch` runs.
+
+    A client may have `max_per_client` connections (default: half of `max_connections`); one more gets 429. If there are
+    `max_connections`, or as many as files may be open, a new connection replaces one that waits for a request,
+    of the client that has the most; if its own client has as many, it gets 503. `costly`, `on_gone`: see Listener.
+
     Whom the `doorkeeper` turns away has its answer before anything else is done for it.
     """
 
@@ -57,6 +64,7 @@ class HttpServer:
         port: int,
         *,
         max_connections: int = 16384,
+        max_per_client: int | None = None,
         head_timeout_s: float = 30.0,
         send_timeout_s: float = 60.0,
         costly: tuple[bytes, ...] = (),
@@ -81,6 +89,7 @@ class HttpServer:
         if open_files != resource.RLIM_INFINITY:
             max_connections = min(max_connections, max(1, open_files - _RESERVED_FILES))
         config.max_connections = max_connections
+        config.clients = Clients(max_per_client or max(max_connections // 2, _LEAST_PER_CLIENT))
         config.doorkeeper = doorkeeper
         self._server = _Server(config)
         self._host, self._port, self._send_timeout_s = host, port, send_timeout_s
@@ -105,7 +114,20 @@ class HttpServer:
     async def start(self) -> int:
         """Listen; returns the port really bound. Raises OSError if it is taken."""
         sock = _bind(self._host, self._port)
-        self._server.listener = Listener(sock, self._protocol, costly=self._costly, on_gone=self._on_gone)
+        clients = self._config.clients
+        message = f"your address has {clients.most} connections, and may have no more (--max-connections-per-client)"
+        self._server.listener = Listener(
+            sock,
+            self._protocol,
+            clients,
+            refusal=whole_answer(
+                b"429 Too Many Requests",
+                ApiError(429, message, code="too_many_connections"),
+                [("connection", "close")],
+            ),
+            costly=self._costly,
+            on_gone=self._on_gone,
+        )
         self._task = asyncio.create_task(self._server.serve())
         while not self._server.started:
             if self._task.done():
@@ -132,9 +154,11 @@ class HttpServer:
         listener.close()
         await listener.wait_closed()
 
-    def _protocol(self, sock: socket.socket) -> Connection:
+    def _protocol(self, sock: socket.socket, client: str) -> Connection:
         server = self._server
-        return Connection(sock, config=self._config, server_state=server.server_state, app_state=server.lifespan.state)
+        return Connection(
+            sock, client, config=self._config, server_state=server.server_state, app_state=server.lifespan.state
+        )
 
     async def stop(self) -> None:
         """Close the listener; answers that still run get a second to end."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import socket
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable
 
 from services.runtime.logs import get_logger
@@ -32,6 +36,50 @@ def has_gone(sock: socket.socket) -> bool:
         return True
 
 
+_LOG_EVERY_S = 10.0
+_PEEKED_BYTES = 64 * 1024
+
+
+def client_of(host: str) -> str:
+    """What connections are counted by: the IPv4 address, or the IPv6 network of 64 bits that a client has to itself."""
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host.partition("%")[0])
+    mapped = address.ipv4_mapped
+    return str(mapped) if mapped is not None else f"{ipaddress.IPv6Address(int(address) >> 64 << 64)}/64"
+
+
+class Clients:
+    """How many connections each client has, by client_of() its address."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: of one client."""
+        self.most = most
+        self._counts: Counter[str] = Counter()
+        self._logged_s = -_LOG_EVERY_S
+
+    def enter(self, client: str) -> bool:
+        """Count one more connection; False if the client has as many as it may have."""
+        if self._counts[client] >= self.most:
+            if time.monotonic() - self._logged_s >= _LOG_EVERY_S:
+                self._logged_s = time.monotonic()
+                _log.warning("a client has as many connections as it may have", client=client, connections=self.most)
+            return False
+        self._counts[client] += 1
+        return True
+
+    def leave(self, client: str) -> None:
+        """One of its connections has ended."""
+        self._counts[client] -= 1
+        if not self._counts[client]:
+            del self._counts[client]
+
+    def largest(self, but: str) -> str | None:
+        """The client with the most connections; None if that is `but`, or if `but` has as many."""
+        [(client, count)] = self._counts.most_common(1) or [("", 0)]
+        return client if count > self._counts[but] else None
+
+
 class Listener:
     """Accepts on a listening socket from `start` to `close`, and closes it then.
 
@@ -42,15 +90,22 @@ class Listener:
     def __init__(
         self,
         sock: socket.socket,
-        make_protocol: Callable[[socket.socket], asyncio.Protocol],
+        make_protocol: Callable[[socket.socket, str], asyncio.Protocol],
+        clients: Clients,
         *,
+        refusal: bytes = b"",
         costly: tuple[bytes, ...] = (),
         on_gone: Callable[[], None] = lambda: None,
     ) -> None:
-        """`costly`: beginnings of requests. A connection that has one on it is dropped (and `on_gone` called) if its
-        client has gone when it is taken in."""
+        """`make_protocol`: of a connection and its client, which leaves `clients` when the connection ends.
+
+        `refusal`: what a client with too many connections gets. `costly`: beginnings of requests. A connection that has
+        one on it is dropped (and `on_gone` called) if its client has gone when it is taken in.
+        """
         self._sock = sock
         self._make_protocol = make_protocol
+        self._clients = clients
+        self._refusal = refusal
         self._costly = costly
         self._on_gone = on_gone
         self._loop = asyncio.get_running_loop()
@@ -88,7 +143,7 @@ class Listener:
         budget = _PER_TURN * _DROPPED
         while budget > 0:
             try:
-                connection, _ = self._sock.accept()
+                connection, address = self._sock.accept()
             except ConnectionAbortedError:
                 continue
             except BlockingIOError:
@@ -104,17 +159,32 @@ class Listener:
                 self._on_gone()
                 connection.close()
                 continue
+            client = client_of(address[0])
+            if not self._clients.enter(client):
+                budget -= 1
+                self._refuse(connection)
+                continue
             budget -= _DROPPED
-            task = self._loop.create_task(self._connect(connection))
+            task = self._loop.create_task(self._connect(connection, client))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
         return True
 
-    async def _connect(self, connection: socket.socket) -> None:
+    async def _connect(self, connection: socket.socket, client: str) -> None:
+        protocol = self._make_protocol(connection, client)
         try:
-            await self._loop.connect_accepted_socket(lambda: self._make_protocol(connection), connection)
+            await self._loop.connect_accepted_socket(lambda: protocol, connection)
         except OSError:  # gone already
+            self._clients.leave(client)
             connection.close()
+
+    def _refuse(self, connection: socket.socket) -> None:
+        """Without a protocol, or a wait for what the client sends: there may be thousands a second."""
+        with contextlib.suppress(OSError):  # nothing has come yet
+            connection.recv(_PEEKED_BYTES)  # what is left unread tears the answer away
+        with contextlib.suppress(OSError):
+            connection.send(self._refusal)
+        connection.close()
 
     def _is_costly(self, connection: socket.socket) -> bool:
         try:

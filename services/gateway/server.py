@@ -80,6 +80,7 @@ async def serve(
         settings.host,
         settings.port,
         max_connections=settings.max_connections,
+        max_per_client=settings.max_connections_per_client,
         head_timeout_s=settings.head_timeout_s,
         send_timeout_s=settings.send_timeout_s,
         costly=tuple(f"POST {path} ".encode() for path in (COMPLETIONS, CHAT_COMPLETIONS)),

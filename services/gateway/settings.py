@@ -52,6 +52,12 @@ class GatewaySettings(ServiceSettings, section="gateway"):
     max_connections: int = Field(
         16384, ge=1, description="HTTP connections; one more gets 503 (at most as many as files may be open, but 256)"
     )
+    max_connections_per_client: int | None = Field(
+        None,
+        ge=1,
+        description="HTTP connections of one client, an IPv4 address or an IPv6 network of 64 bits; one more gets 429 "
+        "(default: half of max_connections, at least 64; behind a proxy give it as many as max_connections)",
+    )
     allowed_origins: str = Field(
         "*", description="origins (with commas) whose web pages may call the HTTP API; *: all, empty: none"
     )

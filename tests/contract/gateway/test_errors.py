@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -409,3 +410,60 @@ async def test_more_connections_than_there_may_be_are_refused(start: Start) -> N
     async with asyncio.timeout(20):
         while not await served():  # noqa: ASYNC110 - the server's state, which tells nobody
             await asyncio.sleep(0.02)
+
+
+async def open_from(running: Running, address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = str(running.addresses.http).split(":")
+    return await asyncio.open_connection(host, int(port), local_addr=(address, 0))
+
+
+async def test_a_client_that_holds_all_connections_gives_one_up_for_another_client(start: Start) -> None:
+    running = await start(step_s=0.05, settings={"max_connections": 4})
+    await running.http.aclose()  # it has a connection, too
+    held = [await open_from(running, "127.0.0.2") for _ in range(4)]
+    answering, slow, resting, silent = held
+    body = b'{"prompt": [7], "max_tokens": 40, "stream": true, "ignore_eos": true}'
+    answering[1].write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+    await answering[0].readuntil(b"data: ")
+    slow[1].write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
+    resting[1].write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    await resting[0].readuntil(b"}")
+    others = []
+    for _ in range(2):
+        others.append(await open_from(running, "127.0.0.1"))
+        others[-1][1].write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await others[-1][0].readuntil(b"}")).startswith(b"HTTP/1.1 200")
+    # Each has two: nobody gives way any more.
+    for address in ("127.0.0.1", "127.0.0.2"):
+        reader, writer = await open_from(running, address)
+        async with asyncio.timeout(20):
+            assert (await reader.read()).startswith(b"HTTP/1.1 503")
+        writer.close()
+    assert b"[DONE]" in await answering[0].readuntil(b"[DONE]")
+    closed = 0
+    for reader, _ in (slow, resting, silent):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.2):
+                with contextlib.suppress(ConnectionError):
+                    await reader.read()
+                closed += 1
+    assert closed == 2
+    for _, writer in [*held, *others]:
+        writer.close()
+
+
+async def test_a_client_with_too_many_connections_hears_why(start: Start) -> None:
+    running = await start(settings={"max_connections_per_client": 2})
+    await running.http.aclose()
+    held = [await open_from(running, "127.0.0.2") for _ in range(2)]
+    reader, writer = await open_from(running, "127.0.0.2")
+    async with asyncio.timeout(20):
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 429")
+    error = json.loads(body)["error"]
+    assert (error["code"], "--max-connections-per-client" in error["message"]) == ("too_many_connections", True)
+    other = await open_from(running, "127.0.0.1")
+    other[1].write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    assert (await other[0].read()).startswith(b"HTTP/1.1 200")
+    for _, each in [*held, other, (reader, writer)]:
+        each.close()

@@ -10,16 +10,17 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from services.gateway.listener import Listener, has_gone
+from services.gateway.listener import Clients, Listener, client_of, has_gone
 
 COSTLY = b"POST /slow "
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells at once that a client has gone")
 
 
 class Protocol(asyncio.Protocol):
-    def __init__(self, heard: list[bytes], connections: set[Protocol]) -> None:
+    def __init__(self, heard: list[bytes], connections: set[Protocol], on_lost: Callable[[], None]) -> None:
         self.heard = heard
         self.open = connections
+        self.on_lost = on_lost
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.open.add(self)
@@ -27,6 +28,7 @@ class Protocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.open.discard(self)
+        self.on_lost()
 
     def data_received(self, data: bytes) -> None:
         self.heard.append(data)
@@ -41,14 +43,17 @@ class Running:
         self.heard: list[bytes] = []
         self.open: set[Protocol] = set()
         self.gone = 0
+        self.clients = Clients(400)
         self.listener = Listener(
-            self.sock, lambda _: Protocol(self.heard, self.open), costly=(COSTLY,), on_gone=self.count
+            self.sock,
+            lambda _, client: Protocol(self.heard, self.open, lambda: self.clients.leave(client)),
+            self.clients,
+            refusal=b"too many",
+            costly=(COSTLY,),
+            on_gone=self.count,
         )
         self.address = self.sock.getsockname()
         self.listener.start(4096)
-
-    def protocol(self, _: socket.socket) -> Protocol:
-        return Protocol(self.heard, self.open)
 
     def count(self) -> None:
         self.gone += 1
@@ -152,3 +157,42 @@ async def test_out_of_files_it_tries_again(running: Running, monkeypatch: pytest
     await until(lambda: b"x" in running.heard)
     assert next(failures, None) is None
     client.close()
+
+
+async def test_a_client_has_as_many_connections_as_it_may_have(running: Running) -> None:
+    running.clients.most = 3
+    clients = [running.client() for _ in range(3)]
+    await until(lambda: len(running.open) == 3)
+    refused = [running.client(data) for data in (b"", b"GET / HTTP/1.1\r\n" * 50)]
+    loop = asyncio.get_running_loop()
+    for client in refused:
+        client.setblocking(False)
+        async with asyncio.timeout(20):
+            assert await loop.sock_recv(client, 99) == b"too many"
+            assert await loop.sock_recv(client, 99) == b""
+    clients.pop().close()
+    await until(lambda: len(running.open) == 2)
+    clients.append(running.client())
+    await until(lambda: len(running.open) == 3)
+    for client in clients + refused:
+        client.close()
+
+
+def test_clients_are_told_apart_by_what_they_cannot_choose() -> None:
+    names = [
+        client_of(host)
+        for host in ("10.0.0.1", "::ffff:10.0.0.1", "2001:db8:1:2:3::4", "2001:db8:1:2:f::", "fe80::1%eth0")
+    ]
+    assert names == ["10.0.0.1", "10.0.0.1", "2001:db8:1:2::/64", "2001:db8:1:2::/64", "fe80::/64"]
+
+
+def test_the_client_with_the_most_connections() -> None:
+    clients = Clients(3)
+    assert clients.largest(but="a") is None
+    for name in "aabbb":
+        assert clients.enter(name)
+    assert not clients.enter("b")
+    assert [clients.largest(but=name) for name in "abc"] == ["b", None, "b"]
+    clients.leave("b")
+    assert clients.largest(but="a") is None
+    assert clients.enter("b")
