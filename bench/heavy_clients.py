@@ -260,10 +260,12 @@ def many_connections(stack: Stack) -> dict[str, Any]:
     return row
 
 
-async def refusals(port: int, *, connected: bool) -> dict[str, Any]:
-    """AT_ONCE requests at the same moment, over connections that are there, or are made for it."""
-    loop, request, saw = asyncio.get_running_loop(), completion(random.Random(1), 400), []
+async def lean_refusals(port: int, *, connected: bool) -> list[tuple[int, float]]:
+    """Status and milliseconds of AT_ONCE requests at the same moment, over connections that are there, or are made for
+    it."""
+    loop, request = asyncio.get_running_loop(), completion(random.Random(1), 400)
     made: list[Connection] = []
+    saw: list[tuple[int, float]] = []
 
     async def connect() -> Connection:
         _, connection = await loop.create_connection(Connection, HOST, port)
@@ -271,7 +273,6 @@ async def refusals(port: int, *, connected: bool) -> dict[str, Any]:
 
     while connected and len(made) < AT_ONCE:
         made += await asyncio.gather(*(connect() for _ in range(200)))
-    began_s = time.perf_counter()
 
     async def ask(index: int) -> None:
         asked_s = time.perf_counter()
@@ -279,27 +280,68 @@ async def refusals(port: int, *, connected: bool) -> dict[str, Any]:
         answer = await connection.ask(request)
         saw.append((answer.status, 1000 * (time.perf_counter() - asked_s)))
 
-    tasks = [asyncio.create_task(ask(index)) for index in range(AT_ONCE)]
-    await asyncio.wait(tasks, timeout=60)
+    await finish([asyncio.create_task(ask(index)) for index in range(AT_ONCE)])
+    return saw
+
+
+async def httpx_refusals(url: str) -> list[tuple[int, float]]:
+    """The same with the client that OpenAI's library uses."""
+    saw: list[tuple[int, float]] = []
+    body = {"prompt": list(range(8, 24)), "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=120, limits=limits) as http:
+
+        async def ask() -> None:
+            asked_s = time.perf_counter()
+            answer = await http.post(f"{url}/v1/completions", json=body)
+            saw.append((answer.status_code, 1000 * (time.perf_counter() - asked_s)))
+
+        await finish([asyncio.create_task(ask()) for _ in range(AT_ONCE)])
+    return saw
+
+
+async def finish(tasks: list[asyncio.Task[None]]) -> None:
+    await asyncio.wait(tasks, timeout=90)
     for task in tasks:
         task.cancel()
-    refused = [ms for status, ms in saw if status == 429]
-    row = {
-        "requests": AT_ONCE,
-        "connected_before": connected,
-        "statuses": dict(Counter(str(status) for status, _ in saw)),
-        "refused_ms": {name: percentile(refused, share) for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))},
-        "seconds": round(time.perf_counter() - began_s, 2),
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def refusals(stack: Stack) -> list[dict[str, Any]]:
+    """How long AT_ONCE requests wait for their 429, and the CPU seconds of the gateway and of the clients meanwhile."""
+    gateway, clients = psutil.Process(stack.processes["gateway"].pid), psutil.Process()
+    rows = []
+    ways: dict[str, Callable[[], list[tuple[int, float]]]] = {
+        "connected before": lambda: uvloop.run(lean_refusals(stack.http_port, connected=True)),
+        "new connections": lambda: uvloop.run(lean_refusals(stack.http_port, connected=False)),
+        "new connections of httpx": lambda: uvloop.run(httpx_refusals(stack.url)),
     }
-    print(row)
-    return row
+    for name, way in ways.items():
+        before = [sum(process.cpu_times()[:2]) for process in (gateway, clients)]
+        saw = way()
+        after = [sum(process.cpu_times()[:2]) for process in (gateway, clients)]
+        refused = [ms for status, ms in saw if status == 429]
+        shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+        rows.append(
+            {
+                "requests": AT_ONCE,
+                "clients": name,
+                "statuses": dict(Counter(str(status) for status, _ in saw)),
+                "refused_ms": {share: percentile(refused, value) for share, value in shares.items()},
+                "gateway_cpu_s": round(after[0] - before[0], 2),
+                "clients_cpu_s": round(after[1] - before[1], 2),
+            }
+        )
+        print(rows[-1])
+        time.sleep(SETTLE_S)
+    return rows
 
 
 PARTS: dict[str, Callable[[Stack], Any]] = {
     "large_bodies": large_bodies,
     "grpc_memory": grpc_memory,
     "many_connections": many_connections,
-    "refusals": lambda stack: [uvloop.run(refusals(stack.http_port, connected=c)) for c in (True, False)],
+    "refusals": refusals,
 }
 
 

@@ -48,6 +48,8 @@ _COPIES = 4
 _MAX_READING = 64  # gRPC messages at once
 # A gRPC client may send so much of a message before the gate reads it.
 _LOOKAHEAD_BYTES = 16 * 1024
+# A gRPC connection is closed that says nothing for so long after it was made, or has had no call for so long.
+_HANDSHAKE_S, _IDLE_CALLS_S = 10.0, 300.0
 
 
 async def serve(
@@ -130,10 +132,15 @@ async def serve(
 
 def _grpc_server(settings: GatewaySettings, gateway: Gateway) -> GrpcServer:
     num_reading = gateway.bodies.max_bytes // (_COPIES * gateway.max_body_bytes)
+    options = transport_options(max_receive_bytes=gateway.max_body_bytes, lookahead_bytes=_LOOKAHEAD_BYTES)
     return GrpcServer(
         settings.host,
         settings.grpc_port,
-        transport_options(max_receive_bytes=gateway.max_body_bytes, lookahead_bytes=_LOOKAHEAD_BYTES),
+        [
+            *options,
+            ("grpc.server_handshake_timeout_ms", int(1000 * _HANDSHAKE_S)),
+            ("grpc.max_connection_idle_ms", int(1000 * _IDLE_CALLS_S)),
+        ],
         gate=MessageGate(max_reading=min(max(num_reading, 1), _MAX_READING), max_waiting=settings.max_live_requests),
     )
 

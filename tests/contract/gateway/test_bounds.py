@@ -219,3 +219,20 @@ async def test_freed_memory_is_given_back_when_no_body_has_come_for_a_while(
     await until(lambda: len(trims) == 1)
     await asyncio.sleep(0.1)
     assert len(trims) == 1
+
+
+async def test_grpc_connections_that_ask_nothing_are_closed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(server, "_IDLE_CALLS_S", 0.2)
+    running = await start()
+    host, port = str(running.addresses.grpc).split(":")
+    for said in (b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(said)
+        async with asyncio.timeout(20):
+            await reader.read()
+        writer.close()
+    async with AsyncPacelineClient(running.addresses.grpc or "") as client:
+        for _ in range(2):
+            assert await generate(client, "hello") is grpc.StatusCode.OK
+            await asyncio.sleep(0.5)
