@@ -37,6 +37,7 @@ HOST, OTHER_HOST = "127.0.0.1", "127.0.0.2"
 SECONDS, VICTIMS, OUTPUT_TOKENS, ATTACKERS = 6.0, 3, 48, 4
 CALLS, CALL_BYTES = 80, 15_900_000
 HALF_OPEN, AT_ONCE = 17_000, 6_000
+REOPEN_S = 20.0  # a connection that was closed
 SETTLE_S = 5.0
 MIB = 2**20
 
@@ -94,7 +95,7 @@ async def flood(port: int, kind: str) -> Counter[int]:
 
 
 async def half_open(port: int, kind: str) -> Counter[int]:
-    """Connections that ask nothing and are opened again when they are closed, until stdin ends."""
+    """Connections that ask nothing and are opened again some time after they are closed, until stdin ends."""
     opened: Counter[int] = Counter()
     loop = asyncio.get_running_loop()
 
@@ -106,7 +107,7 @@ async def half_open(port: int, kind: str) -> Counter[int]:
                 await reader.read()
             except OSError:
                 opened[0] += 1
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(REOPEN_S)
 
     tasks = []
     for count in range(HALF_OPEN):

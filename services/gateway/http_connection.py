@@ -24,6 +24,8 @@ _MAX_HEAD_BYTES = 64 * 1024
 # answer away.
 _REFUSAL_LINGER_S = 1.0
 _BODY_LINGER_S = 5.0
+# After a read of so many bytes that are dropped, the next one waits so long: at least 25 MB/s, at most 128.
+_LARGE_READ_BYTES, _DROP_PAUSE_S = 64 * 1024, 0.002
 # How long the rest of a request that was turned away may take, on a connection that is used on.
 _SKIP_TIMEOUT_S = 60.0
 # Requests that may come behind the one that is served.
@@ -190,6 +192,7 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._refused or (self.is_full and self.body_is_here):
+            self._drop(len(data))
             return
         # uvicorn would stop it for whatever comes, and begin it again for an answer only.
         rest_timer, self.timeout_keep_alive_task, self._has_begun = self.timeout_keep_alive_task, None, False
@@ -201,8 +204,20 @@ class Connection(HttpToolsProtocol):
                 self.timeout_keep_alive_task = rest_timer
         if self._last and not self._refused:
             self.refuse(_BODY_LINGER_S)
-        elif self._skipping and not self.body_is_here and self._skip_timer is None:
-            self._skip_timer = self.loop.call_later(_SKIP_TIMEOUT_S, self.transport.close)
+        elif self._skipping and not self.body_is_here:
+            self._drop(len(data))
+            if self._skip_timer is None:
+                self._skip_timer = self.loop.call_later(_SKIP_TIMEOUT_S, self.transport.close)
+
+    def _drop(self, num_bytes: int) -> None:
+        """Of data that nobody wants, read little at a time: a fast sender would have the event loop to itself."""
+        if num_bytes >= _LARGE_READ_BYTES and not self.transport.is_closing():
+            self.flow.pause_reading()
+            self.loop.call_later(_DROP_PAUSE_S, self._read_on)
+
+    def _read_on(self) -> None:
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
 
     def _parse(self, data: bytes) -> None:
         rest = memoryview(data)

@@ -168,3 +168,23 @@ async def test_a_body_that_was_not_read_does_not_stay_with_its_connection(server
     assert isinstance(connection, Connection)
     await until(lambda: connection.body_is_here)
     assert not connection.cycle.body
+
+
+async def test_what_is_dropped_of_a_large_body_is_read_with_pauses(
+    server: HttpServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses = []
+    pause = Connection._drop
+
+    def watched(self: Connection, num_bytes: int) -> None:
+        pause(self, num_bytes)
+        pauses.append((num_bytes >= 64 * 1024, self.flow.read_paused))
+
+    monkeypatch.setattr(Connection, "_drop", watched)
+    reader, writer = await connect()
+    writer.write(b"POST /full HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % 2**22)
+    assert b"no room" in await answer(reader)
+    writer.write(bytes(2**22) + GET)
+    assert await answer(reader) == b""  # the next request is served
+    assert (True, True) in pauses
+    assert all(is_large == is_paused for is_large, is_paused in pauses)
