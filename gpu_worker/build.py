@@ -24,7 +24,7 @@ from gpu_worker.memory import bytes_for_steps, kv_blocks_that_fit
 from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.models.flashinfer_ops import FlashInferOps
-from gpu_worker.models.loader import TOKENIZER, LoadedModel, Progress, load_model
+from gpu_worker.models.loader import LoadedModel, Progress, load_model
 from gpu_worker.models.ops import LayerOps, TorchOps
 from gpu_worker.models.products import PlainProducts, Products, TiledProducts, check_products
 from gpu_worker.runner import ModelRunner
@@ -34,6 +34,7 @@ from gpu_worker.slots import SlotLimits
 from paceline.v1.common_pb2 import ModelInfo
 from services.runtime.logs import get_logger
 from services.runtime.memory import available_memory
+from services.runtime.model_identity import TOKENIZER
 
 log: structlog.stdlib.BoundLogger = get_logger(__name__)
 
@@ -220,4 +221,7 @@ def _model_info(model: LoadedModel, max_model_len: int) -> ModelInfo:
         vocab_size=model.config.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=model.config.eos_token_ids,
+        config_fingerprint=model.identity.config,
+        tokenizer_fingerprint=model.identity.tokenizer,
+        weights_fingerprint=model.identity.weights,
     )

@@ -10,7 +10,7 @@ from typing import Any, cast
 import grpc.aio
 
 from gpu_worker.deadline import Allowance, StepWatch
-from gpu_worker.errors import StepFailed, StepOverdue
+from gpu_worker.errors import RegistrationRefused, StepFailed, StepOverdue
 from gpu_worker.metrics import record_step
 from gpu_worker.model_thread import LinkRun, ModelThread
 from gpu_worker.runner import StepStats
@@ -28,6 +28,7 @@ from paceline.v1.worker_pb2 import (
 from paceline.v1.worker_pb2_grpc import WorkerServiceStub
 from services.runtime.fence import Fence, StaleScheduler
 from services.runtime.liveness import Silent, Watch, beat
+from services.runtime.refusal import is_refusal
 
 # How long the report of a failed step may take to be read.
 REPORT_S = 2.0
@@ -39,7 +40,8 @@ class LinkBroken(Exception):
 
 @dataclass(slots=True)
 class Link:
-    """`run()` returns when the scheduler has released the worker, and raises LinkBroken or StepFailed."""
+    """`run()` returns when the scheduler has released the worker, and raises LinkBroken, StepFailed or
+    RegistrationRefused."""
 
     channel: grpc.aio.Channel
     registration: WorkerRegistration
@@ -84,6 +86,8 @@ class Link:
             await asyncio.wait(tasks[:1], timeout=REPORT_S)
             raise
         except grpc.aio.AioRpcError as error:
+            if is_refusal(error):
+                raise RegistrationRefused(f"the scheduler refuses this worker: {error.details()}") from error
             raise LinkBroken(f"{error.code().name}: {error.details()}") from error
         except Silent as error:
             raise LinkBroken(f"the scheduler is silent: {error}") from error

@@ -30,7 +30,7 @@ from scheduler_svc.policy_errors import PolicyErrors
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.standby import StandbyGate, open_election, step_down
 from scheduler_svc.streams import Outgoing, keep, stream
-from services.runtime import fence
+from services.runtime import fence, refusal
 from services.runtime.liveness import Silent, Watch, beat, first_of
 from services.runtime.logs import get_logger
 from services.runtime.metrics import start_metrics_server
@@ -226,7 +226,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
             worker = self.core.register_worker(first.registration)
         except Rejection as rejection:
             log.warning("worker refused", name=first.registration.name, reason=rejection.message)
-            await context.abort(STATUS_BY_CODE[rejection.code], rejection.message)
+            await context.abort(STATUS_BY_CODE[rejection.code], rejection.message, refusal.to_metadata(rejection.field))
         self._workers[worker] = outgoing
         watch = self._watch(promised=True)
         watch.limit_s *= FIRST_STEP_PATIENCE
@@ -364,6 +364,7 @@ async def serve(
         waiting_timeout_s=settings.waiting_timeout_s,
         running_timeout_s=settings.running_timeout_s,
         no_worker_timeout_s=settings.no_worker_timeout_s,
+        allow_mixed_dtypes=settings.allow_mixed_dtypes,
     )
     overrides = {kind: getattr(settings, kind) for kind in KINDS}
     try:

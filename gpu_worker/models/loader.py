@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from gpu_worker.errors import ModelError
 from gpu_worker.models.config import DecoderConfig, read_config
 from gpu_worker.models.weights import DecoderWeights, assemble, expected_tensors
 from services.runtime.hub import NoSuchModel, checkpoint_folder, more_files
+from services.runtime.model_identity import INDEX, TOKENIZER, ModelIdentity, read_identity, weight_files
 
 # (bytes read so far, bytes in all)
 Progress = Callable[[int, int], None]
@@ -26,10 +27,6 @@ SizeCheck = Callable[[DecoderConfig, torch.dtype], None]
 LOADABLE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SERVED_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOADABLE_DTYPES.values()}
 DUMMY_STD = 0.02
-INDEX = "model.safetensors.index.json"
-TOKENIZER = "tokenizer.json"
-# Content that the fingerprint looks at in each file: this many pieces, evenly spread.
-SAMPLE_PIECES, SAMPLE_BYTES = 64, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +36,9 @@ class LoadedModel:
     config: DecoderConfig
     weights: DecoderWeights
     dtype: torch.dtype
-    # Equal for two workers that serve the same model.
+    # Equal for two workers that serve the same model, in whatever type.
     fingerprint: str
+    identity: ModelIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,7 @@ def load_model(
     if load_format == "dummy":
         entries: dict[str, _Entry] = {}
         weights = assemble(config, _dummy_source(expected, served, device, seed))
-        identity: list[object] = ["dummy", seed, str(served)]
+        tensors: list[object] = ["dummy", seed]
     else:
         # Only now: a model that is refused for its config costs no download of its weights.
         files = _weight_files(folder)
@@ -90,9 +88,10 @@ def load_model(
         entries = _index(folder, files)
         _check(entries, expected, config)
         weights = _read(entries, expected, config, served, device, progress)
-        identity = [[name, entry.shape, entry.dtype] for name, entry in sorted(entries.items())]
-    fingerprint = _fingerprint(config, identity, sorted({entry.file for entry in entries.values()}))
-    return LoadedModel(_display_name(model, folder), folder, config, weights, served, fingerprint)
+        tensors = [[name, entry.shape, entry.dtype] for name, entry in sorted(entries.items())]
+    identity = read_identity(folder, with_weights=load_format != "dummy")
+    fingerprint = hashlib.sha256(f"{config}\n{json.dumps(tensors)}\n{identity.weights}".encode()).hexdigest()
+    return LoadedModel(_display_name(model, folder), folder, config, weights, served, fingerprint, identity)
 
 
 def _display_name(model: str, folder: Path) -> str:
@@ -132,17 +131,13 @@ def _dummy_source(
 
 
 def _weight_files(folder: Path) -> set[Path]:
-    """What the checkpoint's index names; without one, the usual single file."""
-    index = folder / INDEX
-    if not index.exists():
-        single = folder / "model.safetensors"
-        if not single.exists() and any(folder.glob("*.gguf")):
-            raise ModelError(f"{folder} has its weights as GGUF, which is not supported: safetensors files are needed")
-        return {single}
     try:
-        return {folder / str(name) for name in json.loads(index.read_text())["weight_map"].values()}
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"{index} is not an index of safetensors files") from error
+        files = weight_files(folder)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+    if not any(file.exists() for file in files) and any(folder.glob("*.gguf")):
+        raise ModelError(f"{folder} has its weights as GGUF, which is not supported: safetensors files are needed")
+    return files
 
 
 def _fetch_weights(model: str, folder: Path, files: set[Path]) -> None:
@@ -217,18 +212,6 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file} cannot be read as safetensors: {error}") from error
-
-
-def _fingerprint(config: DecoderConfig, identity: list[object], files: Iterable[Path]) -> str:
-    digest = hashlib.sha256(f"{config}\n{json.dumps(identity)}\n".encode())
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as data:
-            for piece in range(SAMPLE_PIECES):
-                data.seek(piece * max(size - SAMPLE_BYTES, 0) // (SAMPLE_PIECES - 1))
-                digest.update(data.read(SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _some(names: list[str]) -> str:

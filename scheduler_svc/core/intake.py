@@ -246,8 +246,13 @@ def recheck(request: Request, limits: Limits) -> Rejection | None:
     return None
 
 
-def check_registration(new: WorkerRegistration, others: list[WorkerRegistration], promised: Limits | None) -> None:
-    """A worker serves the model of the others, or of the live requests, in blocks of their size. Raises Rejection."""
+def check_registration(
+    new: WorkerRegistration, others: list[WorkerRegistration], promised: Limits | None, allow_mixed_dtypes: bool
+) -> None:
+    """A worker serves the model of the others, or of the live requests, in their data type and in blocks of their size.
+
+    Raises Rejection, which names both sides.
+    """
     for name, most in MAX_WORKER_SIZES.items():
         size, least = getattr(new, name), 0 if name == "num_host_blocks" else 1
         if not least <= size <= most:
@@ -259,6 +264,13 @@ def check_registration(new: WorkerRegistration, others: list[WorkerRegistration]
             f"model: this scheduler serves {expected.name} ({expected.fingerprint[:12]}), "
             f"not {new.model.name} ({new.model.fingerprint[:12]})",
             "model",
+        )
+    if expected is not None and new.model.dtype != expected.dtype and not allow_mixed_dtypes:
+        raise Rejection(
+            CODE_FAILED_PRECONDITION,
+            f"dtype: this scheduler serves {expected.name} in {expected.dtype}, not in {new.model.dtype} "
+            "(--allow-mixed-dtypes of the scheduler takes both, which may change tokens)",
+            "dtype",
         )
     if others and new.block_size != others[0].block_size:
         message = f"block_size: {new.block_size}, but the workers here use {others[0].block_size}"

@@ -207,7 +207,7 @@ class SchedulerCore:
         """Attach a worker; returns its id. Raises Rejection if it does not fit those attached."""
         others = [worker.registration for worker in self.workers.values()]
         live = any(session.live for session in self.sessions.values())
-        check_registration(registration, others, self.limits if live else None)
+        check_registration(registration, others, self.limits if live else None, self.config.allow_mixed_dtypes)
         sizes = registration.max_num_seqs, registration.max_batched_tokens, self.config.max_num_seqs
         worker = Worker(
             id=self._next_worker,

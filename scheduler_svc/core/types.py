@@ -25,6 +25,7 @@ class SchedulerConfig:
     waiting_timeout_s: float = 0.0  # until a request first runs; 0: for ever
     running_timeout_s: float = 0.0  # from then until it ends, runs it or not (but while there is no worker)
     no_worker_timeout_s: float = 30.0  # that a request waits while no worker is attached; 0: for ever
+    allow_mixed_dtypes: bool = False  # workers of one model may serve it in other types: the same tokens no more
     stuck_decisions: int = 40  # so often may an idle system refuse its queue before the first of it is failed
 
 

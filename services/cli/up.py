@@ -209,7 +209,7 @@ class Stack:
         worker = [*dial, *self._chosen("model", "load_format", "dtype", "block_size", "num_blocks")]
         worker += self._chosen("host_gib", "max_model_len", "threads")
         gateway = [*common, *dial, "--host", s.host, "--port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
-        gateway += self._chosen("model", "served_model_name", "max_model_len")
+        gateway += self._chosen("model", "served_model_name", "max_model_len", "dtype")
         return [
             Child("cache", "cache", cache, cache_at),
             Child("scheduler", "scheduler", scheduler, scheduler_at),

@@ -116,6 +116,8 @@ def _add_state_routes(app: FastAPI, gateway: Gateway) -> Handler:
             reason = "draining"
         elif not gateway.session.connected:
             reason = "no connection to the scheduler"
+        elif gateway.session.mismatch:
+            reason = gateway.session.mismatch
         else:
             reason = "no worker is attached" if workers == 0 else "the scheduler is not ready"
         return _json({"status": "not ready", "reason": reason, "workers": workers}, 503)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
@@ -17,7 +18,8 @@ from services.gateway.http import CHAT_COMPLETIONS, COMPLETIONS, create_app
 from services.gateway.http_server import HttpServer
 from services.gateway.id_tokenizer import IdTokenizer
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.model_files import read_model_files, resolve_folder
+from services.gateway.model_files import ModelFiles, read_model_files, resolve_folder
+from services.gateway.own_model import OwnModel
 from services.gateway.request import RequestBuilder
 from services.gateway.request_log import RequestLog
 from services.gateway.request_store import RequestStore
@@ -29,6 +31,7 @@ from services.gateway.tokenizer import TextTokenizer
 from services.runtime.hub import NoSuchModel
 from services.runtime.logs import get_logger
 from services.runtime.message_gate import MessageGate
+from services.runtime.model_identity import read_identity
 from services.runtime.rpc import GrpcServer, transport_options
 from services.runtime.service import Addresses, CannotStart, interruptible, trim_memory
 
@@ -60,6 +63,8 @@ async def serve(
     Serves /health at once, with or without a scheduler. Raises OSError for a port that is taken, CannotStart for a
     model whose files cannot be read, RuntimeError when a task that everything needs has failed.
     """
+    with interruptible():
+        model = await asyncio.to_thread(_read_model, settings)
     session = SchedulerSession(
         settings.scheduler,
         model_name=settings.model_name,
@@ -67,9 +72,9 @@ async def serve(
         wait_s=settings.scheduler_wait_s,
         ping_timeout_s=settings.ping_timeout_s,
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        difference=model.own.difference,
     )
-    with interruptible():
-        gateway = await asyncio.to_thread(_load, settings, session)
+    gateway = _make_gateway(settings, model, session)
     app = CORSMiddleware(
         create_app(gateway),
         allow_origins=[origin for part in settings.allowed_origins.split(",") if (origin := part.strip())],
@@ -145,7 +150,14 @@ def _grpc_server(settings: GatewaySettings, gateway: Gateway) -> GrpcServer:
     )
 
 
-def _load(settings: GatewaySettings, session: SchedulerSession) -> Gateway:
+@dataclass(frozen=True, slots=True)
+class _ReadModel:
+    files: ModelFiles
+    tokenizer: TextTokenizer | IdTokenizer
+    own: OwnModel
+
+
+def _read_model(settings: GatewaySettings) -> _ReadModel:
     try:
         folder = resolve_folder(settings.model)
         files = read_model_files(folder)
@@ -155,9 +167,17 @@ def _load(settings: GatewaySettings, session: SchedulerSession) -> Gateway:
         else:
             _log.warning("no tokenizer.json: only token ids are served, and output reads as ids", model=str(folder))
             tokenizer = IdTokenizer(files.vocab_size)
+        identity = read_identity(folder, with_weights=True)
     except (NoSuchModel, FileNotFoundError, ValueError) as error:
         raise CannotStart(str(error)) from error
-    builder = RequestBuilder(tokenizer, files, worker_model=lambda: session.model, max_model_len=settings.max_model_len)
+    dtype = "" if settings.dtype == "auto" else settings.dtype
+    return _ReadModel(files, tokenizer, OwnModel(settings.model, files.vocab_size, dtype, identity))
+
+
+def _make_gateway(settings: GatewaySettings, model: _ReadModel, session: SchedulerSession) -> Gateway:
+    builder = RequestBuilder(
+        model.tokenizer, model.files, worker_model=lambda: session.model, max_model_len=settings.max_model_len
+    )
     requests = RequestStore(
         grace_s=settings.resume_grace_s, keep_s=settings.resume_keep_s, max_bytes=settings.resume_keep_bytes
     )

@@ -13,7 +13,15 @@ import grpc.aio
 
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.errors import ApiError
-from services.gateway.session_core import NO_TERMS, LiveRequest, SessionCore, SessionFull, SessionProtocolError, Terms
+from services.gateway.session_core import (
+    MISMATCH_RETRY_S,
+    NO_TERMS,
+    LiveRequest,
+    SessionCore,
+    SessionFull,
+    SessionProtocolError,
+    Terms,
+)
 from services.gateway.turnstile import Gone
 from services.runtime.fence import StaleScheduler
 from services.runtime.liveness import Silent, Watch, beat, first_of
@@ -49,6 +57,7 @@ class SchedulerSession:
         wait_s: float = 30.0,
         ping_timeout_s: float = 2.0,
         heartbeat_timeout_s: float = 1.5,
+        difference: Callable[[common_pb2.ModelInfo], str] = lambda model: "",
     ) -> None:
         self._target = target
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -60,7 +69,9 @@ class SchedulerSession:
             max_live=max_live,
             wait_s=wait_s,
             model_name=model_name,
+            difference=difference,
         )
+        self._told_mismatch = ""  # in the log
         # Called when `status`, `ready` or `connected` may have changed.
         self.on_status: Callable[[], None] | None = None
         self._outgoing = asyncio.Event()
@@ -75,7 +86,17 @@ class SchedulerSession:
     def ready(self) -> bool:
         """The scheduler is there and says that it can take work."""
         status = self._core.status
-        return not self._closing and self._core.opened and status is not None and status.ready
+        return not self._closing and self._core.opened and status is not None and status.ready and not self.mismatch
+
+    @property
+    def mismatch(self) -> str:
+        """Why no request is served: the workers' model is not the gateway's. Empty if it is, as far as is known."""
+        return self._core.mismatch
+
+    def check_mismatch(self) -> None:
+        """Raises ApiError 503 while the workers' model is not the gateway's."""
+        if self.mismatch:
+            raise ApiError(503, self.mismatch, code="model_mismatch", retry_after_s=MISMATCH_RETRY_S)
 
     @property
     def connected(self) -> bool:
@@ -175,6 +196,7 @@ class SchedulerSession:
         """
         if self._closing:
             raise ApiError(503, "the server is shutting down", retry_after_s=1.0)
+        self.check_mismatch()
         now_s = asyncio.get_running_loop().time()
         try:
             request = self._core.submit(
@@ -244,6 +266,7 @@ class SchedulerSession:
                     self.num_connects += 1
                     _log.info("session open", scheduler=self._target, epoch=core.epoch, live=core.num_live)
                 if first or response.HasField("status"):
+                    self._tell_mismatch()
                     self._status_changed()
 
         def send() -> None:
@@ -281,6 +304,11 @@ class SchedulerSession:
         for request in requests:
             if request.wake is not None:
                 request.wake()
+
+    def _tell_mismatch(self) -> None:
+        if self.mismatch and self.mismatch != self._told_mismatch:
+            _log.error("not ready: the workers serve another model", reason=self.mismatch)
+        self._told_mismatch = self.mismatch
 
     def _status_changed(self) -> None:
         if self.on_status is not None:

@@ -24,6 +24,8 @@ from services.runtime.fence import Fence
 
 _RESOURCE_EXHAUSTED, _UNAVAILABLE = 8, 14  # google.rpc.Code
 _MAX_HANDLE = 2**32 - 1
+# When a client should ask again whose gateway has another model than the workers: the one or the other is replaced.
+MISMATCH_RETRY_S = 5.0
 # A SessionRequest stays far below the message limit of 16 MiB, however much is submitted again at once.
 _MAX_REQUEST_BYTES = 4 * 2**20
 _ABORTED = inference_pb2.Ending(reason=common_pb2.FINISH_REASON_ABORT)
@@ -88,11 +90,19 @@ class SessionCore:
 
     `response_window`: SessionResponses the scheduler may be ahead of us. `max_live`: bound on requests not yet ended.
     `wait_s`: how long a request may wait for a scheduler that is not there before it fails with UNAVAILABLE.
+    `difference`: why the workers' model is not the gateway's own; empty if it is. While it is not, no token is taken.
     `model_name`: what clients call the model.
     """
 
     def __init__(
-        self, session_id: str, *, response_window: int, max_live: int, wait_s: float, model_name: str = ""
+        self,
+        session_id: str,
+        *,
+        response_window: int,
+        max_live: int,
+        wait_s: float,
+        model_name: str = "",
+        difference: Callable[[common_pb2.ModelInfo], str] = lambda model: "",
     ) -> None:
         self.session_id = session_id
         self._model_name = model_name
@@ -103,6 +113,9 @@ class SessionCore:
         self.status: inference_pb2.SchedulerStatus | None = None
         # As last told. It stays while the scheduler is away: limits and final tokens are what they were.
         self.model: common_pb2.ModelInfo | None = None
+        # What `difference` said of the model that the scheduler reported last.
+        self.mismatch = ""
+        self._difference = difference
         self._window = response_window
         self._max_live = max_live
         self._wait_s = wait_s
@@ -201,13 +214,13 @@ class SessionCore:
             self._end(request, _unavailable(f"no connection to the scheduler for {self._wait_s:g} s"))
         return late
 
-    def fail_all(self, message: str) -> list[LiveRequest]:
-        """Everything that lives ends with UNAVAILABLE (the gateway goes down)."""
+    def fail_all(self, message: str, retry_after_s: float = 0.0) -> list[LiveRequest]:
+        """Everything that lives ends with UNAVAILABLE (the gateway goes down, or the workers serve another model)."""
         requests = list(self._live.values())
         for request in requests:
             if self.connected and request.sent:
                 self._cancels.append(request.handle)
-            self._end(request, _unavailable(message))
+            self._end(request, _unavailable(message, retry_after_s))
         return requests
 
     # -- the stream --------------------------------------------------------------------------------
@@ -293,15 +306,19 @@ class SessionCore:
             self._down_since_s = None
         elif not self.opened:
             raise SessionProtocolError("the first message has no `opened`")
+        refused: list[LiveRequest] = []
         if response.HasField("status"):
-            self.status = response.status
+            self.status, self.mismatch = response.status, ""
             if response.status.HasField("model"):
                 self.model = response.status.model
+                self.mismatch = self._difference(self.model)
+            if self.mismatch:  # before any token of this message: it may be one of that model
+                refused = self.fail_all(self.mismatch, MISMATCH_RETRY_S)
         if response.HasField("room"):
             self._room.told(response.room.places, response.room.num_submissions)
         elif not response.prompt_scores:  # which come in messages without anything else
             self._room.unchanged()
-        return self._take_tokens(response) + self._take_endings(response)
+        return refused + self._take_tokens(response) + self._take_endings(response)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -404,5 +421,7 @@ def _ended_unseen(request: LiveRequest) -> inference_pb2.Ending | None:
     return None
 
 
-def _unavailable(message: str) -> inference_pb2.Ending:
-    return inference_pb2.Ending(reason=common_pb2.FINISH_REASON_ERROR, code=_UNAVAILABLE, message=message)
+def _unavailable(message: str, retry_after_s: float = 0.0) -> inference_pb2.Ending:
+    return inference_pb2.Ending(
+        reason=common_pb2.FINISH_REASON_ERROR, code=_UNAVAILABLE, message=message, retry_after_s=retry_after_s
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -26,6 +27,9 @@ class GatewaySettings(ServiceSettings, section="gateway"):
     model: str = Field(
         default_factory=lambda: os.environ.get(MODEL_ENV) or str(CHECKPOINT),
         description=f"checkpoint folder, or a hub name, for its tokenizer (default: {MODEL_ENV}, else the demo model)",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="type of weights that the workers have to serve; auto: any"
     )
     served_model_name: str | None = Field(None, description="name that clients use (default: the folder's name)")
     chat_template: str | None = Field(None, description="chat template or its path (default: the checkpoint's)")

@@ -69,7 +69,10 @@ class Gateway:
         return self.session.no_room()
 
     def check_room(self, key: RequestKey | None = None) -> None:
-        """Raises what no_room() gives, unless the key's request is here already."""
+        """Raises ApiError 503 while the workers serve another model, and what no_room() gives; neither if the key's
+        request is here already."""
+        if key is None or not self.requests.has(key):
+            self.session.check_mismatch()
         if (key is None or not self.requests.has(key)) and (error := self.no_room()) is not None:
             raise error
 

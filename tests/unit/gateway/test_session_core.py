@@ -462,3 +462,67 @@ def test_a_message_that_grpc_could_not_decode_breaks_the_protocol() -> None:
     opened(core)
     with pytest.raises(SessionProtocolError, match="decode"):
         core.receive(None)
+
+
+def status_of(model: str) -> inference_pb2.SchedulerStatus:
+    return inference_pb2.SchedulerStatus(ready=True, model=common_pb2.ModelInfo(name=model))
+
+
+def guarded_core() -> SessionCore:
+    """Of a gateway whose model is a."""
+    return make_core(difference=lambda model: "" if model.name == "a" else f"not {model.name}")
+
+
+def test_no_token_of_another_model_is_taken() -> None:
+    """It may come in the same message in which the scheduler first says what its workers serve."""
+    core = guarded_core()
+    opened(core)
+    early = submit(core)
+    drain(core)
+    message = tokens((early, 7))
+    message.status.CopyFrom(status_of("b"))
+    assert core.receive(message) == [early]
+    assert early.tokens == []
+    assert early.ending is not None
+    assert (early.ending.code, early.ending.message) == (14, "not b")
+    assert early.ending.retry_after_s > 0
+    assert core.num_live == 0
+    assert drain(core)[0].cancels == [early.handle]
+    assert core.mismatch == "not b"
+
+
+def test_the_right_model_ends_a_mismatch() -> None:
+    core = guarded_core()
+    opened(core)
+    core.receive(inference_pb2.SessionResponse(status=status_of("b")))
+    core.receive(inference_pb2.SessionResponse(status=status_of("a")))
+    assert core.mismatch == ""
+    request = submit(core)
+    core.receive(tokens((request, 7)))
+    assert request.tokens == [7]
+
+
+def test_a_new_scheduler_that_knows_no_model_yet_is_no_mismatch() -> None:
+    core = guarded_core()
+    opened(core)
+    core.receive(inference_pb2.SessionResponse(status=status_of("b")))
+    core.disconnect(0.0)
+    opened(core, epoch=2)
+    assert core.mismatch == ""
+
+
+def test_what_was_running_is_not_continued_by_another_model() -> None:
+    core = guarded_core()
+    opened(core)
+    core.receive(inference_pb2.SessionResponse(status=status_of("a")))
+    request = submit(core)
+    drain(core)
+    core.receive(tokens((request, 7)))
+    core.disconnect(0.0)
+    core.connect()
+    drain(core)
+    core.receive(inference_pb2.SessionResponse(opened=inference_pb2.SessionOpened(epoch=2), status=status_of("b")))
+    assert request.tokens == [7]
+    assert request.ending is not None
+    assert request.ending.message == "not b"
+    assert not [message for message in drain(core) if message.submissions]

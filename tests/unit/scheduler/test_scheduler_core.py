@@ -499,6 +499,39 @@ def test_a_worker_that_does_not_fit_is_refused(system: LocalSystem) -> None:
         system.scheduler.register_worker(toy(block_size=8).registration)
 
 
+def in_type(dtype: str) -> ToyWorker:
+    worker = toy()
+    worker.registration.model.dtype = dtype
+    return worker
+
+
+def test_a_worker_of_another_data_type_is_refused(system: LocalSystem) -> None:
+    system.attach(in_type("float32"))
+    with pytest.raises(Rejection) as refused:
+        system.scheduler.register_worker(in_type("bfloat16").registration)
+    assert (refused.value.code, refused.value.field) == (CODE_FAILED_PRECONDITION, "dtype")
+    assert "float32" in refused.value.message
+    assert "bfloat16" in refused.value.message
+    assert "--allow-mixed-dtypes" in refused.value.message
+    system.attach(in_type("float32"))
+
+
+def test_live_requests_are_not_continued_in_another_data_type(system: LocalSystem, client: Client) -> None:
+    system.kill(system.attach(in_type("float32")))
+    system.submit("s", 1, [9], params())
+    with pytest.raises(Rejection, match="dtype"):
+        system.scheduler.register_worker(in_type("bfloat16").registration)
+    system.cancel("s", 1)
+    system.attach(in_type("bfloat16"))
+
+
+def test_data_types_are_mixed_where_that_is_allowed() -> None:
+    system = LocalSystem(SchedulerConfig(allow_mixed_dtypes=True))
+    for dtype in ("float32", "bfloat16"):
+        system.attach(in_type(dtype))
+    assert len(system.scheduler.workers) == 2
+
+
 @pytest.mark.parametrize("name", MAX_WORKER_SIZES)
 def test_a_worker_of_impossible_size_is_refused(system: LocalSystem, name: str) -> None:
     for size in (0, MAX_WORKER_SIZES[name] + 1):

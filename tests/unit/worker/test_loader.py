@@ -257,6 +257,15 @@ def test_dummy_weights_need_a_config_alone_and_follow_the_seed(tmp_path: Path) -
     assert a.fingerprint == b.fingerprint != c.fingerprint
 
 
+def test_the_fingerprint_is_that_of_the_model_in_any_type(tmp_path: Path) -> None:
+    """So that a scheduler may mix types; it compares them by themselves."""
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    float32, bfloat16 = (
+        load_model(str(tmp_path), load_format="dummy", device=CPU, dtype=dtype) for dtype in ("float32", "bfloat16")
+    )
+    assert float32.fingerprint == bfloat16.fingerprint
+
+
 def test_progress_counts_up_to_all_bytes(checkpoint: Path) -> None:
     seen: list[tuple[int, int]] = []
     load_model(str(checkpoint), device=CPU, progress=lambda done, total: seen.append((done, total)))
