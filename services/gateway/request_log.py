@@ -40,6 +40,12 @@ class RequestLog:
         if self._enabled and status != 429:
             _log.info("request refused", request_id=request_id, endpoint=endpoint, status=status, error=message)
 
+    def taken_up(self, request_id: str, name: str, first_request_id: str) -> None:
+        """A connection reads the answer `name` of a request that runs, or has run, already. The scheduler and the line
+        of the finished request know the first connection's id only."""
+        if self._enabled:
+            _log.info("request taken up", id=name, request_id=request_id, first_request_id=first_request_id)
+
 
 def _fields(outcomes: list[Outcome], model_name: str) -> dict[str, Any]:
     """Of all sequences: tokens and preemptions are sums, times the longest ones, but the time to the first token."""

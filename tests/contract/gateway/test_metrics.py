@@ -225,11 +225,14 @@ async def test_a_request_whose_client_came_back_is_one_line(start: Start, lines:
     body, key = BODY | {"max_tokens": 200, "stream": True}, {"Idempotency-Key": "k"}
     async with running.http.stream("POST", PATH, json=body, headers=key | {"X-Request-ID": "one"}) as answer:
         await anext(answer.aiter_lines())
-    answer_ids = {json.loads(running.scheduler.submissions[0].answer_id.join('""'))}
+    answer_ids = {running.scheduler.submissions[0].answer_id}
     assert (await running.http.post(PATH, json=body, headers=key | {"X-Request-ID": "two"})).status_code == 200
-    await until(lambda: len(lines()) > 0)
-    assert [(line["request_id"], line["status"]) for line in lines()] == [("one", 200)]
-    assert {line["id"] for line in lines()} == answer_ids
+    await until(lambda: len(lines()) > 1)
+    taken_up, finished = lines()
+    assert (taken_up["message"], taken_up["request_id"]) == ("request taken up", "two")
+    assert taken_up["first_request_id"] == "one"
+    assert (finished["message"], finished["request_id"], finished["status"]) == ("request finished", "one", 200)
+    assert {taken_up["id"], finished["id"]} == answer_ids
 
 
 async def test_over_grpc_as_well(start: Start, lines: Lines) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions, Ending
+from scheduler_svc.server import SchedulerServer
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
 
@@ -86,6 +89,16 @@ def test_a_preemption_counts_and_its_second_prefill_is_decode_time() -> None:
     assert timings[0].num_preemptions == 0
     assert timings[1].num_preemptions >= 1
     assert timings[1].decode_s > timings[0].decode_s
+
+
+def test_the_shell_gives_each_event_the_time_at_which_it_comes() -> None:
+    """Not that of the message before, which may be long ago."""
+    core, seen = LocalSystem().scheduler, list[float]()
+    server = SchedulerServer(core, "127.0.0.1:1", (), 1.0)
+    core.event_at(0.0)
+    before_s = time.monotonic()
+    server.event(lambda: seen.append(core.life.now_s))
+    assert seen[0] >= before_s
 
 
 @pytest.mark.parametrize("width", [1, 3])

@@ -1,0 +1,30 @@
+"""Where a worker's /metrics is, if nobody says."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gpu_worker import server
+from gpu_worker.settings import WorkerSettings
+
+
+class Asked(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("chosen", "wanted"), [({}, (9103, True)), ({"metrics_port": 9103}, (9103, False))])
+async def test_only_the_default_port_gives_way_to_a_free_one(
+    monkeypatch: pytest.MonkeyPatch, chosen: dict[str, Any], wanted: tuple[int, bool]
+) -> None:
+    """A second worker of a machine starts; a port that was asked for is that port or an error."""
+
+    def start(host: str, port: int, *, or_free: bool) -> None:
+        raise Asked(port, or_free)
+
+    monkeypatch.setattr(server, "start_metrics_server", start)
+    with pytest.raises(Asked) as asked:
+        await server.run_worker(WorkerSettings(**chosen), asyncio.Event())
+    assert asked.value.args == wanted
