@@ -15,7 +15,7 @@ INSTALL := $(BIN)/python scripts/install.py --torch '$(TORCH)'
 .PHONY: up setup test soak soak-kills soak-simulation chaos lint fmt proto bench bench-gpu peer-test compose-test clean help
 
 help:
-	@echo 'make up [MODEL=path PORT=n WORKERS=n ARGS=...] | test | soak | soak-kills | soak-simulation | chaos | lint | fmt | proto | bench | bench-gpu | peer-test | compose-test | clean'
+	@echo 'make up [MODEL=path PORT=n WORKERS=n TORCH=auto|cpu|pip ARGS=...] | test | soak | soak-kills | soak-simulation | chaos | lint | fmt | proto | bench | bench-gpu | peer-test | compose-test | clean'
 
 up: $(VENV)/serve.stamp
 	@exec $(BIN)/paceline up $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)

@@ -18,6 +18,8 @@ USAGE_CODES = (CODE.INVALID_ARGUMENT, CODE.ALREADY_EXISTS)
 MAX_CAUSE = 200
 # A service is dialled by its address; a proxy that the environment names is for the world outside.
 _OPTIONS = (("grpc.enable_http_proxy", 0),)
+# Of gRPC, about an answer of HTTP/1 (such as the gateway's) or of another protocol.
+_OTHER_PROTOCOL = re.compile("SETTINGS frame|http1")
 _ERRNO = re.compile(r"\s*\(\d+\)$")
 
 
@@ -46,6 +48,8 @@ def explained(target: Target, error: grpc.RpcError) -> str:
     """One line: what failed, at which address, and what helps."""
     service, address, code = target.service, target.address, error.code()
     details = " ".join(str(error.details()).split())
+    if code is CODE.UNAVAILABLE and _OTHER_PROTOCOL.search(details):
+        return f"{address} does not speak gRPC, so it is no {service}{_hint(target)}"
     if code is CODE.UNAVAILABLE:
         return f"no {service} answers at {address}{_cause(details)}{_hint(target)}"
     if code is CODE.DEADLINE_EXCEEDED:

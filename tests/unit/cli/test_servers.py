@@ -179,6 +179,28 @@ def test_what_is_no_scheduler_is_one_line(capsys: pytest.CaptureFixture[str]) ->
     server.stop(None)
 
 
+def test_what_speaks_http_is_no_scheduler(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(1000)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        said = get(capsys, "--scheduler", address)
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert said == f"paceline policy: {address} does not speak gRPC, so it is no scheduler"
+
+
 def test_a_server_that_does_not_answer_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
