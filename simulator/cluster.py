@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_svc.core.cache import CacheCore
-from paceline.v1.common_pb2 import FINISH_REASON_LENGTH, SamplingParams
+from paceline.v1.common_pb2 import FINISH_REASON_STOP, SamplingParams
 from paceline.v1.inference_pb2 import Ending, SessionRequest, SessionResponse, Submission
 from paceline.v1.worker_pb2 import StepPlan, StepResult
 from scheduler_svc.core.policy import Policies
@@ -31,6 +31,8 @@ from scheduler_svc.policies.registry import build, choose
 from simulator.fleet import TimedWorker, WorkerSpec, sampled_tokens
 
 SESSION = "clients"
+MAX_TOKENS = 4096  # that every request asks for: it ends by itself before
+RAMP_S = 2.0  # in which the sessions of a closed run begin
 TICK_S = 0.25  # how often the scheduler's core is told the time
 # After so long on the virtual clock without an end of any request a run is given up.
 STALL_S = 600.0
@@ -84,8 +86,9 @@ class Lived(NamedTuple):
 
 
 class Cluster:
-    """`jitter` is the largest relative deviation of a step's time. Raises RuntimeError if a run makes no progress,
-    AssertionError if a request does not get exactly its tokens."""
+    """`jitter` is the largest relative deviation of a step's time. Only client and worker know how long an output will
+    be: a request asks for 4,096 tokens and ends by an end-of-sequence token. Raises RuntimeError if a run makes no
+    progress, AssertionError if a request does not get exactly its tokens."""
 
     def __init__(
         self,
@@ -100,7 +103,9 @@ class Cluster:
         self.lived: list[Lived] = []
         self.tokens_by_s: list[tuple[float, int]] = []  # when output tokens came, and how many
         self.cache = CacheCore()
-        config = config or SchedulerConfig(max_queued_requests=1 << 30, max_queued_tokens=1 << 60)
+        config = config or SchedulerConfig(
+            max_queued_requests=1 << 30, max_queued_tokens=1 << 60, no_worker_timeout_s=0.0
+        )
         self.core = SchedulerCore(config, policies, lambda: build(choose()), epoch=1, on_policy_error=_raise)
         self.core.open_session(SESSION, 1 << 30)
         self.core.cache_connected(1)
@@ -112,6 +117,7 @@ class Cluster:
         self._starts = 0  # sessions that have yet to begin
         self._handles = np.empty(0, np.int64)  # of the last message that named any
         self._received = np.zeros(1024, np.int64)  # output tokens by handle
+        self._lengths = np.zeros_like(self._received)  # output tokens that a request ends after, by handle
         self._is_closed = False
         self._ended_at_s = 0.0
         self.last_start_s = 0.0  # when the last session began
@@ -125,8 +131,9 @@ class Cluster:
         self._is_closed = concurrency > 0
         if concurrency:
             self._closed.extend(sessions)
-            for _ in range(min(concurrency, len(self._closed))):
-                self._start_next()
+            first = min(concurrency, len(self._closed))
+            for i in range(first):
+                self._start_next(RAMP_S * i / first)
         else:
             for session in sessions:
                 self._starts += 1
@@ -164,9 +171,9 @@ class Cluster:
         self.core.worker_lost(id)
         self._settle()
 
-    def _start_next(self) -> None:
+    def _start_next(self, at_s: float) -> None:
         self._starts += 1
-        self._at(self.now_s, partial(self._start, self._closed.popleft()))
+        self._at(at_s, partial(self._start, self._closed.popleft()))
 
     def _start(self, session: ClientSession) -> None:
         self._starts -= 1
@@ -180,11 +187,13 @@ class Cluster:
         handle = len(self.asked)
         if handle == len(self._received):
             self._received = np.concatenate((self._received, np.zeros_like(self._received)))
+            self._lengths = np.concatenate((self._lengths, np.zeros_like(self._lengths)))
+        self._lengths[handle] = num_output_tokens
         submission = Submission(
             handle=handle,
             request_id=str(handle),
             prompt_token_ids=prompt.tobytes(),
-            sampling=SamplingParams(max_tokens=num_output_tokens, top_p=1.0, ignore_eos=True),
+            sampling=SamplingParams(max_tokens=MAX_TOKENS, top_p=1.0, seed=num_output_tokens),
         )
         self.core.session_message(SESSION, SessionRequest(submissions=[submission]), self.now_s)
         self._settle()
@@ -233,16 +242,17 @@ class Cluster:
         if response.token_ids:
             tokens = np.frombuffer(response.token_ids, np.int32)
             # A message is about one step, so that no handle stands in it twice.
-            expected = sampled_tokens(self._handles, self._received[self._handles])
+            handles = self._handles
+            expected = sampled_tokens(handles, self._received[handles], self._lengths[handles])
             assert np.array_equal(tokens, expected), "a request does not get the tokens that it would get alone"
-            self._received[self._handles] += 1
+            self._received[handles] += 1
             self.tokens_by_s.append((self.now_s, len(tokens)))
         for ending in response.endings:
             self._end(ending)
 
     def _end(self, ending: Ending) -> None:
         asked = self.asked[ending.handle - 1]
-        assert ending.reason == FINISH_REASON_LENGTH, ending.message
+        assert ending.reason == FINISH_REASON_STOP, ending.message
         num_received = self._received[ending.handle]
         assert num_received == asked.num_output_tokens, f"request {ending.handle} got {num_received} tokens"
         asked.ended_s = self._ended_at_s = self.now_s
@@ -252,13 +262,14 @@ class Cluster:
         if following < len(asked.session.turns):
             turn = asked.session.turns[following]
             positions = np.arange(asked.num_output_tokens)
-            output = sampled_tokens(np.full_like(positions, ending.handle), positions)
+            numbers = np.full_like(positions, ending.handle)
+            output = sampled_tokens(numbers, positions, np.full_like(positions, asked.num_output_tokens))
             prompt = np.concatenate((asked.prompt, output, turn.new_tokens))
             pause_s = 0.0 if self._is_closed else turn.pause_s
             self._starts += 1
             self._at(self.now_s + pause_s, partial(self._go_on, asked.session, following, prompt))
         elif self._closed:
-            self._start_next()
+            self._start_next(self.now_s)
 
     def _go_on(self, session: ClientSession, turn: int, prompt: npt.NDArray[np.int32]) -> None:
         self._starts -= 1

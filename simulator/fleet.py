@@ -19,6 +19,7 @@ BLOCK_SIZE = 16  # tokens
 MAX_NUM_SEQS = 256
 MAX_BATCHED_TOKENS = 8192
 VOCAB = (1 << 31) - 1
+EOS = 0
 # A 131,072-token context is the model's limit; the pool's size is the lower one in every fleet here.
 MAX_MODEL_LEN = 1 << 17
 
@@ -66,16 +67,18 @@ class WorkerSpec:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
-def sampled_tokens(numbers: Ints, positions: Ints) -> npt.NDArray[np.int32]:
-    """What the requests of these numbers generate, each at its output position. Deterministic, so that a client knows
-    what it must get; hardly ever the same for two requests."""
-    return ((numbers * 2_654_435_761 + positions * 40_503 + 12_345) % VOCAB).astype(np.int32)
+def sampled_tokens(numbers: Ints, positions: Ints, lengths: Ints) -> npt.NDArray[np.int32]:
+    """What the requests of these numbers generate, each at its output position: EOS at the end of its length.
+    Deterministic, so that a client knows what it must get; hardly ever the same for two requests."""
+    tokens = 1 + (numbers * 2_654_435_761 + positions * 40_503 + 12_345) % (VOCAB - 1)
+    return np.where(positions == lengths - 1, EOS, tokens).astype(np.int32)
 
 
 class TimedWorker:
     """Runs plans by arithmetic on arrays of slots.
 
-    `run` returns the step's result, whose times the caller fills in, and the seconds that the step takes.
+    A request's sampling seed is its output length: the worker ends the sequence there, and the scheduler does not know
+    the length before. `run` returns the step's result, whose times the caller fills in, and the step's seconds.
     """
 
     def __init__(self, name: str, spec: WorkerSpec, seed: int, jitter: float) -> None:
@@ -89,6 +92,7 @@ class TimedWorker:
         self._rng = np.random.default_rng(seed)
         self._numbers = np.zeros(MAX_NUM_SEQS, np.int64)  # request that a slot belongs to
         self._prompts = np.zeros(MAX_NUM_SEQS, np.int64)  # prompt tokens of that request
+        self._lengths = np.zeros(MAX_NUM_SEQS, np.int64)  # output tokens of that request
         self._known = np.zeros(MAX_NUM_SEQS, np.int64)  # tokens of the sequence, sampled ones included
         self._computed = np.zeros(MAX_NUM_SEQS, np.int64)
         self._decodes = np.zeros(MAX_NUM_SEQS, bool)
@@ -97,7 +101,13 @@ class TimedWorker:
     def registration(self) -> WorkerRegistration:
         return WorkerRegistration(
             name=self.name,
-            model=ModelInfo(name="simulated", fingerprint="simulated", vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN),
+            model=ModelInfo(
+                name="simulated",
+                fingerprint="simulated",
+                vocab_size=VOCAB,
+                max_model_len=MAX_MODEL_LEN,
+                eos_token_ids=[EOS],
+            ),
             block_size=BLOCK_SIZE,
             num_blocks=self.spec.num_blocks,
             max_num_seqs=MAX_NUM_SEQS,
@@ -113,6 +123,7 @@ class TimedWorker:
             slot = new.slot
             self._numbers[slot] = int(new.request_id)
             self._prompts[slot] = new.num_prompt_tokens
+            self._lengths[slot] = new.sampling.seed
             self._known[slot] = len(new.token_ids) // 4
             self._computed[slot] = new.num_cached_tokens
             self._decodes[slot] = self._held[slot] = False
@@ -132,7 +143,8 @@ class TimedWorker:
             ended = slots[self._computed[slots] == self._known[slots]]
             self._decodes[ended] = True
             sampling = np.concatenate((decoding, ended))
-        tokens = sampled_tokens(self._numbers[sampling], self._known[sampling] - self._prompts[sampling])
+        positions = self._known[sampling] - self._prompts[sampling]
+        tokens = sampled_tokens(self._numbers[sampling], positions, self._lengths[sampling])
         self._known[sampling] += 1
         seconds = self.spec.cost.step_s(prompt_tokens, context, len(decoding), pairs)
         seconds *= 1 + self._jitter * float(self._rng.uniform(-1, 1))

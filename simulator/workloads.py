@@ -103,8 +103,8 @@ WORKLOADS = {
     for workload in (
         Workload("shared-prompt", "one system prompt of 1,500 tokens, 8 own ones", shared_prompt, 71.0, 96, 800),
         Workload("zipf", "20 prompts of 500 to 3,000 tokens, Zipf 1.1", zipf_prompts, 56.0, 96, 600),
-        Workload("conversations", "2 to 8 turns, pauses of 1 s", conversation, 6.0, 64, 200),
-        Workload("agents", "8 to 16 calls on 5,000 to 15,000 tokens, pauses of half a second", agent, 0.9, 12, 60),
+        Workload("conversations", "2 to 8 turns, pauses of 1 s", conversation, 6.0, 64, 100),
+        Workload("agents", "8 to 16 calls on 5,000 to 15,000 tokens, pauses of half a second", agent, 0.9, 12, 30),
         Workload("no-sharing", "prompts of 200 to 1,000 tokens, nothing shared", no_sharing, 35.0, 96, 600),
         Workload("mixed-lengths", "heavy-tailed prompts and outputs, nothing shared", mixed_lengths, 19.5, 96, 500),
     )
