@@ -353,6 +353,8 @@ def measure(parts: list[str]) -> dict[str, Any]:
             stack = Stack(Path(folder))
             stack.worker_flags = ["--threads", "1", "--log-level", "warning"]
             stack.gateway_flags = ["--log-level", "warning"]
+            if part == "grpc_memory":  # else none of the messages would be taken
+                stack.gateway_flags += ["--max-body-bytes", str(16 * MIB)]
             if part == "refusals":
                 stack.scheduler_flags = ["--max-queued-requests", "8", "--max-num-seqs", "4"]
             try:

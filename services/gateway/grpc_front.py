@@ -60,6 +60,7 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
             reading = self._gateway.open([job], key)
         except ApiError as error:
             self._gateway.refused("grpc", request_id, error)
+            del request  # the error that ends the call would keep it until the garbage collector comes
             await _abort(context, error)
         [generation] = reading.generations
         resume_after, resume_token_ids = request.resume_after, list(request.resume_token_ids)
@@ -272,6 +273,7 @@ def _beam(options: inference_pb2.BeamOptions, choices: SamplingChoices) -> infer
 
 
 async def _abort(context: _Context, error: ApiError) -> NoReturn:
+    error.__traceback__ = error.__context__ = None  # their frames hold the request
     trailers = []
     if error.param:
         trailers.append(("field", error.param))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import threading
 from collections.abc import Iterator
@@ -236,3 +237,24 @@ async def test_grpc_connections_that_ask_nothing_are_closed(start: Start, monkey
         for _ in range(2):
             assert await generate(client, "hello") is grpc.StatusCode.OK
             await asyncio.sleep(0.5)
+
+
+async def test_a_grpc_request_that_is_refused_does_not_stay_in_memory(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = await start()
+    requests: list[inference_pb2.GenerateRequest] = []
+    make_job = InferenceFront._job
+
+    async def watched(self: InferenceFront, request: inference_pb2.GenerateRequest, *rest: Any) -> Any:
+        requests.append(request)
+        return await make_job(self, request, *rest)
+
+    monkeypatch.setattr(InferenceFront, "_job", watched)
+    gc.disable()
+    try:
+        async with AsyncPacelineClient(running.addresses.grpc or "") as client:
+            assert await generate(client, "x " * 100_000) is grpc.StatusCode.INVALID_ARGUMENT
+        await until(lambda: sys.getrefcount(requests[0]) == 2)  # this list's and the argument
+    finally:
+        gc.enable()
