@@ -1,10 +1,10 @@
 """What structured outputs that are costly to compile cost the other users.
 
 The demo model behind the real services on this machine. Three clients stream plain completions while four connections
-of another process send grammars of one kind, each a little different from the one before, so that no cache helps. Written
-down, for turns beside these, beside as many requests with a simple mistake, and beside none: the gaps between the others' tokens and their time to first token, what
-the costly requests got, and the largest resident memory of worker and gateway. `--before FOLDER` measures another
-checkout of the repository in the same run.
+of another process send grammars of one kind, each a little different from the one before, so that no cache helps.
+Written down, for turns beside these, beside as many requests with a simple mistake, and beside none: the gaps between
+the others' tokens, their time to first token, what the requests got, and the largest resident memory of worker and
+gateway. `--before FOLDER` measures another checkout of the repository in the same run.
 """
 
 from __future__ import annotations
