@@ -152,18 +152,21 @@ async def measure(stack: Stack, kind: str) -> dict[str, Any]:
 
 def run(folder: Path, kind: str) -> dict[str, Any]:
     """Against services of their own, of the checkout in `folder`."""
-    environment = dict(os.environ)
+    environment, here = dict(os.environ), Path.cwd()
     with tempfile.TemporaryDirectory() as logs:
         stack = Stack(Path(logs))
         os.environ["PYTHONPATH"] = f"{folder}:{folder / 'protos'}"
+        os.chdir(folder)
         try:
             stack.up()
             os.environ.clear()
             os.environ.update(environment)
+            os.chdir(here)
             return asyncio.run(measure(stack, kind))
         finally:
             os.environ.clear()
             os.environ.update(environment)
+            os.chdir(here)
             for process in stack.processes.values():
                 process.kill()
                 process.wait()
