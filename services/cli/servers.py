@@ -97,7 +97,10 @@ def target_of(arguments: argparse.Namespace, service: Service) -> Target:
 
 def running_servers() -> list[Server]:
     """Those of this machine and user, by port. What cannot be read is none."""
-    found = (_read(path) for path in sorted(_folder().glob("*.json")))
+    try:
+        found = [_read(path) for path in _folder().glob("*.json")]
+    except OSError:
+        return []
     return sorted((server for server in found if server is not None and server.runs), key=lambda server: server.port)
 
 
@@ -142,8 +145,12 @@ class Announcement:
 
 
 def _folder() -> Path:
+    """Raises OSError if this user has no home."""
     state = os.environ.get("XDG_STATE_HOME", "")
-    home = Path(state) if os.path.isabs(state) else Path("~/.local/state").expanduser()
+    try:
+        home = Path(state) if os.path.isabs(state) else Path("~/.local/state").expanduser()
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
     return home / "paceline" / "servers"
 
 

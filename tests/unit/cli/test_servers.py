@@ -150,6 +150,17 @@ def test_a_state_file_is_for_its_owner(folder: Path) -> None:
     assert Server(8000, "", "a:1", "b:2", os.getpid(), "", "").runs is False
 
 
+def test_a_user_without_a_home_has_no_state_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home(_: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    assert running_servers() == []
+    with pytest.raises(OSError, match="home directory"), announced(8000, "demo", "127.0.0.1:1", "127.0.0.1:2"):
+        pass
+
+
 def test_no_server_is_one_line(
     closed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
