@@ -49,6 +49,7 @@ class Admin(AdminServiceServicer):
             capacities=sorted(names("capacity")),
             batches=sorted(names("batch")),
             preemptions=sorted(names("preemption")),
+            placements=sorted(names("placement")),
             failed_order=self.choice.order if self._has_failed else "",
             failures=self._failures(),
             num_steps=self.core.counters.steps - self.core.policy_failures.num_steps_before,

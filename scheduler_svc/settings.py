@@ -56,6 +56,7 @@ class SchedulerSettings(ServiceSettings, section="scheduler"):
     capacity: str = Field("", description="capacity policy on top of the preset")
     batch: str = Field("", description="batch policy on top of the preset")
     preemption: str = Field("", description="preemption policy on top of the preset")
+    placement: str = Field("", description="placement policy on top of the preset")
     policy_options: dict[str, Any] = Field(default_factory=dict, description="options of the policies, as JSON")
     max_num_seqs: int = Field(0, ge=0, description="running requests per worker; 0: as many as the worker allows")
     tenant_max_running_tokens: int = Field(

@@ -65,6 +65,7 @@ class PolicyNames(Strict):
     capacity: str = ""
     batch: str = ""
     preemption: str = ""
+    placement: str = ""
 
 
 def _form(preset: object) -> str:

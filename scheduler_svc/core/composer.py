@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -11,19 +12,22 @@ from scheduler_svc.core.budgets import Budgets
 from scheduler_svc.core.cache_link import CacheLink
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.planner import Planner
-from scheduler_svc.core.policy import OrderPolicy, Policies
+from scheduler_svc.core.policy import OrderPolicy, Policies, PolicyError
 from scheduler_svc.core.policy_failures import PolicyFailures
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import Step
 from scheduler_svc.core.trials import TrialBatch, TrialCapacity, candidates
 from scheduler_svc.core.types import Counters
+from scheduler_svc.core.view import view_of
 from scheduler_svc.core.worker import Worker
 
 # Waiting requests whose matches are asked for anew, at the most.
 MAX_HEADS = 16
 # Why a step has no room for a request, for which another worker may have some.
 REFUSALS = ("capacity", "blocks")
+# Characters of a placement policy's reason that `explain` keeps for each request.
+MAX_WHY = 500
 
 
 class Composer:
@@ -123,6 +127,17 @@ class Composer:
             except Exception as error:
                 self._failed(error)
 
+    def bound(self, request: Request, worker_id: int) -> str:
+        """Tell the placement policy that the request is bound there; returns why, in its words."""
+        try:
+            why = self.policies.placement.bound(view_of(request), worker_id)
+            if not isinstance(why, str):
+                raise PolicyError(f"placement: bound returned {reprlib.repr(why)}, which is no text")
+            return why[:MAX_WHY]
+        except Exception as error:
+            self._failed(error)
+            return ""
+
     def heads(self, workers: dict[int, Worker], now_s: float) -> list[Request]:
         """The requests that the next composition looks at first, as many as the workers can begin in a step, after what
         is known to be cached of them."""
@@ -153,7 +168,10 @@ class Composer:
             if worker.swapped and not worker.preempted:  # nobody comes back while somebody else has to go
                 back = (request for request in worker.swapped.values() if not request.is_suspect)
                 yield from sorted(back, key=lambda request: request.seniority)
-            queue, placement = self.queue, Placement(workers.values()) if len(workers) > 1 else None
+            queue, placement = self.queue, None
+            if len(workers) > 1:
+                policy = (self.policies if ordered_at_s is not None else self._fallback).placement
+                placement = Placement(workers.values(), policy)
             limited, tenant_tokens = self._budgets.limits_tenants, self._budgets.tenant_tokens
             for request in iter(queue) if ordered_at_s is None else queue.ordered(ordered_at_s):
                 if request.matches is None:

@@ -136,7 +136,8 @@ class Lifecycle:
 
     # ── bound and running ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def bind(self, worker: Worker, request: Request) -> None:
+    def bind(self, worker: Worker, request: Request, why: str = "") -> None:
+        """`why` it is that worker, for `paceline explain`."""
         self.budgets.bind(request)  # before it leaves the queue, which shows of its tenant what still fits
         self.queue.remove(request)
         request.siblings.num_bound += 1
@@ -153,7 +154,7 @@ class Lifecycle:
                 self.journal.event(request.group.root, "running", "its beams", self.now_s)
             request.group.root.started_s = request.started_s
         apart = ", apart from others" if request.is_suspect else ""
-        self.note(request, "running", f"on worker {worker.id}{apart}")
+        self.note(request, "running", f"on worker {worker.id}{apart}{why and f': {why}'}")
 
     def refused(self, request: Request) -> None:
         """The cache had less room than was thought: the request waits on, known to the cache as before."""

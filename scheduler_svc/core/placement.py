@@ -1,56 +1,51 @@
-"""Which worker a request belongs to."""
+"""A round of placement: which worker each waiting request should run on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from scheduler_svc.core.policy import PlacementPolicy, PolicyError
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.worker import ROW_COST_TOKENS, Worker
-
-
-@dataclass(slots=True)
-class Room:
-    """What a worker has left when it has taken its share of those that went before."""
-
-    worker: Worker
-    load_tokens: int
-    seats: int
-    blocks: int
+from scheduler_svc.core.view import view_of
+from scheduler_svc.core.worker import Worker
+from scheduler_svc.core.worker_view import FleetView, WorkerView
 
 
 class Placement:
-    """Shares out the requests that wait, in their order: each to where its first token comes soonest, which is where
-    there is least prefill ahead of it and of its own, counting those that were placed before it.
+    """Offers each waiting request, in the order in force, the workers that have room for it; the policy chooses.
 
-    Nothing is bound here. A request stays in the central queue until the worker that it is placed at has credit for a
-    step, and then everything is placed anew; whom a policy has refused there is placed elsewhere, if there is room.
+    Nothing is bound here. A request stays in the central queue until the worker that it is placed on composes a step,
+    and every composition places the requests anew.
     """
 
-    def __init__(self, workers: Iterable[Worker]) -> None:
-        self._rooms = [
-            Room(worker, worker.load_tokens, worker.free_seats, worker.free_blocks)
-            for worker in workers
-            if not worker.draining and worker.free_seats > 0
-        ]
+    def __init__(self, workers: Iterable[Worker], policy: PlacementPolicy) -> None:
+        self._policy = policy
+        self._views = [WorkerView(worker) for worker in workers if not worker.draining]
+        policy.begin(FleetView(self._views))
 
     def place(self, request: Request) -> Worker | None:
-        """None if nobody has room."""
-        best, least, blocks = None, 0, 0
-        for room in self._rooms:
-            worker = room.worker
-            match = request.match_on(worker.id)
-            cost = room.load_tokens - match.num_tokens
-            if (best is not None and cost >= least) or worker.has_refused(request):
+        """The worker that the request is placed on, which may have no room: then the request waits for it. None if no
+        worker has room. Raises PolicyError, and whatever the policy raises."""
+        fitting: list[WorkerView] = []
+        full: list[WorkerView] = []
+        need_blocks: dict[int, int] = {}
+        for view in self._views:
+            worker = view._worker
+            if not worker.can_ever_hold(request):
                 continue
-            need_blocks = worker.blocks_for(request.num_tokens) - match.num_live_tokens // worker.block_size
-            if need_blocks <= room.blocks and worker.can_ever_hold(request) and worker.has_adapter(request):
-                best, least, blocks = room, cost, need_blocks
-        if best is None:
+            match = request.match_on(worker.id)
+            need = need_blocks[worker.id] = (
+                worker.blocks_for(request.num_tokens) - match.num_live_tokens // worker.block_size
+            )
+            has_room = view._free_slots > 0 and need <= view._free_blocks and worker.has_adapter(request)
+            if has_room and not worker.has_refused(request):
+                fitting.append(view)
+            elif worker.num_rows:  # else nothing would ever change there
+                full.append(view)
+        if not fitting:
             return None
-        best.load_tokens = least + request.num_tokens + ROW_COST_TOKENS
-        best.blocks -= blocks
-        best.seats -= 1
-        if not best.seats:
-            self._rooms.remove(best)
-        return best.worker
+        chosen = self._policy.place(view_of(request), fitting, full)
+        if not any(chosen is view for view in (*fitting, *full)):
+            raise PolicyError(f"placement: place returned {chosen!r}, which is none of the workers offered")
+        chosen._add(request, need_blocks[chosen.id])
+        return chosen._worker

@@ -1,9 +1,10 @@
-"""The decisions of a step, as interfaces (DESIGN §4): order, capacity, batch, and whom to preempt.
+"""The decisions of a step, as interfaces (DESIGN §4): order, placement, capacity, batch, and whom to preempt.
 
 A step of one worker is composed like this:
 
     batch.compose(step)                  what runs, with how many tokens; it asks, for requests that wait,
       order.ordered(now_s)                 in which order they are offered a place
+      placement.place(request, ...)        on which worker, if there are several
       capacity.admit(step, request, ...)   whether they may have one
     preemption.victims(step)             only if what runs needs more blocks than there are
     preemption.for_waiting(step)         only if a request was refused while some request runs several sequences
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -30,6 +31,7 @@ from sortedcontainers import SortedList
 if TYPE_CHECKING:
     from scheduler_svc.core.step import Step
     from scheduler_svc.core.view import RequestView, Running
+    from scheduler_svc.core.worker_view import FleetView, WorkerView
 
 
 Mode = Literal["recompute", "swap", "auto"]
@@ -196,6 +198,36 @@ class PreemptionPolicy(ABC):
         return ()
 
 
+class PlacementPolicy(ABC):
+    """Which worker a waiting request is bound to. Asked only while more than one worker is attached.
+
+    Nothing is bound by `place`. Each composition of a step places the waiting requests anew, in the order in force and
+    over all workers, until the step is full. Then the requests that were placed on the step's worker are bound to it.
+    So what `place` remembers about a request is void at the next `begin`; what should last is noted in `bound`.
+
+    The core decides where a request fits (slots, blocks, adapters, refusals); a policy chooses among these workers.
+    """
+
+    def begin(self, fleet: FleetView) -> None:  # noqa: B027
+        """Called before the requests of a composition are placed. `fleet` counts what this round has placed so far."""
+
+    @abstractmethod
+    def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
+        """The worker that the request should run on.
+
+        `workers` have room for the request now: at least one, by ascending id. `full` have no room now, run something,
+        and could hold the request later: if one of these is returned, the request waits.
+        """
+
+    def bound(self, request: RequestView, worker_id: int) -> str:
+        """The request is bound to the worker. Returns why, for `paceline explain`; "" if there is nothing to say.
+
+        Called also for a request that `place` did not put there: one that returns to the worker that swapped it out,
+        or one of a step that the default policies composed. Called again if the cache then has no room after all.
+        """
+        return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Policies:
     """What is in force."""
@@ -204,3 +236,4 @@ class Policies:
     capacity: CapacityPolicy
     batch: BatchPolicy
     preemption: PreemptionPolicy
+    placement: PlacementPolicy

@@ -131,7 +131,8 @@ class Rounds:
         draft = Draft(worker.id, decision, worker.slots.num_releases)
         if len(decision.growth) or decision.admissions:
             for admission in decision.admissions:
-                self._life.bind(worker, admission.request)
+                why = self._composer.bound(admission.request, worker.id) if len(self._workers) > 1 else ""
+                self._life.bind(worker, admission.request, why)
             worker.draft = draft
             drafts.append((worker, draft))
         else:

@@ -29,6 +29,7 @@ class DecodeRows:
     handles: Longs
     sessions: Longs
     session: int  # of all of them; -1 if they differ
+    base_tokens: int  # sum of `base`: at decode step t they have base_tokens + t * rows tokens
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -144,7 +145,8 @@ class SlotTable:
     def _decode_rows(self, slots: Slots) -> DecodeRows:
         sessions = self.session[slots]
         session = int(sessions[0]) if len(slots) and bool((sessions == sessions[0]).all()) else -1
-        return DecodeRows(slots, self.generation[slots], self.handle[slots], sessions, session)
+        base_tokens = int(self.base[slots].sum())
+        return DecodeRows(slots, self.generation[slots], self.handle[slots], sessions, session, base_tokens)
 
     def still_decoding(self, slots: list[int], stints: list[int]) -> Slots:
         """Those that decode, without a break since that stint."""

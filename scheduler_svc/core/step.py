@@ -14,7 +14,6 @@ from scheduler_svc.core.policy import PolicyError, Verdict
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step_view import StepView
 from scheduler_svc.core.view import RequestView, Running, view_of
-from scheduler_svc.core.worker import ROW_COST_TOKENS
 
 
 class Step(StepView):
@@ -130,7 +129,7 @@ class Step(StepView):
     def _place(self, admission: Admission) -> None:
         request = admission.request
         self._spend(admission.num_tokens)
-        self._worker.binding_tokens += admission.num_uncached_tokens + ROW_COST_TOKENS
+        self._worker.binding_tokens += admission.num_uncached_tokens
         self._placed[request.seniority] = admission
         num_computed = request.num_tokens - admission.num_uncached_tokens + admission.num_tokens
         self._computing.add(request, num_computed)

@@ -127,6 +127,11 @@ class RequestView:
         return self._request.max_new_tokens
 
     @property
+    def ignores_eos(self) -> bool:
+        """It generates `max_new_tokens` tokens, unless a stop token of its own comes first."""
+        return self._request.sampling.ignore_eos
+
+    @property
     def max_total_tokens(self) -> int:
         return self._request.max_total_tokens
 

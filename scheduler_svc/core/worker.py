@@ -21,9 +21,6 @@ from scheduler_svc.core.slots import DecodeRows, SlotTable
 if TYPE_CHECKING:
     from scheduler_svc.core.decision import Decision
 
-# A decoding row costs a step about as much as so many prefill tokens; it spreads equal requests evenly.
-ROW_COST_TOKENS = 16
-
 
 @dataclass(slots=True)
 class Prefill:
@@ -113,7 +110,7 @@ class Worker:
     num_further: int = 0  # running sequences that are further ones of their requests (Request.is_further_sequence)
     _refused: set[int] = field(default_factory=set)  # by seniority
     _refused_at: int = 0  # num_departed
-    binding_tokens: int = 0  # load of the requests that the draft binds
+    binding_tokens: int = 0  # uncached tokens of the requests that the draft binds
     # As in the registration, which is slow to read.
     num_blocks: int = field(init=False)
     block_size: int = field(init=False)
@@ -245,10 +242,22 @@ class Worker:
         return int(np.maximum(total_blocks - self.slots.capacity[slots] // self.block_size, 0).sum())
 
     @property
-    def load_tokens(self) -> int:
-        """A rough measure of how long a new prefill would wait here: prefill ahead of it, and decoding rows."""
-        prefill = sum(prefill.remaining_tokens for prefill in self.prefills.values())
-        return prefill + self.binding_tokens + ROW_COST_TOKENS * len(self.running)
+    def queued_prefill_tokens(self) -> int:
+        """Uncached prompt tokens of bound requests that no plan computes yet."""
+        return self.binding_tokens + sum(prefill.remaining_tokens for prefill in self.prefills.values())
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that run here, and those that the draft binds."""
+        return len(self.running) + (len(self.draft.decision.admissions) if self.draft else 0)
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of these sequences: what a step attends to that runs all of them."""
+        rows = self.slots.decode_rows()
+        tokens = rows.base_tokens + len(rows) * self.decode_step + sum(self.held.values())
+        tokens += sum(prefill.num_tokens for prefill in self.prefills.values())
+        return tokens + (sum(one.request.num_tokens for one in self.draft.decision.admissions) if self.draft else 0)
 
     @property
     def may_grow(self) -> bool:

@@ -15,6 +15,9 @@ class Choice:
     batch: str
     preemption: str
     options: dict[str, Any] = field(default_factory=dict)
+    placement: str = (
+        "prefix-first"  # the systems that the presets follow have one worker, or a router of another project
+    )
 
 
 DEFAULT = "paceline"

@@ -17,7 +17,15 @@ from typing import Any
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from scheduler_svc.core.policy import BatchPolicy, CapacityPolicy, OrderPolicy, Policies, PolicyError, PreemptionPolicy
+from scheduler_svc.core.policy import (
+    BatchPolicy,
+    CapacityPolicy,
+    OrderPolicy,
+    PlacementPolicy,
+    Policies,
+    PolicyError,
+    PreemptionPolicy,
+)
 from scheduler_svc.policies.presets import DEFAULT, PRESETS, Choice
 
 GROUP = "paceline.policies"
@@ -32,6 +40,7 @@ KINDS: dict[str, type] = {
     "capacity": CapacityPolicy,
     "batch": BatchPolicy,
     "preemption": PreemptionPolicy,
+    "placement": PlacementPolicy,
 }
 
 
@@ -64,12 +73,12 @@ def choose(
 
 
 def check_given(choice: Choice, options: Mapping[str, Any]) -> None:
-    """Raises PolicyError if one of these options, which somebody has asked for, is none of the four policies'."""
+    """Raises PolicyError if one of these options, which an operator has set, is none of the policies'."""
     of = {kind: _parameters(kind, find(kind, getattr(choice, kind))) for kind in KINDS}
     for name in options:
         if not any(name in known for known in of.values()):
-            four = ", ".join(f"{kind} {getattr(choice, kind)} ({', '.join(of[kind]) or 'none'})" for kind in KINDS)
-            raise PolicyError(f"options.{name}: none of the four policies has it; they and their options: {four}")
+            known = ", ".join(f"{kind} {getattr(choice, kind)} ({', '.join(of[kind]) or 'none'})" for kind in KINDS)
+            raise PolicyError(f"options.{name}: none of the policies has it; they and their options: {known}")
 
 
 def build(choice: Choice) -> Policies:

@@ -12,7 +12,7 @@ from services.cli.calls import call
 from services.cli.servers import add_flags
 
 PROG = "paceline policy"
-KINDS = ("order", "capacity", "batch", "preemption")
+KINDS = ("order", "capacity", "batch", "preemption", "placement")
 TIMEOUT_S = 10.0
 
 
@@ -79,6 +79,7 @@ def _show(stub: AdminServiceStub, _: argparse.Namespace) -> None:
         ("capacity", answer.capacities),
         ("batch", answer.batches),
         ("preemption", answer.preemptions),
+        ("placement", answer.placements),
     ):
         out.print(f"{title:11} {', '.join(known)}", soft_wrap=True)
 

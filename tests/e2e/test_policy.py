@@ -83,7 +83,7 @@ def test_get_says_what_is_in_force_and_what_there_is(small: Stack) -> None:
     assert "watermark=0.2" in first
     assert "long_prefill_token_threshold=64" in first
     known = {line.split()[0]: line for line in rest}
-    assert list(known) == ["presets", "order", "capacity", "batch", "preemption"]
+    assert list(known) == ["presets", "order", "capacity", "batch", "preemption", "placement"]
     assert "trtllm-no-evict" in known["presets"]
     assert "hrrn" in known["order"]
     set_policy(small, "paceline")

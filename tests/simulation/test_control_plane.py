@@ -34,6 +34,7 @@ class Run:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
+        self.placements = random.Random(f"placement {seed}")
         self.block_size = self.rng.choice([1, 2, 4, 8, 16])
         self.num_blocks = self.rng.choice([40, 80, 200, 1000]) // self.block_size + 2
         config = SchedulerConfig(
@@ -59,7 +60,9 @@ class Run:
         """Any preset, or any combination of policies."""
         rng = self.rng
         preset = rng.choice([*PRESETS])
-        overrides = {kind: rng.choice(sorted(names(kind))) for kind in KINDS if rng.random() < 0.3}
+        kinds = [kind for kind in KINDS if kind != "placement"]
+        overrides = {kind: rng.choice(sorted(names(kind))) for kind in kinds if rng.random() < 0.3}
+        overrides["placement"] = self.placements.choice(sorted(names("placement")))
         options = {
             "chunked_prefill": rng.random() < 0.5,
             "charges_blocks": rng.random() < 0.5,

@@ -53,7 +53,12 @@ def test_the_page_shows_the_code() -> None:
     for block in blocks_of("python") + blocks_of("toml"):
         name, _, code = block.partition("\n")
         shown[name.removeprefix("# ")] = code
-    assert set(shown) == {"custom_policies/capacity.py", "custom_policies/order.py", "pyproject.toml"}
+    assert set(shown) == {
+        "custom_policies/capacity.py",
+        "custom_policies/order.py",
+        "custom_policies/placement.py",
+        "pyproject.toml",
+    }
     for name, code in shown.items():
         assert code == (EXAMPLE / name).read_text(), f"docs/custom-policies.md shows another {name}"
     assert len(shown["custom_policies/capacity.py"].splitlines()) <= 30

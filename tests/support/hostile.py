@@ -10,10 +10,20 @@ from types import SimpleNamespace
 from typing import Any
 
 from scheduler_svc.core.decision import OutOfBlocks, Paused
-from scheduler_svc.policies.api import CapacityPolicy, PolicyError, RequestView, Running, Step, Verdict
+from scheduler_svc.policies.api import (
+    CapacityPolicy,
+    FleetView,
+    PolicyError,
+    RequestView,
+    Running,
+    Step,
+    Verdict,
+    WorkerView,
+)
 from scheduler_svc.policies.batch.decode_first import DecodeFirst
 from scheduler_svc.policies.capacity.watermark import Watermark
 from scheduler_svc.policies.order.fcfs import FirstComeFirstServed
+from scheduler_svc.policies.placement.prefix_first import PrefixFirst
 from scheduler_svc.policies.preemption.last_in import LastIn
 
 GOOD: dict[str, type] = {
@@ -21,12 +31,14 @@ GOOD: dict[str, type] = {
     "capacity": Watermark,
     "batch": DecodeFirst,
     "preemption": LastIn,
+    "placement": PrefixFirst,
 }
 HOOKS = {
     "order": ("add", "remove", "rematched", "started", "stopped", "ordered", "hopeless"),
     "capacity": ("begin", "admit", "planned"),
     "batch": ("compose", "planned"),
     "preemption": ("victims",),
+    "placement": ("begin", "place", "bound"),
 }
 # (policy, the good hook, what it was called with) -> what it answers
 Deed = Callable[[Any, Callable[..., Any], tuple[Any, ...]], Any]
@@ -79,11 +91,15 @@ def writes(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> A
                 write_to(request)
             for request, _, _ in given.held_back:
                 write_to(request)
+        for worker in given.workers if isinstance(given, FleetView) else ():
+            write_to(worker)
+        for worker in given if isinstance(given, list) else ():
+            write_to(worker)
     return good(*arguments)
 
 
 def write_to(given: object) -> None:
-    if not isinstance(given, Step | Running | RequestView):
+    if not isinstance(given, Step | Running | RequestView | FleetView | WorkerView):
         return
     for name in dir(given):
         if name.startswith("_"):
@@ -312,6 +328,19 @@ def old_victims(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...])
     return old
 
 
+# ── placement ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def waits_for_a_full_worker(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    _, workers, full = arguments
+    return full[0] if full else workers[-1]
+
+
+def places_on_an_old_view(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    old, self.kept = self.kept, good(*arguments)
+    return old
+
+
 DEEDS: dict[tuple[str, str], list[Deed]] = {
     ("order", "ordered"): [
         *map(answer, (None, 5, [None], ["x"], [])), twice, for_ever, leaves_out, breaks_off, names_the_gone
@@ -330,6 +359,8 @@ DEEDS: dict[tuple[str, str], list[Deed]] = {
     ],
     ("batch", "planned"): [decides_when_planned],
     ("preemption", "victims"): [*map(answer, (None, 5, [None], [])), twice, for_ever, old_victims],
+    ("placement", "place"): [*map(answer, (None, 5, "worker 1")), waits_for_a_full_worker, places_on_an_old_view],
+    ("placement", "bound"): [*map(answer, (None, 5, "x" * 10**6))],
 }  # fmt: skip
 
 

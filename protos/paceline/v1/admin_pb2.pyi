@@ -50,11 +50,14 @@ class PolicyChoice(_message.Message):
     BATCH_FIELD_NUMBER: _builtins.int
     PREEMPTION_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
+    PLACEMENT_FIELD_NUMBER: _builtins.int
     preset: _builtins.str
     order: _builtins.str
     capacity: _builtins.str
     batch: _builtins.str
     preemption: _builtins.str
+    placement: _builtins.str
+    """Which worker a request runs on."""
     @_builtins.property
     def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Values are JSON."""
@@ -68,10 +71,11 @@ class PolicyChoice(_message.Message):
         batch: _builtins.str = ...,
         preemption: _builtins.str = ...,
         options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        placement: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "capacity", b"capacity", "options", b"options", "order", b"order", "preemption", b"preemption", "preset", b"preset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "capacity", b"capacity", "options", b"options", "order", b"order", "placement", b"placement", "preemption", b"preemption", "preset", b"preset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -103,6 +107,7 @@ class GetPolicyResponse(_message.Message):
     BATCHES_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     FAILED_ORDER_FIELD_NUMBER: _builtins.int
+    PLACEMENTS_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     FALLBACK_FIELD_NUMBER: _builtins.int
@@ -123,6 +128,8 @@ class GetPolicyResponse(_message.Message):
     @_builtins.property
     def preemptions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
+    def placements(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyFailure]:
         """Failures since policies were last put in force, one entry a kind."""
 
@@ -140,13 +147,14 @@ class GetPolicyResponse(_message.Message):
         batches: _abc.Iterable[_builtins.str] | None = ...,
         preemptions: _abc.Iterable[_builtins.str] | None = ...,
         failed_order: _builtins.str = ...,
+        placements: _abc.Iterable[_builtins.str] | None = ...,
         failures: _abc.Iterable[Global___PolicyFailure] | None = ...,
         num_steps: _builtins.int = ...,
         fallback: Global___PolicyChoice | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "fallback", b"fallback"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "capacities", b"capacities", "choice", b"choice", "failed_order", b"failed_order", "failures", b"failures", "fallback", b"fallback", "num_steps", b"num_steps", "orders", b"orders", "preemptions", b"preemptions", "presets", b"presets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "capacities", b"capacities", "choice", b"choice", "failed_order", b"failed_order", "failures", b"failures", "fallback", b"fallback", "num_steps", b"num_steps", "orders", b"orders", "placements", b"placements", "preemptions", b"preemptions", "presets", b"presets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -164,7 +164,9 @@ def test_an_option_that_is_asked_for_has_to_be_somebodys() -> None:
     given = {"watermark": 0.5, "chunked_prefill": True}
     choice = choose("sglang", options=given)
     assert build(choice), "left out"
-    with pytest.raises(PolicyError, match=r"^options\.watermark: none of the four .* token-ratio \(init_new_token_"):
+    with pytest.raises(
+        PolicyError, match=r"^options\.watermark: none of the policies .* token-ratio \(init_new_token_"
+    ):
         check_given(choice, given)
     check_given(choice, {"chunked_prefill": True})
 

@@ -68,7 +68,7 @@ def test_who_needs_another_adapter_does_not_wait_for_the_worker_that_is_less_bus
         system.submit("s", handle, [8] * 6, params(400))
         play(20)
     first, second = system.scheduler.workers.values()
-    assert (first.loras.keys(), first.load_tokens < second.load_tokens) == ({"x"}, True)
+    assert (first.loras.keys(), first.num_rows < second.num_rows) == ({"x"}, True)
     system.submit("s", 4, [7] * 6, params(5), lora="y")
     play(100)
     assert client.endings[4].reason == FINISH_REASON_LENGTH

@@ -78,7 +78,7 @@ async def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
         ({"options": {"watermark": "[" * 100_000}}, r"options.watermark: '\[{80}' is not JSON"),
         ({"options": {"watermark": "true"}}, "options.watermark: Input should be a valid number"),
         ({"options": {"watermark": "NaN"}}, "options.watermark: Input should be a finite number"),
-        ({"preset": "sglang", "options": {"watermark": "0.5"}}, "options.watermark: none of the four policies has it"),
+        ({"preset": "sglang", "options": {"watermark": "0.5"}}, "options.watermark: none of the policies has it"),
         ({"order": "json:loads"}, "order: json:loads is no OrderPolicy"),
     ):
         with pytest.raises(Aborted, match=word) as aborted:

@@ -1,0 +1,155 @@
+"""What a placement policy sees of the workers, read-only. Everything counts what the round has placed so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler_svc.core.prefixes import PrefixIndex, common_blocks
+from scheduler_svc.core.request import TOKEN_BYTES, Request
+from scheduler_svc.core.step_time import UNKNOWN, StepTime
+from scheduler_svc.core.view import RequestView
+from scheduler_svc.core.worker import Worker
+
+
+class WorkerView:
+    """A worker, while a round places requests. Only names that begin with _ can be written: they are the core's own."""
+
+    __slots__ = ("_context_tokens", "_free_blocks", "_free_slots", "_placed", "_prefill_tokens", "_rows", "_worker")
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._free_slots = worker.free_seats
+        self._free_blocks = worker.free_blocks
+        self._rows = worker.num_rows
+        self._prefill_tokens = worker.queued_prefill_tokens
+        self._context_tokens = -1  # until it is asked for
+        self._placed: PrefixIndex[Request] | None = None  # and what has prefill queued here; once it is asked for
+
+    def __repr__(self) -> str:
+        return f"<worker {self.id}: {self._rows} rows, {self._prefill_tokens} prompt tokens queued>"
+
+    @property
+    def id(self) -> int:
+        return self._worker.id
+
+    # ── load ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that run here, are about to, or were placed here in this round."""
+        return self._rows
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """Their uncached prompt tokens that no plan computes yet: a new request waits for these."""
+        return self._prefill_tokens
+
+    @property
+    def context_tokens(self) -> int:
+        """All their known tokens: what a decode step attends to."""
+        if self._context_tokens < 0:
+            self._context_tokens = self._worker.context_tokens
+        return self._context_tokens
+
+    @property
+    def free_slots(self) -> int:
+        return self._free_slots
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that are free or only cached."""
+        return self._free_blocks
+
+    # ── the worker itself ────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def block_size(self) -> int:
+        """Tokens."""
+        return self._worker.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return self._worker.num_blocks
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Slots."""
+        return self._worker.slots.num_slots
+
+    @property
+    def max_batched_tokens(self) -> int:
+        """Token budget of a step."""
+        return self._worker.max_batched_tokens
+
+    @property
+    def step_time(self) -> StepTime:
+        """What its steps take, as fitted to its results."""
+        return UNKNOWN
+
+    @property
+    def in_flight_s(self) -> float:
+        """Predicted seconds of the steps that were sent and have not come back, with no time taken off for what has run
+        of them: a request that is bound now runs after these."""
+        return 0.0
+
+    # ── a request's prefix ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def matched_tokens(self, request: RequestView) -> int:
+        """Tokens of the request that the worker has in its cache, or swapped out."""
+        return request._request.match_on(self._worker.id).num_tokens
+
+    def cached_tokens(self, request: RequestView) -> int:
+        """Tokens of the request that need not be computed here: cached ones, and whole blocks that a request ahead of
+        it computes (one that was placed here in this round, or the prefill of which is queued here)."""
+        return self._cached_tokens(request._request)
+
+    def _cached_tokens(self, request: Request) -> int:
+        worker = self._worker
+        matched = request.match_on(worker.id).num_tokens
+        if not worker.prefix_caching or request.swapped_on or request.scores_prompt:
+            return matched
+        if self._placed is None:
+            self._placed = PrefixIndex(worker.block_size)
+            for slot in worker.prefills:
+                self._placed.add(worker.running[slot], worker.running[slot].num_tokens)
+            for admission in worker.draft.decision.admissions if worker.draft else ():
+                self._placed.add(admission.request, admission.request.num_tokens)
+        if not len(self._placed):
+            return matched
+        size = worker.block_size
+        shared = depth = matched // size * size
+        whole = (request.num_tokens - 1) // size * size
+        tokens = request.token_ids
+        for other, num_tokens in self._placed.alike(request, depth):
+            end = min(whole, num_tokens // size * size)
+            if end > shared and other.namespace == request.namespace:
+                others = other.token_ids
+                if others.startswith(tokens[: shared * TOKEN_BYTES]):
+                    shared = common_blocks(others, tokens, shared, end, size)
+            if shared >= whole:
+                break
+        return max(shared, matched)
+
+    def _add(self, request: Request, need_blocks: int) -> None:
+        """The round has placed the request here."""
+        self._prefill_tokens += request.num_tokens - self._cached_tokens(request)
+        self._context_tokens = self.context_tokens + request.num_tokens
+        self._rows += 1
+        self._free_slots -= 1
+        self._free_blocks -= need_blocks
+        if self._placed is not None:
+            self._placed.add(request, request.num_tokens)
+
+
+class FleetView:
+    """All workers of a round, full ones too."""
+
+    __slots__ = ("_workers",)
+
+    def __init__(self, workers: Sequence[WorkerView]) -> None:
+        self._workers = tuple(workers)
+
+    @property
+    def workers(self) -> Sequence[WorkerView]:
+        """By ascending id; without those that drain."""
+        return self._workers

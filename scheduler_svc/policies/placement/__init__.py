@@ -1,0 +1,1 @@
+"""Which worker a request runs on."""

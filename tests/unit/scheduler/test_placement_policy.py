@@ -1,0 +1,137 @@
+"""Placement as a plug-in decision: what a policy sees, what it may answer, and what its mistakes cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from scheduler_svc.policies.api import FleetView, PlacementPolicy, RequestView, WorkerView
+from scheduler_svc.policies.registry import build, choose
+from simulator.system import LocalSystem
+from tests.unit.scheduler.test_placement import Recorder, submit_at_once
+
+
+class LastWorker(PlacementPolicy):
+    """Places each request on the last worker with room, and notes what it sees."""
+
+    def __init__(self) -> None:
+        self.fleets: list[FleetView] = []
+        self.seen: list[tuple[str, list[tuple[int, int, int, int]]]] = []
+        self.bound_to: list[tuple[str, int]] = []
+
+    def begin(self, fleet: FleetView) -> None:
+        self.fleets.append(fleet)
+        self.seen.clear()
+
+    def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
+        views = [(w.id, w.num_rows, w.queued_prefill_tokens, w.cached_tokens(request)) for w in workers]
+        self.seen.append((request.request_id, views))
+        return workers[-1]
+
+    def bound(self, request: RequestView, worker_id: int) -> str:
+        self.bound_to.append((request.request_id, worker_id))
+        return "it is the last one"
+
+
+def system_with(policy: PlacementPolicy, workers: Sequence[Recorder], errors: list[Exception]) -> LocalSystem:
+    policies = dataclasses.replace(build(choose()), placement=policy)
+    system = LocalSystem(policies=policies, on_policy_error=errors.append)
+    for worker in workers:
+        system.attach(worker)
+    system.open("s", window=1 << 20)
+    return system
+
+
+def let_in(worker: Recorder) -> list[str]:
+    return [name for names in worker.let_in for name in names]
+
+
+def test_a_policy_decides_which_worker_runs_a_request() -> None:
+    policy, workers = LastWorker(), [Recorder(), Recorder(max_num_seqs=3)]
+    system = system_with(policy, workers, [])
+    submit_at_once(system, [[9 + i] * 4 for i in range(5)], max_tokens=50)
+    system.run()
+    assert [let_in(worker) for worker in workers] == [["4", "5"], ["1", "2", "3"]], "3 slots, then the other worker"
+    assert sorted(policy.bound_to) == [("1", 2), ("2", 2), ("3", 2), ("4", 1), ("5", 1)]
+    spans = system.scheduler.journal.explain("1", system.now_s)
+    assert spans is not None
+    assert [span.detail for span in spans if span.reason == "running"] == ["on worker 2: it is the last one"]
+    system.assert_at_rest()
+
+
+def test_a_prefix_that_an_earlier_request_of_the_round_computes_counts_as_cached() -> None:
+    seen: dict[str, list[tuple[int, int, int, int]]] = {}
+
+    class Notes(LastWorker):
+        def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
+            chosen = super().place(request, workers, full)
+            seen.setdefault(request.request_id, self.seen[-1][1])
+            return chosen
+
+    workers = [Recorder(max_batched_tokens=256), Recorder(max_batched_tokens=256)]
+    system = system_with(Notes(), workers, [])
+    shared = [100 + i for i in range(40)]
+    submit_at_once(system, [[*shared, 5, 6], [*shared, 7, 8], [9] * 10])
+    system.run()
+    assert seen["1"] == [(1, 0, 0, 0), (2, 0, 0, 0)]
+    assert seen["2"] == [(1, 0, 0, 0), (2, 1, 42, 40)], "ten blocks of four tokens are computed ahead of it"
+    assert seen["3"] == [(1, 0, 0, 0), (2, 2, 44, 0)]
+
+
+def test_a_request_may_wait_for_a_full_worker_and_for_no_other_one() -> None:
+    class WaitsForTheFirst(LastWorker):
+        def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
+            return min([*workers, *full], key=lambda worker: worker.id)
+
+    workers = [Recorder(max_num_seqs=2), Recorder()]
+    system = system_with(WaitsForTheFirst(), workers, [])
+    submit_at_once(system, [[9 + i] * 4 for i in range(6)])
+    system.run()
+    assert [let_in(worker) for worker in workers] == [["1", "2", "3", "4", "5", "6"], []]
+    system.assert_at_rest()
+
+
+class Raises(LastWorker):
+    def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
+        raise ZeroDivisionError("division by zero")
+
+
+class NamesNone(LastWorker):
+    def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
+        return None  # type: ignore[return-value]
+
+
+class NamesAnOldView(LastWorker):
+    def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
+        return self.fleets[0].workers[0] if len(self.fleets) > 1 else workers[0]
+
+
+@pytest.mark.parametrize("policy", [Raises, NamesNone, NamesAnOldView])
+def test_a_policy_that_fails_is_counted_and_costs_no_request(policy: type[LastWorker]) -> None:
+    errors: list[Exception] = []
+    workers = [Recorder(), Recorder()]
+    system = system_with(policy(), workers, errors)
+    submit_at_once(system, [[9 + i] * 4 for i in range(6)])
+    system.run()
+    assert sorted(let_in(workers[0]) + let_in(workers[1])) == ["1", "2", "3", "4", "5", "6"]
+    assert let_in(workers[0]), "the default policy places them on both"
+    assert let_in(workers[1])
+    assert len(errors) == system.scheduler.counters.policy_errors > 0
+    system.assert_at_rest()
+
+
+def test_a_policy_is_not_asked_while_one_worker_is_attached() -> None:
+    errors: list[Exception] = []
+    policy = Raises()
+    system = system_with(policy, [Recorder()], errors)
+    submit_at_once(system, [[9] * 4])
+    system.run()
+    assert not errors
+    assert not policy.fleets
+
+
+def test_prefix_first_is_a_choice_by_name() -> None:
+    policies = build(choose("", {"placement": "prefix-first"}, {"row_cost_tokens": 3}))
+    assert policies.placement.row_cost_tokens == 3  # type: ignore[attr-defined]
