@@ -17,6 +17,7 @@ from scheduler_svc.core.policy_failures import PolicyFailures
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import Step
+from scheduler_svc.core.step_time import FleetStepTimes, OutputLength
 from scheduler_svc.core.trials import TrialBatch, TrialCapacity, candidates
 from scheduler_svc.core.types import Counters
 from scheduler_svc.core.view import view_of
@@ -40,8 +41,12 @@ class Composer:
         counters: Counters,
         on_policy_error: Callable[[Exception], None],
         budgets: Budgets,
+        step_times: FleetStepTimes,
+        output_length: OutputLength,
     ) -> None:
         """`fallback` makes the policies that compose a step when those in force fail at it."""
+        self._step_times = step_times
+        self._output_length = output_length
         self.policies = policies
         self._budgets = budgets
         free_tokens = budgets.free_tokens if budgets.limits_tenants else None
@@ -171,7 +176,8 @@ class Composer:
             queue, placement = self.queue, None
             if len(workers) > 1:
                 policy = (self.policies if ordered_at_s is not None else self._fallback).placement
-                placement = Placement(workers.values(), policy)
+                self._step_times.begin([other.step_fit for other in workers.values()])
+                placement = Placement(workers.values(), policy, self._output_length.mean_tokens)
             limited, tenant_tokens = self._budgets.limits_tenants, self._budgets.tenant_tokens
             for request in iter(queue) if ordered_at_s is None else queue.ordered(ordered_at_s):
                 if request.matches is None:

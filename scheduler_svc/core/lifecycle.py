@@ -22,6 +22,7 @@ from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.rejection import CODE_DEADLINE_EXCEEDED, CODE_INTERNAL, CODE_UNAVAILABLE, Rejection
 from scheduler_svc.core.request import Match, Phase, Request
 from scheduler_svc.core.sessions import Session
+from scheduler_svc.core.step_time import OutputLength
 from scheduler_svc.core.swapping import Swaps
 from scheduler_svc.core.types import Counters, SchedulerConfig
 from scheduler_svc.core.worker import Worker
@@ -41,7 +42,9 @@ class Lifecycle:
         workers: dict[int, Worker],
         sessions: dict[str, Session],
         counters: Counters,
+        output_length: OutputLength,
     ) -> None:
+        """`output_length` learns from what ends."""
         self.config = config
         self.queue = queue
         self.budgets = budgets
@@ -51,6 +54,7 @@ class Lifecycle:
         self.now_s = 0.0
         # The first tick that found no worker attached; None while one is.
         self.no_worker_since_s: float | None = None
+        self._output_length = output_length
         self._cache = cache
         self._workers = workers
         self._sessions = sessions
@@ -343,6 +347,8 @@ class Lifecycle:
         self._withdraw(request)
         if request.deadline_s < math.inf:
             self._deadlines.pop((request.deadline_s, request.seniority), None)
+        if reason in (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH) and request.group is None:
+            self._output_length.add(request.num_output_tokens)
         name = REASONS[reason]
         self.counters.finished[name] = self.counters.finished.get(name, 0) + 1
         self.journal.ended(request, name if error is None else error.message, self.now_s)

@@ -18,10 +18,12 @@ class Placement:
     and every composition places the requests anew.
     """
 
-    def __init__(self, workers: Iterable[Worker], policy: PlacementPolicy) -> None:
+    def __init__(
+        self, workers: Iterable[Worker], policy: PlacementPolicy, mean_output_tokens: float | None = None
+    ) -> None:
         self._policy = policy
         self._views = [WorkerView(worker) for worker in workers if not worker.draining]
-        policy.begin(FleetView(self._views))
+        policy.begin(FleetView(self._views, mean_output_tokens))
 
     def place(self, request: Request) -> Worker | None:
         """The worker that the request is placed on, which may have no room: then the request waits for it. None if no

@@ -296,7 +296,16 @@ class Planner:
             plan.prefill_tokens = packed(sizes.values())
         worker.add_swap_outs(plan)
         sampled = len(rows) + sum(chunk.samples for chunk in chunks)
-        step = StepInFlight(plan.step, rows, worker.decode_step, slots.num_releases, tuple(chunks), sampled)
+        step = StepInFlight(
+            step=plan.step,
+            rows=rows,
+            decode_step=worker.decode_step,
+            num_releases=slots.num_releases,
+            chunks=tuple(chunks),
+            num_sampled=sampled,
+            new_tokens=sum(sizes.values()),
+            context_tokens=rows.base_tokens + len(rows) * worker.decode_step,
+        )
         worker.in_flight.append(step)
         if len(rows):
             self._advance_decodes(worker)

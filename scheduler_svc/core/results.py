@@ -34,6 +34,9 @@ class ResultReader:
         Raises ProtocolError if it is not the result of that step.
         """
         step = self._matching_step(worker, result)
+        if result.finished_us and step.step > 1:  # the first step of a link may compile kernels
+            seconds = (result.finished_us - result.started_us) * 1e-6
+            worker.step_fit.add(step.new_tokens, step.context_tokens, step.num_rows, seconds)
         tokens = np.frombuffer(result.token_ids, np.int32)
         failed = {error.slot: error for error in result.errors} if result.errors else {}
         logprobs = {item.slot: item for item in result.logprobs} if result.logprobs else {}

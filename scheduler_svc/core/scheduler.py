@@ -49,6 +49,7 @@ from scheduler_svc.core.results import ResultReader
 from scheduler_svc.core.rounds import Rounds
 from scheduler_svc.core.sessions import Publisher, Session
 from scheduler_svc.core.slots import SlotTable
+from scheduler_svc.core.step_time import FleetStepTimes, OutputLength
 from scheduler_svc.core.suspects import Absence, Loss, Suspects
 from scheduler_svc.core.trials import Trials
 from scheduler_svc.core.types import Counters, Failure, Outbox, SchedulerConfig
@@ -77,13 +78,19 @@ class SchedulerCore:
         self._publisher = Publisher(self.sessions)
         self._outbox = Outbox()
         self._next_worker = 1
+        self._step_times = FleetStepTimes()
         self._told: bytes = b""
         self._told_full = False
         self._cache = CacheLink(epoch)
         budgets = Budgets(config)
-        self._composer = Composer(policies, fallback, self.counters, on_policy_error, budgets)
+        output_length = OutputLength()
+        self._composer = Composer(
+            policies, fallback, self.counters, on_policy_error, budgets, self._step_times, output_length
+        )
         self.queue = self._composer.queue
-        self.life = Lifecycle(config, self.queue, budgets, self._cache, self.workers, self.sessions, self.counters)
+        self.life = Lifecycle(
+            config, self.queue, budgets, self._cache, self.workers, self.sessions, self.counters, output_length
+        )
         self._recovery = Recovery(self._cache, self.workers, self.life)
         self._groups = BeamGroups(self.life, self.workers)
         exceeded = self.life.budgets.exceeded
@@ -294,6 +301,7 @@ class SchedulerCore:
     def _lose(self, worker: Worker, why: str, first: int = 0, last: int = 0, absence: Absence | None = None) -> None:
         """Steps `first` to `last` are to blame, if they are given (the first step is 1)."""
         del self.workers[worker.id]
+        self._step_times.left(worker.step_fit)
         self.journal.worker_gone(worker.id)
         if self._cache.connected:
             self._cache.forget_worker(worker.id)

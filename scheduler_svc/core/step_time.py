@@ -1,8 +1,31 @@
-"""How long a step of a worker takes."""
+"""How long a step of a worker takes, fitted to the results of its steps. No clock: results bring their times."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+# The sums forget: a step counts 1/e of what it counted so many steps of its kind ago. At 10 ms a step that is 1.3 s,
+# so the fit follows a machine that gets slower, and a hundred steps average out a jitter of 10 % to 1 %.
+MEMORY_STEPS = 128
+# The model before the latest steps counts as so many steps in each direction. So it decides what these say nothing on.
+PRIOR_STEPS = 4.0
+# As above, for a model that is no measurement: any step outweighs it.
+GUESS_STEPS = 0.01
+# After so many steps the fit is trusted to tell a stall from a step.
+TRUSTED_STEPS = 16
+# A step that takes longer than so many times its prediction counts as taking that.
+MOST_TIMES_PREDICTED = 4.0
+# A worker has another speed if so many steps in a row take so many times as long as predicted, or less than one part of
+# so many.
+OTHER_SPEED = 2.0
+OTHER_SPEED_STEPS = 8
+# The model is solved for after each of the first steps, then every so many steps: 20 us, so below 1 us a step.
+SOLVE_EVERY_STEPS = 32
+LEAST_S = 1e-6
+# What the steps cannot tell apart is shared out as the model before had it: base 90 %, rows 2 %, ... A coefficient that
+# had less than this part of a step is treated as if it had had so much, or it could never grow.
+LEAST_PART = 0.02
 
 
 class StepTime(NamedTuple):
@@ -10,13 +33,223 @@ class StepTime(NamedTuple):
 
     base_s: float
     token_s: float  # for each prompt token that the step computes
-    context_s: float  # for each token that its rows attend to
+    context_s: float  # for each token that its decoding rows attend to
     row_s: float  # for each sequence in it
 
     def of(self, new_tokens: float, context_tokens: float, rows: float) -> float:
-        """Seconds of a step with so many prompt tokens, tokens that its rows attend to, and rows."""
+        """Seconds of a step with so many prompt tokens, tokens that its decoding rows attend to, and rows."""
         return self.base_s + self.token_s * new_tokens + self.context_s * context_tokens + self.row_s * rows
 
 
-# Before any worker has returned a result. Only the ratios count, and only for the first few steps.
-UNKNOWN = StepTime(base_s=5e-3, token_s=5e-5, context_s=1e-8, row_s=5e-5)
+# Before any worker has returned a result. Only the ratios count, and only for the first few steps: they are those of a
+# model of 8B parameters on one H200.
+UNKNOWN = StepTime(base_s=5e-3, token_s=2e-5, context_s=3e-8, row_s=1e-5)
+
+
+class StepTimeFit:
+    """Ridge regression with forgetting, in relative errors, non-negative. One per worker.
+
+    Steps with prompt tokens and steps without are summed apart, each forgetting only when a step of its kind comes: a
+    worker that decodes for an hour still knows what a prompt token costs. The ridge pulls to the model before the
+    latest steps, and at first to that of the fleet: where the steps say nothing (the rows never change, so base and
+    row cannot be told apart), what was known stays.
+    """
+
+    __slots__ = (
+        "_decodes",
+        "_next_solve",
+        "_num_ratios",
+        "_num_steps",
+        "_prefills",
+        "_prior_steps",
+        "_ratios",
+        "_side",
+        "time",
+    )
+
+    def __init__(self, prior: StepTime = UNKNOWN) -> None:
+        self._num_steps = 0
+        self.start_from(prior)
+        self._next_solve = 1
+        self._side, self._num_ratios, self._ratios = 0, 0, 0.0  # of the last steps in a row at another speed
+        self._decodes = _Sums()
+        self._prefills = _Sums()
+
+    @property
+    def is_new(self) -> bool:
+        """No step has been added."""
+        return not self._num_steps
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it can be the prior of another worker."""
+        return self._num_steps >= TRUSTED_STEPS
+
+    def start_from(self, prior: StepTime) -> None:
+        """The model until the first step is solved for."""
+        self.time = prior
+        self._prior_steps = GUESS_STEPS if prior is UNKNOWN else PRIOR_STEPS
+
+    def add(self, new_tokens: int, context_tokens: int, rows: int, seconds: float) -> None:
+        """A step has taken so long. 3 us, solving included."""
+        seconds = max(seconds, LEAST_S)
+        scale = seconds
+        if self._num_steps >= TRUSTED_STEPS or self._prior_steps == PRIOR_STEPS:
+            scale = max(self.time.of(new_tokens, context_tokens, rows), LEAST_S)
+            self._watch_speed(seconds / scale)
+            seconds = min(seconds, MOST_TIMES_PREDICTED * scale)
+        sums = self._prefills if new_tokens else self._decodes
+        sums.add(1.0 / scale, new_tokens / scale, context_tokens / scale, rows / scale, seconds / scale)
+        self._num_steps += 1
+        if self._num_steps >= self._next_solve:
+            self._next_solve = self._num_steps + min(self._num_steps, SOLVE_EVERY_STEPS)
+            self._solve()
+
+    def _watch_speed(self, ratio: float) -> None:
+        """So many steps in a row that took twice as long as predicted are no stall: the machine has become slower (or
+        faster, likewise). The model is scaled, and what was summed up before is dropped."""
+        side = (ratio > OTHER_SPEED) - (ratio < 1 / OTHER_SPEED)
+        if not side or side != self._side:
+            self._side, self._num_ratios, self._ratios = side, 0, 0.0
+        if not side:
+            return
+        self._num_ratios += 1
+        self._ratios += ratio
+        if self._num_ratios == OTHER_SPEED_STEPS:
+            mean = self._ratios / self._num_ratios
+            self.time = StepTime(*(value * mean for value in self.time))
+            self._decodes, self._prefills = _Sums(), _Sums()
+            self._side = 0
+
+    def _solve(self) -> None:
+        """Non-negative least squares with a ridge: solve; set the most negative coefficient to 0; again."""
+        one, other = self._decodes, self._prefills
+        products, targets = _merged(one, other)
+        num_steps = one.num_steps / one.weight + other.num_steps / other.weight
+        means = [products[i][i] / num_steps for i in range(4)]  # of squared features
+        means[1] *= num_steps / max(other.num_steps / other.weight, 1e-9)
+        parts = [seconds * mean**0.5 for seconds, mean in zip(self.time, means, strict=True)]
+        whole = max(sum(parts), 1e-9)
+        for i in range(4):
+            ridge = self._prior_steps * means[i] / max(parts[i] / whole, LEAST_PART) if means[i] else 1.0
+            products[i][i] += ridge
+            targets[i] += ridge * self.time[i]
+        free = [0, 1, 2, 3]
+        while True:
+            solved = _solved(products, targets, free)
+            i = min(free, key=lambda i: solved[i] * products[i][i] ** 0.5)
+            if solved[i] >= 0:
+                break
+            free.remove(i)
+        self.time = StepTime(*solved)
+        self._prior_steps = PRIOR_STEPS if self.is_measured else self._prior_steps
+
+
+class _Sums:
+    """Sums over steps, of products of their four features and of these with the target. The latest step weighs
+    `weight`: it grows by a factor each step, which is cheaper than to shrink all that was summed."""
+
+    __slots__ = ("num_steps", "products", "targets", "weight")
+
+    GROWTH = 1.0 + 1.0 / MEMORY_STEPS
+    MOST = 1e100
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self.num_steps = 0.0
+        self.products = [0.0] * 10  # the upper triangle by rows
+        self.targets = [0.0] * 4
+
+    def add(self, one: float, new: float, context: float, rows: float, target: float) -> None:
+        self.weight = weight = self.weight * self.GROWTH
+        self.num_steps += weight
+        products, targets = self.products, self.targets
+        first, third, fourth = weight * one, weight * context, weight * rows
+        products[0] += first * one
+        products[2] += first * context
+        products[3] += first * rows
+        products[7] += third * context
+        products[8] += third * rows
+        products[9] += fourth * rows
+        targets[0] += first * target
+        targets[2] += third * target
+        targets[3] += fourth * target
+        if new:
+            second = weight * new
+            products[1] += second * one
+            products[4] += second * new
+            products[5] += second * context
+            products[6] += second * rows
+            targets[1] += second * target
+        if weight > self.MOST:
+            self.products = [value / weight for value in products]
+            self.targets = [value / weight for value in targets]
+            self.num_steps /= weight
+            self.weight = 1.0
+
+
+def _merged(one: _Sums, other: _Sums) -> tuple[list[list[float]], list[float]]:
+    """The 4 x 4 matrix of products and the targets of both, the latest step of each weighing 1."""
+    p = [x / one.weight + y / other.weight for x, y in zip(one.products, other.products, strict=True)]
+    matrix = [[p[0], p[1], p[2], p[3]], [p[1], p[4], p[5], p[6]], [p[2], p[5], p[7], p[8]], [p[3], p[6], p[8], p[9]]]
+    return matrix, [x / one.weight + y / other.weight for x, y in zip(one.targets, other.targets, strict=True)]
+
+
+def _solved(matrix: list[list[float]], targets: list[float], free: list[int]) -> list[float]:
+    """Solve for the free coefficients, the others being 0. Gauss; the matrix is symmetric and positive definite, for
+    which no pivoting is needed, whatever the scales of the coefficients."""
+    rows = [[*(matrix[i][j] for j in free), targets[i]] for i in free]
+    size = len(free)
+    for k in range(size):
+        pivot = rows[k]
+        for i in range(k + 1, size):
+            factor = rows[i][k] / pivot[k]
+            if factor:
+                row = rows[i]
+                for j in range(k, size + 1):
+                    row[j] -= factor * pivot[j]
+    solved = [0.0] * 4
+    for k in range(size - 1, -1, -1):
+        row = rows[k]
+        rest = sum(row[j] * solved[free[j]] for j in range(k + 1, size))
+        solved[free[k]] = (row[size] - rest) / row[k]
+    return solved
+
+
+class FleetStepTimes:
+    """What a worker starts from: the mean of the workers that were measured; else the last one that left."""
+
+    def __init__(self) -> None:
+        self._last = UNKNOWN
+
+    def left(self, fit: StepTimeFit) -> None:
+        if fit.is_measured:
+            self._last = fit.time
+
+    def begin(self, fits: Sequence[StepTimeFit]) -> None:
+        """Give the fits that have no step yet what is known of the others by now."""
+        if not any(fit.is_new for fit in fits):
+            return
+        measured = [fit.time for fit in fits if fit.is_measured]
+        prior = self._last
+        if measured:
+            prior = StepTime(*(sum(values) / len(measured) for values in zip(*measured, strict=True)))
+        for fit in fits:
+            if fit.is_new:
+                fit.start_from(prior)
+
+
+class OutputLength:
+    """The mean number of tokens that requests generate, to which the latest 128 or so contribute most."""
+
+    MEMORY_REQUESTS = 128
+
+    def __init__(self) -> None:
+        self.mean_tokens: float | None = None  # None until a request has ended
+        self._num_requests = 0
+
+    def add(self, num_tokens: int) -> None:
+        """A request has ended by itself, with so many output tokens."""
+        self._num_requests = min(self._num_requests + 1, self.MEMORY_REQUESTS)
+        mean = self.mean_tokens or 0.0
+        self.mean_tokens = mean + (num_tokens - mean) / self._num_requests

@@ -17,6 +17,7 @@ from scheduler_svc.core.grammars import WorkerGrammars
 from scheduler_svc.core.progress import Progress
 from scheduler_svc.core.request import Phase, Request
 from scheduler_svc.core.slots import DecodeRows, SlotTable
+from scheduler_svc.core.step_time import StepTimeFit
 
 if TYPE_CHECKING:
     from scheduler_svc.core.decision import Decision
@@ -57,6 +58,12 @@ class StepInFlight(NamedTuple):
     num_releases: int  # of the slot table when the plan was made
     chunks: tuple[Chunk, ...]
     num_sampled: int
+    new_tokens: int  # prompt tokens that it computes
+    context_tokens: int  # that its decoding rows attend to
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows) + len(self.chunks)
 
     def seats(self) -> Iterator[tuple[int, int]]:
         """Slots and generations of all its rows."""
@@ -83,6 +90,7 @@ class Worker:
     available_blocks: int
     prefix_caching: bool = True
     progress: Progress = field(default_factory=Progress)
+    step_fit: StepTimeFit = field(default_factory=StepTimeFit)
     kept: list[KeptSequence] = field(default_factory=list)  # what it has brought with it, until the cache is told
     steps_sent: int = 0
     decode_step: int = 0  # the next one

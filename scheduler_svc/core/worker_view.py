@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from scheduler_svc.core.prefixes import PrefixIndex, common_blocks
 from scheduler_svc.core.request import TOKEN_BYTES, Request
-from scheduler_svc.core.step_time import UNKNOWN, StepTime
+from scheduler_svc.core.step_time import StepTime
 from scheduler_svc.core.view import RequestView
 from scheduler_svc.core.worker import Worker
 
@@ -14,7 +14,16 @@ from scheduler_svc.core.worker import Worker
 class WorkerView:
     """A worker, while a round places requests. Only names that begin with _ can be written: they are the core's own."""
 
-    __slots__ = ("_context_tokens", "_free_blocks", "_free_slots", "_placed", "_prefill_tokens", "_rows", "_worker")
+    __slots__ = (
+        "_context_tokens",
+        "_free_blocks",
+        "_free_slots",
+        "_in_flight_s",
+        "_placed",
+        "_prefill_tokens",
+        "_rows",
+        "_worker",
+    )
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -23,6 +32,7 @@ class WorkerView:
         self._rows = worker.num_rows
         self._prefill_tokens = worker.queued_prefill_tokens
         self._context_tokens = -1  # until it is asked for
+        self._in_flight_s = -1.0  # as well
         self._placed: PrefixIndex[Request] | None = None  # and what has prefill queued here; once it is asked for
 
     def __repr__(self) -> str:
@@ -84,13 +94,18 @@ class WorkerView:
     @property
     def step_time(self) -> StepTime:
         """What its steps take, as fitted to its results."""
-        return UNKNOWN
+        return self._worker.step_fit.time
 
     @property
     def in_flight_s(self) -> float:
         """Predicted seconds of the steps that were sent and have not come back, with no time taken off for what has run
         of them: a request that is bound now runs after these."""
-        return 0.0
+        if self._in_flight_s < 0:
+            of = self._worker.step_fit.time.of
+            self._in_flight_s = sum(
+                of(step.new_tokens, step.context_tokens, step.num_rows) for step in self._worker.in_flight
+            )
+        return self._in_flight_s
 
     # ── a request's prefix ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -144,12 +159,18 @@ class WorkerView:
 class FleetView:
     """All workers of a round, full ones too."""
 
-    __slots__ = ("_workers",)
+    __slots__ = ("_mean_output_tokens", "_workers")
 
-    def __init__(self, workers: Sequence[WorkerView]) -> None:
+    def __init__(self, workers: Sequence[WorkerView], mean_output_tokens: float | None = None) -> None:
         self._workers = tuple(workers)
+        self._mean_output_tokens = mean_output_tokens
 
     @property
     def workers(self) -> Sequence[WorkerView]:
         """By ascending id; without those that drain."""
         return self._workers
+
+    @property
+    def mean_output_tokens(self) -> float | None:
+        """Tokens that a request generates that ends by itself, the latest 128 counting most. None before any."""
+        return self._mean_output_tokens

@@ -15,9 +15,7 @@ class Choice:
     batch: str
     preemption: str
     options: dict[str, Any] = field(default_factory=dict)
-    placement: str = (
-        "prefix-first"  # the systems that the presets follow have one worker, or a router of another project
-    )
+    placement: str = "predicted-time"  # in every preset: the systems that they follow have one worker
 
 
 DEFAULT = "paceline"

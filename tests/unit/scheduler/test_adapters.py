@@ -6,6 +6,7 @@ import random
 
 from paceline.v1.common_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, SamplingParams
 from scheduler_svc.core.rejection import CODE_INVALID_ARGUMENT
+from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
 
@@ -53,7 +54,7 @@ def test_each_worker_has_as_many_as_it_serves() -> None:
 
 
 def test_who_needs_another_adapter_does_not_wait_for_the_worker_that_is_less_busy() -> None:
-    system = LocalSystem()
+    system = LocalSystem(policies=build(choose("", {"placement": "prefix-first"})))
     for max_loras in (1, 9):
         system.attach(toy(max_loras))
     client, rng = system.open("s"), random.Random(1)

@@ -1,0 +1,161 @@
+"""Where a request costs the least time: its own and that of all requests beside it (docs/placement.md).
+
+The cost of a worker, in seconds summed over requests:
+
+    first token        steps in flight, prefill queued ahead, own uncached prefill, at the worker's own fitted rates
+  + own decoding       expected output tokens, each a step of what runs there and of this request
+  + others' slowdown   each row there waits for the own prefill once, and for one more row and its context every step
+
+A cached prefix is worth the prefill time that it saves, once. So one request alone hardly ever pays for a second copy
+of a prefix; many do. For each prefix the policy sums up the time that requests have lost by following it to a worker
+that would not be the best one otherwise. When this sum reaches what a second copy costs, the next request makes the
+copy: the cost is at most twice that of a rule that knows the future (ski rental: Karlin et al., Algorithmica 1988).
+Each request counts as if it had lost 1/50 of a copy at least, so that no worker stays without a prefix that all share.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from scheduler_svc.core.policy import PlacementPolicy
+from scheduler_svc.core.view import RequestView
+from scheduler_svc.core.worker_view import FleetView, WorkerView
+
+# Predictions that differ by less are the same: fits of two equal workers differ by about so much (5 % jitter of a step
+# over MEMORY_STEPS steps). Of these workers the one takes the request that has waited longest for one.
+SAME = 0.02
+# Output tokens that are expected of a request while none has ended.
+GUESSED_OUTPUT_TOKENS = 256.0
+# Prefixes for which time lost is summed up; a prefix that no request has followed for longest is forgotten first.
+MAX_PREFIXES = 4096
+# Workers that `explain` names.
+MAX_NAMED = 4
+
+# Namespace, tokens in whole blocks, the last of these blocks. Two prefixes that agree in these may differ before them:
+# then a copy is made a little early.
+PrefixKey = tuple[tuple[str, str], int, bytes]
+
+
+class Cost(NamedTuple):
+    """Of a request on a worker. Seconds."""
+
+    total_s: float
+    first_s: float  # to its first token
+
+
+class Choice(NamedTuple):
+    """Where a round has placed a request, and why."""
+
+    worker_id: int
+    costs: list[tuple[Cost, WorkerView]]  # by ascending id
+    prefix: PrefixKey | None  # that it follows, or of which it makes a copy
+    lost_s: float  # by following it
+    copies: bool
+
+
+class PredictedTime(PlacementPolicy):
+    def __init__(self) -> None:
+        self._mean_tokens: float | None = None
+        self._choices: dict[int, Choice] = {}  # of the round, by the request's arrival index
+        self._lost_s: OrderedDict[PrefixKey, float] = OrderedDict()  # by bound requests
+        self._round_lost_s: dict[PrefixKey, float] = {}  # by those that the round has placed
+        self._bindings = itertools.count(1)
+        self._last_binding: dict[int, int] = {}  # by worker
+
+    def begin(self, fleet: FleetView) -> None:
+        self._mean_tokens = fleet.mean_output_tokens
+        self._choices.clear()
+        self._round_lost_s.clear()
+
+    def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
+        if len(workers) == 1:
+            return workers[0]
+        expected = self._expected_tokens(request)
+        cached = [worker.cached_tokens(request) for worker in workers]
+        costs = [self._cost(request, worker, tokens, expected) for worker, tokens in zip(workers, cached, strict=True)]
+        best = self._least(costs, workers)
+        prefix, lost_s, copies = None, 0.0, False
+        most = cached[best]
+        if min(cached) + workers[best].block_size <= most:
+            # As if each had as much of it in its cache: would another worker be the better one?
+            ideal = [
+                costs[i] if cached[i] >= most else self._cost(request, worker, most, expected)
+                for i, worker in enumerate(workers)
+            ]
+            other = self._least(ideal, workers)
+            lost_s = costs[best].total_s - ideal[other].total_s
+            if other != best and cached[other] < most:
+                prefix = self._key(request, most // workers[best].block_size * workers[best].block_size, workers[best])
+                copy_s = costs[other].total_s - ideal[other].total_s
+                lost_s = max(lost_s, SAME * copy_s)
+                lost_before_s = self._round_lost_s.get(prefix, self._lost_s.get(prefix, 0.0))
+                copies = lost_before_s + lost_s >= copy_s
+                self._round_lost_s[prefix] = 0.0 if copies else lost_before_s + lost_s
+                best = other if copies else best
+        chosen = workers[best]
+        self._choices[request.seniority] = Choice(
+            chosen.id, list(zip(costs, workers, strict=True)), prefix, lost_s, copies
+        )
+        return chosen
+
+    def bound(self, request: RequestView, worker_id: int) -> str:
+        self._last_binding[worker_id] = next(self._bindings)
+        if len(self._last_binding) > 4 * MAX_PREFIXES:  # of workers that have left
+            del self._last_binding[min(self._last_binding, key=self._last_binding.__getitem__)]
+        choice = self._choices.pop(request.seniority, None)
+        if choice is None or choice.worker_id != worker_id:
+            return ""
+        if choice.prefix is not None:
+            lost_s = 0.0 if choice.copies else self._lost_s.get(choice.prefix, 0.0) + choice.lost_s
+            self._lost_s[choice.prefix] = lost_s
+            self._lost_s.move_to_end(choice.prefix)
+            if len(self._lost_s) > MAX_PREFIXES:
+                self._lost_s.popitem(last=False)
+        return _explained(choice)
+
+    def _expected_tokens(self, request: RequestView) -> float:
+        """Output tokens that it will still generate."""
+        left = float(request.max_new_tokens - request.num_output_tokens)
+        if request.ignores_eos:
+            return left
+        return min(left, GUESSED_OUTPUT_TOKENS if self._mean_tokens is None else self._mean_tokens)
+
+    def _cost(self, request: RequestView, worker: WorkerView, cached_tokens: int, expected_tokens: float) -> Cost:
+        base_s, token_s, context_s, row_s = worker.step_time
+        rows, queued_tokens = worker.num_rows, worker.queued_prefill_tokens
+        uncached = request.num_tokens - cached_tokens
+        step_s = base_s + row_s * rows + context_s * worker.context_tokens
+        steps = 1 + (queued_tokens + uncached - 1) // max(worker.max_batched_tokens - rows, 1)
+        own_s = token_s * uncached
+        first_s = worker.in_flight_s + steps * step_s + token_s * queued_tokens + own_s + row_s
+        slower_s = row_s + context_s * (request.num_tokens + expected_tokens / 2)  # each step, by this row
+        others_tokens = expected_tokens if self._mean_tokens is None else min(expected_tokens, self._mean_tokens)
+        total_s = first_s + expected_tokens * (step_s + slower_s) + rows * (own_s + slower_s * others_tokens)
+        return Cost(total_s, first_s)
+
+    def _least(self, costs: Sequence[Cost], workers: Sequence[WorkerView]) -> int:
+        """The index of the lowest cost; of costs that are the same, of the worker that has waited longest."""
+        least = min(costs)
+        most_s, latest_s = least.total_s * (1 + SAME), least.first_s * (1 + SAME)
+        same = [i for i, cost in enumerate(costs) if cost.total_s <= most_s and cost.first_s <= latest_s]
+        return min(same, key=lambda i: self._last_binding.get(workers[i].id, 0))
+
+    @staticmethod
+    def _key(request: RequestView, num_tokens: int, worker: WorkerView) -> PrefixKey:
+        last_block = request.token_ids[4 * (num_tokens - worker.block_size) : 4 * num_tokens]
+        return request.namespace, num_tokens, last_block
+
+
+def _explained(choice: Choice) -> str:
+    """Predicted times of the worker that was chosen, and of the next best ones."""
+    own = next(cost for cost, worker in choice.costs if worker.id == choice.worker_id)
+    others = sorted((cost, worker.id) for cost, worker in choice.costs if worker.id != choice.worker_id)
+    text = f"predicted: first token after {own.first_s:.3f} s, cost {own.total_s:.3f} s"
+    for cost, worker_id in others[: MAX_NAMED - 1]:
+        text += f"; worker {worker_id}: {cost.first_s:.3f} s, cost {cost.total_s:.3f} s"
+    if choice.copies and choice.prefix is not None:
+        text += f"; makes a copy of a prefix of {choice.prefix[1]} tokens"
+    return text
