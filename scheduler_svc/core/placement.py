@@ -39,7 +39,8 @@ class Placement:
             need = need_blocks[worker.id] = (
                 worker.blocks_for(request.num_tokens) - match.num_live_tokens // worker.block_size
             )
-            has_room = view._free_slots > 0 and need <= view._free_blocks and worker.has_adapter(request)
+            has_room = view._free_slots > 0 and need <= view._free_blocks
+            has_room = has_room and worker.has_adapter(request) and worker.has_grammar(request)
             if has_room and not worker.has_refused(request):
                 fitting.append(view)
             elif worker.num_rows:  # else nothing would ever change there
