@@ -107,13 +107,26 @@ def _values_of(key: str, schema: Any) -> Iterator[Any]:
             waiting += part
 
 
+def _any_token(mask: bytes, start: int, ends: frozenset[int]) -> int | None:
+    """The first allowed token from byte `start` on, cyclically, that does not end the text. By bytes: a vocabulary may
+    have a hundred thousand tokens."""
+    for first, part in ((start, mask[start:]), (0, mask[:start])):
+        while rest := part.lstrip(b"\0"):
+            first += len(part) - len(rest)
+            tokens = [8 * first + bit for bit in range(8) if rest[0] >> bit & 1]
+            if going_on := [token for token in tokens if token not in ends]:
+                return going_on[0]
+            first, part = first + 1, rest[1:]
+    return None
+
+
 def follow(tokenizer: LLTokenizer, grammar: str) -> None:
     """Compile the grammar and follow it for a few tokens, at random. Raises Refused."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     chance = random.Random(0)
     for place in range(_NUM_TOKENS):
         began_s = time.thread_time()
-        bits = int.from_bytes(matcher.compute_bitmask(), "little") if not matcher.is_error() else 0
+        mask = b"" if matcher.is_error() else matcher.compute_bitmask()
         took_s = time.thread_time() - began_s
         if matcher.is_error():
             raise Refused(one_line(matcher.get_error()))
@@ -122,11 +135,9 @@ def follow(tokenizer: LLTokenizer, grammar: str) -> None:
             raise Refused(f"the grammar takes {1000 * took_s:.0f} ms of CPU time for one token; {limit}")
         if matcher.is_stopped():
             return
-        allowed = [token for token in range(tokenizer.vocab_size) if bits >> token & 1]
-        going_on = [token for token in allowed if token not in tokenizer.eos_tokens]
-        if not going_on:
+        if (token := _any_token(mask, chance.randrange(len(mask)), frozenset(tokenizer.eos_tokens))) is None:
             return
-        matcher.consume_token(chance.choice(going_on))
+        matcher.consume_token(token)
 
 
 @dataclass(frozen=True, slots=True)

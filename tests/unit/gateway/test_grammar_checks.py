@@ -18,7 +18,7 @@ from demo import CHECKPOINT
 from services.gateway import grammar_checks
 from services.gateway.errors import ApiError
 from services.gateway.grammar_checks import GrammarChecks
-from services.gateway.grammar_trial import Refused, TrialLimits, follow, grammar_of
+from services.gateway.grammar_trial import Refused, TrialLimits, _any_token, follow, grammar_of
 from services.gateway.structure import Structure
 from services.gateway.turnstile import Gone
 from services.runtime.grammars import LIMITS
@@ -234,3 +234,12 @@ async def test_a_process_that_cannot_start_fails_its_trial(checks: GrammarChecks
     with pytest.raises(ApiError) as failed:
         await checks.grammar(regex("a"), "")
     assert failed.value.status == 503
+
+
+def test_a_token_is_found_in_a_mask_whatever_its_length() -> None:
+    mask = bytes([0b1, 0, 0b100, 0b11000]) + bytes(20_000)
+    assert _any_token(mask, 0, frozenset()) == 0
+    assert _any_token(mask, 0, frozenset({0})) == 18
+    assert _any_token(mask, 3, frozenset({27})) == 28
+    assert _any_token(mask, 9_000, frozenset()) == 0
+    assert _any_token(mask, 9_000, frozenset({0, 18, 27, 28})) is None
