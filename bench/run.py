@@ -1,5 +1,5 @@
 """`make bench`: the control plane's cores and the prefix cache beside their peers, then the whole path on this machine
-with the demo model, and the same under overload.
+with the demo model, and the same under overload. Placement policies are compared in simulation.
 
 Tables on the terminal, JSON in bench/results/. `--part` runs one of them; `--sweep` compares ways to share the
 cores on the whole path (torch threads, window, workers).
@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import overload, tables, whole_path
+from bench import overload, placement, tables, whole_path
 from bench.cache import cache
 from bench.control_plane import ABORTS, COUNTED, RUNNING, measure_abort, measure_admission, measure_decode
 from bench.cores import BLOCK_SIZE
@@ -27,7 +27,7 @@ from bench.orders import measure_orders
 from bench.peers.peer import ROOT, Peer
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("control-plane", "cache", "whole-path", "overload")
+PARTS = ("control-plane", "cache", "whole-path", "overload", "placement")
 
 
 def control_plane(environments: Path, console: Console) -> dict[str, Any]:
@@ -56,6 +56,15 @@ def control_plane(environments: Path, console: Console) -> dict[str, Any]:
     return report
 
 
+def compare_placements(console: Console, plot: Path | None) -> None:
+    rows = placement.compare(placement.cases())
+    placement.show(rows, console)
+    write("placement", {"within": placement.WITHIN, "rows": rows}, console)
+    (RESULTS / "placement.md").write_text(placement.markdown(rows))
+    if plot:
+        placement.plot(rows, plot)
+
+
 def write(name: str, report: dict[str, Any], console: Console) -> None:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
@@ -74,6 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--window", type=int, default=2, help="steps in flight")
     parser.add_argument("--sweep", action="store_true", help="1 and 2 threads, windows 1 and 2, 1 and 2 workers")
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers", help="where their environments are")
+    parser.add_argument("--plot", type=Path, help="a picture of the placement policies")
     options = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 160)
     if options.part in (None, "control-plane") and not options.sweep:
@@ -90,6 +100,8 @@ def main(argv: list[str] | None = None) -> int:
         note, rows = load_note(os.getloadavg()[0]), overload.overload()
         overload.show(rows, console)
         write("overload", {"note": note, "rows": rows}, console)
+    if options.part in (None, "placement") and not options.sweep:
+        compare_placements(console, options.plot)
     return 0
 
 

@@ -1,0 +1,54 @@
+"""`cache_aware` of SGLang's router (gateway), with its thresholds: affinity while the load is balanced.
+
+If the busiest worker has `balance_abs_threshold` more requests than the idlest one, and `balance_rel_threshold` times
+as many, the worker with the fewest requests is chosen. Else the worker with the longest match, if that is more than
+`cache_threshold` of the request; else the worker that has been given the fewest tokens to cache (the smallest tree).
+
+The router's tree is a guess from the prompts that it has sent; here the match is what the worker's cache really holds
+and what requests ahead compute, as in the router's event-driven mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler_svc.core.view import RequestView
+from scheduler_svc.core.worker_view import WorkerView
+from scheduler_svc.policies.options import Amount, Count, Share
+from scheduler_svc.policies.placement.on_arrival import OnArrival, fewest_requests
+
+
+class CacheAware(OnArrival):
+    def __init__(
+        self,
+        cache_threshold: Share = 0.3,
+        balance_abs_threshold: Count = 64,
+        balance_rel_threshold: Amount = 1.5,
+    ) -> None:
+        """The defaults are those of the SGLang gateway 0.3.1."""
+        super().__init__()
+        self.cache_threshold = cache_threshold
+        self.balance_abs_threshold = balance_abs_threshold
+        self.balance_rel_threshold = balance_rel_threshold
+        self._given_tokens: dict[int, int] = {}  # uncached tokens of the requests that it chose a worker for
+
+    def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> tuple[WorkerView, str]:
+        cached = {worker.id: worker.cached_tokens(request) for worker in workers}
+        chosen, why = self._choose(request, workers, cached)
+        self._given_tokens[chosen.id] = self._given(chosen) + request.num_tokens - cached[chosen.id]
+        return chosen, why
+
+    def _choose(
+        self, request: RequestView, workers: Sequence[WorkerView], cached: dict[int, int]
+    ) -> tuple[WorkerView, str]:
+        loads = [worker.num_rows for worker in workers]
+        most, fewest = max(loads), min(loads)
+        if most - fewest > self.balance_abs_threshold and most > self.balance_rel_threshold * fewest:
+            return fewest_requests(workers), f"the load was uneven, {fewest} to {most} requests"
+        best = max(workers, key=lambda worker: cached[worker.id])
+        if cached[best.id] > self.cache_threshold * request.num_tokens:
+            return best, f"{cached[best.id]} of {request.num_tokens} tokens are cached"
+        return min(workers, key=self._given), "it had been given the fewest tokens to cache"
+
+    def _given(self, worker: WorkerView) -> int:
+        return self._given_tokens.get(worker.id, 0)

@@ -1,0 +1,15 @@
+"""The worker with the fewest requests (`least request` of Envoy, `least_conn` of nginx)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler_svc.core.view import RequestView
+from scheduler_svc.core.worker_view import WorkerView
+from scheduler_svc.policies.placement.on_arrival import OnArrival, fewest_requests
+
+
+class LeastLoaded(OnArrival):
+    def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> tuple[WorkerView, str]:
+        chosen = fewest_requests(workers)
+        return chosen, f"it had the fewest requests, {chosen.num_rows}"

@@ -1,0 +1,34 @@
+"""The cost of Dynamo's KV router: `overlap_weight` · prefill blocks + decode blocks, the smallest is chosen.
+
+Prefill blocks are those that the worker would have to compute: what is queued there and what the request has not
+cached there. Decode blocks are those in use there, with the request. As in Dynamo at its default temperature of 0 the
+choice is not random; of equal costs the worker with the fewest requests is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler_svc.core.view import RequestView
+from scheduler_svc.core.worker_view import WorkerView
+from scheduler_svc.policies.options import Amount
+from scheduler_svc.policies.placement.on_arrival import OnArrival
+
+
+class OverlapCost(OnArrival):
+    def __init__(self, overlap_weight: Amount = 1.0) -> None:
+        """`overlap_weight`: Dynamo's default is 1; more favours the first token, less the tokens after it."""
+        super().__init__()
+        self.overlap_weight = overlap_weight
+
+    def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> tuple[WorkerView, str]:
+        costs = {worker.id: self._cost_blocks(request, worker) for worker in workers}
+        chosen = min(workers, key=lambda worker: (costs[worker.id], worker.num_rows))
+        return chosen, f"the smallest cost, {costs[chosen.id]:.1f} blocks"
+
+    def _cost_blocks(self, request: RequestView, worker: WorkerView) -> float:
+        size = worker.block_size
+        prefill_tokens = worker.queued_prefill_tokens + request.num_tokens - worker.cached_tokens(request)
+        own_blocks = -(-request.num_tokens // size) - request.live_tokens(worker.id) // size
+        decode_blocks = worker.num_blocks - worker.free_blocks + own_blocks
+        return self.overlap_weight * prefill_tokens / size + decode_blocks

@@ -1,0 +1,21 @@
+"""Each request goes to the worker after the one before it (the default of Dynamo's frontend, and an option of every
+router)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler_svc.core.view import RequestView
+from scheduler_svc.core.worker_view import WorkerView
+from scheduler_svc.policies.placement.on_arrival import OnArrival
+
+
+class RoundRobin(OnArrival):
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = 0  # worker id
+
+    def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> tuple[WorkerView, str]:
+        chosen = next((worker for worker in workers if worker.id > self._last), workers[0])
+        self._last = chosen.id
+        return chosen, "its turn"

@@ -1,0 +1,26 @@
+"""Of two workers drawn at random, the one with fewer requests (Mitzenmacher, 2001; `power_of_two` of SGLang's
+router)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler_svc.core.view import RequestView
+from scheduler_svc.core.worker_view import WorkerView
+from scheduler_svc.policies.options import Count
+from scheduler_svc.policies.placement.on_arrival import OnArrival, drawn, fewest_requests
+
+
+class TwoChoices(OnArrival):
+    def __init__(self, placement_seed: Count = 0) -> None:
+        super().__init__()
+        self.placement_seed = placement_seed
+
+    def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> tuple[WorkerView, str]:
+        count = len(workers)
+        if count == 1:
+            return workers[0], "the only one"
+        first, second = divmod(drawn(self.placement_seed, request, count * (count - 1)), count - 1)
+        second += second >= first  # each ordered pair of different workers is as likely
+        chosen = fewest_requests([workers[i] for i in sorted((first, second))])
+        return chosen, f"of {workers[first].id} and {workers[second].id} it had fewer requests, {chosen.num_rows}"

@@ -1,0 +1,51 @@
+"""The placement bench runs on a small fleet, and its tables say what its rows say."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from bench.placement import FIGURES, cases, equal_fleet, groups, markdown, open_case, play, saturated_case, shortfall
+
+
+def row(policy: str, tokens_per_s: float, ttft_ms: float) -> dict[str, object]:
+    key = {"workload": "zipf", "fleet": "equal", "workers": 2, "load": "open", "policy": policy}
+    figures = {"ttft_p50_ms": ttft_ms, "ttft_p99_ms": ttft_ms, "cached_share": 0.0, "imbalance": 1.0}
+    return {**key, "output_tokens_per_s": tokens_per_s, **figures}
+
+
+def test_a_shared_prompt_spreads_by_least_requests_and_is_mostly_cached() -> None:
+    case = dataclasses.replace(saturated_case("shared-prompt", equal_fleet(2), scale=0.1), concurrency=8)
+    figures = play(case, "scheduler_svc.policies.placement.least_loaded:LeastLoaded", seed=1)
+    assert set(FIGURES) <= set(figures)
+    assert figures["requests"] == 160
+    assert figures["cached_share"] > 0.9
+    assert figures["token_imbalance"] < 1.2
+
+
+def test_a_run_depends_on_its_seed_alone() -> None:
+    case = open_case("conversations", equal_fleet(2), scale=0.05)
+    rule = "scheduler_svc.policies.placement.two_choices:TwoChoices"
+    assert play(case, rule, 1) == play(case, rule, 1) != play(case, rule, 2)
+
+
+def test_cases_cover_every_workload_on_every_fleet_once() -> None:
+    keys = [tuple(case.key.values()) for case in cases()]
+    assert len(set(keys)) == len(keys)
+    assert {(key[0], key[2]) for key in keys if key[1] == "equal"} >= {("agents", 16), ("no-sharing", 2)}
+
+
+def test_shortfall_is_relative_to_the_best_of_the_case() -> None:
+    rows = [row("a", 100.0, 20.0), row("b", 90.0, 10.0)]
+    (group,) = groups(rows)
+    assert shortfall(group, "output_tokens_per_s", rows[0]) == 0.0
+    assert round(shortfall(group, "output_tokens_per_s", rows[1]), 6) == 0.1
+    assert shortfall(group, "ttft_p50_ms", rows[0]) == 1.0
+    assert shortfall(group, "cached_share", rows[0]) == 0.0, "nothing can be cached"
+
+
+def test_the_table_marks_what_is_within_two_percent_of_the_best() -> None:
+    shown = markdown([row("a", 100.0, 20.0), row("b", 98.5, 10.0), row("c", 97.0, 10.3)])
+    assert "| a | **100** | 20.0 | 20 | **0.0%** | **1.00** |" in shown
+    assert "| b | **98** | **10.0** | **10** | **0.0%** | **1.00** |" in shown
+    assert "| c | 97 | 10.3 | 10 | **0.0%** | **1.00** |" in shown
+    assert "| c | 0 of 1, 3% | 0 of 1, 3% | 0 of 1, 3% | 1 of 1, 0% | 1 of 1, 0% |" in shown
