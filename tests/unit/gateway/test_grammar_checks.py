@@ -75,7 +75,7 @@ async def queued(checks: GrammarChecks, count: int) -> None:
         (schema({"properties": {f"p{i}": {"multipleOf": 9973 - i} for i in range(100)}}), "250 ms of CPU time"),
         (regex("x*" * 15000), "limit for this grammar: 50000"),
         (regex("(((a{1,100}){1,100}){1,100}){1,100}"), "too many expressions"),
-        (Structure("grammar", "grammar", f"start: {' '.join(f'r{i}' for i in range(2000))}\\n{RULES}"), "max is 2000"),
+        (Structure("grammar", "grammar", f"start: {' '.join(f'r{i}' for i in range(2000))}\n{RULES}"), "max is 2000"),
         (Structure("grammar", "grammar", 'start: %json {"multipleOf": 5000011}'), "250 ms of CPU time"),
         (Structure("schema", "json_schema", "[" * 20000 + "]" * 20000), "recursion"),
         (regex("x" * 65537), "65537 characters; at most 65536"),
