@@ -249,7 +249,7 @@ def plot(rows: list[Row], path: Path) -> None:
         axes.axvspan(1, 1 + WITHIN, color="grey", alpha=0.25)
         axes.set(xscale="log")
         axes.set_title(HEADS[list(FIGURES).index(name)], fontsize=10)
-        ticks = [1, 1.2, 1.5, 2, 3, 5, 10, 20]
+        ticks = [1, 1.5, 2, 3, 5, 10, 20]
         most = axes.get_xlim()[1]
         axes.set_xticks([tick for tick in ticks if tick <= most], [f"{tick:g}" for tick in ticks if tick <= most])
         axes.minorticks_off()
@@ -258,7 +258,7 @@ def plot(rows: list[Row], path: Path) -> None:
     panels[0].set_yticks(range(len(policies)), policies)
     panels[0].invert_yaxis()
     marks = [pyplot.Line2D([], [], marker="o", ls="", color=colors[name], label=name) for name in workloads]
-    figure.legend(handles=marks, loc="outside lower center", ncols=len(workloads), fontsize=9)
+    figure.legend(handles=marks, loc="outside upper center", ncols=len(workloads), fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     pyplot.close(figure)
