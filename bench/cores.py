@@ -96,7 +96,7 @@ class Bench:
         assert self.plan is not None
         step = self.core.workers[self.worker].in_flight[0]
         tokens = np.full(step.num_sampled, 99, np.int32).tobytes()
-        began_us = 10_000 * self.plan.step  # of a worker's clock: steps of 5 ms and more, which the scheduler learns from
+        began_us = 10_000 * self.plan.step  # on a worker's clock; the scheduler learns step times from these
         took_us = 5_000 + 20 * step.new_tokens + 10 * step.num_rows
         times = {"started_us": began_us, "finished_us": began_us + took_us}
         message = StepResult(step=self.plan.step, token_ids=tokens, **times).SerializeToString()

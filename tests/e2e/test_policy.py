@@ -96,7 +96,7 @@ def test_get_says_what_is_in_force_and_what_there_is(small: Stack) -> None:
         (["vlm"], ["preset: 'vlm'", "vllm-v1", "sglang-lpm"]),
         (["--order", "best"], ["order: 'best'", "fcfs", "lpm", "module:Class"]),
         (["--capacity", "nowhere:Policy"], ["capacity: nowhere:Policy cannot be imported"]),
-        (["--option", "speed=9"], ["options.speed", "watermark"]),
+        (["--option", "speed=9"], ["options.speed", "ageing_per_s"]),
         (["--option", "watermark=high"], ["options.watermark", "valid number"]),
         (["--option", "watermark"], ["NAME=VALUE"]),
         (["--bogus"], ["--bogus"]),
