@@ -98,8 +98,8 @@ class Bench:
         tokens = np.full(step.num_sampled, 99, np.int32).tobytes()
         began_us = 10_000 * self.plan.step  # on a worker's clock; the scheduler learns step times from these
         took_us = 5_000 + 20 * step.new_tokens + 10 * step.num_rows
-        times = {"started_us": began_us, "finished_us": began_us + took_us}
-        message = StepResult(step=self.plan.step, token_ids=tokens, **times).SerializeToString()
+        result = StepResult(step=self.plan.step, token_ids=tokens, started_us=began_us, finished_us=began_us + took_us)
+        message = result.SerializeToString()
         self.plan = None
         result = self.timed("wire", StepResult.FromString, message)
         self.timed("scheduler", self.core.worker_result, self.worker, result)

@@ -1,0 +1,116 @@
+"""One system prompt that all requests share, on one and on two real workers: `python -m bench.placement_live`.
+
+The demo model over HTTP. A request warms one worker's cache; then requests of the same prefix and 8 tokens of their own
+come, 32 at a time or 2.5 a second. Printed and written to bench/results/placement_live.json: the share of the output
+tokens that the first worker generated, and tokens per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.machine import load_note
+from tests.support.ports import free_port
+from tests.support.stack import Stack
+
+RESULTS = Path(__file__).parent / "results" / "placement_live.json"
+PREFIXES = (842, 1_500)  # tokens; the demo model takes 2,048
+OWN_TOKENS, OUTPUT_TOKENS = 8, 48
+REQUESTS, CONCURRENCY, PER_S = 64, 32, 2.5
+TIMEOUT_S = 300.0
+
+
+def prompt(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(8, 900) for _ in range(count)]
+
+
+async def ask(client: httpx.AsyncClient, tokens: list[int]) -> None:
+    body = {"prompt": tokens, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}
+    answer = await client.post("/v1/completions", json=body)
+    answer.raise_for_status()
+    assert answer.json()["usage"]["completion_tokens"] == OUTPUT_TOKENS
+
+
+async def play(url: str, prefix: list[int], per_s: float, rng: random.Random) -> float:
+    """Seconds from the first request to the last answer. `per_s`: arrivals; 0: always CONCURRENCY at a time."""
+    limits = httpx.Limits(max_connections=REQUESTS)
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, trust_env=False) as client:
+        await ask(client, prefix + prompt(rng, OWN_TOKENS))
+        gate, began_s = asyncio.Semaphore(CONCURRENCY if not per_s else REQUESTS), time.perf_counter()
+
+        async def one(after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            async with gate:
+                await ask(client, prefix + prompt(rng, OWN_TOKENS))
+
+        arrivals_s = [0.0]
+        for _ in range(REQUESTS - 1):
+            arrivals_s.append(arrivals_s[-1] + (rng.expovariate(per_s) if per_s else 0.0))
+        await asyncio.gather(*map(one, arrivals_s))
+        return time.perf_counter() - began_s
+
+
+def decoded(stack: Stack, workers: int) -> list[float]:
+    series = 'paceline_worker_tokens_total{phase="decode"}'
+    return [stack.metric(series, of=f"worker-{i + 1}") or 0.0 for i in range(workers)]
+
+
+def measure(placement: str, workers: int, slow: bool) -> list[dict[str, Any]]:
+    """All cases on one set of servers, each with a prefix of its own."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        stack = Stack(Path(folder), worker_module="bench.slow_worker" if slow else "")
+        stack.metrics_ports |= {f"worker-{i + 1}": free_port() for i in range(workers)}
+        stack.worker_flags = ["--threads", "1", "--log-level", "warning"]
+        stack.scheduler_flags = ["--placement", placement]
+        try:
+            stack.up(workers)
+            for case, (length, per_s) in enumerate((length, per_s) for length in PREFIXES for per_s in (0.0, PER_S)):
+                rng, before = random.Random(case), decoded(stack, workers)
+                wall_s = asyncio.run(play(stack.url, prompt(rng, length), per_s, rng))
+                tokens = [now - then for then, now in zip(before, decoded(stack, workers), strict=True)]
+                rows.append(
+                    {
+                        "placement": placement,
+                        "workers": workers,
+                        "slow": slow,
+                        "prefix_tokens": length,
+                        "load": f"{per_s:g} requests/s" if per_s else f"{CONCURRENCY} at a time",
+                        "tokens_per_s": round(REQUESTS * OUTPUT_TOKENS / wall_s, 1),
+                        "decode_tokens": tokens,
+                        "first_share": round(tokens[0] / sum(tokens), 3),
+                    }
+                )
+                print(json.dumps(rows[-1]), flush=True)
+        finally:
+            stack.down()
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.placement_live", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--real-steps", action="store_true", help="do not lengthen the workers' steps")
+    options = parser.parse_args(argv)
+    note, rows = load_note(os.getloadavg()[0]), list[dict[str, Any]]()
+    ways = [("predicted-time", 1), ("predicted-time", 2), ("prefix-first", 2)]
+    for _ in range(options.repeats):
+        for placement, workers in ways:
+            rows += measure(placement, workers, not options.real_steps)
+    RESULTS.write_text(json.dumps({"note": note, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
