@@ -217,7 +217,12 @@ STRUCTURES = [
         response_format={"type": "json_object"},
     ),
     _completion("a search for one", 400, "use_beam_search", structured_outputs={"regex": "a"}, use_beam_search=True),
-    _completion("a regex of 10^12", 200, None, structured_outputs={"regex": "(((a{1,999}){1,999}){1,999}){1,999}"}),
+    _completion(
+        "a regex of 10^12",
+        400,
+        "structured_outputs.regex",
+        structured_outputs={"regex": "(((a{1,999}){1,999}){1,999}){1,999}"},
+    ),
     _completion("no form at all", 200, None, structured_outputs=None, response_format={"type": "text"}),
 ]
 
