@@ -69,7 +69,7 @@ class Planner:
         worker.binding_tokens = 0
         shares = policies.batch.shares_in_step
         over_budget = partial(self.over_budget, worker)
-        step = Step(worker, waiting, policies.capacity, now_s, over_budget, policies.order.rank, shares)
+        step = Step(worker, waiting, policies.capacity, now_s, over_budget, policies.order, shares)
         try:
             policies.capacity.begin(step)
             policies.batch.compose(step)

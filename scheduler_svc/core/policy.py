@@ -71,6 +71,12 @@ class OrderPolicy(ABC):
         waits."""
         return None
 
+    def goes_before(self, waiting: RequestView, running: RequestView, now_s: float) -> bool:
+        """Whether the waiting request would be offered a slot before the running one, if the running one had to wait
+        as well. By `rank`; without ranks, no."""
+        rank = self.rank(waiting)
+        return rank is not None and bool((rank, waiting.place) < (self.rank(running), running.place))
+
     def hopeless(self, now_s: float) -> Iterable[RequestView]:
         """Requests that it makes no sense to let wait on: they are failed at once. Asked a few times a second."""
         return ()

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from scheduler_svc.core.arrays import Slots
 from scheduler_svc.core.decision import Admission, Admitted, OutOfBlocks
-from scheduler_svc.core.policy import CapacityPolicy, sortable
+from scheduler_svc.core.policy import CapacityPolicy, OrderPolicy, sortable
 from scheduler_svc.core.prefixes import PrefixIndex, common_blocks
 from scheduler_svc.core.request import TOKEN_BYTES, Match, Request
 from scheduler_svc.core.view import RequestView, Running, view_of
@@ -45,11 +45,11 @@ class StepView:
         "_num_seats",
         "_offered",
         "_open",
+        "_order",
         "_over_budget",
         "_placed",
         "_preempted",
         "_prefilling",
-        "_rank",
         "_running",
         "_shares",
         "_waiting",
@@ -61,7 +61,7 @@ class StepView:
     _capacity: CapacityPolicy
     _over_budget: Callable[[Request, Admitted], str | None]
     _now_s: float
-    _rank: Callable[[RequestView], Any]
+    _order: OrderPolicy
     _num_running: int
     _preempted: tuple[RequestView, ...]
     _running: tuple[Running, ...] | None  # once somebody has asked
@@ -94,16 +94,16 @@ class StepView:
         capacity: CapacityPolicy,
         now_s: float,
         over_budget: Callable[[Request, Admitted], str | None],
-        rank: Callable[[RequestView], Any],
+        order: OrderPolicy,
         shares: bool = False,
     ) -> None:
-        """`over_budget` says which budget, of those that are not the policies', a request exceeds, if any; `rank` is
-        OrderPolicy.rank, `shares` BatchPolicy.shares_in_step."""
+        """`over_budget` says which budget, of those that are not the policies', a request exceeds, if any; `shares`
+        is BatchPolicy.shares_in_step."""
         self._worker = worker
         self._waiting = waiting
         self._capacity = capacity
         self._over_budget = over_budget
-        self._rank = rank
+        self._order = order
         self._now_s = now_s
         self._num_running = len(worker.running)
         self._preempted = tuple(map(view_of, worker.preempted))
@@ -142,13 +142,17 @@ class StepView:
     def rank(self, request: RequestView) -> Any:
         """Where the order puts a request, whether it waits or runs: smaller first. None if it ranks only what waits.
         Raises PolicyError for NaN."""
-        key = self._rank(request)
+        key = self._order.rank(request)
         return None if key is None else (sortable(key, request), request.place)
+
+    def goes_before(self, waiting: RequestView, running: RequestView) -> bool:
+        """Whether the order would offer the waiting request a slot before the running one, if both waited."""
+        return self._order.goes_before(waiting, running, self._now_s)
 
     @property
     def ranking(self) -> object:
         """What ranks; equal as long as ranks can be compared. When the order fails, another takes its place."""
-        return self._rank
+        return self._order
 
     @property
     def block_size(self) -> int:

@@ -220,6 +220,18 @@ class FairAmongTenants(OrderPolicy):
                 yield request
                 heapq.heappush(heap, (counter + self._prompt_cost(request, self.busy[name]), name, requests))
 
+    def goes_before(self, waiting: RequestView, running: RequestView, now_s: float) -> bool:
+        if waiting.tenant == running.tenant:
+            return _standing(waiting, waiting.num_running_siblings) < _standing(
+                running, running.num_running_siblings - 1
+            )
+        counters = []
+        for name in (waiting.tenant, running.tenant):
+            tenant = self._busy(name)
+            self._charge_output(tenant, now_s)
+            counters.append((tenant.counter, name))
+        return counters[0] < counters[1]
+
     def _prompt_cost(self, request: RequestView, tenant: Tenant) -> float:
         if request.has_run:  # and has been paid for then
             return 0.0

@@ -5,7 +5,8 @@ request with the most running sequences, the sequence that was admitted last. Wi
 request that is `last-in`.
 
 When a request waits of which no sequence runs, and the worker has no slot or no blocks for it: sequences of requests
-that run several, from the request with the most, the last admitted first; a request always keeps one. So a request with
+that run several, from the request with the most, the last admitted first; a request always keeps one, and none gives
+way that the order would let in again first. So a request with
 n = 64 uses every slot that nothing else wants, and the next request waits for one step and not for the end of a sample.
 What gave way is computed again from what the cache still has of it, mostly all but the last block.
 """
@@ -68,15 +69,16 @@ class LargestShare(PreemptionPolicy):
             newcomers.append(request)
         if not newcomers:
             return
+        spare = (one for one in self._spare(step) if step.goes_before(newcomers[0], one.request))
         if step.num_seats > 0:  # blocks are missing
             missing = step.need_blocks(newcomers[0], step.uncached_tokens(newcomers[0]))
-            for sequence in self._spare(step):
+            for sequence in spare:
                 if missing <= 0:
                     break
                 missing -= sequence.num_blocks
                 yield sequence
             return
-        yield from islice(self._spare(step), len(newcomers))
+        yield from islice(spare, len(newcomers))
 
     @staticmethod
     def _spare(step: Step) -> Iterator[Running]:

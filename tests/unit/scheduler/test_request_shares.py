@@ -201,3 +201,23 @@ def test_a_flood_of_one_tenant_does_not_hold_up_another() -> None:
     assert max(steps_to_first_tokens(system, client, range(1000, 1001), rng)) <= 30, "until a slot is free"
     system.run()
     assert len(client.endings) == 501
+
+
+@pytest.mark.parametrize("order", ["fair", "fcfs", "priority", "lpm", "hrrn"])
+def test_no_sequence_gives_way_that_the_order_lets_in_again_first(order: str) -> None:
+    """The tenant that waits was served more; or the samples came first. Then their slots stay with them."""
+    system, client = start(4000, overrides={"order": order, "preemption": "largest-share"})
+    submit_samples(system, 1, 16, 300, tenant="samples")
+    system.run_for(60)
+    if order == "fair":
+        system.submit("s", 900, [9] * 3000, SHORT, tenant="served")
+        while 900 not in client.endings:
+            system.move(*system.moves()[0])
+    preempted = system.scheduler.counters.preempted
+    system.submit("s", 901, [8] * 9, SHORT, tenant="served")
+    while 901 not in client.tokens:
+        system.move(*system.moves()[0])
+    assert system.scheduler.counters.preempted - preempted <= 1
+    system.run()
+    assert len(client.endings) == (18 if order == "fair" else 17)
+    system.assert_at_rest()
