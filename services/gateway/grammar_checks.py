@@ -105,15 +105,23 @@ class GrammarChecks:
 
     def _queue(self, key: tuple[str, str, bool], tenant: str) -> _Trial:
         if sum(map(len, self._queues.values())) >= MAX_WAITING:
-            raise ApiError(
-                429, f"{MAX_WAITING} structured outputs wait to be tried, which is the limit", retry_after_s=1
-            )
+            self._make_room(tenant)
         trial = self._trials[key] = _Trial(key, tenant, asyncio.get_running_loop().create_future())
         self._queues.setdefault(tenant, deque()).append(trial)
         if len(self._runners) < NUM_PROCESSES:
             runner = asyncio.create_task(self._run())
             self._runners.add(runner)
         return trial
+
+    def _make_room(self, tenant: str) -> None:
+        """Refuse the newest trial of the tenant with the most. Raises ApiError 429 if that is this tenant."""
+        full = ApiError(429, f"{MAX_WAITING} structured outputs wait to be tried, which is the limit", retry_after_s=1)
+        largest = max(self._queues, key=lambda name: len(self._queues[name]))
+        if len(self._queues[largest]) <= len(self._queues.get(tenant, ())) + 1:
+            raise full
+        refused = self._queues[largest].pop()
+        del self._trials[refused.key]
+        refused.verdict.set_exception(full)
 
     def _withdraw(self, trial: _Trial) -> None:
         trial.verdict.cancel()
@@ -172,6 +180,9 @@ class GrammarChecks:
                 self._idle.append(process)
 
     def _keep(self, trial: _Trial, verdict: dict[str, str]) -> None:
+        if "unfinished" in verdict:
+            trial.verdict.set_exception(ApiError(503, verdict["unfinished"], retry_after_s=1))
+            return
         trial.verdict.set_result(verdict)
         self._verdicts[trial.key] = verdict
         if len(self._verdicts) > MAX_VERDICTS:

@@ -4,7 +4,8 @@ It loads the model's tokenizer once and forks for each trial. The fork compiles 
 tokens under limits on CPU time and memory, and dies at a limit, alone. One trial runs at a time; SIGUSR1 ends it.
 
     stdin   a message for each trial: [kind, text, any_whitespace] of a structure, as JSON
-    stdout  a message for each trial: {"grammar": …} or {"refused": …}
+    stdout  a message for each trial: {"grammar": …}, {"refused": …}, or {"unfinished": …} if something else than its
+            limits has ended it
 
 A message is its length in 4 bytes, little-endian, and then its bytes. The end of stdin ends the process.
 """
@@ -30,13 +31,15 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from services.runtime.grammars import LIMITS, one_line
 
-WALL_S = 5.0  # for a trial on a machine that has no core free
+# On a machine with no core free Linux gives a process of nice value 19 a 69th of what it gives another one.
+WALL_S = 30.0
 MASK_S = 0.02  # CPU time for the tokens that may follow one place of a text, the first place excepted
 MAX_GRAMMAR_CHARS = 2**16  # as the scheduler has it
 MAX_MULTIPLE_OF = 10_000  # the automaton has a state for each remainder
 # Between the parts of a JSON value: enough for deep indentation, and a model that loops gets out of it.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 _SPECIAL = frozenset(r"\.^$|?*+()[]{}/-&~<>#")  # characters that mean something in a regular expression
+UNFINISHED = "the structured output could not be tried: this machine has no core or memory free for that"
 _NUM_TOKENS = 24
 _NICE = 19  # requests that run are more urgent
 _HEAD = struct.Struct("<I")
@@ -167,7 +170,7 @@ class TrialLimits:
     def why(self, status: int) -> str:
         """What ended a process with this status of waitpid()."""
         match os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0:
-            case signal.SIGPROF | signal.SIGKILL:
+            case signal.SIGPROF:
                 return self.too_long
             case signal.SIGABRT | signal.SIGSEGV:  # as Rust ends where it gets no memory
                 return self.too_large
@@ -211,7 +214,11 @@ class _Trials:
                     break
         _, status = os.waitpid(child, 0)
         self._child = 0
-        return answer if answer and not status else json.dumps({"refused": self._limits.why(status)}).encode()
+        if answer and not status:
+            return answer
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:  # no limit of the trial does that
+            return json.dumps({"unfinished": UNFINISHED}).encode()
+        return json.dumps({"refused": self._limits.why(status)}).encode()
 
     def _verdict(self, message: bytes) -> dict[str, str]:
         kind, text, any_whitespace = json.loads(message)

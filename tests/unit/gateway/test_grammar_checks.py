@@ -160,6 +160,43 @@ async def test_a_full_queue_refuses(checks: GrammarChecks, monkeypatch: pytest.M
     await asyncio.gather(*tasks)
 
 
+async def test_a_full_queue_of_one_tenant_lets_another_in(
+    checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_checks, "MAX_WAITING", 3)
+    process, flood = await stopped(checks, monkeypatch), []
+    for i in range(4):  # one runs, three wait
+        flood.append(asyncio.create_task(checks.grammar(regex(f"a{i}"), "flood")))
+        await queued(checks, i + 1)
+        await asyncio.sleep(0)
+    other = asyncio.create_task(checks.grammar(regex("b"), "other"))
+    with pytest.raises(ApiError) as refused:
+        await flood[3]
+    assert (refused.value.status, refused.value.retry_after_s) == (429, 1)
+    with pytest.raises(ApiError, match="3 structured outputs wait"):
+        await checks.grammar(regex("c"), "flood")
+    os.kill(process, signal.SIGCONT)
+    await asyncio.gather(other, *flood[:3])
+    assert not checks._trials
+    assert not checks._queues
+
+
+async def test_a_trial_that_the_kernel_kills_says_nothing_of_its_grammar(checks: GrammarChecks) -> None:
+    """The machine had no memory left, or no core within WALL_S."""
+    checks.limits = TrialLimits(cpu_s=100, memory_bytes=2**33)
+    endless = Structure("grammar", "grammar", 'start: %json {"multipleOf": 50000017}')
+    asking = asyncio.create_task(checks.grammar(endless, ""))
+    await queued(checks, 1)
+    [trial] = checks._trials.values()
+    while trial.process is None or not children(trial.process.pid):  # noqa: ASYNC110 - the other side is a process
+        await asyncio.sleep(0.001)
+    os.kill(int(children(trial.process.pid)), signal.SIGKILL)
+    with pytest.raises(ApiError) as failed:
+        await asking
+    assert (failed.value.status, failed.value.retry_after_s) == (503, 1)
+    assert not checks._verdicts, "it is tried again when it is asked for again"
+
+
 async def test_a_client_that_leaves_takes_its_trial_along(
     checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +228,7 @@ async def test_a_trial_that_runs_is_ended(checks: GrammarChecks) -> None:
     while not children(process.pid):  # noqa: ASYNC110 - the other side is another process
         await asyncio.sleep(0.001)
     process.send_signal(signal.SIGUSR1)
-    assert "refused" in await asking
+    assert "unfinished" in await asking
     assert not children(process.pid)
     assert "grammar" in await grammar_checks._ask(process, ("regex", "a", True))
     await grammar_checks._end(process)
