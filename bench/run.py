@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import overload, placement, tables, whole_path
+from bench import ceiling, overload, placement, tables, whole_path
 from bench.cache import cache
 from bench.control_plane import ABORTS, COUNTED, RUNNING, measure_abort, measure_admission, measure_decode
 from bench.cores import BLOCK_SIZE
@@ -27,7 +27,7 @@ from bench.orders import measure_orders
 from bench.peers.peer import ROOT, Peer
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("control-plane", "cache", "whole-path", "overload", "placement")
+PARTS = ("control-plane", "cache", "whole-path", "overload", "placement", "ceiling")
 
 
 def control_plane(environments: Path, console: Console) -> dict[str, Any]:
@@ -102,6 +102,10 @@ def main(argv: list[str] | None = None) -> int:
         write("overload", {"note": note, "rows": rows}, console)
     if options.part in (None, "placement") and not options.sweep:
         compare_placements(console, options.plot)
+    if options.part in (None, "ceiling") and not options.sweep:
+        report = {"note": load_note(os.getloadavg()[0])} | ceiling.ceiling()
+        ceiling.show(report, console)
+        write("ceiling", report, console)
     return 0
 
 

@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from threading import Event
@@ -20,7 +20,7 @@ from tests.compose.stack import Api, Stack, docker, inspect, is_healthy, kill_pr
 
 CONTROL_PLANE, WORKER = "paceline/control-plane:ci", "paceline/worker:ci"
 HEALTH_PORTS = {"cache": 50052, "scheduler": 50051, "worker": 50053, "gateway": 8001}
-SCHEDULER_METRICS_PORT, WORKER_METRICS_PORT = 9101, 9103
+SCHEDULER_METRICS_PORT, WORKER_METRICS_PORT, GATEWAY_PORT = 9101, 9103, 8000
 STORIES = ("Once upon a time", "One day", "A small fox", "The old king", "In the morning", "There was a bird")
 STORY_TOKENS = 800
 
@@ -28,13 +28,14 @@ STORY_TOKENS = 800
 class Streams:
     """Greedy streams that run at the same time, each in a thread, with what has come so far."""
 
-    def __init__(self, api: Api, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, read: Callable[..., Iterator[str]], pool: ThreadPoolExecutor) -> None:
+        """`read`: Api.stream or Api.resuming_stream."""
         self.texts = [""] * len(STORIES)
         self._begun = [Event() for _ in STORIES]
-        self._done: list[Future[None]] = [pool.submit(self._read, api, index) for index in range(len(STORIES))]
+        self._done: list[Future[None]] = [pool.submit(self._read, read, index) for index in range(len(STORIES))]
 
-    def _read(self, api: Api, index: int) -> None:
-        for piece in api.stream(STORIES[index], STORY_TOKENS, ignore_eos=True):
+    def _read(self, read: Callable[..., Iterator[str]], index: int) -> None:
+        for piece in read(STORIES[index], STORY_TOKENS, ignore_eos=True):
             self.texts[index] += piece
             if piece:
                 self._begun[index].set()
@@ -83,6 +84,7 @@ class Checks:
             ("kill -9 of the cache under running streams: texts complete and right", self.kill_cache),
             ("kill -9 of the scheduler under running streams: texts complete and right", self.kill_scheduler),
             ("two schedulers: the same texts when the master is killed under running streams", self.two_schedulers),
+            ("two gateways behind a balancer: a killed one's streams go on at the other", self.two_gateways),
             ("compose stop: every process ends by itself", self.stop),
             ("compose down: nothing is left", self.down),
         ]
@@ -151,7 +153,7 @@ class Checks:
     def streamed(self) -> str:
         self._compare(["".join(self.api.stream(STORIES[0], STORY_TOKENS, ignore_eos=True)), *self.reference[1:]])
         began_s = time.monotonic()
-        self._compare(Streams(self.api, self.pool).finish())
+        self._compare(Streams(self.api.stream, self.pool).finish())
         rate = len(STORIES) * STORY_TOKENS / (time.monotonic() - began_s)
         return f"{len(STORIES)} streams at once: {rate:.0f} tokens/s"
 
@@ -171,14 +173,14 @@ class Checks:
 
     def both_serve(self) -> str:
         before = self._worker_tokens()
-        self._compare(Streams(self.api, self.pool).finish())
+        self._compare(Streams(self.api.stream, self.pool).finish())
         shares = [after - earlier for after, earlier in zip(self._worker_tokens(), before, strict=True)]
         assert all(share > 0 for share in shares), f"tokens computed by each worker: {shares}"
         return " + ".join(f"{share:.0f}" for share in shares) + " tokens"
 
     def kill_worker(self) -> str:
         before = self._worker_tokens()
-        streams = Streams(self.api, self.pool)
+        streams = Streams(self.api.stream, self.pool)
         streams.wait_begun()
         shares = [after - earlier for after, earlier in zip(self._worker_tokens(), before, strict=True)]
         victim = self.stack.containers("worker")[shares.index(max(shares))]
@@ -187,7 +189,7 @@ class Checks:
         return f"{remark}; the worker registered again after {waited_s:.1f} s"
 
     def drain_worker(self) -> str:
-        streams = Streams(self.api, self.pool)
+        streams = Streams(self.api.stream, self.pool)
         streams.wait_begun()
         # The container that compose would take away, and as it would; but at once, while the streams run.
         leaver = self.stack.containers("worker")[-1]
@@ -221,7 +223,7 @@ class Checks:
             wait_until("scheduler healthy", partial(is_healthy, container), 40)
         master, standby = sorted(containers, key=_is_master, reverse=True)
         assert (_is_master(master), _is_master(standby)) == (True, False)
-        streams = Streams(self.api, self.pool)
+        streams = Streams(self.api.stream, self.pool)
         streams.wait_begun()
         docker("kill", master)  # as the user's wish: it is not started again
         running, began_s = streams.running, time.monotonic()
@@ -237,8 +239,30 @@ class Checks:
             f"all ended after {ended_s:.1f} s"
         )
 
+    def two_gateways(self) -> str:
+        self.stack.compose("stop", "scheduler-2", "etcd")
+        self.stack.override("deploy/docker/balancer.yml", PACELINE_PORT="0", PACELINE_GRPC_PORT="0")
+        if self.build:
+            self.stack.compose("build", "balancer")
+        self.stack.compose("up", "-d", "--no-build", "--scale", "gateway=2")
+        api = Api(self.stack.balancer_port)
+        wait_until("/ready behind the balancer", lambda: api.workers() == 1, 120)
+        gateways = self.stack.containers("gateway")
+        for gateway in gateways:
+            wait_until("gateway healthy", partial(is_healthy, gateway), 60)
+        streams = Streams(api.resuming_stream, self.pool)
+        streams.wait_begun()
+        shares = [metric(gateway, GATEWAY_PORT, "paceline_gateway_live_requests") for gateway in gateways]
+        assert sum(shares) >= streams.running, f"streams at each gateway: {shares}"
+        docker("kill", gateways[shares.index(max(shares))])
+        self._compare(streams.finish())
+        assert api.resumed >= max(shares), f"{api.resumed} streams were resumed, {shares} ran"
+        self._compare([api.complete(STORIES[0], STORY_TOKENS, ignore_eos=True), *self.reference[1:]])
+        docker("start", gateways[shares.index(max(shares))])
+        return f"streams at each gateway: {shares}; {api.resumed} resumed"
+
     def _kill_and_recover(self, service: str) -> str:
-        streams = Streams(self.api, self.pool)
+        streams = Streams(self.api.stream, self.pool)
         streams.wait_begun()
         remark = self._kill(self.stack.containers(service)[0], streams)
         waited_s = wait_until("/ready", lambda: self.api.workers() == 1, 90)
@@ -259,7 +283,7 @@ class Checks:
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def stop(self) -> str:
-        services = [*HEALTH_PORTS, "scheduler-2"]
+        services = [*HEALTH_PORTS, "balancer"]
         containers = {service: self.stack.containers(service) for service in services}
         began_s = time.monotonic()
         self.stack.compose("stop")

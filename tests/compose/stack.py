@@ -9,7 +9,8 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,15 @@ class Stack:
     def __init__(self, compose: str) -> None:
         self.name = f"paceline-ci-{os.getpid()}"
         self.port, self.grpc_port = free_port(), free_port()
+        self.balancer_port, self.balancer_grpc_port = free_port(), free_port()
         self._compose = [*shlex.split(compose), "-p", self.name]
         self._files: list[str] = []
         self._env = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")} | {
             "PACELINE_TAG": "ci",
             "PACELINE_PORT": str(self.port),
             "PACELINE_GRPC_PORT": str(self.grpc_port),
+            "PACELINE_BALANCER_PORT": str(self.balancer_port),
+            "PACELINE_BALANCER_GRPC_PORT": str(self.balancer_grpc_port),
             "PACELINE_BUILD_NETWORK": os.environ.get("PACELINE_BUILD_NETWORK", "host"),
         }
 
@@ -60,9 +64,10 @@ class Stack:
         """Run compose on this project."""
         return command(*self._compose, *self._files, *args, check=check, env=self._env)
 
-    def override(self, path: str) -> None:
-        """From now on with this file on top of the compose file."""
+    def override(self, path: str, **environment: str) -> None:
+        """From now on with this file on top of the compose file, and these variables."""
         self._files = ["-f", "docker-compose.yml", "-f", path]
+        self._env |= environment
 
     def containers(self, service: str) -> list[str]:
         """Ids of the service's containers, stopped ones included, lowest number first."""
@@ -115,6 +120,7 @@ class Api:
 
     def __init__(self, port: int) -> None:
         self._port = port
+        self.resumed = 0  # streams that were asked for again, ever
 
     def get(self, path: str) -> tuple[int, Any]:
         """Status and JSON body; status 0 if nobody answers."""
@@ -147,26 +153,54 @@ class Api:
 
     def stream(self, prompt: str, max_tokens: int, **more: Any) -> Iterator[str]:
         """The pieces of a greedy completion as they come; it must end with a finish reason and [DONE]."""
+        done = yield from self._events(prompt, max_tokens, {}, more)
+        assert done, "the stream broke off"
+
+    def resuming_stream(self, prompt: str, max_tokens: int, **more: Any) -> Iterator[str]:
+        """The same, by a client that names its request and asks for the rest of a stream that breaks off."""
+        headers = {"Idempotency-Key": str(uuid.uuid4())}
+        for _ in range(100):
+            if (yield from self._events(prompt, max_tokens, headers, more)):
+                return
+            self.resumed += 1
+            time.sleep(0.1)
+        raise AssertionError("the stream broke off a hundred times")
+
+    def _events(
+        self, prompt: str, max_tokens: int, headers: dict[str, str], more: dict[str, Any]
+    ) -> Generator[str, None, bool]:
+        """Text of one connection, and whether the stream ended with it; `headers` gets the id of the last event."""
         body = {"model": self.model(), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **more}
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=90)
-        connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), _JSON)
-        response = connection.getresponse()
-        assert response.status == 200, f"HTTP {response.status}: {response.read()[:300]!r}"
-        finish_reason = None
-        for line in response:
-            if not line.startswith(b"data: "):
-                assert not line.strip() or line.startswith(b"id: "), f"not an event: {line!r}"
-                continue
-            if line.strip() == b"data: [DONE]":
-                assert finish_reason, "the stream ended without a finish reason"
-                connection.close()
-                return
-            event = json.loads(line[6:])
-            assert "error" not in event, f"error in the stream: {event['error']}"
-            choice = event["choices"][0]
-            finish_reason = choice["finish_reason"] or finish_reason
-            yield choice["text"]
-        raise AssertionError("the stream broke off")
+        finish_reason = last_id = None
+        try:
+            connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), _JSON | headers)
+            response = connection.getresponse()
+            if response.status in (502, 503) and headers:
+                return False
+            assert response.status == 200, f"HTTP {response.status}: {response.read()[:300]!r}"
+            for line in response:
+                if line.startswith(b"id: "):
+                    last_id = line[4:].strip().decode()
+                    continue
+                assert line.startswith(b"data: ") or not line.strip(), f"not an event: {line!r}"
+                if line.strip() == b"data: [DONE]":
+                    assert finish_reason or headers, "the stream ended without a finish reason"
+                    return True
+                if not line.strip():
+                    continue
+                event = json.loads(line[6:])
+                assert "error" not in event, f"error in the stream: {event['error']}"
+                choice = event["choices"][0]
+                finish_reason = choice["finish_reason"] or finish_reason
+                if last_id and headers:
+                    headers["Last-Event-ID"] = last_id
+                yield choice["text"]
+        except (OSError, http.client.HTTPException):
+            assert headers, "the connection broke"
+        finally:
+            connection.close()
+        return False
 
     def model(self) -> str:
         """The model that is served."""

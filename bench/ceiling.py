@@ -1,0 +1,228 @@
+"""What one scheduler process and one cache process carry: workers, steps, tokens and requests per second.
+
+Real processes and real gRPC, wire included. The workers take 20 ms a step and compute nothing (bench/null_workers.py);
+one session keeps all their slots taken, as a gateway does. What is measured is the CPU time that scheduler and cache
+take for a worker's step while nothing comes or goes, and for a request, from its submission to its end. The ceiling of
+a core follows from it: a core has 1 s of CPU time a second. The step rate that was reached on this machine, where the
+workers and the session share the cores with the scheduler, stands beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import grpc.aio
+import numpy as np
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from bench.machine import python_speed
+from paceline.v1.common_pb2 import SamplingParams
+from paceline.v1.inference_pb2 import SessionOpen, SessionRequest, SessionResponse, Submission
+from paceline.v1.inference_pb2_grpc import InferenceServiceStub
+from tests.support.stack import Stack
+
+WORKERS = (1, 8, 32, 64)
+ROWS, STEP_MS = 256, 20.0
+PROMPT_TOKENS = 128
+# Long enough that nothing ends while steady steps are measured, and short enough that much comes and goes.
+STEADY_TOKENS, CHURN_TOKENS = 1100, 100
+SETTLE_S, MEASURED_S = 3.0, 8.0
+WINDOW = 64  # messages that the session may be behind
+
+
+@dataclass(slots=True)
+class Load:
+    """A session that keeps `live` requests going until it is stopped."""
+
+    scheduler: str
+    live: int
+    max_tokens: int
+    ended: int = 0
+    tokens: int = 0
+    failed: int = 0
+    _handle: int = 0
+    _out: asyncio.Queue[SessionRequest] = field(default_factory=asyncio.Queue)
+
+    def _submissions(self, count: int) -> list[Submission]:
+        """Prompts that share nothing."""
+        made = []
+        for _ in range(count):
+            self._handle += 1
+            prompt = np.full(PROMPT_TOKENS, self._handle, np.int32)
+            sampling = SamplingParams(max_tokens=self.max_tokens, top_p=1.0, ignore_eos=True)
+            made.append(
+                Submission(
+                    handle=self._handle,
+                    request_id=str(self._handle),
+                    prompt_token_ids=prompt.tobytes(),
+                    sampling=sampling,
+                    accepted_before=True,  # the queue refuses none
+                )
+            )
+        return made
+
+    async def run(self) -> None:
+        channel = grpc.aio.insecure_channel(self.scheduler, options=[("grpc.max_receive_message_length", -1)])
+        call = cast(Any, InferenceServiceStub(channel)).Session()
+        opened = SessionOpen(session_id="ceiling", response_window=WINDOW, heartbeats=True)
+        await call.write(SessionRequest(open=opened))
+        for first in range(0, self.live, 256):
+            self._out.put_nowait(SessionRequest(submissions=self._submissions(min(256, self.live - first))))
+
+        async def write() -> None:
+            while True:
+                await call.write(await self._out.get())
+
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(0.2)
+                self._out.put_nowait(SessionRequest(responses_read=read))
+
+        read = 0
+        tasks = [asyncio.create_task(write()), asyncio.create_task(beat())]
+        try:
+            while isinstance(message := await call.read(), SessionResponse):  # else the end
+                if message.heartbeat:
+                    continue
+                read += 1
+                self.tokens += len(message.token_ids) // 4
+                request = SessionRequest(responses_read=read)
+                if message.endings:
+                    self.ended += len(message.endings)
+                    self.failed += sum(bool(ending.code) for ending in message.endings)
+                    request.submissions.extend(self._submissions(len(message.endings)))
+                if message.endings or read % 8 == 0:
+                    self._out.put_nowait(request)
+        finally:
+            for task in tasks:
+                task.cancel()
+            call.cancel()
+            await channel.close(None)
+
+
+class Services(Stack):
+    """A cache and a scheduler alone."""
+
+    def cpu_s(self, name: str) -> float:
+        times = psutil.Process(self.processes[name].pid).cpu_times()
+        return times.user + times.system
+
+    def steps(self) -> float:
+        return self.metric("paceline_scheduler_steps_total", of="scheduler") or 0.0
+
+
+@contextmanager
+def _workers(services: Services, count: int) -> Iterator[None]:
+    command = [sys.executable, "-m", "bench.null_workers", services.scheduler, str(count), str(ROWS), str(STEP_MS)]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    try:
+        services.wait_metric("paceline_scheduler_num_workers", count)
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def _measure(services: Services, workers: int, max_tokens: int) -> dict[str, float]:
+    load = Load(services.scheduler, workers * ROWS, max_tokens)
+    running = asyncio.create_task(load.run())
+    full = asyncio.get_running_loop().time() + 120.0
+    while load.tokens < 2 * load.live:  # every slot is taken
+        if running.done():
+            await running
+        assert asyncio.get_running_loop().time() < full, "the slots were not filled within 120 s"
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(SETTLE_S)
+    before = (services.steps(), services.cpu_s("scheduler"), services.cpu_s("cache"), load.ended, load.tokens)
+    began_s = time.monotonic()
+    await asyncio.sleep(MEASURED_S)
+    after = (services.steps(), services.cpu_s("scheduler"), services.cpu_s("cache"), load.ended, load.tokens)
+    wall_s = time.monotonic() - began_s
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert not load.failed, f"{load.failed} requests failed"
+    steps, scheduler_s, cache_s, ended, tokens = (now - then for now, then in zip(after, before, strict=True))
+    return {
+        "steps": steps,
+        "scheduler_s": scheduler_s,
+        "cache_s": cache_s,
+        "requests": ended,
+        "steps_per_s": steps / wall_s,
+        "tokens_per_s": tokens / wall_s,
+        "requests_per_s": ended / wall_s,
+        "rows_per_step": tokens / max(1.0, steps),
+    }
+
+
+def ceiling(counts: tuple[int, ...] = WORKERS) -> dict[str, Any]:
+    """Rows by number of workers: steady decoding, then requests that come and go; and what follows for a core."""
+    rows = []
+    for count in counts:
+        steady, churn = (_fresh(count, tokens) for tokens in (STEADY_TOKENS, CHURN_TOKENS))
+        step_us = 1e6 * steady["scheduler_s"] / steady["steps"]
+        cache_step_us = 1e6 * steady["cache_s"] / steady["steps"]
+        # What a step costs anyhow is taken off what requests cost.
+        request_us = (1e6 * churn["scheduler_s"] - step_us * churn["steps"]) / max(1.0, churn["requests"])
+        cache_request_us = (1e6 * churn["cache_s"] - cache_step_us * churn["steps"]) / max(1.0, churn["requests"])
+        rows.append(
+            {
+                "workers": count,
+                "rows_per_step": steady["rows_per_step"],
+                "scheduler_us_per_step": step_us,
+                "cache_us_per_step": cache_step_us,
+                "workers_per_core": STEP_MS * 1000 / step_us,
+                "tokens_per_s_per_core": 1e6 / step_us * steady["rows_per_step"],
+                "scheduler_us_per_request": request_us,
+                "cache_us_per_request": cache_request_us,
+                "requests_per_s_per_core": 1e6 / request_us if request_us > 0 else None,
+                "reached_steps_per_s": steady["steps_per_s"],
+                "wanted_steps_per_s": count * 1000 / STEP_MS,
+                "reached_tokens_per_s": steady["tokens_per_s"],
+                "churn_requests_per_s": churn["requests_per_s"],
+            }
+        )
+    return {"step_ms": STEP_MS, "slots": ROWS, "prompt_tokens": PROMPT_TOKENS, "loop_us": python_speed(), "rows": rows}
+
+
+def _fresh(workers: int, max_tokens: int) -> dict[str, float]:
+    """With services that have served nothing before."""
+    with TemporaryDirectory() as folder:
+        services = Services(Path(folder))
+        limit = str(1 << 30)
+        services.scheduler_flags = ["--max-queued-requests", limit, "--max-queued-tokens", limit]
+        try:
+            for name in ("cache", "scheduler"):
+                services.start(name)
+            services.wait_metric("paceline_scheduler_num_workers", 0)
+            with _workers(services, workers):
+                return asyncio.run(_measure(services, workers, max_tokens))
+        finally:
+            services.down()
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    title = f"One scheduler and one cache, {ROWS} rows a worker, {STEP_MS:g} ms steps; a core carries"
+    table = Table(title=title, title_justify="left")
+    heads = ["workers", "rows a step", "scheduler µs/step", "cache µs/step", "workers/core", "tokens/s/core"]
+    for head in [*heads, "scheduler µs/request", "cache µs/request", "requests/s/core", "steps/s here", "wanted"]:
+        table.add_column(head, justify="right")
+    for row in report["rows"]:
+        names = ["workers", "rows_per_step", "scheduler_us_per_step", "cache_us_per_step", "workers_per_core"]
+        names += ["tokens_per_s_per_core", "scheduler_us_per_request", "cache_us_per_request"]
+        names += ["requests_per_s_per_core", "reached_steps_per_s", "wanted_steps_per_s"]
+        table.add_row(*("-" if row[name] is None else f"{row[name]:,.0f}" for name in names))
+    console.print(table)
+    if (os.cpu_count() or 1) < 4:
+        console.print("Workers and session take CPU time of the same cores: rates reached here are below the ceiling.")
