@@ -225,12 +225,13 @@ class FairAmongTenants(OrderPolicy):
             return _standing(waiting, waiting.num_running_siblings) < _standing(
                 running, running.num_running_siblings - 1
             )
-        counters = []
-        for name in (waiting.tenant, running.tenant):
-            tenant = self._busy(name)
-            self._charge_output(tenant, now_s)
-            counters.append((tenant.counter, name))
-        return counters[0] < counters[1]
+        return self._position(waiting.tenant, now_s) < self._position(running.tenant, now_s)
+
+    def _position(self, name: str, now_s: float) -> tuple[float, str]:
+        if (tenant := self.busy.get(name)) is None:  # as the fallback, which is told of no request
+            return self.idle.get(name, 0.0), name
+        self._charge_output(tenant, now_s)
+        return tenant.counter, name
 
     def _prompt_cost(self, request: RequestView, tenant: Tenant) -> float:
         if request.has_run:  # and has been paid for then

@@ -363,6 +363,16 @@ def test_the_request_with_fewest_running_sequences_is_first(seed: int) -> None:
         assert names(samples.order) == samples.expected()
 
 
+def test_to_compare_tenants_that_the_order_was_not_told_of_leaves_no_trace() -> None:
+    """As the fallback of a policy that failed does, which is told of no request."""
+    order = FairAmongTenants()
+    for i in range(10):
+        waiting, running = FakeRequest(2 * i, f"waiting-{i}"), FakeRequest(2 * i + 1, f"running-{i}")
+        order.goes_before(view(waiting), view(running), 0.0)
+    assert not order.busy
+    assert not order.idle
+
+
 def test_while_one_tenant_waits_nothing_that_runs_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     order = FairAmongTenants()
     running = [FakeRequest(number, "t") for number in range(1, 50)]
