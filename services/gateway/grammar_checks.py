@@ -153,12 +153,12 @@ class GrammarChecks:
                 trial = self._next()
                 try:
                     if process is None:
-                        process = self._idle.pop() if self._idle else await self._start()
+                        process = self._pop_idle() or await self._start()
                     if trial.verdict.done():
                         continue  # its last client has left while the process started
                     trial.process = process
                     verdict = await _ask(process, trial.key)
-                except (TrialLost, OSError) as lost:
+                except Exception as lost:  # whatever it is, requests wait for an answer
                     _log.warning("the process that tries grammars has ended; another one starts", reason=str(lost))
                     process, failed = None, ApiError(503, "the structured output could not be tried", retry_after_s=1)
                     if not trial.verdict.done():
@@ -188,6 +188,13 @@ class GrammarChecks:
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
 
+    def _pop_idle(self) -> Process | None:
+        """One that has not ended meanwhile."""
+        while self._idle:
+            if (process := self._idle.pop()).returncode is None:
+                return process
+        return None
+
     async def _start(self) -> Process:
         ends = map(str, sorted(self.eos_token_ids))
         limits = f"{self.limits.cpu_s}", f"{self.limits.memory_bytes}"
@@ -213,7 +220,7 @@ async def _ask(process: Process, key: tuple[str, str, bool]) -> dict[str, str]:
         await process.stdin.drain()
         head = await process.stdout.readexactly(_HEAD.size)
         answer: dict[str, str] = orjson.loads(await process.stdout.readexactly(*_HEAD.unpack(head)))
-    except (asyncio.IncompleteReadError, ConnectionError) as error:
+    except Exception as error:  # of many types: write() to a process that has ended raises RuntimeError with uvloop
         await _end(process)
         raise TrialLost(f"status {process.returncode}") from error
     return answer

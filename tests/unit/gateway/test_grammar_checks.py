@@ -57,6 +57,11 @@ def children(pid: int) -> str:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text()
 
 
+def wait_for_end(pid: int) -> None:
+    """Of a child, of which the event loop does not hear meanwhile."""
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
 async def queued(checks: GrammarChecks, count: int) -> None:
     """So many trials run or wait."""
     while len(checks._trials) != count:  # noqa: ASYNC110 - the other side is the code under test
@@ -264,6 +269,31 @@ def test_it_runs_on_the_gateways_event_loop() -> None:
             await checks.close()
 
     assert uvloop.run(main()) == grammar_of("regex", "a")
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_idle_processes_that_have_died_cost_no_request_for_long(is_known: bool) -> None:
+    """With uvloop a write to such a process raises RuntimeError, not ConnectionError."""
+
+    async def main() -> None:
+        checks = GrammarChecks(CHECKPOINT / "tokenizer.json", 1024, frozenset({0}))
+        await asyncio.gather(*(checks.grammar(regex(f"a{i}"), "") for i in range(2)))
+        processes = list(checks._idle)
+        for process in processes:
+            os.kill(process.pid, signal.SIGKILL)
+        if is_known:
+            await asyncio.gather(*(process.wait() for process in processes))
+        else:
+            for process in processes:
+                wait_for_end(process.pid)
+        asked = [asyncio.wait_for(checks.grammar(regex(f"b{i}"), ""), 60) for i in range(4)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, Exception)]
+        assert all(isinstance(error, ApiError) and error.status == 503 for error in refused)
+        assert len(refused) <= (0 if is_known else 2)
+        await checks.close()
+
+    uvloop.run(main())
 
 
 async def test_a_process_that_cannot_start_fails_its_trial(checks: GrammarChecks) -> None:
