@@ -165,7 +165,7 @@ def _check_shares(name: str, memory: Memory, holdings: list[Holding]) -> None:
     }
     for holding in holdings:
         is_retained = holding.retention > DEFAULT_RETENTION
-        _require(is_retained == (holding in owners), f"{name}: what is retained is nobody's, or the reverse")
+        _require(is_retained == (holding in owners), f"{name}: what is retained has no owner, or the reverse")
         claims: Counter[TenantShare] = Counter()
         if holding in owners:
             claims[owners[holding]] += 1

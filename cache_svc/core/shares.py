@@ -3,7 +3,7 @@
 A retention above DEFAULT_RETENTION belongs to the tenant that asked for it. A block that is retained keeps everything
 before it from being evicted (children go first), so a tenant pays for the whole way from the root to the blocks that it
 retains, and for each block once. At most `tenant_share` of a memory's blocks are kept so for one tenant, and at most
-`total_share` for all of them: tenants are named by clients, and what is left serves everybody else.
+`total_share` for all of them: tenants are named by clients, and the rest serves all other requests.
 
 What goes beyond falls back to DEFAULT_RETENTION, and is evicted like everything else: of the tenant's own retained
 blocks those with the lowest priority, of equal ones those that were asked for first. Nothing is refused.
@@ -58,7 +58,7 @@ class TenantShare:
         self.retained[holding.owner_key] = holding
 
     def release(self, holding: Holding) -> None:
-        """The holding is retained no more. It still says for whom it was."""
+        """The holding is retained no more. `owner` still names this tenant."""
         if self.retained.get(holding.owner_key) is not holding:
             return
         del self.retained[holding.owner_key]

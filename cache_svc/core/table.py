@@ -41,7 +41,7 @@ class Terms(NamedTuple):
 
     priority: float = 0.0
     retention: tuple[Range, ...] = ()
-    tenant: str = ""  # whose share of what may be retained it takes
+    tenant: str = ""  # what is retained counts against its share
 
 
 NO_TERMS = Terms()

@@ -75,7 +75,7 @@ class Holding:
         self.retention = DEFAULT_RETENTION
         self.duration_ms = 0  # that the retention lasts from the last use on; 0: for ever
         self.expires_ms = 0
-        # For whom it is retained, and who pays for it (shares.py).
+        # The tenant that it is retained for, and the tenants that pay for it (shares.py).
         self.owner: TenantShare | None = None
         self.owner_key: Key = NO_KEY
         self.claims: dict[TenantShare, int] | None = None

@@ -192,6 +192,6 @@ class WaitingQueue:
 
 
 def _rank(order: OrderPolicy, request: Request) -> Any:
-    """Where it stands among its tenant's. An order that ranks nobody leaves that to the places. Raises PolicyError."""
+    """Where it stands among its tenant's. An order without ranks leaves that to the places. Raises PolicyError."""
     view = view_of(request)
     return sortable(order.rank(view), view), request.place

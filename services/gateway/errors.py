@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-CLIENT_CLOSED_REQUEST = 499  # the client has gone: nobody reads this status
+CLIENT_CLOSED_REQUEST = 499  # the client has gone and does not read this status
 _GRPC_CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     404: grpc.StatusCode.NOT_FOUND,

@@ -138,7 +138,7 @@ class GrammarChecks:
             del self._queues[trial.tenant]
 
     def _next(self) -> _Trial:
-        """Of the tenant whose turn it is, which then stands behind the others."""
+        """Of the first tenant of the queue, which then stands behind the others."""
         tenant, queue = self._queues.popitem(last=False)
         trial = queue.popleft()
         if queue:

@@ -210,7 +210,7 @@ class Connection(HttpToolsProtocol):
                 self._skip_timer = self.loop.call_later(_SKIP_TIMEOUT_S, self.transport.close)
 
     def _drop(self, num_bytes: int) -> None:
-        """Of data that nobody wants, read little at a time: a fast sender would have the event loop to itself."""
+        """Of data that is dropped, read little at a time: a fast sender would have the event loop to itself."""
         if num_bytes >= _LARGE_READ_BYTES and not self.transport.is_closing():
             self.flow.pause_reading()
             self.loop.call_later(_DROP_PAUSE_S, self._read_on)

@@ -1,7 +1,7 @@
 """Bounds how many requests a gRPC server receives at the same moment, and with that the memory that they take.
 
-gRPC's core keeps no more of a request than its flow-control window until somebody reads it (measured: 80 calls of 16 MB
-that nobody reads take 24 MB). So the gate decides when a request is read.
+gRPC's core keeps no more of a request than its flow-control window until the server reads it (measured: 80 calls of
+16 MB that are not read take 24 MB). So the gate decides when a request is read.
 """
 
 from __future__ import annotations
