@@ -34,10 +34,12 @@ class WorkerGrammars:
         self._ids.move_to_end(grammar)
         return True
 
-    def want(self, grammar: str) -> None:
+    def want(self, grammar: str, *, early: bool = False) -> None:
         """Have the worker prepare the grammar, if `has` says that it lacks it. Not all of many at once: what is still
-        needed is to be wanted again."""
-        if not self.has(grammar) and grammar not in self._ids and len(self._asked) + len(self._wanted) < MAX_ASKED:
+        needed is to be wanted again. `early`: the request has only arrived. These take half of the places, so that a
+        flood of arrivals keeps no request waiting that is next."""
+        most = MAX_ASKED // 2 if early else MAX_ASKED
+        if not self.has(grammar) and grammar not in self._ids and len(self._asked) + len(self._wanted) < most:
             self._wanted[grammar] = None
 
     def answered(self, number: int, is_ready: bool) -> str | None:

@@ -204,7 +204,7 @@ class SchedulerCore:
             request.samples.append(request)
         self.life.accept(session, request, enqueue=not (is_search and self.limits))
         for worker in self.workers.values():
-            worker.want_grammar(request)
+            worker.want_grammar(request, early=True)
         if is_search:
             self._groups.start(request, submission.beam, self.limits)
 

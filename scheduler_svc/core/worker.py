@@ -194,10 +194,10 @@ class Worker:
         """Whether the worker has prepared the request's grammar, or the request has none."""
         return not request.grammar or self.grammars.has(request.grammar)
 
-    def want_grammar(self, request: Request) -> None:
-        """Ask the worker to prepare the request's grammar, if it lacks it."""
+    def want_grammar(self, request: Request, *, early: bool = False) -> None:
+        """Ask the worker to prepare the request's grammar, if it lacks it; `early` as in WorkerGrammars.want()."""
         if request.grammar:
-            self.grammars.want(request.grammar)
+            self.grammars.want(request.grammar, early=early)
 
     def grammar_orders(self) -> GrammarOrders | None:
         """What the worker is to be told of grammars."""

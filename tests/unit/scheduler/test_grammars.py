@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import pytest
 
@@ -202,3 +203,23 @@ def test_few_are_asked_for_at_once() -> None:
     orders = known.take_orders(set)
     assert orders is not None
     assert [order.id for order in orders.prepare] == [grammars.MAX_ASKED + 1]
+
+
+def test_a_flood_of_arrivals_keeps_no_grammar_waiting_that_is_next() -> None:
+    prepared, asked = WorkerGrammars(True), deque[int]()
+
+    def send() -> None:
+        if (orders := prepared.take_orders(set)) is not None:
+            asked.extend(one.id for one in orders.prepare)
+
+    for i in range(2 * grammars.MAX_ASKED):
+        prepared.want(f"arrival {i}", early=True)
+        send()
+    assert len(asked) == grammars.MAX_ASKED // 2
+    prepared.want("next")
+    send()
+    for i in range(grammars.MAX_ASKED):
+        prepared.answered(asked.popleft(), True)
+        prepared.want(f"later arrival {i}", early=True)
+        send()
+    assert prepared.has("next")
