@@ -12,10 +12,10 @@ ARGS ?=
 TORCH ?= auto
 INSTALL := $(BIN)/python scripts/install.py --torch '$(TORCH)'
 
-.PHONY: up setup test soak soak-kills soak-simulation chaos lint fmt proto bench bench-gpu peer-test compose-test clean help
+.PHONY: up setup test soak soak-kills soak-simulation chaos lint fmt proto bench bench-gpu peer-test mutants compose-test clean help
 
 help:
-	@echo 'make up [MODEL=path PORT=n WORKERS=n TORCH=auto|cpu|pip ARGS=...] | test | soak | soak-kills | soak-simulation | chaos | lint | fmt | proto | bench | bench-gpu | peer-test | compose-test | clean'
+	@echo 'make up [MODEL=path PORT=n WORKERS=n TORCH=auto|cpu|pip ARGS=...] | test | soak | soak-kills | soak-simulation | chaos | lint | fmt | proto | bench | bench-gpu | peer-test | mutants | compose-test | clean'
 
 up: $(VENV)/serve.stamp
 	@exec $(BIN)/paceline up $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
@@ -92,6 +92,10 @@ bench-gpu:
 peer-test: setup
 	tests/peer/env.sh vllm
 	PEER_SGLANG_PYTHON=$$(tests/peer/env.sh sglang) $(BIN)/python -m pytest tests/peer $(ARGS)
+
+# Plants mistakes in the cores by rule and names those that no test notices (about an hour on two cores).
+mutants: setup
+	$(BIN)/python -m tests.mutation.run $(ARGS)
 
 compose-test:
 	bash tests/compose/run.sh

@@ -1,0 +1,252 @@
+"""Plants mistakes in the cores, one at a time, and names those that no test notices: `make mutants`.
+
+A mutation is noticed when a test fails with it. First come the tests that run its line, the quickest first; if they all
+pass, a part of the simulation. Each mutation gets a process of its own, forked from one that has imported what is slow
+to import and nothing of ours, with an import hook in place of edited files.
+
+Survivors are listed with the reason that tests/mutation/survivors.yaml gives; one without a reason fails the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, ModuleType
+
+import pytest
+import yaml
+
+from tests.mutation.covering import SYSTEM_TESTS, Covering, modules
+from tests.mutation.rules import Mutation, mutations, plant
+
+ROOT = Path(__file__).parents[2]
+SURVIVORS = Path(__file__).with_name("survivors.yaml")
+NOTICED = Path(__file__).with_name("noticed.json")  # the tests that noticed, of the last whole run
+MIN_SCORE = 0.95
+# A mistake that makes a loop endless is noticed by this, too.
+TIMEOUT_S = 400.0
+# What an answer begins with if nothing was learnt of the mutation.
+BROKEN = "the process failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    mutation: Mutation
+    noticed_by: str  # a test; "timeout"; "" if it survived
+
+
+class Planted(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports one module as it reads with its mistake."""
+
+    def __init__(self, module: str, file: Path, code: CodeType) -> None:
+        self.module, self.file, self.code = module, file, code
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self.module:
+            return None
+        return importlib.util.spec_from_file_location(fullname, self.file, loader=self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(self.code, module.__dict__)  # noqa: S102 - our own source, with one change
+
+
+class FirstFailure:
+    """A pytest plugin: the test that noticed."""
+
+    name = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.name = report.nodeid
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.name = report.nodeid
+
+
+def judge(mutation: Mutation, batches: Sequence[Sequence[str]]) -> str:
+    """In a process of its own: plant the mistake, run the tests until one fails. What noticed it, or ""."""
+    planted = plant(mutation, ROOT)
+    assert planted is not None, f"no such place: {mutation.name}"
+    return first_failure(mutation.path, planted, batches)
+
+
+def first_failure(path: str, tree: ast.Module, batches: Sequence[Sequence[str]]) -> str:
+    """The first test that fails with this module as the tree has it; "" if all pass."""
+    file, module = ROOT / path, path.removesuffix(".py").replace("/", ".")
+    assert module not in sys.modules, f"{module} was imported before its mistake was planted"
+    sys.meta_path.insert(0, Planted(module, file, compile(tree, str(file), "exec")))
+    for tests in batches:
+        failure = FirstFailure()
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", f"--rootdir={ROOT}"]
+        status = pytest.main([*options, *tests], plugins=[failure]) if tests else 0
+        if status not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+            return failure.name or f"pytest ended with status {int(status)}"
+    return ""
+
+
+def in_child(job: Callable[[], str]) -> tuple[int, int]:
+    """Starts a process for the job; returns its pid, and what its answer can be read from."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writer)
+        return pid, reader
+    answer = ""
+    try:
+        os.setsid()  # tests start processes: all of them are ended together
+        silent = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(silent, stream)
+        answer = job()
+    except BaseException as error:
+        answer = f"{BROKEN}: {error!r}"
+    finally:
+        os.write(writer, answer.encode())
+        os._exit(0)
+
+
+def verdicts(
+    chosen: Sequence[Mutation], batches: Callable[[Mutation], Sequence[Sequence[str]]], processes: int
+) -> Iterator[Verdict]:
+    """As they come in."""
+    running: dict[int, tuple[Mutation, int, float]] = {}  # by pid: its answer's end of the pipe, when to end it
+    try:
+        yield from _as_they_come(list(reversed(chosen)), running, batches, processes)
+    finally:
+        for pid in running:  # each leads a group of its own, which a signal to ours does not reach
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _as_they_come(
+    waiting: list[Mutation],
+    running: dict[int, tuple[Mutation, int, float]],
+    batches: Callable[[Mutation], Sequence[Sequence[str]]],
+    processes: int,
+) -> Iterator[Verdict]:
+    while waiting or running:
+        while waiting and len(running) < processes:
+            mutation = waiting.pop()
+            tests = batches(mutation)
+            pid, reader = in_child(lambda mutation=mutation, tests=tests: judge(mutation, tests))  # type: ignore[misc]
+            running[pid] = mutation, reader, time.monotonic() + TIMEOUT_S
+        for pid, (mutation, reader, end_s) in list(running.items()):
+            late = time.monotonic() > end_s
+            if late:
+                os.killpg(pid, signal.SIGKILL)
+            if os.waitpid(pid, 0 if late else os.WNOHANG)[0]:
+                del running[pid]
+                with os.fdopen(reader, encoding="utf-8") as answer:
+                    said = answer.read()
+                if said.startswith(BROKEN):
+                    raise RuntimeError(f"{mutation.name}: {said}")
+                yield Verdict(mutation, "timeout" if late else said)
+        time.sleep(0.02)
+
+
+def sample(count: int) -> list[Mutation]:
+    """Of all mutations there are, always the same ones, however the code around them changes."""
+    everything = [mutation for path in modules(ROOT) for mutation in mutations(path, ROOT)]
+    return sorted(everything, key=lambda mutation: mutation.digest)[:count]
+
+
+def check_control(mutation: Mutation, batches: Callable[[Mutation], Sequence[Sequence[str]]]) -> None:
+    """The same tests pass with the module as it is. Raises RuntimeError: else every mutation would seem noticed."""
+    tree = ast.parse((ROOT / mutation.path).read_text(encoding="utf-8"))
+    tests = batches(mutation)
+    pid, reader = in_child(lambda: first_failure(mutation.path, tree, tests))
+    os.waitpid(pid, 0)
+    with os.fdopen(reader, encoding="utf-8") as answer:
+        if said := answer.read():
+            raise RuntimeError(f"without any mistake, too: {said}")
+
+
+def import_what_is_slow() -> None:
+    """And nothing that is mutated."""
+    import services.cli  # noqa: F401, I001 - sets gRPC up before it is imported, as tests/conftest.py does
+    import grpc.aio  # noqa: F401
+    import numpy  # noqa: F401
+    import pydantic  # noqa: F401
+    import sortedcontainers  # noqa: F401
+    import torch  # noqa: F401
+
+
+def run_sample(count: int, processes: int, record: bool, reuse_lines: bool) -> int:
+    """The whole table. Status 1 if the score is too low, or a survivor has no reason."""
+    file = ROOT / ".run" / "mutation-lines.json"
+    covering = Covering.read(file) if reuse_lines else Covering.measure(ROOT, file)
+    reasons: dict[str, str] = yaml.safe_load(SURVIVORS.read_text(encoding="utf-8")) or {}
+
+    def batches(mutation: Mutation) -> Sequence[Sequence[str]]:
+        return covering.tests(mutation.path, mutation.line), SYSTEM_TESTS
+
+    chosen = sample(count)
+    check_control(chosen[0], batches)
+    survived: list[Mutation] = []
+    noticed: dict[str, str] = {}
+    for verdict in verdicts(chosen, batches, processes):
+        if verdict.noticed_by:
+            noticed[verdict.mutation.name] = verdict.noticed_by
+        else:
+            survived.append(verdict.mutation)
+            print(f"survived  line {verdict.mutation.line} of {verdict.mutation.name}", flush=True)
+    score = len(noticed) / len(chosen)
+    print(f"\n{len(noticed)} of {len(chosen)} noticed: {score:.1%}")
+    for mutation in survived:
+        print(f"- {mutation.name}\n  {reasons.get(mutation.name, 'NO REASON GIVEN')}")
+    if record:
+        kept = {name: test for name, test in sorted(noticed.items()) if "::" in test}
+        NOTICED.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return int(score < MIN_SCORE or any(mutation.name not in reasons for mutation in survived))
+
+
+def run_recorded(count: int, first: int, processes: int) -> int:
+    """Of the mistakes that were noticed in the last whole run, some again, each with the one test that did so. Status 1
+    if that test has become blind, or if hardly any of the places is there any more."""
+    recorded: dict[str, str] = json.loads(NOTICED.read_text(encoding="utf-8"))
+    there = {mutation.name: mutation for path in modules(ROOT) for mutation in mutations(path, ROOT)}
+    known = [name for name in recorded if name in there]
+    print(f"{len(known)} of {len(recorded)} recorded places are still there")
+    chosen = [there[known[(first + i) % len(known)]] for i in range(min(count, len(known)))]
+    blind = [
+        verdict.mutation
+        for verdict in verdicts(chosen, lambda mutation: [[recorded[mutation.name]]], processes)
+        if not verdict.noticed_by
+    ]
+    for mutation in blind:
+        print(f"{recorded[mutation.name]} does not notice {mutation.name} any more")
+    return int(bool(blind) or len(known) < len(recorded) / 2)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation.run", description=__doc__.partition("\n")[0])
+    parser.add_argument("--sample", type=int, default=300, help="mutations to plant (default: 300)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--record", action="store_true", help=f"write {NOTICED.name}, of which CI plants some again")
+    parser.add_argument("--reuse-lines", action="store_true", help="of the last run, if no line has moved since")
+    parser.add_argument("--recorded", action="store_true", help="plant only what was noticed in the last whole run")
+    parser.add_argument("--first", type=int, default=0, help="with --recorded: which of them comes first")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    import_what_is_slow()
+    os.chdir(ROOT)
+    if options.recorded:
+        return run_recorded(options.sample, options.first, options.processes)
+    return run_sample(options.sample, options.processes, options.record, options.reuse_lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
