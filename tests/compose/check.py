@@ -254,11 +254,13 @@ class Checks:
         streams.wait_begun()
         shares = [metric(gateway, GATEWAY_PORT, "paceline_gateway_live_requests") for gateway in gateways]
         assert sum(shares) >= streams.running, f"streams at each gateway: {shares}"
-        docker("kill", gateways[shares.index(max(shares))])
+        victim = gateways[shares.index(max(shares))]
+        docker("kill", victim)
         self._compare(streams.finish())
         assert api.resumed >= max(shares), f"{api.resumed} streams were resumed, {shares} ran"
         self._compare([api.complete(STORIES[0], STORY_TOKENS, ignore_eos=True), *self.reference[1:]])
-        docker("start", gateways[shares.index(max(shares))])
+        docker("start", victim)
+        wait_until("the gateway is back", partial(is_healthy, victim), 60)
         return f"streams at each gateway: {shares}; {api.resumed} resumed"
 
     def _kill_and_recover(self, service: str) -> str:
