@@ -240,7 +240,7 @@ class Checks:
         )
 
     def two_gateways(self) -> str:
-        self.stack.compose("down", "--remove-orphans")  # of two schedulers
+        self.stack.compose("down", "-v", "--remove-orphans")  # of two schedulers
         self.stack.override("deploy/docker/balancer.yml", PACELINE_PORT="0", PACELINE_GRPC_PORT="0")
         if self.build:
             self.stack.compose("build", "balancer")
