@@ -12,7 +12,7 @@ from scheduler_svc.core.budgets import Budgets
 from scheduler_svc.core.cache_link import CacheLink
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.planner import Planner
-from scheduler_svc.core.policy import OrderPolicy, Policies, PolicyError
+from scheduler_svc.core.policy import OrderPolicy, PlacementPolicy, Policies, PolicyError
 from scheduler_svc.core.policy_failures import PolicyFailures
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.request import Request
@@ -57,6 +57,7 @@ class Composer:
         self._on_policy_error = on_policy_error
         # Of the last composition: tenants that it passed over, since too much of them runs; in tokens.
         self.at_limit: dict[str, int] = {}
+        self._placement: Placement | None = None  # the round that goes on
         # Looked at in a composition, where a tenant's limit holds: whether they are stuck may not be what it was.
         self._doubtful: list[Request] = []
 
@@ -166,6 +167,13 @@ class Composer:
     ) -> Callable[[], Iterator[Request]]:
         """What may be bound to the worker: what it has swapped out, oldest first, then the others in the order in force
         at that time, or (None) oldest first."""
+        policy = (self.policies if ordered_at_s is not None else self._fallback).placement
+        placement: Placement | None = None
+
+        def is_placed_here(request: Request) -> bool:
+            nonlocal placement  # one round, though a policy may look twice
+            placement = placement or self._round_of(worker, workers, policy)
+            return placement.place(request) in (worker, None)
 
         def waiting() -> Iterator[Request]:
             if worker.draining or closed:
@@ -173,11 +181,7 @@ class Composer:
             if worker.swapped and not worker.preempted:  # nobody comes back while somebody else has to go
                 back = (request for request in worker.swapped.values() if not request.is_suspect)
                 yield from sorted(back, key=lambda request: request.seniority)
-            queue, placement = self.queue, None
-            if len(workers) > 1:
-                policy = (self.policies if ordered_at_s is not None else self._fallback).placement
-                self._step_times.begin([other.step_fit for other in workers.values()])
-                placement = Placement(workers.values(), policy, self._output_length.mean_tokens)
+            queue = self.queue
             limited, tenant_tokens = self._budgets.limits_tenants, self._budgets.tenant_tokens
             for request in iter(queue) if ordered_at_s is None else queue.ordered(ordered_at_s):
                 if request.matches is None:
@@ -189,12 +193,27 @@ class Composer:
                 if not worker.has_grammar(request):
                     worker.want_grammar(request)
                     passed_over = True
-                if not passed_over and (placement is None or placement.place(request) in (worker, None)):
+                if not passed_over and (len(workers) == 1 or is_placed_here(request)):
                     yield request
+                elif not (passed_over or worker.free_seats or self._looks_past_seats):
+                    return  # the others fill up first
                 if limited and queue.is_aside(request) != (passed_over or not worker.has_adapter(request)):
                     self._doubtful.append(request)
 
         return waiting
+
+    def _round_of(self, worker: Worker, workers: dict[int, Worker], policy: PlacementPolicy) -> Placement:
+        """The round of placement that goes on, or a new one."""
+        going = self._placement
+        if going is None or going.policy is not policy or not going.turn_of(worker):
+            self._step_times.begin([other.step_fit for other in workers.values()])
+            going = self._placement = Placement(workers.values(), policy, self._output_length.mean_tokens)
+            going.turn_of(worker)
+        return going
+
+    def fleet_changed(self) -> None:
+        """A worker came, left, or is to leave."""
+        self._placement = None
 
     def _reconsider(self, workers: dict[int, Worker]) -> bool:
         """Whether others of their tenants have come into the order for those that were passed over."""

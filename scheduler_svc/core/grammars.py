@@ -7,7 +7,7 @@ other: so no step waits for a compilation.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from paceline.v1.worker_pb2 import GrammarOrders
 
@@ -23,7 +23,7 @@ class WorkerGrammars:
         self._next_id = 1
         self._ids: OrderedDict[str, int] = OrderedDict()  # prepared ones and those asked for; the last used at the end
         self._asked: dict[int, str] = {}
-        self._wanted: dict[str, None] = {}  # to be asked for
+        self.wanted: dict[str, None] = {}  # to be asked for
 
     def has(self, grammar: str) -> bool:
         """Whether a sequence with the grammar (empty: with none) may go into a plan."""
@@ -39,8 +39,8 @@ class WorkerGrammars:
         needed is to be wanted again. `early`: the request has only arrived. These take half of the places, so that a
         flood of arrivals keeps no request waiting that is next."""
         most = MAX_ASKED // 2 if early else MAX_ASKED
-        if not self.has(grammar) and grammar not in self._ids and len(self._asked) + len(self._wanted) < most:
-            self._wanted[grammar] = None
+        if not self.has(grammar) and grammar not in self._ids and len(self._asked) + len(self.wanted) < most:
+            self.wanted[grammar] = None
 
     def answered(self, number: int, is_ready: bool) -> str | None:
         """Take in the worker's answer; returns the grammar, or None if the worker was not asked."""
@@ -49,18 +49,16 @@ class WorkerGrammars:
             del self._ids[grammar]
         return grammar
 
-    def take_orders(self, in_use: Callable[[], Collection[str]]) -> GrammarOrders | None:
-        """What there is to send to the worker. To be asked for when no step is being composed, since what it would bind
+    def take_orders(self, in_use: Collection[str]) -> GrammarOrders:
+        """What is wanted of the worker. To be asked for when no step is being composed, since what it would bind
         is not among those `in_use`: the grammars of the sequences that are bound to the worker."""
-        if not self._wanted:
-            return None
-        needed, orders = in_use(), GrammarOrders()
-        idle = [one for one, number in self._ids.items() if number not in self._asked and one not in needed]
-        for oldest in idle[: max(0, len(idle) + len(self._asked) + len(self._wanted) - MAX_IDLE)]:
+        orders = GrammarOrders()
+        idle = [one for one, number in self._ids.items() if number not in self._asked and one not in in_use]
+        for oldest in idle[: max(0, len(idle) + len(self._asked) + len(self.wanted) - MAX_IDLE)]:
             orders.forget.append(self._ids.pop(oldest))
-        for grammar in self._wanted:
+        for grammar in self.wanted:
             self._ids[grammar], self._asked[self._next_id] = self._next_id, grammar
             orders.prepare.add(id=self._next_id, grammar=grammar)
             self._next_id += 1
-        self._wanted.clear()
+        self.wanted.clear()
         return orders

@@ -207,15 +207,17 @@ class PreemptionPolicy(ABC):
 class PlacementPolicy(ABC):
     """Which worker a waiting request is bound to. Asked only while more than one worker is attached.
 
-    Nothing is bound by `place`. Each composition of a step places the waiting requests anew, in the order in force and
-    over all workers, until the step is full. Then the requests that were placed on the step's worker are bound to it.
-    So what `place` remembers about a request is void at the next `begin`; what should last is noted in `bound`.
+    Nothing is bound by `place`. In a round, the workers compose steps in turn. Each composition places the waiting
+    requests that it comes to, in the order in force and over all workers, until its step is full; where an earlier one
+    of the round has placed them, they stay. Then the requests that are placed on the step's worker are bound to it. The
+    round ends when a worker composes again. So what `place` remembers about a request is void at the next `begin`; what
+    should last is noted in `bound`.
 
     The core decides where a request fits (slots, blocks, adapters, refusals); a policy chooses among these workers.
     """
 
     def begin(self, fleet: FleetView) -> None:  # noqa: B027
-        """Called before the requests of a composition are placed. `fleet` counts what this round has placed so far."""
+        """A round begins. `fleet` counts what it has placed so far, and each worker is as it was when it composed."""
 
     @abstractmethod
     def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:

@@ -54,7 +54,8 @@ class Rounds:
         drafts: list[tuple[Worker, Draft]] = []
         askers: list[Worker] = []
         for worker in self._workers.values():
-            self._plan_worker(worker, drafts, askers, now_s)
+            if worker.draft is None and worker.has_credit:
+                self._plan_worker(worker, drafts, askers, now_s)
         if not (self._cache.idle and (drafts or self._cache.has_gathered)):
             return None
         if not (drafts or askers) and self._is_about_to_ask():

@@ -329,6 +329,7 @@ class SchedulerCore:
         return not all(worker.draining for worker in self.workers.values())
 
     def _workers_changed(self) -> None:
+        self._composer.fleet_changed()
         if self._has_worker:
             self.life.no_worker_since_s = None
         if self.workers:
@@ -438,8 +439,8 @@ class SchedulerCore:
         if (exchange := self._rounds.plan(now_s)) is not None:
             self._outbox.to_cache.append(exchange)
         for worker in self.workers.values():
-            if (orders := worker.grammar_orders()) is not None:
-                self._send_worker(worker.id, WorkerServiceLinkResponse(grammars=orders))
+            if worker.grammars.wanted:
+                self._send_worker(worker.id, WorkerServiceLinkResponse(grammars=worker.grammar_orders()))
         places = free_places(self.queue, self.config)
         if (not places) != self._told_full:  # at once: gateways refuse by it
             self._announce()

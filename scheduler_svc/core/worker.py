@@ -199,9 +199,9 @@ class Worker:
         if request.grammar:
             self.grammars.want(request.grammar, early=early)
 
-    def grammar_orders(self) -> GrammarOrders | None:
-        """What the worker is to be told of grammars."""
-        return self.grammars.take_orders(lambda: {one.grammar for one in (*self.bound, *self.swapped.values())})
+    def grammar_orders(self) -> GrammarOrders:
+        """What the worker is to be told of grammars, if any are wanted."""
+        return self.grammars.take_orders({one.grammar for one in (*self.bound, *self.swapped.values())})
 
     def bind_adapter(self, request: Request) -> None:
         if request.lora:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scheduler_svc.core.prefixes import PrefixIndex, common_blocks
-from scheduler_svc.core.request import TOKEN_BYTES, Request
+from scheduler_svc.core.request import TOKEN_BYTES, Phase, Request
 from scheduler_svc.core.step_time import StepTime
 from scheduler_svc.core.view import RequestView
 from scheduler_svc.core.worker import Worker
@@ -22,21 +22,28 @@ class WorkerView:
         "_placed",
         "_prefill_tokens",
         "_rows",
+        "_waiting",
         "_worker",
     )
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._waiting: dict[int, Request] = {}  # that the round has placed here, by arrival index
+        self._read()
+
+    def _read(self) -> None:
+        """What the worker is like now. A round sees many workers, and most of them only to find that they are full: so
+        what takes time is read when it is asked for, and before anything is added to it."""
+        worker = self._worker
         self._free_slots = worker.free_seats
-        self._free_blocks = worker.free_blocks
         self._rows = worker.num_rows
-        self._prefill_tokens = worker.queued_prefill_tokens
-        self._context_tokens = -1  # until it is asked for
-        self._in_flight_s = -1.0  # as well
-        self._placed: PrefixIndex[Request] | None = None  # and what has prefill queued here; once it is asked for
+        self._free_blocks: int | None = None
+        self._prefill_tokens = self._context_tokens = -1
+        self._in_flight_s = -1.0
+        self._placed: PrefixIndex[Request] | None = None  # and what has prefill queued here
 
     def __repr__(self) -> str:
-        return f"<worker {self.id}: {self._rows} rows, {self._prefill_tokens} prompt tokens queued>"
+        return f"<worker {self.id}: {self._rows} rows, {self.queued_prefill_tokens} prompt tokens queued>"
 
     @property
     def id(self) -> int:
@@ -52,6 +59,8 @@ class WorkerView:
     @property
     def queued_prefill_tokens(self) -> int:
         """Their uncached prompt tokens that no plan computes yet: a new request waits for these."""
+        if self._prefill_tokens < 0:
+            self._prefill_tokens = self._worker.queued_prefill_tokens
         return self._prefill_tokens
 
     @property
@@ -68,6 +77,8 @@ class WorkerView:
     @property
     def free_blocks(self) -> int:
         """Blocks that are free or only cached."""
+        if self._free_blocks is None:
+            self._free_blocks = self._worker.free_blocks
         return self._free_blocks
 
     # ── the worker itself ────────────────────────────────────────────────────────────────────────────────────────────
@@ -145,15 +156,40 @@ class WorkerView:
                 break
         return max(shared, matched)
 
-    def _add(self, request: Request, need_blocks: int) -> None:
+    # ── the round ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _has_room(self, request: Request) -> bool:
+        worker = self._worker
+        return (
+            self._free_slots > 0
+            and self._need_blocks(request) <= self.free_blocks
+            and worker.has_adapter(request)
+            and worker.has_grammar(request)
+            and not worker.has_refused(request)
+        )
+
+    def _need_blocks(self, request: Request) -> int:
+        worker = self._worker
+        return worker.blocks_for(request.num_tokens) - request.match_on(worker.id).num_live_tokens // worker.block_size
+
+    def _add(self, request: Request) -> None:
         """The round has placed the request here."""
-        self._prefill_tokens += request.num_tokens - self._cached_tokens(request)
+        self._prefill_tokens = self.queued_prefill_tokens + request.num_tokens - self._cached_tokens(request)
         self._context_tokens = self.context_tokens + request.num_tokens
+        self._free_blocks = self.free_blocks - self._need_blocks(request)
         self._rows += 1
         self._free_slots -= 1
-        self._free_blocks -= need_blocks
+        self._waiting[request.seniority] = request
         if self._placed is not None:
             self._placed.add(request, request.num_tokens)
+
+    def _renew(self) -> None:
+        """The worker composes: what has happened on it since the round began counts, and what still waits for it."""
+        waiting = [request for request in self._waiting.values() if request.phase is Phase.WAITING]
+        self._waiting.clear()
+        self._read()
+        for request in waiting:
+            self._add(request)
 
 
 class FleetView:

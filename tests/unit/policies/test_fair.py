@@ -373,7 +373,7 @@ def test_to_compare_tenants_that_the_order_was_not_told_of_leaves_no_trace() -> 
     assert not order.idle
 
 
-def test_while_one_tenant_waits_nothing_that_runs_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_no_tenant_waits_or_one_nothing_that_runs_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     order = FairAmongTenants()
     running = [FakeRequest(number, "t") for number in range(1, 50)]
     for request in running:
@@ -384,6 +384,7 @@ def test_while_one_tenant_waits_nothing_that_runs_is_looked_at(monkeypatch: pyte
     looks = []
     monkeypatch.setattr(FakeRequest, "num_output_tokens", property(looks.append))
     monkeypatch.setattr(FakeRequest, "num_tokens", 1)
+    assert not names(order)
     for request in waiting[:-1]:
         order.add(view(request))
         assert names(order)[0] == 50

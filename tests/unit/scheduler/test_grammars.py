@@ -177,30 +177,31 @@ def test_the_least_recently_used_idle_grammar_is_forgotten() -> None:
     known = WorkerGrammars(prepares=True)
     for number in range(grammars.MAX_IDLE):
         known.want(f"{number}")
-        assert known.take_orders(lambda: {"0"}) is not None
+        assert known.wanted
+        known.take_orders({"0"})
         known.answered(number + 1, is_ready=True)
     assert known.has("1")
     for name in ("new", "newer"):
         known.want(name)
-    orders = known.take_orders(lambda: {"0"})
+    orders = known.take_orders({"0"})
     assert orders is not None
     assert ([order.grammar for order in orders.prepare], list(orders.forget)) == (["new", "newer"], [3])
     assert known.has("0"), "a sequence has it"
     assert known.has("1"), "it was just asked for"
     assert not known.has("2")
-    assert known.take_orders(set) is None
+    assert not known.wanted
 
 
 def test_few_are_asked_for_at_once() -> None:
     known = WorkerGrammars(prepares=True)
     for number in range(grammars.MAX_ASKED + 5):
         known.want(f"{number}")
-    orders = known.take_orders(set)
+    orders = known.take_orders(set())
     assert orders is not None
     assert len(orders.prepare) == grammars.MAX_ASKED
     assert known.answered(1, is_ready=False) == "0"
     known.want("0")
-    orders = known.take_orders(set)
+    orders = known.take_orders(set())
     assert orders is not None
     assert [order.id for order in orders.prepare] == [grammars.MAX_ASKED + 1]
 
@@ -209,7 +210,8 @@ def test_a_flood_of_arrivals_keeps_no_grammar_waiting_that_is_next() -> None:
     prepared, asked = WorkerGrammars(True), deque[int]()
 
     def send() -> None:
-        if (orders := prepared.take_orders(set)) is not None:
+        if prepared.wanted:
+            orders = prepared.take_orders(set())
             asked.extend(one.id for one in orders.prepare)
 
     for i in range(2 * grammars.MAX_ASKED):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -93,6 +94,42 @@ def test_a_request_may_wait_for_a_full_worker_and_for_no_other_one() -> None:
     system.assert_at_rest()
 
 
+def test_a_request_of_a_burst_is_placed_about_once_however_many_workers_there_are() -> None:
+    asked = Counter[str]()
+
+    class GoesRound(LastWorker):
+        def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
+            asked[request.request_id] += 1
+            return min(workers, key=lambda worker: worker.num_rows)
+
+    workers = [Recorder() for _ in range(12)]
+    system = system_with(GoesRound(), workers, [])
+    submit_at_once(system, [[9 + i] * 8 for i in range(150)])
+    system.run()
+    assert all(let_in(worker) for worker in workers)
+    assert len(asked) == 150
+    assert max(asked.values()) <= 3, "once in each round in which it is looked at"
+    assert sum(asked.values()) < 2 * 150
+    system.assert_at_rest()
+
+
+def test_a_worker_that_leaves_takes_nothing_with_it_that_was_placed_on_it() -> None:
+    policies = dataclasses.replace(build(choose()), placement=(policy := LastWorker()))
+    system = LocalSystem(policies=policies)
+    first, last = Recorder(), Recorder(max_batched_tokens=8)
+    system.attach(first)
+    end = system.attach(last)
+    system.open("s", window=1 << 20)
+    submit_at_once(system, [[9 + i] * 8 for i in range(6)])
+    while not policy.bound_to:
+        system.run_for(1)
+    assert policy.bound_to == [("1", 2)], "its step takes one"
+    system.kill(end)
+    system.run()
+    assert sorted(let_in(first)) == ["1", "2", "3", "4", "5", "6"]
+    system.assert_at_rest()
+
+
 class Raises(LastWorker):
     def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
         raise ZeroDivisionError("division by zero")
@@ -103,12 +140,12 @@ class NamesNone(LastWorker):
         return None  # type: ignore[return-value]
 
 
-class NamesAnOldView(LastWorker):
+class NamesAViewOfItsOwn(LastWorker):
     def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
-        return self.fleets[0].workers[0] if len(self.fleets) > 1 else workers[0]
+        return WorkerView(workers[0]._worker)
 
 
-@pytest.mark.parametrize("policy", [Raises, NamesNone, NamesAnOldView])
+@pytest.mark.parametrize("policy", [Raises, NamesNone, NamesAViewOfItsOwn])
 def test_a_policy_that_fails_is_counted_and_costs_no_request(policy: type[LastWorker]) -> None:
     errors: list[Exception] = []
     workers = [Recorder(), Recorder()]
