@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 
 from scheduler_svc.core.policy import PlacementPolicy, PolicyError
@@ -24,6 +25,8 @@ class Placement:
     ) -> None:
         self.policy = policy
         self._views = {worker.id: WorkerView(worker) for worker in workers if not worker.draining}
+        self._ids = list(self._views)
+        self._turn = -1  # index of the worker that was drawn last
         self._composing: set[int] = set()  # workers that have composed in this round
         # By arrival index: where the request is placed, and what was known of its matches.
         self._placed: dict[int, tuple[WorkerView, dict[int, Match] | None]] = {}
@@ -37,17 +40,23 @@ class Placement:
         self._views[worker.id]._renew()
         return True
 
+    def knows(self, request: Request) -> bool:
+        """Whether the request is placed, and nothing that has become known of it since speaks against that."""
+        placed = self._placed.get(request.seniority)
+        return placed is not None and placed[1] == request.matches and not placed[0]._worker.has_refused(request)
+
     def place(self, request: Request) -> Worker | None:
         """The worker that the request is placed on, which may have no room: then the request waits for it. None if no
         worker has room. Raises PolicyError, and whatever the policy raises."""
         placed = self._placed.get(request.seniority)
-        if placed is not None and placed[1] == request.matches and not placed[0]._worker.has_refused(request):
+        if placed is not None and self.knows(request):
             return placed[0]._worker
         fitting: list[WorkerView] = []
         full: list[WorkerView] = []
-        for view in self._views.values():
-            worker = view._worker
-            if not worker.can_ever_hold(request):
+        for view in self._compared(request):
+            if view._is_outdated:
+                view._renew()
+            if not view._worker.can_ever_hold(request):
                 continue
             if view._has_room(request):
                 fitting.append(view)
@@ -63,3 +72,18 @@ class Placement:
         chosen._add(request)
         self._placed[request.seniority] = chosen, request.matches
         return chosen._worker
+
+    def _compared(self, request: Request) -> Iterable[WorkerView]:
+        """The workers that come into question, by ascending id: all, or as many as the policy compares."""
+        count = self.policy.max_compared
+        if not 0 < count < len(self._ids):
+            return self._views.values()
+        matches = ((match.num_tokens, -id_) for id_, match in (request.matches or {}).items() if id_ in self._views)
+        chosen = {-id_ for _, id_ in heapq.nlargest(count // 2, matches)}
+        for _ in self._ids:
+            if len(chosen) == count:
+                break
+            self._turn = (self._turn + 1) % len(self._ids)
+            if self._views[self._ids[self._turn]].free_slots > 0:
+                chosen.add(self._ids[self._turn])
+        return [self._views[id_] for id_ in sorted(chosen)]

@@ -216,6 +216,10 @@ class PlacementPolicy(ABC):
     The core decides where a request fits (slots, blocks, adapters, refusals); a policy chooses among these workers.
     """
 
+    # Workers that a request is compared on, where there are more: those that have most of it in their caches, up to
+    # half of these, and others with a free slot in turn. 0: always all of them.
+    max_compared: int = 0
+
     def begin(self, fleet: FleetView) -> None:  # noqa: B027
         """A round begins. `fleet` counts what it has placed so far, and each worker is as it was when it composed."""
 

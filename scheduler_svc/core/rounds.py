@@ -53,6 +53,7 @@ class Rounds:
             return self._cache.open(now_s)
         drafts: list[tuple[Worker, Draft]] = []
         askers: list[Worker] = []
+        self._composer.begin()
         for worker in self._workers.values():
             if worker.draft is None and worker.has_credit:
                 self._plan_worker(worker, drafts, askers, now_s)

@@ -21,6 +21,7 @@ class WorkerView:
         "_in_flight_s",
         "_placed",
         "_prefill_tokens",
+        "_read_at",
         "_rows",
         "_waiting",
         "_worker",
@@ -35,6 +36,7 @@ class WorkerView:
         """What the worker is like now. A round sees many workers, and most of them only to find that they are full: so
         what takes time is read when it is asked for, and before anything is added to it."""
         worker = self._worker
+        self._read_at = worker.steps_sent, worker.num_departed
         self._free_slots = worker.free_seats
         self._rows = worker.num_rows
         self._free_blocks: int | None = None
@@ -158,6 +160,11 @@ class WorkerView:
 
     # ── the round ────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def _is_outdated(self) -> bool:
+        """Whether the worker has been sent a step since it was read, or somebody has left it."""
+        return self._read_at != (self._worker.steps_sent, self._worker.num_departed)
+
     def _has_room(self, request: Request) -> bool:
         worker = self._worker
         return (
@@ -184,7 +191,7 @@ class WorkerView:
             self._placed.add(request, request.num_tokens)
 
     def _renew(self) -> None:
-        """The worker composes: what has happened on it since the round began counts, and what still waits for it."""
+        """What has happened on the worker since it was read counts, and what still waits for it."""
         waiting = [request for request in self._waiting.values() if request.phase is Phase.WAITING]
         self._waiting.clear()
         self._read()

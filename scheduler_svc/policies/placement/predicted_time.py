@@ -15,7 +15,6 @@ Each request counts as if it had lost 1/50 of a copy at least, so that no worker
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -32,9 +31,6 @@ SAME = 0.02
 GUESSED_OUTPUT_TOKENS = 256.0
 # Prefixes for which time lost is summed up; a prefix that no request has followed for longest is forgotten first.
 MAX_PREFIXES = 4096
-# Workers that are compared for a request, at the most: those that have most of it in their caches, up to half of these,
-# and others in turn. The best of a few that were drawn is nearly as good as the best of all (Mitzenmacher, TPDS 2001).
-MAX_COMPARED = 16
 # Workers that `explain` names.
 MAX_NAMED = 4
 
@@ -61,6 +57,9 @@ class Choice(NamedTuple):
 
 
 class PredictedTime(PlacementPolicy):
+    # The best of a few that were drawn is nearly as good as the best of all (Mitzenmacher, TPDS 2001).
+    max_compared = 16
+
     def __init__(self) -> None:
         self._mean_tokens: float | None = None
         self._choices: dict[int, Choice] = {}  # of the round, by the request's arrival index
@@ -68,7 +67,6 @@ class PredictedTime(PlacementPolicy):
         self._round_lost_s: dict[PrefixKey, float] = {}  # by those that the round has placed
         self._bindings = itertools.count(1)
         self._last_binding: dict[int, int] = {}  # by worker
-        self._drawn = 0  # workers, where there are too many to compare
 
     def begin(self, fleet: FleetView) -> None:
         self._mean_tokens = fleet.mean_output_tokens
@@ -78,8 +76,6 @@ class PredictedTime(PlacementPolicy):
     def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
         if len(workers) == 1:
             return workers[0]
-        if len(workers) > MAX_COMPARED:
-            workers = self._draw(request, workers)
         expected = self._expected_tokens(request)
         cached = [worker.cached_tokens(request) for worker in workers]
         costs = [self._cost(request, worker, tokens, expected) for worker, tokens in zip(workers, cached, strict=True)]
@@ -122,15 +118,6 @@ class PredictedTime(PlacementPolicy):
             if len(self._lost_s) > MAX_PREFIXES:
                 self._lost_s.popitem(last=False)
         return _explained(choice)
-
-    def _draw(self, request: RequestView, workers: Sequence[WorkerView]) -> list[WorkerView]:
-        """By ascending id."""
-        matches = [(worker.matched_tokens(request), -i) for i, worker in enumerate(workers)]
-        drawn = {-i for tokens, i in heapq.nlargest(MAX_COMPARED // 2, matches) if tokens}
-        while len(drawn) < MAX_COMPARED:
-            self._drawn += 1
-            drawn.add(self._drawn % len(workers))
-        return [workers[i] for i in sorted(drawn)]
 
     def _expected_tokens(self, request: RequestView) -> float:
         """Output tokens that it will still generate."""

@@ -9,7 +9,7 @@ from typing import cast
 from scheduler_svc.core.step_time import StepTime
 from scheduler_svc.core.view import RequestView
 from scheduler_svc.core.worker_view import FleetView, WorkerView
-from scheduler_svc.policies.placement.predicted_time import MAX_COMPARED, MAX_PREFIXES, PredictedTime
+from scheduler_svc.policies.placement.predicted_time import MAX_PREFIXES, PredictedTime
 
 BLOCK = 16
 SPEED = StepTime(base_s=5e-3, token_s=2e-5, context_s=3e-8, row_s=1e-5)
@@ -34,13 +34,7 @@ class FakeWorker:
     def context_tokens(self) -> int:
         return self.num_rows * self.context_per_row
 
-    num_compared: int = 0
-
-    def matched_tokens(self, request: object) -> int:
-        return self.cached
-
     def cached_tokens(self, request: object) -> int:
-        self.num_compared += 1
         return self.cached
 
 
@@ -124,18 +118,6 @@ def test_max_new_tokens_is_no_more_than_a_bound_once_requests_have_ended() -> No
     workers = FakeWorker(1, queued_prefill_tokens=4000), FakeWorker(2, num_rows=40)
     assert Rounds(*workers, mean_output_tokens=2.0).place(max_new_tokens=2000, num_tokens=16, ignores_eos=False) == 2
     assert Rounds(*workers, mean_output_tokens=2.0).place(max_new_tokens=2000, num_tokens=16, ignores_eos=True) == 1
-
-
-def test_of_many_workers_the_warmest_and_some_others_in_turn_are_compared() -> None:
-    workers = [FakeWorker(i, num_rows=4) for i in range(1, 101)]
-    workers[70].cached = SHARED
-    rounds = Rounds(*workers)
-    assert rounds.place() == 71, "it is compared whenever it is warm"
-    assert sum(worker.num_compared > 0 for worker in workers) == MAX_COMPARED
-    workers[70].num_rows = 400
-    chosen = [rounds.place() for _ in range(100)]
-    assert all(worker.num_compared for worker in workers), "none is left out for long"
-    assert len(set(chosen)) > 50
 
 
 def test_a_prefix_that_many_follow_is_copied() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Sequence
+from typing import ClassVar
 
 import pytest
 
+from scheduler_svc.core import composer
 from scheduler_svc.policies.api import FleetView, PlacementPolicy, RequestView, WorkerView
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem
@@ -110,6 +113,50 @@ def test_a_request_of_a_burst_is_placed_about_once_however_many_workers_there_ar
     assert len(asked) == 150
     assert max(asked.values()) <= 3, "once in each round in which it is looked at"
     assert sum(asked.values()) < 2 * 150
+    system.assert_at_rest()
+
+
+def test_of_many_workers_the_warmest_and_others_in_turn_are_compared() -> None:
+    class ComparesFour(LastWorker):
+        max_compared = 4
+        compared: ClassVar[list[list[tuple[int, int]]]] = []
+
+        def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
+            self.compared.append([(worker.id, worker.matched_tokens(request)) for worker in workers])
+            return max(workers, key=lambda worker: (worker.matched_tokens(request), -worker.num_rows))
+
+    policy = ComparesFour()
+    system = system_with(policy, [Recorder() for _ in range(20)], [])
+    shared = [100 + i for i in range(40)]
+    submit_at_once(system, [shared])
+    system.run()
+    policy.compared.clear()
+    submit_at_once(system, [[*shared, 5, 6 + i] for i in range(2)] + [[9 + i] * 8 for i in range(30)], first=2)
+    system.run()
+    assert all(len(workers) == 4 for workers in policy.compared)
+    warm = [workers for workers in policy.compared if any(tokens for _, tokens in workers)]
+    assert len(warm) >= 2, "it is compared whenever it is warm"
+    assert {number for workers in policy.compared for number, _ in workers} == set(range(1, 21)), "none is left out"
+    system.assert_at_rest()
+
+
+def test_a_burst_is_placed_in_parts_so_that_others_are_heard_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composer, "MAX_PLACEMENTS", 10)
+    asked = list[str]()
+
+    class Asked(LastWorker):
+        def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
+            asked.append(request.request_id)
+            return super().place(request, workers, full)
+
+    workers = [Recorder(), Recorder(), Recorder()]
+    system = system_with(Asked(), workers, [])
+    submit_at_once(system, [[9 + i] * 4 for i in range(60)])
+    counts = [len(asked)]
+    while not system.run_for(1):
+        counts.append(len(asked))
+    assert max(later - earlier for earlier, later in itertools.pairwise([0, *counts])) == 10
+    assert sorted(int(name) for worker in workers for name in let_in(worker)) == list(range(1, 61))
     system.assert_at_rest()
 
 
