@@ -53,19 +53,22 @@ USER 10001:10001
 FROM build AS worker-deps
 # cpu or cuda.
 ARG DEVICE=cpu
-# Package indexes that only you can name: PyTorch's for CPU builds (else the default index decides, and its Linux build
-# brings CUDA along), and FlashInfer's with kernels compiled beforehand (without it the base image needs nvcc and a C++
+# Package indexes that only you can name: a mirror of PyTorch's for CPU builds, and FlashInfer's with kernels compiled beforehand (without it the base image needs nvcc and a C++
 # compiler, which compile them at the first start).
 ARG TORCH_CPU_INDEX=
 ARG FLASHINFER_INDEX=
 COPY --from=lists /build/lists/ ./
 # The CPU build of torch comes from a wheel that the base image carries (pip.conf's find-links; for a site without a way
-# out), else from TORCH_CPU_INDEX. The headers in it serve only compilers.
+# out), else from TORCH_CPU_INDEX, else from where uv knows it to be, as in scripts/install.py. If none has it, the default
+# index decides, whose Linux build brings CUDA along. The headers in it serve only compilers.
 RUN set -e; install="pip --python /opt/venv/bin/python install -c constraints.txt"; \
     case "$DEVICE" in \
     cpu) \
       $install --no-deps --no-index torch 2>/dev/null \
-        || { [ -z "$TORCH_CPU_INDEX" ] || $install --no-deps --index-url "$TORCH_CPU_INDEX" torch; }; \
+        || { [ -n "$TORCH_CPU_INDEX" ] && $install --no-deps --index-url "$TORCH_CPU_INDEX" torch; } \
+        || { [ -z "$TORCH_CPU_INDEX" ] && pip install --target /tmp/uv uv==0.13.9 && /tmp/uv/bin/uv pip install \
+               --python /opt/venv/bin/python --torch-backend cpu --no-deps -c constraints.txt torch; } \
+        || [ -z "$TORCH_CPU_INDEX" ]; \
       $install -r worker.txt; \
       rm -rf "$(cat site-packages)/torch/include";; \
     cuda) \

@@ -27,6 +27,10 @@ from scheduler_svc.core.worker_view import FleetView, WorkerView
 # Predictions that differ by less are the same: fits of two equal workers differ by about so much (5 % jitter of a step
 # over MEMORY_STEPS steps). Of these workers the one takes the request that has waited longest for one.
 SAME = 0.02
+# A request that waits so long for its first token counts as if it had waited twice as long, one that waits n times as
+# long as if n + 1 times: a sum of seconds alone lets a few wait for as long as it saves many a little. Of 10 to 500 ms,
+# this had the lowest 99th percentiles, and cost no throughput (docs/placement-comparison.md).
+PATIENCE_S = 0.02
 # Output tokens that are expected of a request while none has ended.
 GUESSED_OUTPUT_TOKENS = 256.0
 # Prefixes for which time lost is summed up; a prefix that no request has followed for longest is forgotten first.
@@ -42,8 +46,9 @@ PrefixKey = tuple[tuple[str, str], int, bytes]
 class Cost(NamedTuple):
     """Of a request on a worker. Seconds."""
 
-    total_s: float
+    total_s: float  # the wait for its first token weighted, see PATIENCE_S
     first_s: float  # to its first token
+    plain_s: float  # total_s, that wait not weighted
 
 
 class Choice(NamedTuple):
@@ -89,10 +94,10 @@ class PredictedTime(PlacementPolicy):
                 for i, worker in enumerate(workers)
             ]
             other = self._least(ideal, workers)
-            lost_s = costs[best].total_s - ideal[other].total_s
+            lost_s = costs[best].plain_s - ideal[other].plain_s
             if other != best and cached[other] < most:
                 prefix = self._key(request, most // workers[best].block_size * workers[best].block_size, workers[best])
-                copy_s = costs[other].total_s - ideal[other].total_s
+                copy_s = costs[other].plain_s - ideal[other].plain_s
                 lost_s = max(lost_s, SAME * copy_s)
                 lost_before_s = self._round_lost_s.get(prefix, self._lost_s.get(prefix, 0.0))
                 copies = lost_before_s + lost_s >= copy_s
@@ -136,8 +141,8 @@ class PredictedTime(PlacementPolicy):
         first_s = worker.in_flight_s + steps * step_s + token_s * queued_tokens + own_s + row_s
         slower_s = row_s + context_s * (request.num_tokens + expected_tokens / 2)  # each step, by this row
         others_tokens = expected_tokens if self._mean_tokens is None else min(expected_tokens, self._mean_tokens)
-        total_s = first_s + expected_tokens * (step_s + slower_s) + rows * (own_s + slower_s * others_tokens)
-        return Cost(total_s, first_s)
+        plain_s = first_s + expected_tokens * (step_s + slower_s) + rows * (own_s + slower_s * others_tokens)
+        return Cost(plain_s + first_s * first_s / PATIENCE_S, first_s, plain_s)
 
     def _least(self, costs: Sequence[Cost], workers: Sequence[WorkerView]) -> int:
         """The index of the lowest cost; of costs that are the same, of the worker that has waited longest."""
