@@ -280,7 +280,7 @@ MUTANTS = [
     Mutant("the cache keeps the state of the link before", old_epoch_kept, 1),
     Mutant("a copy-on-write never reaches the worker", copy_lost, 0),
     Mutant("a swap-in never reaches the worker", swap_in_lost, 17),
-    Mutant("an eviction to host memory never reaches the worker", demotion_lost, 23),
+    Mutant("an eviction to host memory never reaches the worker", demotion_lost, 10),
     Mutant("a worker is not told that a slot is free", slot_not_freed, 0),
     Mutant("a preempted request forgets what it has generated", tokens_forgotten, 3),
     Mutant("the cache is not told that a request has ended", sequence_leaked, 0),

@@ -10,7 +10,7 @@ A cached prefix is worth the prefill time that it saves, once. So one request al
 of a prefix; many do. For each prefix the policy sums up the time that requests have lost by following it to a worker
 that would not be the best one otherwise. When this sum reaches what a second copy costs, the next request makes the
 copy: the cost is at most twice that of a rule that knows the future (ski rental: Karlin et al., Algorithmica 1988).
-Each request counts as if it had lost 1/50 of a copy at least, so that no worker stays without a prefix that all share.
+Each request counts as if it had lost 1/20 of a copy at least, so that no worker stays without a prefix that all share.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ SAME = 0.02
 # long as if n + 1 times: a sum of seconds alone lets a few wait for as long as it saves many a little. Of 10 to 500 ms,
 # this had the lowest 99th percentiles, and cost no throughput (docs/placement-comparison.md).
 PATIENCE_S = 0.02
+# Share of a copy that each request which follows a prefix has lost at least. 1/50 left workers without the prefix for
+# too long: 99th percentiles of TTFT up to twice as long with conversations and agents.
+LEAST_LOST = 1 / 20
 # Output tokens that are expected of a request while none has ended.
 GUESSED_OUTPUT_TOKENS = 256.0
 # Prefixes for which time lost is summed up; a prefix that no request has followed for longest is forgotten first.
@@ -48,7 +51,6 @@ class Cost(NamedTuple):
 
     total_s: float  # the wait for its first token weighted, see PATIENCE_S
     first_s: float  # to its first token
-    plain_s: float  # total_s, that wait not weighted
 
 
 class Choice(NamedTuple):
@@ -94,11 +96,11 @@ class PredictedTime(PlacementPolicy):
                 for i, worker in enumerate(workers)
             ]
             other = self._least(ideal, workers)
-            lost_s = costs[best].plain_s - ideal[other].plain_s
+            lost_s = costs[best].total_s - ideal[other].total_s
             if other != best and cached[other] < most:
                 prefix = self._key(request, most // workers[best].block_size * workers[best].block_size, workers[best])
-                copy_s = costs[other].plain_s - ideal[other].plain_s
-                lost_s = max(lost_s, SAME * copy_s)
+                copy_s = costs[other].total_s - ideal[other].total_s
+                lost_s = max(lost_s, LEAST_LOST * copy_s)
                 lost_before_s = self._round_lost_s.get(prefix, self._lost_s.get(prefix, 0.0))
                 copies = lost_before_s + lost_s >= copy_s
                 self._round_lost_s[prefix] = 0.0 if copies else lost_before_s + lost_s
@@ -141,8 +143,9 @@ class PredictedTime(PlacementPolicy):
         first_s = worker.in_flight_s + steps * step_s + token_s * queued_tokens + own_s + row_s
         slower_s = row_s + context_s * (request.num_tokens + expected_tokens / 2)  # each step, by this row
         others_tokens = expected_tokens if self._mean_tokens is None else min(expected_tokens, self._mean_tokens)
-        plain_s = first_s + expected_tokens * (step_s + slower_s) + rows * (own_s + slower_s * others_tokens)
-        return Cost(plain_s + first_s * first_s / PATIENCE_S, first_s, plain_s)
+        total_s = first_s + first_s * first_s / PATIENCE_S
+        total_s += expected_tokens * (step_s + slower_s) + rows * (own_s + slower_s * others_tokens)
+        return Cost(total_s, first_s)
 
     def _least(self, costs: Sequence[Cost], workers: Sequence[WorkerView]) -> int:
         """The index of the lowest cost; of costs that are the same, of the worker that has waited longest."""
