@@ -59,6 +59,8 @@ class Composer:
         self._on_policy_error = on_policy_error
         # Of the last composition: tenants that it passed over, since too much of them runs; in tokens.
         self.at_limit: dict[str, int] = {}
+        # Likewise: requests that it passed over, since the worker has still to prepare their grammar.
+        self.without_grammar: list[Request] = []
         self._placement: Placement | None = None  # the round that goes on
         self._placements_left = 0
         # Looked at in a composition, where a tenant's limit holds: whether they are stuck may not be what it was.
@@ -114,6 +116,7 @@ class Composer:
         self, planner: Planner, worker: Worker, workers: dict[int, Worker], now_s: float, closed: bool
     ) -> Step | None:
         self.at_limit.clear()
+        self.without_grammar.clear()
         waiting = self._waiting(worker, workers, now_s, closed)
         try:
             return planner.draft_step(worker, self.policies, waiting, now_s)
@@ -193,6 +196,7 @@ class Composer:
                 passed_over = _waits_for_another(request) or not worker.can_ever_hold(request)
                 if not worker.has_grammar(request):
                     worker.want_grammar(request)
+                    self.without_grammar.append(request)
                     passed_over = True
                 taken = False if passed_over else takes(request)
                 if taken is None:

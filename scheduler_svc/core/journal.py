@@ -162,13 +162,16 @@ class Journal:
         closed: tuple[str, str] | None,
         now_s: float,
         at_limit: Mapping[str, int] = NOBODY,
+        without_grammar: Sequence[Request] = (),
     ) -> None:
         """A decision for a worker looked at these and left them out, the first one first; or it is `closed` (reason,
-        detail), and looked at nobody. `at_limit`: the tenants that it passed over, and how many tokens of them run."""
+        detail), and looked at nobody. `at_limit`: the tenants that it passed over, and how many tokens of them run.
+        `without_grammar`: the requests whose grammar the worker has still to prepare."""
         self.decisions += 1
         self._passed_over(worker, at_limit, now_s)
         before, head = self._last.get(worker, (0, None))
-        for request, reason, detail in held_back:
+        preparing = ((request, "grammar", "the worker prepares it") for request in without_grammar)
+        for request, reason, detail in itertools.chain(held_back, preparing):
             known = request if request.group is None else request.group.root
             record = self._live.get(known.seniority)
             if record is not None:

@@ -122,8 +122,12 @@ class Rounds:
         if not is_trial:
             self._composer.planned(step)
         decision = step._decision()
-        journal, at_limit = self._life.journal, {} if is_trial else self._composer.at_limit
-        journal.decided(worker.id, decision.held_back, decision.closed, self._life.now_s, at_limit)
+        journal, now_s = self._life.journal, self._life.now_s
+        if is_trial:
+            journal.decided(worker.id, decision.held_back, decision.closed, now_s)
+        else:
+            at_limit, without_grammar = self._composer.at_limit, self._composer.without_grammar
+            journal.decided(worker.id, decision.held_back, decision.closed, now_s, at_limit, without_grammar)
         if step.is_empty:
             self._life.counters.barren_steps += preempted
             if not (self._ask_for_pins(worker, step) or is_trial):

@@ -63,28 +63,39 @@ class BodyParser:
         self, cls: type[schema.R], body: bytes, max_model_len: int, *, kind: str = "", gone: Callable[[], bool]
     ) -> tuple[schema.R, bytes]:
         """As parse_body(). Also raises Gone if `gone` when it is a large body's turn, and ApiError 503 if the process
-        for large bodies has died of this one or of the one before."""
+        for large bodies dies of this one."""
         if is_small(body):
             return parse_body(cls, body, max_model_len, kind)
         async with self._one_at_a_time:
             if gone():
                 raise Gone
-            if self._executor is None:
-                context = multiprocessing.get_context("spawn")  # a fork would copy gRPC's threads' locks
-                self._executor = ProcessPoolExecutor(1, context, initializer=_begin)
-            try:
-                parsed, error = await asyncio.wrap_future(
-                    self._executor.submit(_parse_in_process, cls, body, max_model_len, kind)
-                )
-            except BrokenProcessPool:
-                _log.error("the process that parses large bodies has died; the next large body starts a new one")
-                self.close()
-                raise ApiError(503, "the process that parses large bodies has died", retry_after_s=1.0) from None
+            # A process that is there may have died before this body came; one that is new dies of this body.
+            for is_new in (self._executor is None, True):
+                try:
+                    parsed, error = await self._in_process(cls, body, max_model_len, kind)
+                    break
+                except BrokenProcessPool:
+                    _log.error("the process that parses large bodies has died")
+                    self.close()
+                    if is_new:
+                        raise ApiError(
+                            503, "the process that parses large bodies has died", retry_after_s=1.0
+                        ) from None
         if error is not None:
             status, message, param, code = error
             raise ApiError(status, message, param=param, code=code)
         assert parsed is not None
         return parsed
+
+    async def _in_process(
+        self, cls: type[schema.R], body: bytes, max_model_len: int, kind: str
+    ) -> tuple[tuple[schema.R, bytes] | None, _Error | None]:
+        """What _parse_in_process() gives. Raises BrokenProcessPool."""
+        if self._executor is None:
+            context = multiprocessing.get_context("spawn")  # a fork would copy gRPC's threads' locks
+            self._executor = ProcessPoolExecutor(1, context, initializer=_begin)
+        submitted = self._executor.submit(_parse_in_process, cls, body, max_model_len, kind)
+        return await asyncio.wrap_future(submitted)
 
     def close(self) -> None:
         """End the process."""

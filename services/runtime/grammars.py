@@ -26,9 +26,12 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _SHOWN_CHARS = 300
+_DEAD_END = "NoExtensionBias"  # llguidance's name for a text that no token can go on
 
 
 def one_line(mistake: str) -> str:
     """What llguidance says of a grammar; it may quote all of it."""
     text = " ".join(mistake.replace("<non-verbose/>", "").split())
+    if text == _DEAD_END:
+        return "no text can match it: a rule or a $ref leads only to itself, or parts contradict each other"
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 1]}…"

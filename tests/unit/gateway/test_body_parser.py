@@ -114,8 +114,22 @@ async def test_a_new_process_follows_one_that_has_died(parser: BodyParser) -> No
     assert parser._executor is not None
     [pid] = parser._executor._processes
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(ApiError) as caught:
-        await parse(parser, schema.CompletionRequest, JUNK)
+    await parse(parser, schema.CompletionRequest, JUNK)
+    assert pid not in parser._executor._processes
+
+
+def die(*_: object) -> None:
+    os._exit(1)
+
+
+async def test_a_body_of_which_the_process_dies_is_answered(
+    parser: BodyParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await parse(parser, schema.CompletionRequest, JUNK)
+    with monkeypatch.context() as patch:
+        patch.setattr(body_parser, "_parse_in_process", die)
+        with pytest.raises(ApiError) as caught:
+            await parse(parser, schema.CompletionRequest, JUNK)
     assert (caught.value.status, caught.value.retry_after_s) == (503, 1.0)
     await parse(parser, schema.CompletionRequest, JUNK)
 

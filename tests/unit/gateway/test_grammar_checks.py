@@ -84,6 +84,7 @@ async def queued(checks: GrammarChecks, count: int) -> None:
         (Structure("grammar", "grammar", 'start: %json {"multipleOf": 5000011}'), "250 ms of CPU time"),
         (Structure("schema", "json_schema", "[" * 20000 + "]" * 20000), "recursion"),
         (regex("x" * 65537), "65537 characters; at most 65536"),
+        (schema({"$ref": "#"}), "no text can match it: a rule or a $ref leads only to itself"),
     ],
 )
 async def test_a_limit_refuses_and_is_named(checks: GrammarChecks, structure: Structure, limit: str) -> None:
