@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 
 from bench.machine import load_note
+from bench.placement import OURS, POLICIES
 from tests.support.ports import free_port
 from tests.support.stack import Stack
 
@@ -104,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--real-steps", action="store_true", help="do not lengthen the workers' steps")
     options = parser.parse_args(argv)
     note, rows = load_note(os.getloadavg()[0]), list[dict[str, Any]]()
-    ways = [("predicted-time", 1), ("predicted-time", 2), ("prefix-first", 2)]
+    ways = [(OURS, 1), *((policy, 2) for policy in reversed(POLICIES))]
     for _ in range(options.repeats):
         for placement, workers in ways:
             rows += measure(placement, workers, not options.real_steps)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import io
 import random
 import re
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import httpx
 import pytest
 
-from services.cli.main import main
 from tests.support import load
+from tests.support.command import paceline
 from tests.support.stack import Stack
 
 VOCAB = 1000
@@ -32,23 +29,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield stack.up()
     finally:
         stack.down()
-
-
-@dataclass
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def paceline(stack: Stack, *argv: str) -> Done:
-    """The command, in this process: starting Python for each takes longer than what they do."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        try:
-            status = main([*argv, "--scheduler", stack.scheduler])
-        except SystemExit as end:
-            status = int(str(end.code))
-    return Done(status, out.getvalue(), err.getvalue())
 
 
 def set_policy(stack: Stack, *argv: str) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
 from tests.support import load
+from tests.support.command import paceline
 from tests.support.stack import Stack
 
 VOCAB = 1000
@@ -31,7 +33,13 @@ async def test_a_second_worker_joins_works_and_drains(own_stack: Stack) -> None:
     await asyncio.to_thread(stack.start, "worker-2")
     await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_num_workers", 2)
     more = asyncio.create_task(load.stream_all(stack.url, wanted))
-    await asyncio.sleep(0.5)
+    async with load.client(stack.url) as http:
+        body = {"prompt": [5], "max_tokens": 3}
+        await http.post("/v1/completions", json=body, headers={"X-Request-ID": "placed"})
+    told = paceline(stack, "explain", "placed").stdout
+    assert re.search(
+        r"running +on worker \d: predicted: first token after [\d.]+ s, cost [\d.]+ s; worker \d:", told
+    ), told
     process = stack.processes["worker-2"]
     await asyncio.to_thread(stack.kill, "worker-2", signal.SIGINT)
     assert process.returncode == 0
