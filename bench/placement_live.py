@@ -1,8 +1,9 @@
-"""One system prompt that all requests share, on one and on two real workers: `python -m bench.placement_live`.
+"""One system prompt that all requests share, and conversations, on real workers: `python -m bench.placement_live`.
 
-The demo model over HTTP. A request warms one worker's cache; then requests of the same prefix and 8 tokens of their own
-come, 32 at a time or 2.5 a second. Printed and written to bench/results/placement_live.json: the share of the output
-tokens that the first worker generated, and tokens per second.
+The demo model over HTTP, on one worker and on two. A request warms one worker's cache; then requests of the same prefix
+and 8 tokens of their own come, 32 at a time or 2.5 a second. In conversations each turn's prompt is the one before with
+128 tokens more. Printed and written to bench/results/placement_live.json: the share of the output tokens that the first
+worker generated, tokens per second, and the share of the prompt tokens that were cached.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,7 @@ RESULTS = Path(__file__).parent / "results" / "placement_live.json"
 PREFIXES = (842, 1_500)  # tokens; the demo model takes 2,048
 OWN_TOKENS, OUTPUT_TOKENS = 8, 48
 REQUESTS, CONCURRENCY, PER_S = 64, 32, 2.5
+CONVERSATIONS, TURNS, TURN_TOKENS, THINK_S = 24, 8, 128, 0.5
 TIMEOUT_S = 300.0
 
 
@@ -36,30 +41,77 @@ def prompt(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(8, 900) for _ in range(count)]
 
 
-async def ask(client: httpx.AsyncClient, tokens: list[int]) -> None:
-    body = {"prompt": tokens, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}
-    answer = await client.post("/v1/completions", json=body)
-    answer.raise_for_status()
-    assert answer.json()["usage"]["completion_tokens"] == OUTPUT_TOKENS
+@dataclass
+class Asked:
+    """The sums of all answers to a client."""
+
+    client: httpx.AsyncClient
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    async def ask(self, tokens: list[int]) -> None:
+        body = {"prompt": tokens, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}
+        answer = await self.client.post("/v1/completions", json=body)
+        answer.raise_for_status()
+        usage = answer.json()["usage"]
+        assert usage["completion_tokens"] == OUTPUT_TOKENS
+        self.prompt_tokens += len(tokens)
+        self.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
+        self.output_tokens += OUTPUT_TOKENS
 
 
-async def play(url: str, prefix: list[int], per_s: float, rng: random.Random) -> float:
-    """Seconds from the first request to the last answer. `per_s`: arrivals; 0: always CONCURRENCY at a time."""
+Load = Callable[[Asked, random.Random], Awaitable[float]]  # returns seconds
+
+
+async def share_prefix(asked: Asked, rng: random.Random, prefix_tokens: int, per_s: float) -> float:
+    """One request that warms a cache, then the others, of which the time is taken. `per_s`: arrivals; 0: always
+    CONCURRENCY at a time."""
+    prefix = prompt(rng, prefix_tokens)
+    await Asked(asked.client).ask(prefix + prompt(rng, OWN_TOKENS))
+    gate, began_s = asyncio.Semaphore(CONCURRENCY if not per_s else REQUESTS), time.perf_counter()
+
+    async def one(after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        async with gate:
+            await asked.ask(prefix + prompt(rng, OWN_TOKENS))
+
+    arrivals_s = [0.0]
+    for _ in range(REQUESTS - 1):
+        arrivals_s.append(arrivals_s[-1] + (rng.expovariate(per_s) if per_s else 0.0))
+    await asyncio.gather(*map(one, arrivals_s))
+    return time.perf_counter() - began_s
+
+
+async def converse(asked: Asked, rng: random.Random) -> float:
+    began_s = time.perf_counter()
+
+    async def one() -> None:
+        past = list[int]()
+        for _ in range(TURNS):
+            await asyncio.sleep(rng.expovariate(1 / THINK_S))
+            past += prompt(rng, TURN_TOKENS)
+            await asked.ask(past)
+
+    await asyncio.gather(*(one() for _ in range(CONVERSATIONS)))
+    return time.perf_counter() - began_s
+
+
+LOADS: dict[str, Load] = {
+    f"prefix of {length:,} tokens, {f'{per_s:g} requests/s' if per_s else f'{CONCURRENCY} at a time'}": partial(
+        share_prefix, prefix_tokens=length, per_s=per_s
+    )
+    for length in PREFIXES
+    for per_s in (0.0, PER_S)
+} | {"conversations": converse}
+
+
+async def play(url: str, load: Load, rng: random.Random) -> tuple[Asked, float]:
+    """What was asked, and how many seconds that took."""
     limits = httpx.Limits(max_connections=REQUESTS)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, trust_env=False) as client:
-        await ask(client, prefix + prompt(rng, OWN_TOKENS))
-        gate, began_s = asyncio.Semaphore(CONCURRENCY if not per_s else REQUESTS), time.perf_counter()
-
-        async def one(after_s: float) -> None:
-            await asyncio.sleep(after_s)
-            async with gate:
-                await ask(client, prefix + prompt(rng, OWN_TOKENS))
-
-        arrivals_s = [0.0]
-        for _ in range(REQUESTS - 1):
-            arrivals_s.append(arrivals_s[-1] + (rng.expovariate(per_s) if per_s else 0.0))
-        await asyncio.gather(*map(one, arrivals_s))
-        return time.perf_counter() - began_s
+        asked = Asked(client)
+        return asked, await load(asked, rng)
 
 
 def decoded(stack: Stack, workers: int) -> list[float]:
@@ -77,20 +129,20 @@ def measure(placement: str, workers: int, slow: bool) -> list[dict[str, Any]]:
         stack.scheduler_flags = ["--placement", placement]
         try:
             stack.up(workers)
-            for case, (length, per_s) in enumerate((length, per_s) for length in PREFIXES for per_s in (0.0, PER_S)):
+            for case, (title, load) in enumerate(LOADS.items()):
                 rng, before = random.Random(case), decoded(stack, workers)
-                wall_s = asyncio.run(play(stack.url, prompt(rng, length), per_s, rng))
+                asked, wall_s = asyncio.run(play(stack.url, load, rng))
                 tokens = [now - then for then, now in zip(before, decoded(stack, workers), strict=True)]
                 rows.append(
                     {
                         "placement": placement,
                         "workers": workers,
                         "slow": slow,
-                        "prefix_tokens": length,
-                        "load": f"{per_s:g} requests/s" if per_s else f"{CONCURRENCY} at a time",
-                        "tokens_per_s": round(REQUESTS * OUTPUT_TOKENS / wall_s, 1),
+                        "load": title,
+                        "tokens_per_s": round(asked.output_tokens / wall_s, 1),
                         "decode_tokens": tokens,
                         "first_share": round(tokens[0] / sum(tokens), 3),
+                        "cached_share": round(asked.cached_tokens / asked.prompt_tokens, 4),
                     }
                 )
                 print(json.dumps(rows[-1]), flush=True)
