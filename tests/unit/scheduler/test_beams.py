@@ -206,20 +206,28 @@ def test_wide_enough_it_finds_the_best_of_all(seed: int, length_penalty: float) 
     assert best.score == pytest.approx(scores[best.tokens])
 
 
-def test_never_looks_as_far_as_a_longer_sequence_could_win() -> None:
-    """Token 0 ends at once with -0.5; the other way scores -10 / 5**2 in the end, and -10 / 4**2 would lose."""
+@pytest.mark.parametrize("length_penalty", [0.5, 1.0, 2.0])
+def test_never_looks_as_far_as_a_longer_sequence_could_win(length_penalty: float) -> None:
+    """Token 0 ends at once with -0.5; the other way scores -0.4 after 5 tokens, and less with fewer."""
+    logprob = -0.4 * 5**length_penalty
 
     def best(early_stopping: Any) -> Hypothesis:
         search = BeamSearch(
-            width=1, length_penalty=2.0, early_stopping=early_stopping, max_new_tokens=5, eos_token_ids=[0]
+            width=1,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            max_new_tokens=5,
+            eos_token_ids=[0],
         )
         (hypothesis,) = drive(
-            search, lambda outputs: [[(1, 0.0)] if output else [(0, -0.5), (1, -10.0)] for output in outputs]
+            search, lambda outputs: [[(1, 0.0)] if output else [(0, -0.5), (1, logprob)] for output in outputs]
         )
         return hypothesis
 
     assert best(True) == best(False) == ((0,), -0.5, "stop")
-    assert best("never") == ((1,) * 5, -0.4, "length")
+    kept = best("never")
+    assert (kept.tokens, kept.reason) == ((1,) * 5, "length")
+    assert kept.score == pytest.approx(-0.4)
 
 
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPINGS)
