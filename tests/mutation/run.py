@@ -1,8 +1,8 @@
 """Plants mistakes in the cores, one at a time, and names those that no test notices: `make mutants`.
 
-A mutation is noticed when a test fails with it. First come the tests that run its line, the quickest first; if they all
-pass, a part of the simulation. Each mutation gets a process of its own, forked from one that has imported what is slow
-to import and nothing of ours, with an import hook in place of edited files.
+A mutation is noticed when a test fails with it. First comes the test that noticed it before, then those that run its
+line, the quickest first; if they all pass, a part of the simulation. Each mutation gets a process of its own, forked
+from one that has imported what is slow to import and nothing of ours, with an import hook in place of edited files.
 
 Survivors are listed with the reason that tests/mutation/survivors.yaml gives; one without a reason fails the run.
 """
@@ -32,7 +32,7 @@ from tests.mutation.rules import Mutation, mutations, plant
 
 ROOT = Path(__file__).parents[2]
 SURVIVORS = Path(__file__).with_name("survivors.yaml")
-NOTICED = Path(__file__).with_name("noticed.json")  # the tests that noticed, of the last whole run
+NOTICED = Path(__file__).with_name("noticed.json")  # which tests noticed which mistakes; they are tried first
 MIN_SCORE = 0.95
 # A mistake that makes a loop endless is noticed by this, too.
 TIMEOUT_S = 400.0
@@ -93,6 +93,8 @@ def first_failure(path: str, tree: ast.Module, batches: Sequence[Sequence[str]])
         failure = FirstFailure()
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", f"--rootdir={ROOT}"]
         status = pytest.main([*options, *tests], plugins=[failure]) if tests else 0
+        if status == pytest.ExitCode.USAGE_ERROR and not failure.name:
+            continue  # a test that noticed once is not there any more
         if status not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
             return failure.name or f"pytest ended with status {int(status)}"
     return ""
@@ -189,9 +191,11 @@ def run_sample(count: int, processes: int, record: bool, reuse_lines: bool) -> i
     file = ROOT / ".run" / "mutation-lines.json"
     covering = Covering.read(file) if reuse_lines else Covering.measure(ROOT, file)
     reasons: dict[str, str] = yaml.safe_load(SURVIVORS.read_text(encoding="utf-8")) or {}
+    recorded = read_recorded()
 
     def batches(mutation: Mutation) -> Sequence[Sequence[str]]:
-        return covering.tests(mutation.path, mutation.line), SYSTEM_TESTS
+        known = [recorded[mutation.name]] if mutation.name in recorded else []
+        return known, covering.tests(mutation.path, mutation.line), SYSTEM_TESTS
 
     chosen = sample(count)
     check_control(chosen[0], batches)
@@ -200,6 +204,8 @@ def run_sample(count: int, processes: int, record: bool, reuse_lines: bool) -> i
     for verdict in verdicts(chosen, batches, processes):
         if verdict.noticed_by:
             noticed[verdict.mutation.name] = verdict.noticed_by
+            if record:
+                write_recorded(noticed)
         else:
             survived.append(verdict.mutation)
             print(f"survived  line {verdict.mutation.line} of {verdict.mutation.name}", flush=True)
@@ -207,16 +213,25 @@ def run_sample(count: int, processes: int, record: bool, reuse_lines: bool) -> i
     print(f"\n{len(noticed)} of {len(chosen)} noticed: {score:.1%}")
     for mutation in survived:
         print(f"- {mutation.name}\n  {reasons.get(mutation.name, 'NO REASON GIVEN')}")
-    if record:
-        kept = {name: test for name, test in sorted(noticed.items()) if "::" in test}
-        NOTICED.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return int(score < MIN_SCORE or any(mutation.name not in reasons for mutation in survived))
+
+
+def read_recorded() -> dict[str, str]:
+    """By a mutation's name, the test that noticed it."""
+    recorded: dict[str, str] = json.loads(NOTICED.read_text(encoding="utf-8")) if NOTICED.exists() else {}
+    return recorded
+
+
+def write_recorded(noticed: dict[str, str]) -> None:
+    """With each verdict: a run takes long, and what it has found is of use if it is broken off."""
+    kept = {name: test for name, test in sorted((read_recorded() | noticed).items()) if "::" in test}
+    NOTICED.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def run_recorded(count: int, first: int, processes: int) -> int:
     """Of the mistakes that were noticed in the last whole run, some again, each with the one test that did so. Status 1
     if that test has become blind, or if hardly any of the places is there any more."""
-    recorded: dict[str, str] = json.loads(NOTICED.read_text(encoding="utf-8"))
+    recorded = read_recorded()
     there = {mutation.name: mutation for path in modules(ROOT) for mutation in mutations(path, ROOT)}
     known = [name for name in recorded if name in there]
     print(f"{len(known)} of {len(recorded)} recorded places are still there")
