@@ -252,8 +252,7 @@ class Operations:
         self.admitted[op.sequence] = sequence
         self._touched[op.worker] = worker
         granted = result.admit
-        if copy_from:
-            granted.copy_from = copy_from
+        granted.copy_from = copy_from
         if host_blocks:
             first, end = sequence.node.end, sequence.node.end + len(host_blocks)
             self.counters.promoted_blocks += len(host_blocks)

@@ -292,7 +292,7 @@ def _prune(tree: PrefixTree, claims: list[Claim]) -> None:
     """These are to be looked at again: nothing stays of the ways that were made for them."""
     nodes = {node for claim in claims if claim.host_blocks is None for node in _way(claim.node)}
     for node in sorted(nodes, key=lambda node: node.end, reverse=True):
-        if not (node.holdings or node.children):
+        if not node.holdings:  # it has no children either: what hangs on it here ends deeper, and is gone
             tree.remove(node)
     for claim in claims:
         tree.leave(claim.root)

@@ -118,7 +118,7 @@ class PrefixNode:
         self.parent = parent
         self.key = key
         # Known here, as the parent may grow once this one has left the tree.
-        self.start: int = parent.end if parent is not None else 0
+        self.start: int = parent.end if parent is not None else end
         self.end: int = end
         # By the tokens of their first block (a tail: by all it has).
         self.children: dict[bytes, PrefixNode] = NO_CHILDREN
@@ -303,7 +303,8 @@ class PrefixTree:
     def can_be_copied(self, node: PrefixNode) -> None:
         """From now on: whoever waits and could use the beginning of a block, where he had less of it, is stale."""
         parent = node.parent
-        if not self.partial_reuse or parent is None or not (parent.watches or node.watches):
+        assert parent is not None
+        if not self.partial_reuse or not (parent.watches or node.watches):
             return
         block_bytes = self.block_bytes
         if parent.watches and (watch := parent.watches.get(parent.end)) is not None:

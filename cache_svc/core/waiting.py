@@ -142,7 +142,6 @@ class Waiter:
     def enter(self, tree: PrefixTree) -> None:
         """There is a (new) tree."""
         self.root = self.node = tree.enter(self.namespace)
-        self.depth, self.watch = 0, None
         tree.stale[self.sequence_id] = self
 
     def place(self) -> tuple[PrefixNode, int]:
@@ -166,5 +165,5 @@ class Waiter:
         """Watch nothing. Its place is still known, as long as nobody changes the tree."""
         tree.stale.pop(self.sequence_id, None)
         if self.watch is not None:
-            self.node, watch, self.watch = self.watch.node, self.watch, None
-            watch.leave(self)
+            self.node = self.watch.node
+            self.watch.leave(self)

@@ -312,6 +312,15 @@ def test_only_right_after_the_worker_was_added() -> None:
     assert refused.value.code is Code.NOT_FOUND
 
 
+@pytest.mark.parametrize("host", [None, []])
+def test_a_worker_is_restored_once_whether_or_not_that_took_blocks(host: list[int] | None) -> None:
+    """A sequence of which nothing is computed may have none: on the device, or swapped out."""
+    link = make(d.restored(1, A, 0, host=host))
+    with pytest.raises(Refused) as refused:
+        link.one(d.restore_op(0, [d.restored(2, A, 4, [1])]))
+    assert refused.value.code is Code.FAILED_PRECONDITION
+
+
 def test_parts_go_with_their_worker() -> None:
     link = Driver()
     link.add_worker(0, 16)

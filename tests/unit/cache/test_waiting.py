@@ -35,6 +35,14 @@ def test_the_beginning_of_a_block_that_is_written_now(num_tokens: int, depth: in
     assert told(cache.exchange(d.commit_op([(9, [], len(leader))]))) == {s: {0: (num_tokens, depth, 0)} for s in (1, 2)}
 
 
+def test_the_middle_of_what_is_written_now() -> None:
+    """Nobody waits anywhere else."""
+    cache = link()
+    cache.match(1, [*LONG[:24], 1, 1])
+    cache.exchange(d.match_op(9, LONG), d.admit_op(9, 0, planned=40))
+    assert told(cache.exchange(d.commit_op([(9, [], 40)]))) == {1: {0: (24, 16, 0)}}
+
+
 def test_the_tail_of_a_sequence_that_ends() -> None:
     cache = link()
     cache.match(1, [*LONG[:12], 5, 5])

@@ -44,6 +44,7 @@ def drain(core: SessionCore) -> list[inference_pb2.SessionRequest]:
     out = []
     while (message := core.take_request()) is not None:
         out.append(message)
+        assert len(out) < 100, "it has no end"
     return out
 
 
@@ -211,6 +212,19 @@ def test_live_requests_are_bounded_and_handles_not_reused_while_they_live() -> N
     core.cancel(requests[1])
     core._next_handle = requests[0].handle
     assert submit(core).handle not in {requests[0].handle, requests[2].handle}
+
+
+def test_a_handle_is_not_used_again_by_the_next_request() -> None:
+    """What is still under way for the one that has ended would reach the new one."""
+    core = make_core()
+    opened(core)
+    first = submit(core)
+    drain(core)
+    core.receive(tokens((first, 7), endings=(ending(first),)))
+    second = submit(core)
+    assert second.handle != first.handle
+    core.receive(tokens((first, 8)))
+    assert second.tokens == []
 
 
 def test_handles_wrap_around_below_32_bits() -> None:

@@ -121,6 +121,21 @@ def test_nobody_gives_way_for_a_prompt_that_does_not_run(preset: str) -> None:
             assert {row.id for row in step.scheduled} != {"x"}
 
 
+def test_what_a_short_chunk_leaves_is_for_the_next_prompt() -> None:
+    options = {"chunked_prefill": True, "max_context_tokens": 20}
+    outcome = run([request("a", 40, 3), request("b", 40, 3)], preset={"batch": "two-stage"}, options=options)
+    assert prefills(outcome, "a") == prefills(outcome, "b") == [(0, 20), (1, 20)]
+
+
+@pytest.mark.parametrize("iterations", [0, 1, 2, 5])
+def test_prompts_are_held_back_for_so_many_iterations_and_no_longer(iterations: int) -> None:
+    """Each time: those who come later wait as long as the first ones."""
+    requests = [request("x", 5, 40), request("a", 5, 3, arrive=2), request("b", 5, 3, arrive=20)]
+    options = {"batch_wait_iters": iterations, "batch_wait_max_tokens_ratio": 1.0}
+    outcome = run(requests, preset="trtllm-no-evict", options=options)
+    assert [prefills(outcome, name) for name in "ab"] == [[(2 + iterations, 5)], [(20 + iterations, 5)]]
+
+
 def test_what_decodes_grows_before_anybody_is_let_in() -> None:
     # Three blocks are left when the first one needs another: a prompt of three would take them all.
     requests = [request("a", 10, 12), request("b", 30, 3, arrive=1)]

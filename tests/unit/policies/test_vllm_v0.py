@@ -50,6 +50,11 @@ def test_the_budget_counts_tokens() -> None:
     assert tokens(run("sglang", requests, max_batched_tokens=20), 0) == {"a": 11}, "two blocks, and none is left"
 
 
+def test_odd_prompts_fill_the_budget() -> None:
+    outcome = run("vllm-v0", [{"prompt_len": 5, "max_new_tokens": 3}] * 3, max_batched_tokens=15)
+    assert tokens(outcome, 0) == {"a": 5, "b": 5, "c": 5}
+
+
 def test_no_limit_to_prompts_but_the_budget() -> None:
     requests = [{"prompt_len": 10_000, "max_new_tokens": 2}] * 3
     pool = {"block_size": 16, "num_blocks": 5000, "max_batched_tokens": 40_000}

@@ -132,6 +132,13 @@ def test_blocks_of_a_prefill_may_come_with_its_chunks(table: SlotTable) -> None:
     assert table.block_table[2, :3].tolist() == [6, 7, 8]
 
 
+def test_a_sequence_may_come_with_no_more_blocks_than_its_cached_tokens_fill(table: SlotTable) -> None:
+    table.commit(table.apply(StepPlan(step=2, new_sequences=[new(2, 9, (6,), num_cached_tokens=4)])))
+    rows = table.apply(prefill(3, 2, 5, grow_slots=pack([2, 2]), grow_blocks=pack([7, 8])))
+    assert (rows.starts[-1], rows.counts[-1]) == (4, 5)
+    assert table.block_table[2, :3].tolist() == [6, 7, 8]
+
+
 def test_swaps_are_made_first_and_a_sequence_comes_back_as_a_new_one(table: SlotTable) -> None:
     """Slot 0 leaves; its blocks belong to another sequence in the same plan. Then it is back in another slot."""
     plan = prefill(2, 2, 8, free_slots=pack([0]), new_sequences=[new(2, 8, (1, 2, 8))])
@@ -170,6 +177,22 @@ def test_a_slot_keeps_nothing_of_the_sequence_before(table: SlotTable) -> None:
     table.commit(rows)
     fresh.commit(expected)
     assert table.kept(10_000)[2] == fresh.kept(10_000)[0]
+
+
+def test_only_prompts_that_are_to_be_scored_have_scored_rows(table: SlotTable) -> None:
+    """Two prompts in one step, of which the second one's scores are asked for."""
+    sampling = SamplingParams(top_p=1, max_tokens=5, prompt_logprobs=True, num_top_prompt_logprobs=3)
+    plan = StepPlan(
+        step=2,
+        new_sequences=[new(2, 4, (6,)), new(3, 4, (7,), sampling=sampling)],
+        prefill_slots=pack([2, 3]),
+        prefill_tokens=pack([4, 4]),
+    )
+    rows = table.prompt_rows(table.apply(plan))
+    assert rows is not None
+    assert rows.rows.tolist() == [5, 6, 7], "behind one decode and the other prompt"
+    [chunk] = rows.chunks
+    assert (chunk.slot, chunk.start, chunk.tokens.tolist(), chunk.num_top) == (3, 1, [2, 3, 4], 3)
 
 
 def test_reset_forgets_everything(table: SlotTable) -> None:
