@@ -54,8 +54,9 @@ class CacheCore(Operations):
             raise LinkError(f"exchange {request.exchange} is of epoch {request.epoch}, the link is of {self.epoch}")
         self.last_exchange = request.exchange
         self.counters.exchanges += 1
+        self.now_ms = request.now_ms
         for worker in self.workers.values():
-            worker.expire(request.now_ms)
+            worker.expire(self.now_ms)
         response = pb.CacheServiceLinkResponse(epoch=request.epoch, exchange=request.exchange)
         results = response.results
         for op in request.ops:

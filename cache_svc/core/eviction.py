@@ -53,13 +53,17 @@ class Rank(OrderedDict[Holding, None]):
 
 
 class EvictionQueue:
-    """The unused holdings of one memory. Raises KeyError for a strategy that there is not."""
+    """The unused holdings of one memory. Raises KeyError for a strategy that there is not.
+
+    It is to be told the time (`expire`) before anything else.
+    """
 
     __slots__ = ("_count", "_expiries", "_lowest", "_most_expiries", "_now_ms", "_rank_of", "_ranks")
 
+    _now_ms: int
+
     def __init__(self, strategy: str) -> None:
         self._rank_of = STRATEGIES[strategy]
-        self._now_ms = 0
         self._count = itertools.count()
         self._expiries: list[tuple[int, int, int, Holding]] = []  # a heap, the first to expire first; of equals by turn
         self._most_expiries = FEW_EXPIRIES  # with so many, those are thrown out that concern nobody any more

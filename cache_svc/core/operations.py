@@ -32,6 +32,8 @@ MAX_NAMED_IN_ERROR = 8
 class Operations:
     """All blocks of all workers, and the handlers of the operations, by their names in CacheOp."""
 
+    now_ms: int  # of the exchange
+
     def __init__(
         self, eviction: str, events: EventLog | None, max_pinned_share: float, retained: tuple[float, float]
     ) -> None:
@@ -116,6 +118,7 @@ class Operations:
             self.eviction,
             self.retained,
         )
+        worker.expire(self.now_ms)
         if worker.prefix_caching:
             worker.device.events = self.events.recorder(worker.device.index, op.worker)
         if worker.host_tier:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from cache_svc.core.errors import Code
+from cache_svc.core.retention import DEFAULT_RETENTION
 from paceline.v1 import cache_pb2 as pb
 from paceline.v1.common_pb2 import RetentionRange
 from tests.unit.cache import driver as d
@@ -365,3 +366,17 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     link.add_worker(0, 16, prefix_caching=False)
     link.one(d.restore_op(0, [d.restored(1, A, 16, [1, 2, 3, 4]), d.restored(2, A, 16, [1, 2, 5, 6])], cached=True))
     assert link.pools[0] == (16, 0, 0, 0)
+
+
+def test_what_is_restored_as_cached_is_retained_from_then_on() -> None:
+    """Also if the worker was added in the same exchange."""
+    link = Driver()
+    link.now_ms = 5000
+    claim = d.restored(1, A, 16, [1, 2, 3, 4])
+    claim.retention.append(RetentionRange(start=0, end=0, priority=90, duration_ms=1000))
+    link.exchange(d.add_worker_op(0, 8, 4), d.restore_op(0, [claim], cached=True))
+    for now_ms, priority in ((5999, 90), (6000, DEFAULT_RETENTION)):
+        link.now_ms = now_ms
+        link.exchange()
+        device = link.core.workers[0].device
+        assert {holding.retention for holding in device.queue.upcoming(device.index)} == {priority}
