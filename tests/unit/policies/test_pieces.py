@@ -123,8 +123,8 @@ def test_nobody_gives_way_for_a_prompt_that_does_not_run(preset: str) -> None:
 
 def test_what_a_short_chunk_leaves_is_for_the_next_prompt() -> None:
     options = {"chunked_prefill": True, "max_context_tokens": 20}
-    outcome = run([request("a", 40, 3), request("b", 40, 3)], preset={"batch": "two-stage"}, options=options)
-    assert prefills(outcome, "a") == prefills(outcome, "b") == [(0, 20), (1, 20)]
+    outcome = run([request("a", 60, 3), request("b", 60, 3)], preset={"batch": "two-stage"}, options=options)
+    assert prefills(outcome, "a") == prefills(outcome, "b") == [(0, 20), (1, 20), (2, 20)]
 
 
 @pytest.mark.parametrize("iterations", [0, 1, 2, 5])

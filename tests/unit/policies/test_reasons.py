@@ -69,6 +69,26 @@ def test_why_it_waits(reason: str, preset: str, fields: dict[str, Any], requests
     assert any(r == reason or detail.endswith(f"waits for {reason}") for r, detail in late)
 
 
+def test_behind_a_prompt_that_is_cut_nothing_is_full() -> None:
+    """It takes what is left of the budget: there is room for others beside it."""
+    file = Scenario(
+        block_size=10,
+        num_blocks=50,
+        max_num_seqs=8,
+        max_batched_tokens=20,
+        max_model_len=4096,
+        prefix_caching=False,
+        preset="sglang",
+        requests=[A | {"prompt_len": 100}, A | {"id": "b"}],
+    )
+    run = Run(file, file.policies())
+    run.play()
+    spans = run.core.journal.explain("b", 1e9)
+    assert spans is not None
+    assert {"prefill", "running"} <= {span.reason for span in spans}
+    assert not [span for span in spans if "full" in (span.reason, span.detail.rpartition(" ")[2])]
+
+
 def test_a_closed_queue_is_not_looked_at() -> None:
     """Not in every decode step: some orders sort all that waits, each time that they are asked."""
     policies, times = build(choose("sglang")), 0

@@ -50,9 +50,9 @@ def test_the_budget_counts_tokens() -> None:
     assert tokens(run("sglang", requests, max_batched_tokens=20), 0) == {"a": 11}, "two blocks, and none is left"
 
 
-def test_odd_prompts_fill_the_budget() -> None:
-    outcome = run("vllm-v0", [{"prompt_len": 5, "max_new_tokens": 3}] * 3, max_batched_tokens=15)
-    assert tokens(outcome, 0) == {"a": 5, "b": 5, "c": 5}
+def test_the_shortest_prompts_fill_the_budget() -> None:
+    outcome = run("vllm-v0", [{"prompt_len": 1, "max_new_tokens": 3}] * 3, max_batched_tokens=3)
+    assert tokens(outcome, 0) == {"a": 1, "b": 1, "c": 1}
 
 
 def test_no_limit_to_prompts_but_the_budget() -> None:

@@ -1,0 +1,28 @@
+"""Whom `largest-share` lets give way. What comes of it: tests/unit/scheduler/test_request_shares.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from scheduler_svc.policies.preemption.largest_share import LargestShare
+
+
+@pytest.mark.parametrize(("need", "expected"), [(1, "f"), (3, "f"), (4, "fe"), (6, "fe"), (7, "fed")])
+def test_samples_give_way_until_there_are_blocks_enough(need: int, expected: str) -> None:
+    """Six samples of one request run, of three blocks each, and seats are free."""
+    samples = SimpleNamespace(client_request=1, num_running_siblings=6)
+    newcomer = SimpleNamespace(num_running_siblings=0, is_swapped=False)
+    step: Any = SimpleNamespace(
+        waiting=lambda: iter([newcomer]),
+        has_admitted=lambda request: False,
+        goes_before=lambda one, other: True,
+        num_seats=2,
+        need_blocks=lambda request, num_tokens: need,
+        uncached_tokens=lambda request: 9,
+        running=[SimpleNamespace(name=name, request=samples, num_blocks=3) for name in "abcdef"],
+    )
+    victims: list[Any] = list(LargestShare().for_waiting(step))
+    assert "".join(victim.name for victim in victims) == expected
