@@ -7,7 +7,7 @@ import pytest
 from cache_svc.core.errors import Code
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
-from tests.unit.cache.driver import Driver
+from tests.unit.cache.driver import Driver, Refused
 
 A = list(range(100, 116))
 B = list(range(200, 216))
@@ -81,3 +81,11 @@ def test_what_is_refused_changes_nothing_and_leaves_the_others_alone(name: str) 
     assert (sequence.num_tokens, sequence.num_computed_tokens, list(sequence.table)) == (6, 5, [1, 2])
     assert link.core.waiting.keys() == {2, 4}
     assert link.core.workers.keys() == {0}
+
+
+@pytest.mark.parametrize(("count", "more"), [(8, ""), (9, " and 1 more"), (1000, " and 992 more")])
+def test_of_many_unknown_sequences_the_first_are_named_and_the_others_counted(count: int, more: str) -> None:
+    link = Driver()
+    with pytest.raises(Refused) as refused:
+        link.free(*range(count))
+    assert str(refused.value) == f"not known: sequences 0, 1, 2, 3, 4, 5, 6, 7{more}; nothing was freed"
