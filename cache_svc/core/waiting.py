@@ -162,8 +162,7 @@ class Waiter:
         self.watch.join(self)
 
     def leave(self, tree: PrefixTree) -> None:
-        """Watch nothing. Its place is still known, as long as nobody changes the tree."""
+        """Watch nothing: it waits no more, or is about to be settled anew."""
         tree.stale.pop(self.sequence_id, None)
         if self.watch is not None:
-            self.node = self.watch.node
             self.watch.leave(self)
