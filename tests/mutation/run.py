@@ -149,10 +149,13 @@ def _as_they_come(
             late = time.monotonic() > end_s
             if late:
                 os.killpg(pid, signal.SIGKILL)
-            if os.waitpid(pid, 0 if late else os.WNOHANG)[0]:
+            ended, status = os.waitpid(pid, 0 if late else os.WNOHANG)
+            if ended:
                 del running[pid]
                 with os.fdopen(reader, encoding="utf-8") as answer:
                     said = answer.read()
+                if status and not said:
+                    said = f"the process ended with status {os.waitstatus_to_exitcode(status)}"
                 if said.startswith(BROKEN):
                     raise RuntimeError(f"{mutation.name}: {said}")
                 yield Verdict(mutation, "timeout" if late else said)
