@@ -232,12 +232,13 @@ def plot(rows: list[Row], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import colormaps, pyplot
+    from matplotlib.lines import Line2D
 
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     workloads = list(dict.fromkeys(row["workload"] for row in rows))
     figure, panels = pyplot.subplots(1, 4, figsize=(13, 4.6), dpi=110, layout="constrained", sharey=True)
-    colors = dict(zip(workloads, pyplot.get_cmap("tab10").colors, strict=False))
+    colors = {name: colormaps["tab10"](i) for i, name in enumerate(workloads)}
     shown = ("output_tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "cached_share")
     for axes, name in zip(panels, shown, strict=True):
         for group in groups(rows):
@@ -257,7 +258,7 @@ def plot(rows: list[Row], path: Path) -> None:
     figure.supxlabel("times worse than the best policy of the case", fontsize=10)
     panels[0].set_yticks(range(len(policies)), policies)
     panels[0].invert_yaxis()
-    marks = [pyplot.Line2D([], [], marker="o", ls="", color=colors[name], label=name) for name in workloads]
+    marks = [Line2D([], [], marker="o", ls="", color=colors[name], label=name) for name in workloads]
     figure.legend(handles=marks, loc="outside upper center", ncols=len(workloads), fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

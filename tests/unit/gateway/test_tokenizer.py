@@ -176,4 +176,4 @@ def test_other_threads_go_on_while_a_long_chat_is_encoded() -> None:
         num_turns += 1
         time.sleep(0)
     thread.join()
-    assert num_turns > 50
+    assert num_turns > 10  # one or two if the encoder kept the GIL; how many depends on what else the machine does
