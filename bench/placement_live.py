@@ -154,10 +154,11 @@ def measure(placement: str, workers: int, slow: bool) -> list[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.placement_live", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--placements", nargs="+", choices=POLICIES, default=POLICIES, help="on two workers")
     parser.add_argument("--real-steps", action="store_true", help="do not lengthen the workers' steps")
     options = parser.parse_args(argv)
     note, rows = load_note(os.getloadavg()[0]), list[dict[str, Any]]()
-    ways = [(OURS, 1), *((policy, 2) for policy in reversed(POLICIES))]
+    ways = [(OURS, 1), *((policy, 2) for policy in reversed(options.placements))]
     for _ in range(options.repeats):
         for placement, workers in ways:
             rows += measure(placement, workers, not options.real_steps)
