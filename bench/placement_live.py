@@ -33,6 +33,7 @@ RESULTS = Path(__file__).parent / "results" / "placement_live.json"
 PREFIXES = (842, 1_500)  # tokens; the demo model takes 2,048
 OWN_TOKENS, OUTPUT_TOKENS = 8, 48
 REQUESTS, CONCURRENCY, PER_S = 64, 32, 2.5
+MAX_NUM_SEQS = 16  # of a worker: so 32 requests at a time are twice what one runs
 CONVERSATIONS, TURNS, TURN_TOKENS, THINK_S = 24, 8, 128, 0.5
 TIMEOUT_S = 300.0
 
@@ -119,17 +120,19 @@ def decoded(stack: Stack, workers: int) -> list[float]:
     return [stack.metric(series, of=f"worker-{i + 1}") or 0.0 for i in range(workers)]
 
 
-def measure(placement: str, workers: int, slow: bool) -> list[dict[str, Any]]:
+def measure(placement: str, workers: int, slow: bool, only: str = "") -> list[dict[str, Any]]:
     """All cases on one set of servers, each with a prefix of its own."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         stack = Stack(Path(folder), worker_module="bench.slow_worker" if slow else "")
         stack.metrics_ports |= {f"worker-{i + 1}": free_port() for i in range(workers)}
-        stack.worker_flags = ["--threads", "1", "--log-level", "warning"]
+        stack.worker_flags = ["--threads", "1", "--log-level", "warning", "--max-num-seqs", str(MAX_NUM_SEQS)]
         stack.scheduler_flags = ["--placement", placement]
         try:
             stack.up(workers)
             for case, (title, load) in enumerate(LOADS.items()):
+                if only not in title:
+                    continue
                 rng, before = random.Random(case), decoded(stack, workers)
                 asked, wall_s = asyncio.run(play(stack.url, load, rng))
                 tokens = [now - then for then, now in zip(before, decoded(stack, workers), strict=True)]
@@ -155,13 +158,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.placement_live", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--placements", nargs="+", choices=POLICIES, default=POLICIES, help="on two workers")
+    parser.add_argument("--only", default="", help="loads with this in their name")
     parser.add_argument("--real-steps", action="store_true", help="do not lengthen the workers' steps")
     options = parser.parse_args(argv)
     note, rows = load_note(os.getloadavg()[0]), list[dict[str, Any]]()
     ways = [(OURS, 1), *((policy, 2) for policy in reversed(options.placements))]
     for _ in range(options.repeats):
         for placement, workers in ways:
-            rows += measure(placement, workers, not options.real_steps)
+            rows += measure(placement, workers, not options.real_steps, options.only)
     RESULTS.write_text(json.dumps({"note": note, "rows": rows}, indent=1) + "\n")
     return 0
 

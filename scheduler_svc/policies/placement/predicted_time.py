@@ -27,13 +27,15 @@ from scheduler_svc.core.worker_view import FleetView, WorkerView
 # Predictions that differ by less are the same: fits of two equal workers differ by about so much (5 % jitter of a step
 # over MEMORY_STEPS steps). Of these workers the one takes the request that has waited longest for one.
 SAME = 0.02
-# A request that waits so long for its first token counts as if it had waited twice as long, one that waits n times as
-# long as if n + 1 times: a sum of seconds alone lets a few wait for as long as it saves many a little. Of 10 to 500 ms,
-# this had the lowest 99th percentiles, and cost no throughput (docs/placement-comparison.md).
-PATIENCE_S = 0.02
+# A request that waits so many steps for its first token counts as if it had waited twice as long, one that waits n
+# times as long as if n + 1 times: a sum of seconds alone lets a few wait for as long as it saves many a little. Steps are
+# those of the fastest worker with one row, so a slow model shares out its requests as a fast one does. Of 2 to 100, this
+# had the lowest 99th percentiles, and cost no throughput (docs/placement-comparison.md).
+PATIENCE_STEPS = 4.0
 # Share of a copy that each request which follows a prefix has lost at least. 1/50 left workers without the prefix for
 # too long: 99th percentiles of TTFT up to twice as long with conversations and agents.
 LEAST_LOST = 1 / 20
+LEAST_STEP_S = 1e-6
 # Output tokens that are expected of a request while none has ended.
 GUESSED_OUTPUT_TOKENS = 256.0
 # Prefixes for which time lost is summed up; a prefix that no request has followed for longest is forgotten first.
@@ -49,7 +51,7 @@ PrefixKey = tuple[tuple[str, str], int, bytes]
 class Cost(NamedTuple):
     """Of a request on a worker. Seconds."""
 
-    total_s: float  # the wait for its first token weighted, see PATIENCE_S
+    total_s: float  # the wait for its first token weighted, see PATIENCE_STEPS
     first_s: float  # to its first token
 
 
@@ -74,9 +76,12 @@ class PredictedTime(PlacementPolicy):
         self._round_lost_s: dict[PrefixKey, float] = {}  # by those that the round has placed
         self._bindings = itertools.count(1)
         self._last_binding: dict[int, int] = {}  # by worker
+        self._patience_s = 1.0  # of the round
 
     def begin(self, fleet: FleetView) -> None:
         self._mean_tokens = fleet.mean_output_tokens
+        shortest_s = min((worker.step_time.of(0, 0, 1) for worker in fleet.workers), default=1.0)
+        self._patience_s = PATIENCE_STEPS * max(shortest_s, LEAST_STEP_S)
         self._choices.clear()
         self._round_lost_s.clear()
 
@@ -143,7 +148,7 @@ class PredictedTime(PlacementPolicy):
         first_s = worker.in_flight_s + steps * step_s + token_s * queued_tokens + own_s + row_s
         slower_s = row_s + context_s * (request.num_tokens + expected_tokens / 2)  # each step, by this row
         others_tokens = expected_tokens if self._mean_tokens is None else min(expected_tokens, self._mean_tokens)
-        total_s = first_s + first_s * first_s / PATIENCE_S
+        total_s = first_s + first_s * first_s / self._patience_s
         total_s += expected_tokens * (step_s + slower_s) + rows * (own_s + slower_s * others_tokens)
         return Cost(total_s, first_s)
 

@@ -52,7 +52,9 @@ class FakeRequest:
         self.token_ids = self.token_ids or bytes(4 * self.num_tokens)
 
 
+@dataclass
 class Fleet:
+    workers: Sequence[FakeWorker]
     mean_output_tokens: float | None = None
 
 
@@ -62,8 +64,7 @@ class Rounds:
     def __init__(self, *workers: FakeWorker, mean_output_tokens: float | None = None) -> None:
         self.workers = workers
         self.policy = PredictedTime()
-        self.fleet = Fleet()
-        self.fleet.mean_output_tokens = mean_output_tokens
+        self.fleet = Fleet(workers, mean_output_tokens)
         self.count = 0
         self.said = ""
 
@@ -162,6 +163,21 @@ def test_a_burst_of_one_prefix_copies_within_its_round() -> None:
     rounds.policy.begin(cast(FleetView, rounds.fleet))
     again = [rounds.policy.place(cast(RequestView, FakeRequest(i)), workers, ()).id for i in range(10)]
     assert again == placed, "a round leaves nothing behind"
+
+
+def test_a_slow_model_copies_as_a_fast_one_does() -> None:
+    def burst(slower: float) -> list[int]:
+        speed = StepTime(*(slower * seconds for seconds in SPEED))
+        warm, cold = FakeWorker(1, cached=SHARED, step_time=speed), FakeWorker(2, step_time=speed)
+        placed = []
+        for _ in range(40):
+            rounds = Rounds(warm, cold)
+            placed.append(rounds.place(max_new_tokens=48))
+            (warm if placed[-1] == 1 else cold).num_rows += 1
+        return placed
+
+    assert 1 in burst(1) and 2 in burst(1)
+    assert burst(20) == burst(1)
 
 
 def test_it_says_why() -> None:
