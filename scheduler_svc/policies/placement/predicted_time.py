@@ -28,9 +28,9 @@ from scheduler_svc.core.worker_view import FleetView, WorkerView
 # over MEMORY_STEPS steps). Of these workers the one takes the request that has waited longest for one.
 SAME = 0.02
 # A request that waits so many steps for its first token counts as if it had waited twice as long, one that waits n
-# times as long as if n + 1 times: a sum of seconds alone lets a few wait for as long as it saves many a little. Steps are
-# those of the fastest worker with one row, so a slow model shares out its requests as a fast one does. Of 2 to 100, this
-# had the lowest 99th percentiles, and cost no throughput (docs/placement-comparison.md).
+# times as long as if n + 1 times: a sum of seconds alone lets a few wait for as long as it saves many a little. Steps
+# are those of the fastest worker with one row, so a slow model shares out its requests as a fast one does. Of 2 to 100,
+# this had the lowest 99th percentiles, and cost no throughput (docs/placement-comparison.md).
 PATIENCE_STEPS = 4.0
 # Share of a copy that each request which follows a prefix has lost at least. 1/50 left workers without the prefix for
 # too long: 99th percentiles of TTFT up to twice as long with conversations and agents.
