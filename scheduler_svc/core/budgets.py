@@ -97,9 +97,8 @@ class Budgets:
         for name in [*taken, *(name for name in self._tokens_per_s if name in self._waited and name not in taken)]:
             rate = taken[name] / elapsed_s
             before = self._tokens_per_s.pop(name, rate)
-            if name in self._waited or rate > before:
-                before += RATE_SMOOTHING * (rate - before)
-            self._tokens_per_s[name] = before
+            change = rate - before if name in self._waited else max(rate - before, 0.0)
+            self._tokens_per_s[name] = before + RATE_SMOOTHING * change
         while len(self._tokens_per_s) > MAX_RATES:
             del self._tokens_per_s[next(iter(self._tokens_per_s))]
         self._room_s = {tenant: room_s for tenant, room_s in self._room_s.items() if room_s > now_s}

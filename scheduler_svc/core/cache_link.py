@@ -268,10 +268,7 @@ class CacheLink:
         match.sequence, match.token_ids = sequence, request.token_ids
         namespace = match.namespace
         namespace.model = self.model
-        if request.lora:
-            namespace.lora = request.lora
-        if request.cache_salt:
-            namespace.cache_salt = request.cache_salt
+        namespace.lora, namespace.cache_salt = request.lora, request.cache_salt
         if request.priority:
             match.priority = request.priority
         if request.cache_retention:

@@ -361,8 +361,7 @@ class Lifecycle:
                 explain_rejection(ending, error)
             if request.cached_tokens:
                 ending.cached_tokens = request.cached_tokens
-            if request.hypotheses:
-                ending.hypotheses.extend(request.hypotheses)
+            ending.hypotheses.extend(request.hypotheses)
 
     def _members_of(self, root: Request) -> list[Request]:
         assert root.group is not None

@@ -35,11 +35,10 @@ class PrefixIndex(Generic[R]):
         namespace it is, has not been compared."""
         first, end = depth * TOKEN_BYTES, (depth + self._block_size) * TOKEN_BYTES
         count, by_block = self._at_depth.get(depth, (0, {}))
-        if count < len(self._items):
-            for item in self._items[count:]:
-                if item[1] >= depth + self._block_size:
-                    by_block.setdefault(item[0].token_ids[first:end], []).append(item)
-            self._at_depth[depth] = len(self._items), by_block
+        for item in self._items[count:]:
+            if item[1] >= depth + self._block_size:
+                by_block.setdefault(item[0].token_ids[first:end], []).append(item)
+        self._at_depth[depth] = len(self._items), by_block
         return by_block.get(request.token_ids[first:end], [])
 
 

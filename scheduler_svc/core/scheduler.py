@@ -79,7 +79,7 @@ class SchedulerCore:
         self._outbox = Outbox()
         self._next_worker = 1
         self._step_times = FleetStepTimes()
-        self._told: bytes = b""
+        self._told: SchedulerStatus | None = None
         self._told_full = False
         self._cache = CacheLink(epoch)
         budgets = Budgets(config)
@@ -360,9 +360,8 @@ class SchedulerCore:
         """Tell the sessions, if what they know of us has changed."""
         status = self._status()
         self._told_full = status.full
-        told = status.SerializeToString(deterministic=True)
-        if told != self._told:
-            self._told = told
+        if status != self._told:
+            self._told = status
             for session in self.sessions.values():
                 session.status = status
 

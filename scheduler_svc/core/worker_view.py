@@ -41,7 +41,7 @@ class WorkerView:
         self._rows = worker.num_rows
         self._free_blocks: int | None = None
         self._prefill_tokens = self._context_tokens = -1
-        self._in_flight_s = -1.0
+        self._in_flight_s: float | None = None
         self._placed: PrefixIndex[Request] | None = None  # and what has prefill queued here
 
     def __repr__(self) -> str:
@@ -113,7 +113,7 @@ class WorkerView:
     def in_flight_s(self) -> float:
         """Predicted seconds of the steps that were sent and have not come back, with no time taken off for what has run
         of them: a request that is bound now runs after these."""
-        if self._in_flight_s < 0:
+        if self._in_flight_s is None:
             of = self._worker.step_fit.time.of
             self._in_flight_s = sum(
                 of(step.new_tokens, step.context_tokens, step.num_rows) for step in self._worker.in_flight

@@ -411,3 +411,12 @@ def test_seconds_in_which_nothing_leaves_the_queue_count_where_somebody_waits() 
     for second in range(101, 201):
         budgets.measure(float(second), [])
     assert budgets.retry_after_s(10, 10, 200.0, "a") == pytest.approx(5.0, rel=0.5), "nobody was there to be served"
+
+
+def test_with_a_full_queue_the_scheduler_is_not_ready() -> None:
+    system, _ = system_with(max_queued_requests=1)
+    system.submit("s", 1, [9], params(4))
+    assert system.scheduler._status().full
+    assert not system.scheduler._status().ready
+    system.run()
+    assert system.scheduler._status().ready

@@ -39,6 +39,15 @@ def test_a_reason_is_one_range_of_decisions() -> None:
     ]
 
 
+def test_decisions_of_two_workers_that_follow_each_other_are_one_range_of_no_worker() -> None:
+    notes, first = Journal(), request(1)
+    notes.arrived(first, 1.0)
+    notes.decided(1, [(first, "seats", "")], None, 2.0)
+    notes.decided(2, [(first, "seats", "")], None, 3.0)
+    assert told(notes, "r1") == [("waiting", "1 tokens", 0, 0, 0.0, 0.0), ("seats", "", 1, 2, 1.0, 2.0)]
+    assert [span.worker for span in notes.explain("r1", 1e9) or []] == [0, 0]
+
+
 def test_who_was_not_looked_at_waited_behind_the_first_that_was() -> None:
     """Until the decision that let it in, and no longer, though the other one goes on waiting."""
     notes, first, second = Journal(), request(1), request(2)

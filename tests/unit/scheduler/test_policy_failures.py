@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from paceline.v1.admin_pb2 import GetPolicyRequest, GetPolicyResponse, PolicyChoice, SetPolicyRequest
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.admin import Admin
-from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.policy import BatchPolicy, PlacementPolicy, Policies
+from scheduler_svc.core.worker_view import WorkerView
 from scheduler_svc.policies.api import KeyedOrder, RequestView, Step, Verdict
 from scheduler_svc.policies.capacity.watermark import Watermark
 from scheduler_svc.policies.order.fcfs import FirstComeFirstServed
@@ -124,3 +126,88 @@ async def test_other_sort_keys_are_fine(key: Any) -> None:
     system, admin = system_of(order=policy)
     serve(system)
     assert not (await get(admin)).failures
+
+
+class NamesAnother(Watermark):
+    def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
+        raise ValueError("order: says a policy that is another one")
+
+
+def test_an_error_of_a_policy_is_its_own_whatever_its_text_begins_with() -> None:
+    system, _ = system_of(capacity=NamesAnother())
+    system.submit("s", 1, [9], PARAMS)
+    system.run()
+    assert set(system.scheduler._composer.failures.by_kind) == {"capacity"}
+
+
+class PlacesMore(BatchPolicy):
+    def compose(self, step: Step) -> None:
+        step.run_decodes()
+        for request in step.waiting():
+            if step.consider(request, 1) is Verdict.ADMIT:
+                step.place(request, 2)
+
+
+class ByChunks(Watermark):
+    reserves_prompt = False
+
+
+def test_more_tokens_than_blocks_are_set_aside_for_is_the_batch_policys_failure() -> None:
+    errors = list[Exception]()
+    policies = dataclasses.replace(build(choose()), batch=PlacesMore(), capacity=ByChunks())
+    system = LocalSystem(policies=policies, on_policy_error=errors.append)
+    system.open("s")
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=2, max_batched_tokens=64))
+    system.submit("s", 1, [9] * 20, PARAMS)
+    system.run()
+    assert "2 tokens, blocks are set aside for 1" in str(errors[0])
+
+
+class Notes(PlacementPolicy):
+    def __init__(self) -> None:
+        self.told = list[int]()
+
+    def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
+        return workers[0]
+
+    def bound(self, request: RequestView, worker_id: int) -> str:
+        self.told.append(worker_id)
+        return ""
+
+
+def test_with_one_worker_a_placement_policy_is_not_asked_and_is_told_nothing() -> None:
+    placement = Notes()
+    system, _ = system_of(placement=placement)
+    system.submit("s", 1, [9], PARAMS)
+    system.run()
+    assert placement.told == []
+
+
+class LetsNobodyIn(Watermark):
+    asked = 0
+
+    def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
+        self.asked += 1
+        return Verdict.SKIP
+
+
+def test_a_request_that_nobody_lets_in_is_failed_after_several_decisions_only() -> None:
+    capacity = LetsNobodyIn()
+    system, _ = system_of(capacity=capacity)
+    system.submit("s", 1, [9], PARAMS)
+    system.run()
+    for _ in range(2 * system.scheduler.config.stuck_decisions):
+        system.poll()
+    assert "no progress is possible" in system.clients["s"].endings[1].message
+    assert capacity.asked >= system.scheduler.config.stuck_decisions > 1
+
+
+def test_an_order_that_is_told_of_a_request_again_has_it_once() -> None:
+    order, request = Key(), cast(RequestView, SimpleNamespace(seniority=1, place=1))
+    order.made = 5
+    order.add(request)
+    order.made = 4
+    order.add(request)
+    assert list(order.ordered(0.0)) == [request]
+    order.remove(request)
+    assert list(order.ordered(0.0)) == []

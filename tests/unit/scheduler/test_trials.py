@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.worker_pb2 import StepFailure
 from scheduler_svc.core.cache_link import ProtocolError
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Phase, Request
+from scheduler_svc.core.trials import candidates
 from scheduler_svc.core.types import SchedulerConfig
+from scheduler_svc.core.worker import Worker
 from simulator.system import Client, LocalSystem, WorkerEnd
 from simulator.toy_worker import ToyWorker, expected_output
 
@@ -176,3 +181,35 @@ def test_a_failure_of_what_is_not_in_flight_is_a_protocol_error(system: LocalSys
         system.scheduler.worker_failed(end.id, StepFailure(first_step=2, last_step=1))
     with pytest.raises(ProtocolError, match="not in flight"):
         system.scheduler.worker_failed(end.id, StepFailure(first_step=1, last_step=9))
+
+
+def test_whoever_was_in_any_step_of_a_failure_is_suspect(system: LocalSystem, client: Client) -> None:
+    end = system.attach(toy())
+    system.submit("s", 1, [9, 11], params())
+    until_running(system, 1)
+    while len(end.plans) < 2:
+        system.poll()
+        system.move(*next(move for move in system.moves() if move[0] != "step"))
+    first, last = (plan.step for plan in list(end.plans)[:2])
+    system.workers.remove(end)
+    system.scheduler.worker_failed(end.id, StepFailure(first_step=first, last_step=last, message="E: no"))
+    assert [request.handle for request in suspects(system)] == [1]
+
+
+def test_nothing_of_a_suspect_is_kept_when_it_is_cleared(system: LocalSystem, client: Client) -> None:
+    system.submit("s", 1, [9, 11], params())
+    end = system.attach(toy())
+    until_running(system, 1)
+    fail(system, end)
+    assert system.scheduler._trials.active
+    system.attach(toy())
+    system.run()
+    assert client.endings[1].reason == FinishReason.FINISH_REASON_LENGTH
+    assert not system.scheduler._trials.active
+
+
+def test_one_that_is_swapped_out_is_tried_where_its_blocks_are() -> None:
+    request = cast(Request, SimpleNamespace(phase=Phase.WAITING, matches=None, swapped_on=1, grammar=""))
+    here, there = (SimpleNamespace(id=id_, has_grammar=lambda _: True) for id_ in (1, 2))
+    assert list(candidates([request], cast(Worker, here))) == [request]
+    assert list(candidates([request], cast(Worker, there))) == []

@@ -1,0 +1,92 @@
+"""Who gives way, where it waits then, and what it keeps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from paceline.v1.common_pb2 import SamplingParams
+from scheduler_svc.core.planner import Planner
+from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.step import Step
+from scheduler_svc.core.swapping import Swaps
+from scheduler_svc.core.view import Running
+from scheduler_svc.core.worker import Worker
+from simulator.system import LocalSystem
+from simulator.toy_worker import ToyWorker
+
+PARAMS = SamplingParams(top_p=1.0, max_tokens=10, seed=1, ignore_eos=True)
+
+
+def with_one_of_two_running() -> tuple[LocalSystem, Request, Request]:
+    system = LocalSystem()
+    system.open("s")
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=1, max_batched_tokens=64))
+    for handle in (1, 2):
+        system.submit("s", handle, [9] * 6, PARAMS)
+    [worker] = system.scheduler.workers.values()
+    while not worker.running:
+        system.move(*system.moves()[0])
+    [runs], [waits] = worker.running.values(), system.scheduler.queue
+    return system, runs, waits
+
+
+@pytest.mark.parametrize(("place", "first"), [("front", 1), ("back", 2)])
+def test_it_waits_where_the_policy_says(place: str, first: int) -> None:
+    system, runs, waits = with_one_of_two_running()
+    system.scheduler.life.preempt(runs, place, "recompute", "for a test")
+    assert min(runs, waits, key=lambda request: request.place).handle == first
+    system.run()
+    assert len(system.clients["s"].endings) == 2
+
+
+def test_what_was_cancelled_says_nothing_of_how_long_outputs_are() -> None:
+    system, _, _ = with_one_of_two_running()
+    system.cancel("s", 1)
+    system.cancel("s", 2)
+    system.run()
+    assert system.scheduler.life._output_length.mean_tokens is None
+
+
+def test_what_a_sequence_may_still_generate_while_its_prompt_is_computed() -> None:
+    system = LocalSystem()
+    system.open("s")
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=4, max_batched_tokens=16))
+    system.submit("s", 1, [9] * 4, PARAMS)
+    system.submit("s", 2, [9] * 90, PARAMS)
+    [worker] = system.scheduler.workers.values()
+    seen = 0
+    while moves := system.moves():
+        for slot in worker.prefills:
+            if worker.num_tokens(slot) == 90:
+                assert worker.remaining_new_tokens()[list(worker.running).index(slot)] == 10
+                seen += 1
+        system.move(*moves[0])
+    assert seen > 2
+
+
+@pytest.mark.parametrize(
+    ("computed", "member", "suits"), [(True, False, True), (False, False, False), (True, True, False)]
+)
+def test_only_a_computed_prompt_of_a_clients_own_request_is_swapped(computed: bool, member: bool, suits: bool) -> None:
+    worker = SimpleNamespace(draining=False, blocks_for=lambda _: 1, num_tokens=lambda _: 5, free_host_blocks=1)
+    request = SimpleNamespace(worker=1, slot=0, prompt_is_computed=computed, is_member=member, is_one_of_several=False)
+    swaps: Any = SimpleNamespace(workers={1: worker})
+    assert Swaps.suits(swaps, cast(Request, request), "swap") is suits
+
+
+@pytest.mark.parametrize("mode", ["auto", "recompute"])
+def test_sequences_of_one_prompt_give_way_together_and_others_alone(mode: str) -> None:
+    samples = object()
+    of = {0: None, 1: samples, 2: samples, 3: None}
+    worker = SimpleNamespace(running={slot: SimpleNamespace(samples=one) for slot, one in of.items()})
+    sequences = [SimpleNamespace(slot=slot) for slot in of]
+    policies: Any = SimpleNamespace(preemption=SimpleNamespace(mode=mode))
+    step: Any = SimpleNamespace(running=sequences)
+    victims = cast(list[Running], [sequences[3], sequences[2], sequences[1]])
+    units = Planner._units(cast(Worker, worker), cast(Policies, policies), cast(Step, step), victims)
+    together = [[3], [2, 1]] if mode == "auto" else [[3], [2], [1]]
+    assert [[sequence.slot for sequence in unit] for unit in units] == together

@@ -1,0 +1,70 @@
+"""What is read from a step's result, with a worker that has nothing but what is asked of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from paceline.v1.worker_pb2 import RowError, StepResult
+from scheduler_svc.core.results import ResultReader
+from scheduler_svc.core.step_time import StepTimeFit
+from scheduler_svc.core.worker import Worker
+
+
+class Rows:
+    """One decoding sequence, in slot 0."""
+
+    session = -1
+    slots, generations = np.array([0]), np.array([1])
+    handles, sessions = np.array([7]), np.array([0])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def reader(published: list[int], fail: Callable[[Any, str, int], None] | None = None) -> ResultReader:
+    def no(*_: object) -> None:
+        raise AssertionError("not expected")
+
+    return ResultReader(
+        publish=lambda _session, _sessions, handles, _tokens: published.extend(handles.tolist()),
+        finish=no,
+        spoil=no,
+        fail=fail or no,
+        publish_score=no,
+        publish_prompt_scores=no,
+        report_beam=no,
+    )
+
+
+@pytest.mark.parametrize(("number", "counts"), [(1, False), (2, True)])
+def test_each_step_but_the_first_of_a_link_tells_of_the_workers_speed(number: int, counts: bool) -> None:
+    step = SimpleNamespace(step=number, new_tokens=500, context_tokens=0, num_rows=1, num_sampled=0, rows=[], chunks=[])
+    worker = SimpleNamespace(in_flight=deque([step]), step_fit=StepTimeFit(), slots=None)
+    result = StepResult(step=number, started_us=1, finished_us=50_001)
+    reader([]).apply(cast(Worker, worker), result, 0.0)
+    assert worker.step_fit.is_new is not counts
+    if counts:
+        assert worker.step_fit.time.of(500, 0, 1) == pytest.approx(0.05, rel=0.1)
+
+
+def test_a_decode_that_failed_is_reported_and_gives_no_token() -> None:
+    failed, published = list[object](), list[int]()
+    slots = SimpleNamespace(generation=np.array([1]), num_releases=0, write_tokens=lambda *_: None, extra_stops={})
+    step = SimpleNamespace(step=2, num_sampled=1, rows=Rows(), chunks=[], num_releases=0, decode_step=1)
+    worker = SimpleNamespace(in_flight=deque([step]), slots=slots, running={0: "it"}, eos_token_ids=(), finishing=set())
+
+    def fail(request: object, message: str, code: int) -> None:
+        failed.append((request, message, code))
+        slots.generation[0] += 1  # its slot is free again
+        slots.num_releases += 1
+
+    result = StepResult(step=2, token_ids=bytes(4), errors=[RowError(slot=0, message="broken", code=3)])
+    assert reader(published, fail).apply(cast(Worker, worker), result, 0.0) == 0
+    assert failed == [("it", "broken", 3)]
+    assert published == []
