@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 from paceline.v1.common_pb2 import SamplingParams
+from scheduler_svc.core.request import Phase
+from scheduler_svc.core.rounds import Rounds
 from scheduler_svc.core.types import SchedulerConfig
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
@@ -52,3 +57,30 @@ def test_all_that_end_in_a_step_are_freed_in_one_operation() -> None:
         system.move(*moves[0])
     system.assert_at_rest()
     assert frees == [1, 4]  # the first one: a name from before the model was known
+
+
+def test_no_more_heads_are_asked_for_than_a_step_can_begin() -> None:
+    system = LocalSystem(SchedulerConfig(window=1))
+    system.open("s")
+    for handle in range(1, 9):
+        sampling = SamplingParams(top_p=1.0, max_tokens=8, seed=1, ignore_eos=True)
+        system.submit("s", handle, [handle, *range(10, 21)], sampling)
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=12))
+    asked = []
+    while moves := system.moves():
+        if moves[0][0] == "exchange":
+            asked += [len(op.rematch.sequences) for op in system.to_cache[0].ops if op.HasField("rematch")]
+        system.move(*moves[0])
+    assert set(asked) == {1}, "each has as many tokens as a step"
+
+
+def test_a_step_that_is_not_made_lets_nobody_in() -> None:
+    """Who was to be let in waits again; who has ended meanwhile does not."""
+    requests = [SimpleNamespace(phase=Phase.BINDING), SimpleNamespace(phase=Phase.ENDED)]
+    worker, requeued = SimpleNamespace(binding_tokens=5), list[object]()
+    rounds: Any = SimpleNamespace(_workers={1: worker}, _life=SimpleNamespace(requeue=requeued.append))
+    admissions = [SimpleNamespace(request=request) for request in requests]
+    draft: Any = SimpleNamespace(worker=1, decision=SimpleNamespace(admissions=admissions))
+    Rounds._undo_draft(rounds, draft)
+    assert requeued == requests[:1]
+    assert worker.binding_tokens == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import Step
 from scheduler_svc.core.swapping import Swaps
+from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.core.view import Running
 from scheduler_svc.core.worker import Worker
 from simulator.system import LocalSystem
@@ -90,3 +92,21 @@ def test_sequences_of_one_prompt_give_way_together_and_others_alone(mode: str) -
     units = Planner._units(cast(Worker, worker), cast(Policies, policies), cast(Step, step), victims)
     together = [[3], [2, 1]] if mode == "auto" else [[3], [2], [1]]
     assert [[sequence.slot for sequence in unit] for unit in units] == together
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_draining_worker_is_released_when_nothing_runs_there_any_more(seed: int) -> None:
+    rng, system = random.Random(seed), LocalSystem(SchedulerConfig(window=1))
+    system.open("s")
+    end = system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=4, max_batched_tokens=8))
+    for handle in range(4):
+        system.submit("s", handle, [handle] * 11, PARAMS)
+    [worker] = system.scheduler.workers.values()
+    while not worker.running:
+        system.move(*rng.choice(system.moves()))
+    system.scheduler.worker_drain(end.id)
+    while worker.running:
+        assert not end.released
+        system.move(*rng.choice(system.moves()))
+    system.poll()
+    assert end.released
