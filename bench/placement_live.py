@@ -1,6 +1,6 @@
 """One system prompt that all requests share, and conversations, on real workers: `python -m bench.placement_live`.
 
-The demo model over HTTP, on one worker and on two. A request warms one worker's cache; then requests of the same prefix
+The demo model over HTTP, on one worker and on two, of 16 sequences each. A request warms one worker's cache; then requests of the same prefix
 and 8 tokens of their own come, 32 at a time or 2.5 a second. In conversations each turn's prompt is the one before with
 128 tokens more. Printed and written to bench/results/placement_live.json: the share of the output tokens that the first
 worker generated, tokens per second, and the share of the prompt tokens that were cached.
@@ -120,7 +120,7 @@ def decoded(stack: Stack, workers: int) -> list[float]:
     return [stack.metric(series, of=f"worker-{i + 1}") or 0.0 for i in range(workers)]
 
 
-def measure(placement: str, workers: int, slow: bool, only: str = "") -> list[dict[str, Any]]:
+def measure(placement: str, workers: int, slow: bool) -> list[dict[str, Any]]:
     """All cases on one set of servers, each with a prefix of its own."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -131,8 +131,6 @@ def measure(placement: str, workers: int, slow: bool, only: str = "") -> list[di
         try:
             stack.up(workers)
             for case, (title, load) in enumerate(LOADS.items()):
-                if only not in title:
-                    continue
                 rng, before = random.Random(case), decoded(stack, workers)
                 asked, wall_s = asyncio.run(play(stack.url, load, rng))
                 tokens = [now - then for then, now in zip(before, decoded(stack, workers), strict=True)]
@@ -158,14 +156,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.placement_live", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--placements", nargs="+", choices=POLICIES, default=POLICIES, help="on two workers")
-    parser.add_argument("--only", default="", help="loads with this in their name")
     parser.add_argument("--real-steps", action="store_true", help="do not lengthen the workers' steps")
     options = parser.parse_args(argv)
     note, rows = load_note(os.getloadavg()[0]), list[dict[str, Any]]()
     ways = [(OURS, 1), *((policy, 2) for policy in reversed(options.placements))]
     for _ in range(options.repeats):
         for placement, workers in ways:
-            rows += measure(placement, workers, not options.real_steps, options.only)
+            rows += measure(placement, workers, not options.real_steps)
     RESULTS.write_text(json.dumps({"note": note, "rows": rows}, indent=1) + "\n")
     return 0
 

@@ -257,7 +257,7 @@ class StepView:
             computed = self._computed_in_step(request, on_device)
             cached, live = max(cached, computed), max(live, computed)
         # What is shared of one that is swapped out, only the cache knows.
-        if live < on_device and not request.swapped_on:
+        if live < on_device and self._considered and not request.swapped_on:
             live = self._shared_tokens(request, on_device, live)
         self._credit_of = known = request, cached, live
         return known

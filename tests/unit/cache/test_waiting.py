@@ -36,7 +36,7 @@ def test_the_beginning_of_a_block_that_is_written_now(num_tokens: int, depth: in
 
 
 def test_the_middle_of_what_is_written_now() -> None:
-    """Nobody waits anywhere else."""
+    """Only there does a sequence wait."""
     cache = link()
     cache.match(1, [*LONG[:24], 1, 1])
     cache.exchange(d.match_op(9, LONG), d.admit_op(9, 0, planned=40))

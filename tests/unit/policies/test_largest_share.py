@@ -1,4 +1,4 @@
-"""Whom `largest-share` lets give way. What comes of it: tests/unit/scheduler/test_request_shares.py."""
+"""Which sequences `largest-share` preempts. What comes of it: tests/unit/scheduler/test_request_shares.py."""
 
 from __future__ import annotations
 

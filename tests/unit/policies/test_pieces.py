@@ -129,7 +129,7 @@ def test_what_a_short_chunk_leaves_is_for_the_next_prompt() -> None:
 
 @pytest.mark.parametrize("iterations", [0, 1, 2, 5])
 def test_prompts_are_held_back_for_so_many_iterations_and_no_longer(iterations: int) -> None:
-    """Each time: those who come later wait as long as the first ones."""
+    """Each time: later prompts wait as long as the first ones."""
     requests = [request("x", 5, 40), request("a", 5, 3, arrive=2), request("b", 5, 3, arrive=20)]
     options = {"batch_wait_iters": iterations, "batch_wait_max_tokens_ratio": 1.0}
     outcome = run(requests, preset="trtllm-no-evict", options=options)

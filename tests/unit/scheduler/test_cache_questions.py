@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from paceline.v1.cache_pb2 import CacheOp
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.request import Phase
 from scheduler_svc.core.rounds import Rounds
@@ -13,21 +14,26 @@ from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
 
 
-def exchanges(max_tokens: int) -> list[list[str]]:
-    """The operations of each exchange, from the first that lets in: of four requests of three blocks each, one a step,
-    on a worker with one step in flight."""
+def operations(num_requests: int, max_tokens: int, max_batched_tokens: int) -> list[list[CacheOp]]:
+    """Of each exchange: for requests of three blocks each, on a worker with one step in flight."""
     system = LocalSystem(SchedulerConfig(window=1))
     system.open("s")
-    for handle in range(1, 5):
+    for handle in range(1, num_requests + 1):
         sampling = SamplingParams(top_p=1.0, max_tokens=max_tokens, seed=1, ignore_eos=True)
         system.submit("s", handle, [handle, *range(10, 21)], sampling)
-    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=12))
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=max_batched_tokens))
     seen = []
     while moves := system.moves():
         if moves[0][0] == "exchange":
-            seen.append([str(op.WhichOneof("op")) for op in system.to_cache[0].ops])
+            seen.append(list(system.to_cache[0].ops))
         system.move(*moves[0])
     system.assert_at_rest()
+    return seen
+
+
+def exchanges(max_tokens: int) -> list[list[str]]:
+    """The operations of each exchange by name, from the first that lets in: of four requests, one a step."""
+    seen = [[str(op.WhichOneof("op")) for op in ops] for ops in operations(4, max_tokens, 12)]
     first = next(number for number, ops in enumerate(seen) if "admit" in ops)
     return seen[first:]
 
@@ -44,38 +50,19 @@ def test_commits_wait_for_the_question_that_an_ending_brings() -> None:
 
 
 def test_all_that_end_in_a_step_are_freed_in_one_operation() -> None:
-    system = LocalSystem(SchedulerConfig(window=1))
-    system.open("s")
-    for handle in range(1, 5):
-        sampling = SamplingParams(top_p=1.0, max_tokens=3, seed=1, ignore_eos=True)
-        system.submit("s", handle, [handle, *range(10, 21)], sampling)
-    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=64))
-    frees = []
-    while moves := system.moves():
-        if moves[0][0] == "exchange":
-            frees += [len(op.free.sequences) for op in system.to_cache[0].ops if op.HasField("free")]
-        system.move(*moves[0])
-    system.assert_at_rest()
+    ops = [op for ops in operations(4, 3, 64) for op in ops]
+    frees = [len(op.free.sequences) for op in ops if op.HasField("free")]
     assert frees == [1, 4]  # the first one: a name from before the model was known
 
 
 def test_no_more_heads_are_asked_for_than_a_step_can_begin() -> None:
-    system = LocalSystem(SchedulerConfig(window=1))
-    system.open("s")
-    for handle in range(1, 9):
-        sampling = SamplingParams(top_p=1.0, max_tokens=8, seed=1, ignore_eos=True)
-        system.submit("s", handle, [handle, *range(10, 21)], sampling)
-    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=12))
-    asked = []
-    while moves := system.moves():
-        if moves[0][0] == "exchange":
-            asked += [len(op.rematch.sequences) for op in system.to_cache[0].ops if op.HasField("rematch")]
-        system.move(*moves[0])
+    ops = [op for ops in operations(8, 8, 12) for op in ops]
+    asked = [len(op.rematch.sequences) for op in ops if op.HasField("rematch")]
     assert set(asked) == {1}, "each has as many tokens as a step"
 
 
 def test_a_step_that_is_not_made_lets_nobody_in() -> None:
-    """Who was to be let in waits again; who has ended meanwhile does not."""
+    """A request that was to be let in waits again; one that has ended meanwhile does not."""
     requests = [SimpleNamespace(phase=Phase.BINDING), SimpleNamespace(phase=Phase.ENDED)]
     worker, requeued = SimpleNamespace(binding_tokens=5), list[object]()
     rounds: Any = SimpleNamespace(_workers={1: worker}, _life=SimpleNamespace(requeue=requeued.append))

@@ -1,4 +1,4 @@
-"""Who gives way, where it waits then, and what it keeps."""
+"""Which requests are preempted, where they wait then, and what they keep."""
 
 from __future__ import annotations
 
