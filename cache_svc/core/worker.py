@@ -11,7 +11,7 @@ from cache_svc.core.memory import Memory
 from cache_svc.core.shares import TENANT_SHARE, TOTAL_SHARE
 from cache_svc.core.table import Sequence, SwappedSequence
 from cache_svc.core.tails import keep_tail
-from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, PrefixTree, Root
+from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, PrefixTree
 from cache_svc.core.waiting import Waiter
 
 Counters = tuple[int, int, int, int, int, int, int]
@@ -119,7 +119,7 @@ class Worker:
         """
         tree, device = self.tree, self.device
         last, end = node, depth
-        node, cached, live = device.held(node, depth) if self.prefix_caching else (Root(None), 0, 0)
+        node, cached, live = device.held(node, depth)
         if not copies:
             node, cached = self._written_part(node, cached)
             live = min(live, cached)

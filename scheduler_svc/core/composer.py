@@ -84,7 +84,7 @@ class Composer:
         cache first answers for all that has happened; a step in which everything just goes on needs no answer."""
         room = worker.slots.num_free > 0 or self._looks_past_seats
         may_admit = len(self.queue) > 0 and room and not worker.draining
-        if not (may_admit or worker.preempted or worker.prefills or worker.held or worker.may_grow):
+        if not (may_admit or worker.preempted or worker.prefills or worker.may_grow):
             return False
         if not cache.idle:
             return True

@@ -162,7 +162,6 @@ class Lifecycle:
 
     def refused(self, request: Request) -> None:
         """The cache had less room than was thought: the request waits on, known to the cache as before."""
-        request.parent = None
         if not request.swapped_on:
             request.matches = None  # what was known of it was too good: it is offered again when the cache has answered
             self._cache.rematches[request.sequence] = None

@@ -189,6 +189,8 @@ def test_a_worker_that_goes_is_cleared_and_so_is_everything_with_the_link(link: 
     for worker in (0, 1, 2):
         link.run(worker + 1, A, worker=worker)
     assert taken(follower) == ["stored", "stored"]
+    link.remove_worker(2)  # which stores nothing
+    assert taken(follower) == []
     link.remove_worker(0)
     assert taken(follower) == ["cleared"]
     link.core.reset()

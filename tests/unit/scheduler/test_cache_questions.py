@@ -61,6 +61,21 @@ def test_no_more_heads_are_asked_for_than_a_step_can_begin() -> None:
     assert set(asked) == {1}, "each has as many tokens as a step"
 
 
+def test_an_answered_request_does_not_wait_for_the_answers_of_later_ones() -> None:
+    """While requests keep coming there is always a question to ask."""
+    system = LocalSystem(SchedulerConfig(window=1))
+    system.open("s")
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=64))
+    system.run()
+    sampling = SamplingParams(top_p=1.0, max_tokens=4, seed=1, ignore_eos=True)
+    system.submit("s", 1, [1, *range(10, 21)], sampling)
+    system.submit("s", 2, [2, *range(10, 21)], sampling)  # the question about the first is on its way
+    assert [op.WhichOneof("op") for op in system.to_cache[0].ops] == ["match"]
+    system.move("exchange", None)
+    system.move("answer", None)
+    assert {op.WhichOneof("op") for op in system.to_cache[0].ops} == {"match", "admit"}
+
+
 def test_a_step_that_is_not_made_lets_nobody_in() -> None:
     """A request that was to be let in waits again; one that has ended meanwhile does not."""
     requests = [SimpleNamespace(phase=Phase.BINDING), SimpleNamespace(phase=Phase.ENDED)]
