@@ -7,6 +7,7 @@ import pytest
 
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions
+from paceline.v1.worker_pb2 import StepResult
 from scheduler_svc.core.beam_groups import UNSEARCHED, make_search
 from scheduler_svc.core.rejection import CODE_INVALID_ARGUMENT
 from scheduler_svc.core.types import SchedulerConfig
@@ -79,6 +80,18 @@ def test_a_cancel_takes_every_beam_along(system: LocalSystem, client: Client, mo
     system.cancel("s", 1)
     system.run()
     assert client.endings[1].reason == FinishReason.FINISH_REASON_ABORT
+    system.assert_at_rest()
+
+
+def test_a_worker_that_sends_no_log_probabilities_fails_the_search(system: LocalSystem, client: Client) -> None:
+    end = system.attach(toy())
+    system.submit("s", 1, PROMPT, SAMPLING, beam=BEAM)
+    while moves := system.moves():
+        for result in end.results:
+            assert isinstance(result, StepResult)
+            del result.logprobs[:]
+        system.move(*moves[0])
+    assert client.endings[1].message == "worker: sent no log probabilities for a beam"
     system.assert_at_rest()
 
 
