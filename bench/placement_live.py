@@ -1,9 +1,10 @@
 """One system prompt that all requests share, and conversations, on real workers: `python -m bench.placement_live`.
 
-The demo model over HTTP, on one worker and on two, of 16 sequences each. A request warms one worker's cache; then requests of the same prefix
-and 8 tokens of their own come, 32 at a time or 2.5 a second. In conversations each turn's prompt is the one before with
-128 tokens more. Printed and written to bench/results/placement_live.json: the share of the output tokens that the first
-worker generated, tokens per second, and the share of the prompt tokens that were cached.
+The demo model over HTTP, on one worker and on two, of 16 sequences each. A request warms one worker's cache; then
+requests of the same prefix and 8 tokens of their own come, 32 at a time or 2.5 a second. In conversations each turn's
+prompt is the one before with 128 tokens more. Printed and written to bench/results/placement_live.json: the share of
+the output tokens that the first worker generated, tokens per second, and the share of the prompt tokens that were
+cached.
 """
 
 from __future__ import annotations

@@ -232,9 +232,9 @@ def write_recorded(noticed: dict[str, str]) -> None:
 
 
 def run_recorded(count: int, first: int, processes: int) -> int:
-    """Of the mistakes that were noticed in the last whole run, some again, each with the one test that did so, and where
-    that test passes now with the tests in its folder. Status 1 if none of them notices, or if hardly any of the places
-    is there any more.
+    """Plant some of the mistakes again that were noticed in the last whole run, each with the one test that noticed it;
+    where that test passes now, with the tests in its folder. Status 1 if none of these notices, or if less than half of
+    the places are left.
 
     A property test may come to draw other examples: with another version of hypothesis, or another version of the code.
     """
@@ -248,11 +248,7 @@ def run_recorded(count: int, first: int, processes: int) -> int:
         return [test], [str(Path(test.partition("::")[0]).parent)]
 
     chosen = [there[known[(first + i) % len(known)]] for i in range(min(count, len(known)))]
-    blind = [
-        verdict.mutation
-        for verdict in verdicts(chosen, again, processes)
-        if not verdict.noticed_by
-    ]
+    blind = [verdict.mutation for verdict in verdicts(chosen, again, processes) if not verdict.noticed_by]
     for mutation in blind:
         print(f"{recorded[mutation.name]} does not notice {mutation.name} any more, nor does a test beside it")
     return int(bool(blind) or len(known) < len(recorded) / 2)
