@@ -1,4 +1,4 @@
-"""A gateway as a party of a simulated network: SessionCore, and around it what services/gateway/session.py does."""
+"""A gateway as a party of a simulated network: SessionCore, and around it what engine/session.py of the gateway does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.v1.inference_pb2 import SessionResponse
-from services.gateway.session_core import LiveRequest, SessionCore
+from services.gateway.engine.session_core import LiveRequest, SessionCore
 from services.runtime.fence import StaleScheduler
 from simulator.network import Connection, Network, Party
 from simulator.parties import RETRY_S, TICK_S, Dial, follow

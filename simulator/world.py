@@ -13,7 +13,7 @@ from functools import partial
 from scheduler_svc.core.policy import Policies
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose
-from services.gateway.session_core import SessionCore
+from services.gateway.engine.session_core import SessionCore
 from simulator.clients import Clients
 from simulator.election import TTL_S, ElectedScheduler
 from simulator.etcd import EtcdData, EtcdParty

@@ -21,7 +21,7 @@ from services.cli.calls import call
 from services.cli.servers import add_flags
 
 if TYPE_CHECKING:
-    from services.gateway.tokenizer import TextTokenizer
+    from services.gateway.text.tokenizer import TextTokenizer
 
 PROG = "paceline cache"
 TIMEOUT_S = 10.0
@@ -202,8 +202,8 @@ def _token_ids(arguments: argparse.Namespace) -> list[int]:
 
 def _tokenizer(arguments: argparse.Namespace) -> TextTokenizer:
     """The gateway's. Raises ValueError or OSError."""
-    from services.gateway.model_files import resolve_folder
-    from services.gateway.tokenizer import TextTokenizer
+    from services.gateway.text.model_files import resolve_folder
+    from services.gateway.text.tokenizer import TextTokenizer
     from services.runtime.hub import NoSuchModel
 
     try:
@@ -218,7 +218,7 @@ def _chat_prefix(tokenizer: TextTokenizer, written: str) -> list[int]:
     What a template makes of the messages alone need be no such beginning; so two chats are compared. Raises ValueError.
     """
     from services.gateway.errors import ApiError
-    from services.gateway.openai_schema import Message
+    from services.gateway.openai.schema import Message
 
     try:
         messages = [Message.model_validate(one).for_template() for one in json.loads(written)]

@@ -11,23 +11,23 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 
 from paceline.v1 import inference_pb2_grpc
-from services.gateway.body import Bodies, default_max_body_bytes
-from services.gateway.door import Door
-from services.gateway.grpc_front import SERVICE_NAME, InferenceFront
-from services.gateway.http import CHAT_COMPLETIONS, COMPLETIONS, create_app
-from services.gateway.http_server import HttpServer
-from services.gateway.id_tokenizer import IdTokenizer
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.model_files import ModelFiles, read_model_files, resolve_folder
-from services.gateway.own_model import OwnModel
-from services.gateway.request import RequestBuilder
-from services.gateway.request_log import RequestLog
-from services.gateway.request_store import RequestStore
-from services.gateway.session import SchedulerSession
+from services.gateway.engine.request import RequestBuilder
+from services.gateway.engine.request_store import RequestStore
+from services.gateway.engine.session import SchedulerSession
+from services.gateway.grpc.front import SERVICE_NAME, InferenceFront
+from services.gateway.http.body import Bodies, default_max_body_bytes
+from services.gateway.http.server import HttpServer
+from services.gateway.openai.door import Door
+from services.gateway.openai.routes import CHAT_COMPLETIONS, COMPLETIONS, create_app
+from services.gateway.openai.state import Gateway
 from services.gateway.settings import GatewaySettings
-from services.gateway.state import Gateway
-from services.gateway.tenant_metrics import TenantMetrics
-from services.gateway.tokenizer import TextTokenizer
+from services.gateway.telemetry.metrics import GatewayMetrics
+from services.gateway.telemetry.request_log import RequestLog
+from services.gateway.telemetry.tenant_metrics import TenantMetrics
+from services.gateway.text.id_tokenizer import IdTokenizer
+from services.gateway.text.model_files import ModelFiles, read_model_files, resolve_folder
+from services.gateway.text.own_model import OwnModel
+from services.gateway.text.tokenizer import TextTokenizer
 from services.runtime.hub import NoSuchModel
 from services.runtime.logs import get_logger
 from services.runtime.message_gate import MessageGate

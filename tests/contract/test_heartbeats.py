@@ -23,7 +23,7 @@ from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.suspects import Loss
 from scheduler_svc.server import serve as serve_scheduler
 from scheduler_svc.settings import SchedulerSettings
-from services.gateway.session import SchedulerSession
+from services.gateway.engine.session import SchedulerSession
 from services.runtime import liveness
 from services.runtime.liveness import BEAT_S
 from services.runtime.rpc import open_channel

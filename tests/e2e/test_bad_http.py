@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.gateway.openai_schema import ChatRequest, CompletionRequest
+from services.gateway.openai.schema import ChatRequest, CompletionRequest
 from tests.support.bad_http import CASES, CHATS, COMPLETIONS, RAW_CASES, Case
 from tests.support.stack import Stack
 

@@ -17,7 +17,7 @@ from demo import CHECKPOINT
 from paceline.v1.inference_pb2_grpc import InferenceServiceStub
 from services.client import PacelineClient
 from services.client.types import make_request
-from services.gateway.grammar_trial import grammar_of
+from services.gateway.grammars.trial import grammar_of
 from tests.support import reference
 from tests.support.forms import Follows
 from tests.support.stack import Stack

@@ -18,7 +18,7 @@ MODULES = (
     "scheduler_svc/policies/**/*.py",
     "cache_svc/core/**/*.py",
     "gpu_worker/slots.py",
-    "services/gateway/session_core.py",
+    "services/gateway/engine/session_core.py",
     "services/client/continuation.py",
 )
 LEFT_OUT = ("invariants.py", "api.py", "__init__.py")  # checks of the debug mode; names that are only passed on

@@ -28,7 +28,7 @@ from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.sessions import Session
 from scheduler_svc.core.tenure import Tenure
 from scheduler_svc.core.worker import Worker
-from services.gateway.session_core import SessionCore
+from services.gateway.engine.session_core import SessionCore
 from simulator.parties import CacheParty, WorkerParty
 
 Patch = pytest.MonkeyPatch

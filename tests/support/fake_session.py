@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.v1 import common_pb2, inference_pb2
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.request import GenerateJob
-from services.gateway.run import Run
-from services.gateway.session_core import LiveRequest
+from services.gateway.engine.request import GenerateJob
+from services.gateway.engine.run import Run
+from services.gateway.engine.session_core import LiveRequest
+from services.gateway.telemetry.metrics import GatewayMetrics
 
 LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP
 ERROR = common_pb2.FINISH_REASON_ERROR

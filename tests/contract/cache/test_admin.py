@@ -13,7 +13,7 @@ import pytest
 from paceline.v1 import cache_pb2 as pb
 from paceline.v1 import cache_pb2_grpc
 from services.cli import cache as cli
-from services.gateway.tokenizer import TextTokenizer
+from services.gateway.text.tokenizer import TextTokenizer
 from tests.contract.cache.test_events import kinds, run_ops, watch
 from tests.contract.cache.test_server import TIMEOUT_S, A, Running, ask, running
 from tests.contract.gateway.test_openai import CHECKPOINT

@@ -17,8 +17,8 @@ from paceline.v1 import inference_pb2, inference_pb2_grpc
 from services.client import AsyncPacelineClient
 from services.client.types import PacelineError
 from services.gateway import server
-from services.gateway.grpc_front import InferenceFront
-from services.gateway.tokenizer import TextTokenizer
+from services.gateway.grpc.front import InferenceFront
+from services.gateway.text.tokenizer import TextTokenizer
 from tests.contract.gateway.conftest import Running, Start, eventually, until
 
 LONG = "x" * 5_000  # beyond what is tokenised on the event loop

@@ -13,8 +13,8 @@ import pytest_asyncio
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.errors import ApiError
-from services.gateway.http_connection import Connection, TurnedAway
-from services.gateway.http_server import HttpServer
+from services.gateway.http.connection import Connection, TurnedAway
+from services.gateway.http.server import HttpServer
 from tests.contract.gateway.conftest import until
 
 GET = b"GET /echo HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from paceline.v1 import common_pb2, inference_pb2
-from services.gateway import http_server
+from services.gateway.http import server as http_server
 from tests.contract.gateway.conftest import MODEL, Running, Start, until, until_metrics
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}

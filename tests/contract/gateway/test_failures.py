@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.v1 import inference_pb2
-from services.gateway.request_store import RequestStore
-from services.gateway.session_core import SessionCore
+from services.gateway.engine.request_store import RequestStore
+from services.gateway.engine.session_core import SessionCore
 from tests.contract.gateway.conftest import Running, Start, until
 
 BODY = {"prompt": "one two three", "max_tokens": 5, "ignore_eos": True, "seed": 1}

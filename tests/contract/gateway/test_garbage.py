@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from services.gateway.request import GenerateJob
+from services.gateway.engine.request import GenerateJob
 from tests.contract.gateway.conftest import MODEL, Running, Start, until
 
 NUM_REQUESTS = 3

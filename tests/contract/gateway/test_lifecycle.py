@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.v1 import common_pb2
 from services.client import AsyncPacelineClient, Result
-from services.gateway.tokenizer import TextTokenizer
+from services.gateway.text.tokenizer import TextTokenizer
 from tests.contract.gateway.conftest import MODEL, Running, Start, eventually, until, until_metrics
 from tests.contract.gateway.test_openai import CHECKPOINT
 

@@ -12,7 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 from openai.types.completion import Completion
 
-from services.gateway.tokenizer import TextTokenizer
+from services.gateway.text.tokenizer import TextTokenizer
 from tests.contract.gateway.conftest import MODEL, Running, Start
 from tests.contract.gateway.fake_scheduler import scripted
 

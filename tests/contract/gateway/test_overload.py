@@ -15,9 +15,10 @@ import pytest
 
 from services.client import AsyncPacelineClient
 from services.client.types import PacelineError
-from services.gateway import http, http_connection
-from services.gateway.room import Room
-from services.gateway.tokenizer import TextTokenizer
+from services.gateway.admission.room import Room
+from services.gateway.http import connection as http_connection
+from services.gateway.openai import routes as http
+from services.gateway.text.tokenizer import TextTokenizer
 from tests.contract.gateway.conftest import Running, Start, eventually, until, until_metrics
 
 BODY: dict[str, Any] = {"prompt": "one two three", "max_tokens": 5, "ignore_eos": True}

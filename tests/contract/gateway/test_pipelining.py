@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway import http_connection
+from services.gateway.http import connection as http_connection
 from tests.contract.gateway.conftest import Running, Start, until
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"

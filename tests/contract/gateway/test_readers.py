@@ -8,8 +8,10 @@ import socket
 
 import pytest
 
-from services.gateway import http_connection, http_server, server
-from services.gateway.metrics import GatewayMetrics
+from services.gateway import server
+from services.gateway.http import connection as http_connection
+from services.gateway.http import server as http_server
+from services.gateway.telemetry.metrics import GatewayMetrics
 from tests.contract.gateway.conftest import Running, Start, until, until_metrics
 
 BODY = {"prompt": "one two three", "max_tokens": 2000, "ignore_eos": True, "stream": True}

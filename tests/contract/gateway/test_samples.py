@@ -12,7 +12,7 @@ import pytest
 
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.client import AsyncPacelineClient, Retention
-from services.gateway.tokenizer import TextTokenizer
+from services.gateway.text.tokenizer import TextTokenizer
 from tests.contract.gateway.conftest import MODEL, Running, Start
 from tests.contract.gateway.test_openai import CHECKPOINT
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from services.client import AsyncPacelineClient, InvalidRequest
-from services.gateway.tokenizer import TextTokenizer
+from services.gateway.text.tokenizer import TextTokenizer
 from tests.contract.gateway.conftest import MODEL, Running, Start
 from tests.contract.gateway.fake_scheduler import scripted
 from tests.contract.gateway.test_openai import CHAT, CHECKPOINT, errors

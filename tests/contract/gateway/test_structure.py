@@ -11,12 +11,12 @@ from llguidance import LLMatcher, LLTokenizer
 
 from paceline.v1 import inference_pb2
 from services.client import AsyncPacelineClient, InvalidRequest
-from services.gateway import structure
+from services.gateway.engine.request import RequestBuilder
 from services.gateway.errors import ApiError
-from services.gateway.grpc_front import _structure
-from services.gateway.id_tokenizer import IdTokenizer
-from services.gateway.model_files import ModelFiles
-from services.gateway.request import RequestBuilder
+from services.gateway.grammars import structure
+from services.gateway.grpc.front import _structure
+from services.gateway.text.id_tokenizer import IdTokenizer
+from services.gateway.text.model_files import ModelFiles
 from tests.contract.gateway.conftest import MODEL, Running
 from tests.contract.gateway.test_openai import CHAT, CHECKPOINT
 

@@ -13,12 +13,11 @@ from typing import Any
 import orjson
 import pytest
 
-from services.gateway import body_parser
-from services.gateway import openai_schema as schema
-from services.gateway.body import default_max_body_bytes
-from services.gateway.body_parser import BodyParser, is_small, parse_body
+from services.gateway.admission.turnstile import Gone
 from services.gateway.errors import ApiError
-from services.gateway.turnstile import Gone
+from services.gateway.http.body import default_max_body_bytes
+from services.gateway.openai import body_parser, schema
+from services.gateway.openai.body_parser import BodyParser, is_small, parse_body
 
 CONTEXT = 100_000
 MANY_IDS = {"prompt": list(range(50_000)), "max_tokens": 3}

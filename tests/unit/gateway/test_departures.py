@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.departures import Departures
+from services.gateway.admission.departures import Departures
 
 FULL = 20  # live requests of a full server
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from services.gateway.detokenizer import PrefixDetokenizer, StopMatcher, TableDetokenizer, TextStream, piece_table
-from services.gateway.logprobs import Echo, LogprobFormat, ScoredToken, echoed_logprobs
-from services.gateway.tokenizer import TextTokenizer
+from services.gateway.engine.logprobs import Echo, LogprobFormat, ScoredToken, echoed_logprobs
+from services.gateway.text.detokenizer import PrefixDetokenizer, StopMatcher, TableDetokenizer, TextStream, piece_table
+from services.gateway.text.tokenizer import TextTokenizer
 
 SPECIALS = ["<|bos|>", "<|end|>"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.gateway.errors import ApiError
-from services.gateway.event_ids import MAX_CHOICES, Place, Progress, parse_event_id
+from services.gateway.openai.event_ids import MAX_CHOICES, Place, Progress, parse_event_id
 
 LIMITS = [10, 20, 30]
 

@@ -10,10 +10,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from services.gateway.admission.turnstile import Gone
 from services.gateway.errors import invalid
-from services.gateway.front import Front
-from services.gateway.http_connection import PEER
-from services.gateway.turnstile import Gone
+from services.gateway.http.connection import PEER
+from services.gateway.openai.front import Front
 
 
 class Peer:

@@ -15,12 +15,12 @@ import uvloop
 from llguidance import LLMatcher, LLTokenizer
 
 from demo import CHECKPOINT
-from services.gateway import grammar_checks
+from services.gateway.admission.turnstile import Gone
 from services.gateway.errors import ApiError
-from services.gateway.grammar_checks import GrammarChecks
-from services.gateway.grammar_trial import Refused, TrialLimits, _any_token, follow, grammar_of
-from services.gateway.structure import Structure
-from services.gateway.turnstile import Gone
+from services.gateway.grammars import checks as grammar_checks
+from services.gateway.grammars.checks import GrammarChecks
+from services.gateway.grammars.structure import Structure
+from services.gateway.grammars.trial import Refused, TrialLimits, _any_token, follow, grammar_of
 from services.runtime.grammars import LIMITS
 
 TOKENIZER = LLTokenizer(str(CHECKPOINT / "tokenizer.json"), eos_token=[0])
@@ -254,7 +254,7 @@ async def test_a_trial_process_that_dies_is_replaced(checks: GrammarChecks, monk
 def test_a_mask_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = grammar_of("regex", "[a-z]+")
     follow(TOKENIZER, grammar)
-    monkeypatch.setattr("services.gateway.grammar_trial.MASK_S", -1.0)
+    monkeypatch.setattr("services.gateway.grammars.trial.MASK_S", -1.0)
     with pytest.raises(Refused, match="ms of CPU time for one token"):
         follow(TOKENIZER, grammar)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.gateway.errors import ApiError
-from services.gateway.id_tokenizer import IdTokenizer
+from services.gateway.text.id_tokenizer import IdTokenizer
 
 
 def test_text_is_refused_and_ids_read_as_numbers() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.v1 import inference_pb2
+from services.gateway.engine.idempotency import RequestKey, body_fingerprint, check_key, message_fingerprint
 from services.gateway.errors import ApiError
-from services.gateway.idempotency import RequestKey, body_fingerprint, check_key, message_fingerprint
 
 
 @pytest.mark.parametrize("key", ["x", "8e03978e-40d5-43e8-bc93-6894a57f9324", '"quoted"', "a b", "~" * 255])

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from services.gateway.listener import Clients, Listener, client_of, has_gone
+from services.gateway.http.listener import Clients, Listener, client_of, has_gone
 
 COSTLY = b"POST /slow "
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells at once that a client has gone")
@@ -144,7 +144,7 @@ async def test_who_waits_in_the_kernel_when_it_closes_is_taken_in(running: Runni
 
 
 async def test_out_of_files_it_tries_again(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.listener._OUT_OF_FILES_S", 0.01)
+    monkeypatch.setattr("services.gateway.http.listener._OUT_OF_FILES_S", 0.01)
     accept, failures = socket.socket.accept, iter([OSError(24, "too many open files")] * 3)
 
     def failing(sock: socket.socket) -> tuple[socket.socket, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.logprobs import LogprobFormat, ScoredToken, prompt_logprobs
+from services.gateway.engine.logprobs import LogprobFormat, ScoredToken, prompt_logprobs
 
 PIECES = {1: b"a", 2: b" b\xc3", 3: b"\xa9", 4: b"", 5: b"\xc3"}
 TOKENS = [

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from services.gateway.promises import LONGEST_S, PROMISED_SHARE, Promises
+from services.gateway.admission.promises import LONGEST_S, PROMISED_SHARE, Promises
 
 PER_S = 10 / PROMISED_SHARE  # ten a second are promised
 ROUNDING = 1e-9

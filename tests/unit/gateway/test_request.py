@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from paceline.v1 import common_pb2
-from services.gateway import openai_schema as schema
+from services.gateway.admission.turnstile import Gone
+from services.gateway.engine.request import GenerateJob, RequestBuilder
+from services.gateway.engine.sampling import FieldNames, SamplingChoices
 from services.gateway.errors import ApiError, from_scheduler
-from services.gateway.id_tokenizer import IdTokenizer
-from services.gateway.model_files import ModelFiles, read_model_files, resolve_folder
-from services.gateway.request import GenerateJob, RequestBuilder
-from services.gateway.sampling import FieldNames, SamplingChoices
-from services.gateway.tokenizer import TextTokenizer
-from services.gateway.turnstile import Gone
+from services.gateway.openai import schema
+from services.gateway.text.id_tokenizer import IdTokenizer
+from services.gateway.text.model_files import ModelFiles, read_model_files, resolve_folder
+from services.gateway.text.tokenizer import TextTokenizer
 from services.runtime.hub import NoSuchModel
 
 CHECKPOINT = Path(__file__).parents[3] / "demo" / "checkpoint"

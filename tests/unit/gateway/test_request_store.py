@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from services.gateway import request_store
+from services.gateway.engine import request_store
+from services.gateway.engine.idempotency import RequestKey
+from services.gateway.engine.request import RequestBuilder
+from services.gateway.engine.request_store import Reading, RequestStore
 from services.gateway.errors import ApiError
-from services.gateway.idempotency import RequestKey
-from services.gateway.request import RequestBuilder
-from services.gateway.request_store import Reading, RequestStore
 from tests.support.fake_session import ERROR, LENGTH, FakeSession
 from tests.unit.gateway.test_request import builder, make_job
 

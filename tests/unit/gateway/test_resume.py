@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demo import CHECKPOINT
-from services.gateway.answer import StreamAnswer
+from services.gateway.engine.logprobs import Echo
+from services.gateway.engine.request import GenerateJob, RequestBuilder
+from services.gateway.engine.request_store import read_once
+from services.gateway.engine.scores import Score
 from services.gateway.errors import ApiError
-from services.gateway.event_ids import EventId, parse_event_id
-from services.gateway.logprobs import Echo
-from services.gateway.model_files import read_model_files
-from services.gateway.openai_format import Envelope, Kind
-from services.gateway.request import GenerateJob, RequestBuilder
-from services.gateway.request_store import read_once
-from services.gateway.scores import Score
-from services.gateway.tokenizer import TextTokenizer
+from services.gateway.openai.answer import StreamAnswer
+from services.gateway.openai.event_ids import EventId, parse_event_id
+from services.gateway.openai.format import Envelope, Kind
+from services.gateway.text.model_files import read_model_files
+from services.gateway.text.tokenizer import TextTokenizer
 from tests.support.fake_session import LENGTH, STOP, FakeSession
 from tests.support.sse import Event, parse_events, told
 from tests.unit.gateway.test_request import make_job

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.room import Room
+from services.gateway.admission.room import Room
 
 
 def test_a_scheduler_that_tells_nothing_is_asked() -> None:

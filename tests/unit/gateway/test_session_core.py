@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.v1 import common_pb2, inference_pb2
 from paceline.v1.common_pb2 import RetentionRange
-from services.gateway.session_core import LiveRequest, SessionCore, SessionFull, SessionProtocolError, Terms
+from services.gateway.engine.session_core import LiveRequest, SessionCore, SessionFull, SessionProtocolError, Terms
 from services.runtime.fence import StaleScheduler
 
 PROMPT = np.asarray([1, 2, 3], "<i4").tobytes()

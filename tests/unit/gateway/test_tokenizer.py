@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.chat_template import ChatTemplate
 from services.gateway.errors import ApiError
-from services.gateway.tokenizer import TextTokenizer
+from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.tokenizer import TextTokenizer
 
 CHECKPOINT = Path(__file__).parents[3] / "demo" / "checkpoint"
 CHATS = [

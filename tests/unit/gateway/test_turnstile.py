@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.gateway.turnstile import Gone, Turnstile
+from services.gateway.admission.turnstile import Gone, Turnstile
 
 
 async def test_a_few_in_each_turn_of_the_loop_first_come_first_served() -> None:

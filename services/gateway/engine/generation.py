@@ -1,0 +1,193 @@
+"""One choice as one client reads it: the text of a run, from its beginning or from where the client has come."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.v1 import common_pb2, inference_pb2
+from services.gateway.engine.logprobs import ScoredToken, scored
+from services.gateway.engine.run import FINISH_NAMES, Run, scheduler_error
+from services.gateway.text.detokenizer import TextStream
+
+# How long an answer that a stop string ended waits for the scheduler's account of it.
+_ENDING_WAIT_S = 0.25
+_RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A hypothesis of a beam search."""
+
+    token_ids: list[int]
+    text: str
+    score: float
+    finish_reason: common_pb2.FinishReason.ValueType
+
+
+class NotThere(Exception):
+    """The sequence ended before the place behind which a client wants to go on, or there by a stop string."""
+
+
+class Generation:
+    """Reads a run. Await `next()` until `finish_reason` is set; call `close()` in the end, which does not end the run.
+
+    Tokens that arrived since the last `next()` come as one piece, so a slow reader gets fewer, larger pieces and
+    holds up nobody. A run has one reader at a time, and all its tokens stay: who reads it next begins at the first.
+    """
+
+    __slots__ = (
+        "_begun",
+        "_future",
+        "_interrupt",
+        "_live",
+        "_loop",
+        "_run",
+        "_taken",
+        "cached_tokens",
+        "finish_reason",
+        "hypotheses",
+        "job",
+        "text_stream",
+        "token_ids",
+    )
+
+    def __init__(self, run: Run) -> None:
+        job = run.job
+        self.job = job
+        self.text_stream = TextStream(
+            job.new_detokenizer(), job.stop, job.sampling.min_tokens, job.final_tokens, job.include_stop
+        )
+        # FinishReason once the sequence has ended, else 0 (unspecified).
+        self.finish_reason: common_pb2.FinishReason.ValueType = _RUNNING
+        # Known once the scheduler has reported the ending; unknown if we ended the request ourselves.
+        self.cached_tokens: int | None = None
+        # The tokens of the last piece.
+        self.token_ids: list[int] = []
+        # What a beam search has found, once it has ended.
+        self.hypotheses: list[Found] = []
+        self._run = run
+        self._live = run.live
+        self._loop = asyncio.get_running_loop()
+        self._future: asyncio.Future[None] | None = None
+        self._interrupt: Exception | None = None
+        self._taken = self._begun = 0  # tokens up to, and before, the last piece
+        self._live.wake = self._wake
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far, of all hypotheses."""
+        if self.job.echo is not None and self.job.echo.alone:
+            return 0
+        return self.text_stream.num_tokens + sum(len(found.token_ids) for found in self.hypotheses)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of the tokens that count, if the sampling asks for log probabilities."""
+        scores = self._live.scores[: self.num_tokens]
+        return sum(score.logprob for score in scores) / max(len(scores), 1)
+
+    @property
+    def scored(self) -> list[ScoredToken]:
+        """The tokens of the last piece with their log probabilities, if the client wants to see them."""
+        if not self.job.logprobs:
+            return []
+        return scored(self.token_ids, self._live.scores[self._begun : self._begun + len(self.token_ids)])
+
+    @property
+    def prompt_scored(self) -> list[ScoredToken]:
+        """The prompt's tokens but the first, with their log probabilities, if they were asked for and a token is
+        here."""
+        positions = range(1, len(self.job.prompt_ids)) if self._live.prompt_scores else ()
+        return scored([self.job.prompt_ids[i] for i in positions], [self._live.prompt_scores[i] for i in positions])
+
+    async def next(self, limit: int | None = None) -> str:
+        """Wait for tokens or the end, return the text that can be shown now (it may be empty).
+
+        `limit`: read no further than so many tokens of the sequence. Raises ApiError if the request failed, and what
+        `interrupt` was given.
+        """
+        live, begun = self._live, self._taken
+        if len(live.tokens) == begun and live.ending is None and self._interrupt is None:
+            self._future = self._loop.create_future()
+            await self._future
+        if self._interrupt is not None:
+            raise self._interrupt
+        tokens = self.token_ids = live.tokens[begun:limit]
+        self._begun, self._taken = begun, begun + len(tokens)
+        stream = self.text_stream
+        before = stream.num_tokens
+        text = stream.push(tokens)
+        if tokens:
+            self._run.count(self._taken)
+        if stream.stopped:
+            self.token_ids = tokens[: stream.num_tokens - before]
+            await self._stop_here()
+        elif live.ending is not None and (limit is None or self._taken < limit):
+            text += self._end()
+        if self.job.echo is not None and self.job.echo.alone:
+            text, self.token_ids = "", []
+            length = common_pb2.FINISH_REASON_LENGTH
+            if self.finish_reason != _RUNNING:
+                self.finish_reason = length
+            self.hypotheses = [Found([], "", found.score, length) for found in self.hypotheses]
+        return text
+
+    async def skip(self, num_tokens: int) -> list[int]:
+        """Go behind so many tokens, which are returned. `next` gives the text that they do not complete.
+
+        Raises what `next` raises, and NotThere.
+        """
+        while self._taken < num_tokens:
+            await self.next(num_tokens)
+            if self.finish_reason != _RUNNING:
+                raise NotThere
+        return self._live.tokens[:num_tokens]
+
+    def interrupt(self, error: Exception) -> None:
+        """Whoever waits in `next`, or calls it, gets the error."""
+        self._interrupt = error
+        self._wake()
+
+    def close(self) -> None:
+        """Read no more."""
+        if self._live.wake == self._wake:  # and nobody else's
+            self._live.wake = None
+
+    def _wake(self) -> None:
+        future = self._future
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    async def _stop_here(self) -> None:
+        """A stop string is complete: what came after it does not count, and the engine need not go on."""
+        live = self._live
+        self._run.stop(self.text_stream.num_tokens)
+        if live.ending is None:
+            # The scheduler answers at once with what only it knows: how much of the prompt was cached.
+            self._future = self._loop.create_future()
+            await asyncio.wait([self._future], timeout=_ENDING_WAIT_S)
+        if live.ending is not None:
+            self.cached_tokens = min(live.ending.cached_tokens, len(self.job.prompt_ids))
+        self.finish_reason = common_pb2.FINISH_REASON_STOP
+
+    def _found(self, hypothesis: inference_pb2.Hypothesis) -> Found:
+        token_ids = np.frombuffer(hypothesis.token_ids, "<i4").tolist()
+        stream = TextStream(self.job.new_detokenizer(), (), 0, self.job.final_tokens)
+        text = stream.push(token_ids) + stream.finish()
+        return Found(token_ids, text, hypothesis.score, hypothesis.reason)
+
+    def _end(self) -> str:
+        ending = self._live.ending
+        assert ending is not None
+        if ending.reason not in FINISH_NAMES:
+            raise scheduler_error(ending)
+        self.cached_tokens = min(ending.cached_tokens, len(self.job.prompt_ids))
+        self.hypotheses = [self._found(hypothesis) for hypothesis in ending.hypotheses]
+        text = self.text_stream.finish()
+        if self.text_stream.stopped:
+            self._run.stop(self.text_stream.num_tokens)
+        self.finish_reason = common_pb2.FINISH_REASON_STOP if self.text_stream.stopped else ending.reason
+        return text

@@ -1,0 +1,96 @@
+"""Lengths of the lists in a request, looked at before anything goes through their entries: a body within its limit of
+bytes has room for millions, and the event loop would go through them while nobody else is served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.gateway.engine.request import MAX_RETENTION_RANGES, MAX_STOP_STRINGS, too_long
+from services.gateway.engine.sampling import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BIASED_TOKENS,
+    MAX_STOP_TOKEN_IDS,
+)
+from services.gateway.errors import ApiError, invalid
+
+MAX_PROMPTS = 128
+MAX_MESSAGES = 16384
+MAX_PARTS = 16384  # of all messages together
+MAX_TEMPLATE_VARIABLES = 1024
+MAX_DETOKENIZED = 2**17  # or as many as the model can see
+
+# Entries at the most, and what they are called.
+_ENTRIES = {
+    "stop": (MAX_STOP_STRINGS, "stop strings"),
+    "stop_token_ids": (MAX_STOP_TOKEN_IDS, "stop tokens"),
+    "logit_bias": (MAX_BIASED_TOKENS, "tokens"),
+    "bad_words": (MAX_BAD_WORDS, "entries"),
+    "allowed_token_ids": (MAX_ALLOWED_TOKENS, "tokens"),
+    "cache_retention": (MAX_RETENTION_RANGES, "ranges"),
+    "chat_template_kwargs": (MAX_TEMPLATE_VARIABLES, "entries"),
+}
+
+
+def check_length(name: str, count: int, prefix: str = "", field: str = "") -> None:
+    """Of the list of that name; `prefix` and `field` (if it has another name) say where it stands. Raises ApiError
+    400."""
+    most, things = _ENTRIES[name]
+    if count > most:
+        where = prefix + (field or name)
+        raise invalid(where, f"{where} has {count} {things}; at most {most} are possible")
+
+
+def long_bad_word(name: str, count: int) -> ApiError:
+    """Of which an entry has so many tokens."""
+    return invalid(name, f"{name}: an entry has 1 to {MAX_BAD_WORD_TOKENS} tokens, not {count}")
+
+
+def check_lengths(body: Mapping[str, Any], max_model_len: int) -> None:
+    """Of a JSON body. Raises ApiError 400 for a list that cannot be. What is no list, or holds the wrong things, is for
+    the schema."""
+    for name in _ENTRIES.keys() & body.keys():
+        value = body[name]
+        if isinstance(value, list | dict):
+            check_length(name, len(value))
+    for word in _list(body, "bad_words"):
+        if isinstance(word, list) and len(word) > MAX_BAD_WORD_TOKENS:
+            raise long_bad_word("bad_words", len(word))
+    most = max(MAX_DETOKENIZED, max_model_len)
+    if len(tokens := _list(body, "tokens")) > most:
+        raise invalid("tokens", f"tokens has {len(tokens)} tokens; at most {most} are possible")
+    _check_prompt(_list(body, "prompt"), max_model_len)
+    _check_chat(_list(body, "messages"), max_model_len)
+
+
+def _check_prompt(prompt: list[Any], max_model_len: int) -> None:
+    if not prompt:
+        return
+    if isinstance(prompt[0], int):
+        if len(prompt) > max_model_len:
+            raise too_long("prompt", str(len(prompt)), max_model_len)
+        return
+    if len(prompt) > MAX_PROMPTS:
+        raise invalid("prompt", f"prompt: has {len(prompt)} prompts; at most {MAX_PROMPTS} are possible")
+    for one in prompt:
+        if isinstance(one, list) and len(one) > max_model_len:
+            raise too_long("prompt", str(len(one)), max_model_len)
+
+
+def check_messages(count: int, max_model_len: int) -> None:
+    """A chat template writes at least a token for each message. Raises ApiError 400."""
+    if count > (most := min(MAX_MESSAGES, max_model_len)):
+        raise invalid("messages", f"messages: has {count}; at most {most} are possible")
+
+
+def _check_chat(messages: list[Any], max_model_len: int) -> None:
+    check_messages(len(messages), max_model_len)
+    if (num_parts := sum(len(_list(message, "content")) for message in messages)) > MAX_PARTS:
+        raise invalid("messages", f"messages: the contents have {num_parts} parts; at most {MAX_PARTS} are possible")
+
+
+def _list(holder: Any, name: str) -> list[Any]:
+    value = holder.get(name) if isinstance(holder, dict) else None
+    return value if isinstance(value, list) else []

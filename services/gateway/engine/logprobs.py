@@ -1,0 +1,125 @@
+"""Log probabilities as OpenAI's and vLLM's answers show them."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.engine.scores import Score
+
+TokenBytes = Callable[[int], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token and what the model thought of it; `rank` is known of prompt tokens only."""
+
+    token_id: int
+    logprob: float
+    top: Sequence[tuple[int, float]]  # the most likely tokens at its place, best first
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as it is shown before its output. `offsets`: where its tokens begin in the text, in characters; empty if
+    that is to be found out from the tokens."""
+
+    text: str
+    offsets: Sequence[int] = ()
+    alone: bool = False  # nothing follows it: there is one token of output, which nobody sees
+
+
+def scored(token_ids: Sequence[int], scores: Sequence[Score]) -> list[ScoredToken]:
+    """Tokens with their scores."""
+    return [
+        ScoredToken(token, score.logprob, score.top, score.rank) for token, score in zip(token_ids, scores, strict=True)
+    ]
+
+
+def token_text(piece: bytes) -> str:
+    """A part of a character is written as OpenAI writes it, so that different tokens stay different."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+class LogprobFormat:
+    """One choice's log probabilities, shaped as they come: for chats and for completions."""
+
+    def __init__(self, chat: bool, token_bytes: TokenBytes, shown_bytes: TokenBytes, offset: int = 0) -> None:
+        """`shown_bytes`: what a token adds to the text, which is nothing of a special one that is left out; `offset`:
+        characters of the text before these tokens."""
+        self._chat = chat
+        self._bytes = token_bytes
+        self._shown_bytes = shown_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.offset = offset  # characters so far
+
+    def shape(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+        """The `logprobs` object for these tokens, which follow those of the call before."""
+        if self._chat:
+            return {"content": [self._entry(token) for token in tokens], "refusal": None}
+        pieces = [self._bytes(token.token_id) for token in tokens]
+        return {
+            "tokens": [token_text(piece) for piece in pieces],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [self._likeliest(token) for token in tokens],
+            "text_offset": [self._advance(token.token_id) for token in tokens],
+        }
+
+    def skip(self, token_ids: Sequence[int]) -> None:
+        """The client has these already."""
+        for token_id in token_ids:
+            self._advance(token_id)
+
+    def _entry(self, token: ScoredToken) -> dict[str, Any]:
+        top = [self._named(other, logprob) for other, logprob in token.top]
+        return {**self._named(token.token_id, token.logprob), "top_logprobs": top}
+
+    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
+        piece = self._bytes(token_id)
+        return {"token": token_text(piece), "logprob": logprob, "bytes": list(piece)}
+
+    def _likeliest(self, token: ScoredToken) -> dict[str, float]:
+        # The sampled one is always among them, as OpenAI has it.
+        entries = [*token.top, (token.token_id, token.logprob)]
+        named: dict[str, float] = {}
+        for other, logprob in entries:
+            named.setdefault(token_text(self._bytes(other)), logprob)
+        return named
+
+    def _advance(self, token_id: int) -> int:
+        """Where the token begins, in characters; the rest of one that was begun counts nothing."""
+        offset = self.offset + bool(self._decoder.getstate()[0])
+        self.offset += len(self._decoder.decode(self._shown_bytes(token_id)))
+        return offset
+
+
+def echoed_logprobs(shape: LogprobFormat, first: int, others: Sequence[ScoredToken], echo: Echo) -> dict[str, Any]:
+    """A prompt's `logprobs` object in a completion that shows it; null for the first token, which nothing precedes."""
+    shaped = shape.shape([ScoredToken(first, 0.0, ()), *others])
+    shaped["token_logprobs"][0] = shaped["top_logprobs"][0] = None
+    # In a text of their own some tokenizers leave out the space before the first word.
+    missing = max(0, shape.offset - len(echo.text))
+    shaped["text_offset"] = echo.offsets or [max(0, offset - missing) for offset in shaped["text_offset"]]
+    return shaped
+
+
+def prompt_logprobs(tokens: Sequence[ScoredToken], token_bytes: TokenBytes) -> list[dict[str, Any] | None]:
+    """As vLLM shapes them: for each prompt token a map from token ids, of the likeliest and of the token itself; null
+    for the first, which nothing precedes."""
+
+    def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": logprob, "rank": rank, "decoded_token": token_text(token_bytes(token_id))}
+
+    shaped: list[dict[str, Any] | None] = [None]
+    for token in tokens:
+        entries = {str(token.token_id): entry(token.token_id, token.logprob, token.rank)}
+        for rank, (other, logprob) in enumerate(token.top, start=1):
+            entries[str(other)] = entry(other, logprob, rank if other != token.token_id else token.rank)
+        shaped.append(entries)
+    return shaped

@@ -1,0 +1,391 @@
+"""What a client asks for, checked and complete: the one way from both fronts to a job for the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from paceline.v1 import common_pb2, inference_pb2
+from services.gateway.admission.turnstile import Gone
+from services.gateway.engine.logprobs import Echo
+from services.gateway.engine.sampling import (
+    FieldNames,
+    SamplingChoices,
+    check_range,
+    refuse_for_beams,
+    sampling_params,
+)
+from services.gateway.engine.session_core import NO_TERMS, Terms
+from services.gateway.errors import ApiError, invalid
+from services.gateway.grammars.checks import GrammarChecks
+from services.gateway.grammars.structure import Structure
+from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.text.id_tokenizer import IdTokenizer
+from services.gateway.text.model_files import ModelFiles
+from services.gateway.text.tokenizer import TextTokenizer
+
+T = TypeVar("T")
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_SAMPLES = 64  # of one prompt
+MAX_TENANT_CHARS = 128
+# As the scheduler has them; here, because all that it gets travels in messages that it shares with other requests.
+MAX_SALT_CHARS = 256
+MAX_RETENTION_RANGES = 64
+MAX_LENGTH_PENALTY = 10.0
+MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
+# Requests with more text are encoded off the event loop (the tokenizer lets go of the GIL).
+_INLINE_CHARS = 4096
+# Of the sampling options of all sequences of a request, each of which has a copy: 40 ms of the event loop.
+_MAX_COPIED_BYTES = 4 * 2**20
+_BIAS_BYTES = 48  # an entry of logit_bias is copied as slowly as so many more bytes
+
+
+@dataclass(slots=True)
+class GenerateJob:
+    """One sequence to generate, everything filled in. `arrival_s` is on time.perf_counter's clock."""
+
+    request_id: str
+    endpoint: str
+    prompt_ids: array[int]  # not a list, which takes ten times as much for as long as the request lives
+    sampling: common_pb2.SamplingParams
+    stop: tuple[str, ...]
+    final_tokens: frozenset[int]
+    token_bytes: Callable[[int], bytes]  # of one token, as it is written
+    shown_bytes: Callable[[int], bytes]  # of one token in the text
+    new_detokenizer: Callable[[], Detokenizer]  # for output that follows the prompt
+    arrival_s: float
+    include_stop: bool = False  # in the text: the stop string, or token
+    logprobs: bool = False  # to be shown to the client
+    prompt_logprobs: bool = False
+    echo: Echo | None = None
+    terms: Terms = NO_TERMS
+    sample: int = 0  # which of several of one prompt
+    beam: inference_pb2.BeamOptions | None = None
+    delivered: tuple[int, ...] = ()  # output that the client has got from another run
+
+
+class RequestBuilder:
+    """Turns prompts and sampling choices into jobs.
+
+    `worker_model` gives the ModelInfo of the running workers once it is known: it decides over config.json.
+    `max_model_len` caps both.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer | IdTokenizer,
+        files: ModelFiles,
+        *,
+        worker_model: Callable[[], common_pb2.ModelInfo | None] = lambda: None,
+        max_model_len: int | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._files = files
+        self._worker_model = worker_model
+        self._cap = max_model_len
+        # As many as there are cores: more would only take them from the event loop.
+        self._threads = asyncio.Semaphore(os.cpu_count() or 1)
+        self._checks: GrammarChecks | None = None  # from the first structured output on
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and output tokens of one sequence together, at the most."""
+        worker = self._worker_model()
+        limit = worker.max_model_len if worker is not None and worker.max_model_len else self._files.max_model_len
+        return min(limit, self._cap) if self._cap else limit
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        worker = self._worker_model()
+        return worker.vocab_size if worker is not None and worker.vocab_size else self._files.vocab_size
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence unless they are ignored."""
+        worker = self._worker_model()
+        return frozenset(worker.eos_token_ids) if worker is not None else self._files.eos_token_ids
+
+    # -- prompts -----------------------------------------------------------------------------------
+
+    async def encode_text(
+        self,
+        text: str,
+        names: FieldNames,
+        *,
+        add_special_tokens: bool = True,
+        of_chars: int = 0,
+        gone: Callable[[], bool] = lambda: False,
+    ) -> list[int]:
+        """Token ids of a plain prompt. `of_chars`: how many all prompts of its request have, if it has several.
+
+        Raises ApiError 400, and Gone if `gone` when it is a long one's turn.
+        """
+        self._check_chars(len(text), names)
+        encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        is_short = max(len(text), of_chars) <= _INLINE_CHARS
+        return encode() if is_short else await self._in_thread(encode, gone)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        names: FieldNames,
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        gone: Callable[[], bool] = lambda: False,
+    ) -> list[int]:
+        """Token ids of a chat. Raises ApiError 400, and Gone if `gone` when it is a long one's turn."""
+        num_chars = sum(len(message["content"]) for message in messages)
+        self._check_chars(num_chars, names)
+        encode = partial(
+            self.tokenizer.encode_chat, messages, add_generation_prompt=add_generation_prompt, variables=variables
+        )
+        is_short = num_chars + 32 * len(messages) <= _INLINE_CHARS
+        return encode() if is_short else await self._in_thread(encode, gone)
+
+    def check_token_ids(self, token_ids: Sequence[int], field_name: str) -> array[int]:
+        """The ids, packed, if all are in the vocabulary. Raises ApiError 400."""
+        vocab_size = self.vocab_size
+        try:
+            packed = token_ids if isinstance(token_ids, array) else array("i", token_ids)
+            view = np.frombuffer(packed, np.int32) if packed else np.zeros(1, np.int32)
+            are_known = bool(view.min() >= 0 and view.max() < vocab_size)
+        except OverflowError:
+            are_known = False
+        if not are_known:
+            bad = next(i for i in token_ids if not 0 <= i < vocab_size)
+            raise invalid(field_name, f"token id {bad} is not in the vocabulary of {vocab_size} tokens")
+        return packed
+
+    def encode_word(self, text: str) -> list[int]:
+        """Token ids of a piece of text, nothing added. Raises ApiError 400."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    async def grammar(
+        self, structure: Structure | None, tenant: str = "", gone: Callable[[], bool] = lambda: False
+    ) -> str:
+        """What makes a text have this form; "" if it may have any. Raises as GrammarChecks.grammar."""
+        if structure is None:
+            return ""
+        if isinstance(self.tokenizer, IdTokenizer):
+            raise invalid(structure.field, f"{structure.field}: this model has no tokenizer, so no structured outputs")
+        if self._checks is None:
+            path = self._files.folder / "tokenizer.json"
+            self._checks = GrammarChecks(path, self.vocab_size, self.eos_token_ids)
+        return await self._checks.grammar(structure, tenant, gone)
+
+    async def close(self) -> None:
+        """End the processes that try grammars."""
+        if self._checks is not None:
+            await self._checks.close()
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, gone: Callable[[], bool]) -> str:
+        """The text of a prompt. Raises Gone as encode_text."""
+        decode = partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
+        return decode() if len(token_ids) <= _INLINE_CHARS else await self._in_thread(decode, gone)
+
+    async def offsets(self, text: str, *, add_special_tokens: bool, gone: Callable[[], bool]) -> list[int]:
+        """Where the tokens of encode_text begin in it, in characters. Raises Gone as encode_text."""
+        find = partial(self.tokenizer.offsets, text, add_special_tokens=add_special_tokens)
+        return find() if len(text) <= _INLINE_CHARS else await self._in_thread(find, gone)
+
+    async def _in_thread(self, encode: Callable[[], T], gone: Callable[[], bool]) -> T:
+        await self._threads.acquire()
+        if gone():
+            self._threads.release()
+            raise Gone
+        # Who is cancelled leaves the thread running, with the text: its place is free when it has ended.
+        encoding = asyncio.create_task(asyncio.to_thread(encode))
+        encoding.add_done_callback(lambda _: self._threads.release())
+        return await asyncio.shield(encoding)
+
+    def _check_chars(self, num_chars: int, names: FieldNames) -> None:
+        # No token is longer than the longest, so this many characters cannot fit: not worth encoding them to say so.
+        least = num_chars // self.tokenizer.longest_token_chars
+        if least > self.max_model_len:
+            raise too_long(names.prompt, f"at least {least}", self.max_model_len)
+
+    # -- jobs --------------------------------------------------------------------------------------
+
+    def job(
+        self,
+        token_ids: Sequence[int],
+        choices: SamplingChoices,
+        *,
+        request_id: str,
+        endpoint: str,
+        names: FieldNames,
+        default_max_tokens: int | None = None,
+        arrival_s: float | None = None,
+        terms: Terms = NO_TERMS,
+    ) -> GenerateJob:
+        """Check everything and fill in what was left open; `token_ids` are the prompt's. Raises ApiError 400.
+
+        `default_max_tokens` None: as many as fit into the context.
+        """
+        prompt_ids = array("i", token_ids)
+        room = self.max_model_len - len(prompt_ids)
+        if not prompt_ids:
+            raise invalid(names.prompt, "the prompt is empty: it needs at least one token")
+        if room < 1:
+            raise too_long(names.prompt, str(len(prompt_ids)), self.max_model_len)
+        max_tokens = choices.max_tokens
+        if max_tokens is None:
+            max_tokens = room if default_max_tokens is None else min(default_max_tokens, room)
+            if choices.min_tokens is not None:
+                max_tokens = min(max(max_tokens, choices.min_tokens), room)
+        check_range(names.of("max_tokens"), max_tokens, 1, 2**31 - 1)
+        if max_tokens > room:
+            raise invalid(
+                names.of("max_tokens"),
+                f"this model's context is {self.max_model_len} tokens, but you asked for "
+                f"{len(prompt_ids) + max_tokens} ({len(prompt_ids)} in the prompt, {max_tokens} for the output)",
+                code="context_length_exceeded",
+            )
+        min_tokens = choices.min_tokens or 0
+        if not 0 <= min_tokens <= max_tokens:
+            raise invalid(names.of("min_tokens"), f"min_tokens must be between 0 and max_tokens ({max_tokens})")
+        sampling = sampling_params(choices, self._files, self, names)
+        sampling.max_tokens, sampling.min_tokens = max_tokens, min_tokens
+        return GenerateJob(
+            request_id=request_id,
+            endpoint=endpoint,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            stop=_stop_strings(choices, names),
+            final_tokens=frozenset(sampling.stop_token_ids)
+            | (frozenset() if choices.ignore_eos else self.eos_token_ids),
+            new_detokenizer=partial(
+                self.tokenizer.detokenizer, prompt_ids, skip_special_tokens=choices.skip_special_tokens
+            ),
+            token_bytes=self.tokenizer.token_bytes,
+            shown_bytes=partial(self.tokenizer.token_bytes, skip_special_tokens=choices.skip_special_tokens),
+            include_stop=choices.include_stop_str_in_output,
+            logprobs=choices.logprobs is not None,
+            prompt_logprobs=choices.prompt_logprobs is not None,
+            arrival_s=time.perf_counter() if arrival_s is None else arrival_s,
+            terms=terms,
+        )
+
+    def samples(self, job: GenerateJob, n: int, best_of: int) -> list[GenerateJob]:
+        """The job `best_of` times, each with a seed of its own. If not all are wanted, the model's own probabilities
+        decide which are."""
+        jobs = [job]
+        job.sampling.logprobs |= best_of > n
+        for i in range(1, best_of):
+            sampling = common_pb2.SamplingParams()
+            sampling.CopyFrom(job.sampling)
+            sampling.seed = (job.sampling.seed + i) % 2**64
+            sampling.prompt_logprobs = False  # they are those of the first
+            jobs.append(replace(job, request_id=f"{job.request_id}.{i}", sampling=sampling, sample=i))
+        return jobs
+
+
+def check_copies(sampling: common_pb2.SamplingParams, count: int) -> None:
+    """Of a request of so many sequences. Raises ApiError 400."""
+    if count * (sampling.ByteSize() + _BIAS_BYTES * len(sampling.logit_bias)) > _MAX_COPIED_BYTES:
+        raise invalid(
+            "n",
+            f"n: {count} sequences for all prompts are too many with so large a logit_bias, list of bad_words or "
+            "allowed_token_ids, or grammar, of which each sequence has a copy; send several requests",
+        )
+
+
+def check_samples(n: int | None, best_of: int | None, stream: bool) -> tuple[int, int]:
+    """How many samples of a prompt are wanted, and the best of how many. Raises ApiError 400."""
+    n = 1 if n is None else n
+    check_range("n", n, 1, MAX_SAMPLES)
+    best_of = n if best_of is None else best_of
+    check_range("best_of", best_of, 1, MAX_SAMPLES)
+    if best_of < n:
+        raise invalid("best_of", f"best_of must be at least n ({n}), not {best_of}")
+    if best_of > n and stream:
+        raise invalid("best_of", "which samples are the best is known in the end only: stream needs best_of equal to n")
+    return n, best_of
+
+
+def check_beam(
+    choices: SamplingChoices, width: int, num_return: int, length_penalty: float, early_stopping: bool | str
+) -> inference_pb2.BeamOptions:
+    """Options of a beam search, which does not sample and knows no text. Raises ApiError 400."""
+    refuse_for_beams(choices)
+    check_range("length_penalty", length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+    kinds = {False: 0, True: inference_pb2.EARLY_STOPPING_FIRST, "never": inference_pb2.EARLY_STOPPING_NEVER}
+    if early_stopping not in kinds:
+        raise invalid("early_stopping", f'early_stopping must be true, false or "never", not {early_stopping!r}')
+    return inference_pb2.BeamOptions(
+        width=width,
+        num_return=num_return,
+        length_penalty=length_penalty,
+        early_stopping=inference_pb2.EarlyStopping.ValueType(kinds[early_stopping]),
+    )
+
+
+def make_search(job: GenerateJob, options: inference_pb2.BeamOptions) -> None:
+    """Turn the job into a beam search, which goes by the model's own probabilities: a repetition penalty that is the
+    model's default does not apply. Raises ApiError 400 if the text is to have a form."""
+    if job.sampling.grammar:
+        raise invalid("use_beam_search", "a beam search knows no structured outputs")
+    job.beam = options
+    job.sampling.ClearField("repetition_penalty")
+
+
+def check_terms(
+    priority: float | None,
+    tenant: str | None,
+    deadline_s: float | None,
+    cache_salt: str | None = None,
+    cache_retention: Sequence[common_pb2.RetentionRange] = (),
+) -> Terms:
+    """What a request says of its place among others; None takes the default. Raises ApiError 400."""
+    for name, value in (("priority", priority), ("deadline_s", deadline_s)):
+        if value is not None and not abs(value) <= MAX_FLOAT32:  # which is how they travel
+            raise invalid(name, f"{name} must be a finite number of 32 bits, not {value:g}")
+    if deadline_s is not None and deadline_s <= 0:
+        raise invalid("deadline_s", f"deadline_s must be above 0, not {deadline_s:g}")
+    if tenant is not None and len(tenant) > MAX_TENANT_CHARS:
+        raise invalid("tenant", f"tenant has {len(tenant)} characters; at most {MAX_TENANT_CHARS} are possible")
+    if cache_salt is not None and len(cache_salt) > MAX_SALT_CHARS:
+        message = f"cache_salt has {len(cache_salt)} characters; at most {MAX_SALT_CHARS} are possible"
+        raise invalid("cache_salt", message)
+    if len(cache_retention) > MAX_RETENTION_RANGES:
+        message = f"cache_retention has {len(cache_retention)} ranges; at most {MAX_RETENTION_RANGES} are possible"
+        raise invalid("cache_retention", message)
+    return Terms(
+        priority or 0.0,
+        tenant or "",
+        deadline_s or 0.0,
+        cache_salt=cache_salt or "",
+        cache_retention=tuple(cache_retention),  # the scheduler checks what they say
+    )
+
+
+def too_long(param: str, num_tokens: str, max_model_len: int) -> ApiError:
+    """For a prompt that leaves no room for a token."""
+    return invalid(
+        param,
+        f"this model's context is {max_model_len} tokens, but the prompt has {num_tokens}"
+        + (" and needs room for one more" if num_tokens == str(max_model_len) else ""),
+        code="context_length_exceeded",
+    )
+
+
+def _stop_strings(choices: SamplingChoices, names: FieldNames) -> tuple[str, ...]:
+    name = names.of("stop")
+    if len(choices.stop) > MAX_STOP_STRINGS:
+        raise invalid(name, f"at most {MAX_STOP_STRINGS} stop strings are possible, not {len(choices.stop)}")
+    for stop in choices.stop:
+        if not 1 <= len(stop) <= MAX_STOP_STRING_CHARS:
+            raise invalid(name, f"a stop string has 1 to {MAX_STOP_STRING_CHARS} characters")
+    return tuple(choices.stop)

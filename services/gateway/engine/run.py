@@ -1,0 +1,177 @@
+"""One sequence at the scheduler, whoever reads it: what was submitted, what has come, and its place in the metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from paceline.v1 import common_pb2, inference_pb2
+from services.gateway.engine.request import GenerateJob
+from services.gateway.engine.session import SchedulerSession
+from services.gateway.engine.session_core import LiveRequest
+from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, from_scheduler, is_final
+from services.gateway.outcome import Outcome
+from services.gateway.telemetry.metrics import GatewayMetrics
+
+FINISH_NAMES = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
+# CPython's cost of a list entry with its number, and of a score with its pairs; near enough to bound memory with.
+_TOKEN_BYTES, _SCORE_BYTES, _PAIR_BYTES = 40, 120, 120
+
+
+def scheduler_error(ending: inference_pb2.Ending) -> ApiError:
+    """For an ending that brings no answer."""
+    if ending.reason == common_pb2.FINISH_REASON_ABORT:
+        return ApiError(503, ending.message or "the scheduler aborted the request", retry_after_s=1.0)
+    return from_scheduler(ending.code, ending.message, ending.field, ending.retry_after_s)
+
+
+class Run:
+    """A job at the scheduler. Always call `close()` in the end."""
+
+    __slots__ = (
+        "_closed",
+        "_counted",
+        "_first_s",
+        "_last_s",
+        "_metrics",
+        "_num_shown",
+        "_on_outcome",
+        "_session",
+        "job",
+        "live",
+        "stopped",
+    )
+
+    def __init__(
+        self,
+        job: GenerateJob,
+        session: SchedulerSession,
+        metrics: GatewayMetrics,
+        first: Run | None = None,
+        on_outcome: Callable[[Outcome], None] | None = None,
+    ) -> None:
+        """`first`: the first sample of the same prompt; its computation of the prompt serves this one too.
+        `on_outcome`: called once, when the sequence has ended.
+
+        Raises ApiError 429 or 503.
+        """
+        self.job = job
+        # A reader has found a stop string: what comes after it does not count.
+        self.stopped = False
+        self._session = session
+        self._metrics = metrics
+        self._closed = False
+        self._counted = len(job.delivered)  # tokens that some reader has read
+        self._last_s = job.arrival_s
+        self._first_s: float | None = None  # when its first token was read
+        self._num_shown: int | None = None  # tokens up to the stop string that ended it
+        self._on_outcome = on_outcome
+        prompt = np.asarray(job.prompt_ids, "<i4").tobytes() if first is None else first.live.prompt_token_ids
+        terms = job.terms if first is None else replace(job.terms, fork_of=first.live.handle)
+        self.live: LiveRequest = session.submit(
+            job.request_id, prompt, job.sampling, job.final_tokens, terms, job.beam, job.delivered
+        )
+        metrics.live_requests += 1
+        metrics.prompt_tokens += len(job.prompt_ids)
+
+    @property
+    def ended(self) -> bool:
+        """No more tokens come that count."""
+        return self.stopped or self.live.ending is not None
+
+    @property
+    def failed(self) -> bool:
+        """It has ended without an answer."""
+        ending = self.live.ending
+        return ending is not None and not self.stopped and ending.reason not in FINISH_NAMES
+
+    @property
+    def verdict(self) -> ApiError | None:
+        """The error with which it has ended, if it would do so again."""
+        ending = self.live.ending
+        if ending is None or not self.failed:
+            return None
+        is_verdict = ending.reason == common_pb2.FINISH_REASON_ERROR and is_final(ending.code)
+        return scheduler_error(ending) if is_verdict else None
+
+    @property
+    def num_bytes(self) -> int:
+        """About the memory that it takes."""
+        live, sampling = self.live, self.job.sampling
+        pairs = sampling.num_top_logprobs * len(live.scores)
+        pairs += sampling.num_top_prompt_logprobs * len(live.prompt_scores)
+        scores = len(live.scores) + len(live.prompt_scores)
+        prompt = 2 * len(live.prompt_token_ids)  # and the job's
+        return prompt + _TOKEN_BYTES * len(live.tokens) + _SCORE_BYTES * scores + _PAIR_BYTES * pairs
+
+    def count(self, num_tokens: int) -> None:
+        """A reader has come so far; tokens are counted once, however often they are read."""
+        fresh = num_tokens - self._counted
+        if fresh > 0:
+            now_s = time.perf_counter()
+            self._metrics.tokens(fresh, now_s - self._last_s, first=self._counted == 0)
+            if self._counted == 0:
+                self._first_s = now_s
+            self._counted, self._last_s = num_tokens, now_s
+
+    def stop(self, num_tokens: int) -> None:
+        """A stop string is complete with so many tokens: the engine need not go on."""
+        self.stopped, self._num_shown = True, num_tokens
+        self._session.cancel(self.live)
+
+    def close(self) -> None:
+        """Count how it ended; if it has not ended, cancel it. What has come stays. Safe to call again."""
+        if self._closed:
+            return
+        self._closed = True
+        outcome = self._outcome()
+        self._session.cancel(self.live)
+        self._metrics.live_requests -= 1
+        self._metrics.finished(outcome)
+        if self._on_outcome is not None:
+            self._on_outcome(outcome)
+
+    def _outcome(self) -> Outcome:
+        job, ending, now_s = self.job, self.live.ending, time.perf_counter()
+        reason, status, message = "abort", CLIENT_CLOSED_REQUEST, ""
+        if self.stopped:
+            reason, status = "stop", 200
+        elif ending is not None and ending.reason in FINISH_NAMES:
+            reason, status = FINISH_NAMES[ending.reason], 200
+        elif ending is not None:
+            error = scheduler_error(ending)
+            reason, status, message = "error", error.status, error.message
+        num_after_first = self._counted - len(job.delivered) - 1
+        ran_s = self._last_s - self._first_s if self._first_s is not None else 0.0
+        return Outcome(
+            request_id=job.request_id,
+            answer_id=job.terms.answer_id,
+            endpoint=job.endpoint,
+            sample=job.sample,
+            tenant=job.terms.tenant,
+            finish_reason=reason,
+            status=status,
+            message=message,
+            prompt_tokens=len(job.prompt_ids),
+            output_tokens=self._num_output_tokens,
+            cached_tokens=min(ending.cached_tokens, len(job.prompt_ids)) if ending is not None else None,
+            ttft_s=None if self._first_s is None else self._first_s - job.arrival_s,
+            tpot_s=ran_s / num_after_first if self._first_s is not None and num_after_first > 0 else None,
+            latency_s=now_s - job.arrival_s,
+            timing=ending.timing if ending is not None and ending.HasField("timing") else None,
+            num_submissions=self.live.attempt,
+        )
+
+    @property
+    def _num_output_tokens(self) -> int:
+        """Those that count for the client."""
+        if self.job.echo is not None and self.job.echo.alone:
+            return 0
+        if self._num_shown is not None:
+            return self._num_shown
+        ending = self.live.ending
+        hypotheses = ending.hypotheses if ending is not None else ()
+        return len(self.live.tokens) + sum(len(one.token_ids) // 4 for one in hypotheses)

@@ -1,0 +1,270 @@
+"""How to sample, as a client states it: checked, completed, and put into what the scheduler takes.
+
+Every token id is checked against the vocabulary here; the scheduler checks them again. Limits: docs/sampling.md.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from paceline.v1 import common_pb2
+from services.gateway.errors import ApiError, invalid
+from services.gateway.text.model_files import ModelFiles
+
+MAX_STOP_TOKEN_IDS = 256
+MAX_TEMPERATURE = 100.0
+MAX_PENALTY = 2.0  # presence and frequency, either side of zero
+# gRPC brings 32 bits: 0.01 is a little less in them. The other limits of numbers are the same in both.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = struct.unpack("<ff", struct.pack("<ff", 0.01, 100.0))
+MAX_BIAS = 100.0  # either side of zero
+MAX_BIASED_TOKENS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_BAD_WORD_TOKENS = 64  # of one
+MAX_BAD_WORDS_TOKENS = 4096  # of all, in both spellings
+MAX_ALLOWED_TOKENS = 8192
+MAX_TOP_LOGPROBS = 20
+MIN_FLOAT32 = 2.0**-149  # above 0
+# Below this a softmax overflows float32; it is greedy for all purposes.
+_GREEDY_TEMPERATURE = 1e-5
+
+
+@dataclass(slots=True)
+class SamplingChoices:
+    """Sampling as a client states it; None takes the default. Field names are the public ones."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool = False
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str | Sequence[int]] = ()  # texts, or token ids as they are
+    allowed_token_ids: Sequence[int] | None = None
+    logprobs: int | None = None  # of so many of the most likely tokens beside the sampled one
+    prompt_logprobs: int | None = None
+    grammar: str = ""  # of structure.grammar_of
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """How a front calls the fields, for messages that name them."""
+
+    prompt: str = "prompt"
+    max_tokens: str = "max_tokens"
+    num_logprobs: str = "logprobs"
+    prefix: str = ""
+
+    def of(self, name: str) -> str:
+        """The public name of a sampling field."""
+        return self.prefix + {"max_tokens": self.max_tokens, "logprobs": self.num_logprobs}.get(name, name)
+
+
+class Vocabulary(Protocol):
+    """What a text and a token id mean to the model that is served."""
+
+    def check_token_ids(self, token_ids: Sequence[int], field_name: str) -> array[int]:
+        """Raises ApiError 400."""
+        ...
+
+    def encode_word(self, text: str) -> list[int]:
+        """Token ids of a piece of text, nothing added. Raises ApiError 400."""
+        ...
+
+
+def sampling_params(
+    choices: SamplingChoices, files: ModelFiles, vocabulary: Vocabulary, names: FieldNames
+) -> common_pb2.SamplingParams:
+    """Everything but the numbers of tokens. Raises ApiError 400."""
+    params = common_pb2.SamplingParams(
+        temperature=_temperature(choices, files.temperature, names),
+        top_p=_share(choices.top_p, files.top_p, names.of("top_p")),
+        top_k=_top_k(choices, files.top_k, names),
+        seed=_seed(choices, names),
+        ignore_eos=choices.ignore_eos,
+    )
+    if choices.stop_token_ids:
+        params.stop_token_ids.extend(_stop_tokens(choices.stop_token_ids, vocabulary, names.of("stop_token_ids")))
+    # What follows is left out where it changes nothing: most requests have none of it, here and further on.
+    if (min_p := _number(choices.min_p, files.min_p, names.of("min_p"), 0.0, 1.0)) != 0.0:
+        params.min_p = min_p
+    if (typical_p := _share(choices.typical_p, files.typical_p, names.of("typical_p"))) != 1.0:
+        params.typical_p = typical_p
+    _add_penalties(params, choices, files, names)
+    if choices.logit_bias:
+        params.logit_bias.update(_logit_bias(choices.logit_bias, vocabulary, names.of("logit_bias")))
+    if choices.bad_words:
+        params.bad_words.extend(_bad_words(choices.bad_words, vocabulary, names.of("bad_words")))
+    if choices.allowed_token_ids is not None:
+        params.allowed_token_ids = _allowed(choices.allowed_token_ids, vocabulary, names.of("allowed_token_ids"))
+    if choices.logprobs is not None:
+        params.logprobs = True
+        params.num_top_logprobs = _num_top(choices.logprobs, names.of("logprobs"))
+    if choices.prompt_logprobs is not None:
+        params.prompt_logprobs = True
+        params.num_top_prompt_logprobs = _num_top(choices.prompt_logprobs, names.of("prompt_logprobs"))
+    if choices.grammar:
+        params.grammar = choices.grammar
+    return params
+
+
+def _add_penalties(
+    params: common_pb2.SamplingParams, choices: SamplingChoices, files: ModelFiles, names: FieldNames
+) -> None:
+    low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+    repetition = _number(
+        choices.repetition_penalty, files.repetition_penalty, names.of("repetition_penalty"), low, high
+    )
+    if repetition != 1.0:
+        params.repetition_penalty = repetition
+    if choices.presence_penalty:
+        check_range(names.of("presence_penalty"), choices.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        params.presence_penalty = choices.presence_penalty
+    if choices.frequency_penalty:
+        check_range(names.of("frequency_penalty"), choices.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        params.frequency_penalty = choices.frequency_penalty
+
+
+def refuse_for_beams(choices: SamplingChoices) -> None:
+    """A beam search does not sample, and goes by the model's own probabilities. Raises ApiError 400."""
+    neutral: dict[str, tuple[object, ...]] = {
+        "temperature": (0.0,),
+        "top_p": (1.0,),
+        "top_k": (-1,),
+        "min_p": (0.0,),
+        "typical_p": (1.0,),
+        "repetition_penalty": (1.0,),
+        "presence_penalty": (0.0,),
+        "frequency_penalty": (0.0,),
+        "logit_bias": ({},),
+        "bad_words": ((), []),
+        "allowed_token_ids": (),
+        "logprobs": (),
+        "prompt_logprobs": (),
+    }
+    for name, values in neutral.items():
+        if getattr(choices, name) not in (None, *values):
+            raise invalid(name, f"{name}: beam search does not sample, and knows no such thing; leave it out")
+    if choices.stop:
+        raise invalid("stop", "beam search knows no stop strings; use stop_token_ids")
+
+
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """Raises ApiError 400."""
+    if not low <= value <= high:
+        raise invalid(name, f"{name} must be between {_shown(low)} and {_shown(high)}, not {_shown(value)}")
+
+
+def _shown(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
+
+
+def _number(value: float | None, default: float, name: str, low: float, high: float) -> float:
+    if value is None:
+        return default
+    check_range(name, value, low, high)
+    return value
+
+
+def _share(value: float | None, default: float, name: str) -> float:
+    if value is None:
+        return default
+    if not 0.0 < value <= 1.0:
+        raise invalid(name, f"{name} must be above 0 and at most 1, not {value:g}")
+    # As it travels, in 32 bits, a smaller one would be 0, which is no share, or says that nothing is asked for.
+    return max(value, MIN_FLOAT32)
+
+
+def _temperature(choices: SamplingChoices, default: float, names: FieldNames) -> float:
+    temperature = _number(choices.temperature, default, names.of("temperature"), 0.0, MAX_TEMPERATURE)
+    return temperature if temperature >= _GREEDY_TEMPERATURE else 0.0
+
+
+def _top_k(choices: SamplingChoices, default: int, names: FieldNames) -> int:
+    if choices.top_k is None:
+        return default
+    if choices.top_k == -1:
+        # The field's other way to say "all".
+        return 0
+    check_range(names.of("top_k"), choices.top_k, 0, 2**31 - 1)
+    return choices.top_k
+
+
+def _seed(choices: SamplingChoices, names: FieldNames) -> int:
+    if choices.seed is None:
+        # Fixed here, once: whoever generates this request again later must get the same tokens.
+        return random.getrandbits(64)
+    if not -(2**63) <= choices.seed < 2**64:
+        raise invalid(names.of("seed"), f"{names.of('seed')} must fit into 64 bits")
+    return choices.seed % 2**64
+
+
+def _num_top(count: int, name: str) -> int:
+    check_range(name, count, 0, MAX_TOP_LOGPROBS)
+    return count
+
+
+def _logit_bias(biases: Mapping[int, float], vocabulary: Vocabulary, name: str) -> dict[int, float]:
+    if len(biases) > MAX_BIASED_TOKENS:
+        raise invalid(name, f"{name} has {len(biases)} tokens; at most {MAX_BIASED_TOKENS} are possible")
+    vocabulary.check_token_ids(list(biases), name)
+    for bias in biases.values():
+        check_range(name, bias, -MAX_BIAS, MAX_BIAS)
+    return dict(biases)
+
+
+def _stop_tokens(token_ids: Sequence[int], vocabulary: Vocabulary, name: str) -> list[int]:
+    if len(token_ids) > MAX_STOP_TOKEN_IDS:
+        raise invalid(name, f"at most {MAX_STOP_TOKEN_IDS} stop tokens are possible")
+    return sorted(set(vocabulary.check_token_ids(token_ids, name)))
+
+
+def _allowed(token_ids: Sequence[int], vocabulary: Vocabulary, name: str) -> bytes:
+    if not token_ids:
+        raise invalid(name, f"{name} must not be empty: nothing could be sampled")
+    if len(token_ids) > MAX_ALLOWED_TOKENS:
+        raise invalid(name, f"{name} has {len(token_ids)} tokens; at most {MAX_ALLOWED_TOKENS} are possible")
+    return np.unique(np.array(vocabulary.check_token_ids(token_ids, name), "<i4")).tobytes()
+
+
+def _bad_words(words: Sequence[str | Sequence[int]], vocabulary: Vocabulary, name: str) -> list[bytes]:
+    """A text is banned as it stands and with a space before it, which begins a word in most vocabularies."""
+    if len(words) > MAX_BAD_WORDS:
+        raise invalid(name, f"{name} has {len(words)} entries; at most {MAX_BAD_WORDS} are possible")
+    banned: dict[bytes, None] = {}
+    for word in words:
+        if not 0 < len(word) <= MAX_BAD_WORD_CHARS:
+            raise invalid(name, f"{name}: an entry has 1 to {MAX_BAD_WORD_CHARS} characters or tokens, not {len(word)}")
+        for ids in _spellings(word, vocabulary, name) if isinstance(word, str) else [list(word)]:
+            if not 0 < len(ids) <= MAX_BAD_WORD_TOKENS:
+                raise invalid(name, f"{name}: an entry has 1 to {MAX_BAD_WORD_TOKENS} tokens, not {len(ids)}")
+            banned[np.array(vocabulary.check_token_ids(ids, name), "<i4").tobytes()] = None
+    if (total := sum(map(len, banned)) // 4) > MAX_BAD_WORDS_TOKENS:
+        raise invalid(name, f"{name} has {total} tokens in all; at most {MAX_BAD_WORDS_TOKENS} are possible")
+    return list(banned)
+
+
+def _spellings(word: str, vocabulary: Vocabulary, name: str) -> list[list[int]]:
+    bare = word.lstrip(" ")
+    try:
+        return [vocabulary.encode_word(text) for text in ((bare, " " + bare) if bare else (word,))]
+    except ApiError as error:
+        raise invalid(name, error.message) from None

@@ -1,0 +1,315 @@
+"""The asyncio shell around SessionCore: one stream to the scheduler, kept alive as long as the gateway runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+
+import grpc
+import grpc.aio
+
+from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from services.gateway.admission.turnstile import Gone
+from services.gateway.engine.session_core import (
+    MISMATCH_RETRY_S,
+    NO_TERMS,
+    LiveRequest,
+    SessionCore,
+    SessionFull,
+    SessionProtocolError,
+    Terms,
+)
+from services.gateway.errors import ApiError
+from services.runtime.fence import StaleScheduler
+from services.runtime.liveness import Silent, Watch, beat, first_of
+from services.runtime.logs import get_logger
+from services.runtime.masters import find_master
+from services.runtime.rpc import link_options, open_channel
+
+_log = get_logger(__name__)
+
+_FIRST_BACKOFF_S = 0.05
+_LAST_BACKOFF_S = 1.0
+_TICK_S = 0.2
+_LOOK_S = 1.0  # whether somebody who waits is still there
+_NO_WORKER_RETRY_S = 5.0  # as the scheduler tells requests that it fails for the same reason
+_FULL = "the server has too many requests in flight"
+SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+
+class SchedulerSession:
+    """Submits requests to the scheduler and wakes their consumers.
+
+    Everything submitted or cancelled within one turn of the event loop travels in one message. When the stream breaks
+    it is opened again, after 50 ms to 1 s, and all unfinished requests are submitted again.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        model_name: str = "",
+        response_window: int = 64,
+        max_live: int = 4096,
+        wait_s: float = 30.0,
+        ping_timeout_s: float = 2.0,
+        heartbeat_timeout_s: float = 1.5,
+        difference: Callable[[common_pb2.ModelInfo], str] = lambda model: "",
+    ) -> None:
+        self._target = target
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._wait_s, self.max_live = wait_s, max_live
+        self._transport = link_options(ping_timeout_s)
+        self._core = SessionCore(
+            f"gateway-{uuid.uuid4().hex[:12]}",
+            response_window=response_window,
+            max_live=max_live,
+            wait_s=wait_s,
+            model_name=model_name,
+            difference=difference,
+        )
+        self._told_mismatch = ""  # in the log
+        # Called when `status`, `ready` or `connected` may have changed.
+        self.on_status: Callable[[], None] | None = None
+        self._outgoing = asyncio.Event()
+        self._model_told = asyncio.Event()
+        self._num_asking = 0  # for the model
+        self._closing = False
+        self._tasks: list[asyncio.Task[None]] = []
+        # Times the stream was opened.
+        self.num_connects = 0
+
+    @property
+    def ready(self) -> bool:
+        """The scheduler is there and says that it can take work."""
+        status = self._core.status
+        return not self._closing and self._core.opened and status is not None and status.ready and not self.mismatch
+
+    @property
+    def mismatch(self) -> str:
+        """Why no request is served: the workers' model is not the gateway's. Empty if it is, as far as is known."""
+        return self._core.mismatch
+
+    def check_mismatch(self) -> None:
+        """Raises ApiError 503 while the workers' model is not the gateway's."""
+        if self.mismatch:
+            raise ApiError(503, self.mismatch, code="model_mismatch", retry_after_s=MISMATCH_RETRY_S)
+
+    @property
+    def connected(self) -> bool:
+        """The scheduler has opened this session."""
+        return self._core.opened
+
+    @property
+    def status(self) -> inference_pb2.SchedulerStatus | None:
+        """What the scheduler last said of itself; None while it is away."""
+        return self._core.status
+
+    @property
+    def model(self) -> common_pb2.ModelInfo | None:
+        """What its workers serve, as the scheduler last said; None before it has."""
+        return self._core.model
+
+    async def know_model(self, gone: Callable[[], bool] = lambda: False) -> None:
+        """Wait until the scheduler has said what its workers serve, which it has but to a gateway that has only just
+        started, or while the first worker still loads. The model's files allow more than a pool may hold: who asks for
+        all that there is would be refused.
+
+        Raises ApiError 429 (too many wait), 503 (no scheduler, or no worker, for as long as requests wait for one), and
+        Gone if `gone`.
+        """
+        if self._model_told.is_set():
+            return
+        if self._num_asking >= self.max_live:
+            raise self.refusal(_FULL)
+        self._num_asking += 1
+        try:
+            clock = asyncio.get_running_loop().time
+            began_s = alone_since_s = clock()
+            while not self._model_told.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._model_told.wait(), min(_LOOK_S, self._wait_s))
+                if gone():
+                    raise Gone
+                if self.connected or self._closing:
+                    alone_since_s = clock()
+                    limit_s = self.status.no_worker_timeout_s if self.status is not None else 0.0
+                    if 0 < limit_s <= clock() - began_s:
+                        message = f"no worker is attached: waited for one for {limit_s:g} s"
+                        raise ApiError(503, message, retry_after_s=_NO_WORKER_RETRY_S)
+                elif clock() - alone_since_s >= self._wait_s:
+                    message = f"no connection to the scheduler for {self._wait_s:g} s"
+                    raise ApiError(503, message, retry_after_s=1.0)
+        finally:
+            self._num_asking -= 1
+
+    def refusal(self, message: str) -> ApiError:
+        """A 429 that says when there will be a place."""
+        return ApiError(429, message, retry_after_s=self._core.retry_after_s(asyncio.get_running_loop().time()))
+
+    def is_full(self, num_waiting: int = 0) -> bool:
+        """Whether a request that is new would be refused by us or, as far as it has told, by the scheduler; behind so
+        many that wait to be submitted."""
+        return self._core.is_full or not self._core.queue_takes(num_waiting)
+
+    def no_room(self) -> ApiError | None:
+        """A 429 if a request that is new would be refused."""
+        return self.refusal(_FULL if self._core.is_full else "the queue is full") if self.is_full() else None
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return self._core.num_live
+
+    def start(self) -> Sequence[asyncio.Task[None]]:
+        """Begin to connect; returns at once. The tasks that do it end by `close`, or by a bug."""
+        self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._tick())]
+        return self._tasks
+
+    async def close(self) -> None:
+        """End the stream. Requests that still live fail with UNAVAILABLE."""
+        self._closing = True
+        self._model_told.set()  # whoever waits is refused
+        self._wake(self._core.fail_all("the server is shutting down"))
+        # One turn, so that consumers' tasks see their ending while everything still stands.
+        await asyncio.sleep(0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: bytes,
+        sampling: common_pb2.SamplingParams,
+        final_tokens: frozenset[int] = frozenset(),
+        terms: Terms = NO_TERMS,
+        beam: inference_pb2.BeamOptions | None = None,
+        delivered: Sequence[int] = (),
+    ) -> LiveRequest:
+        """Queue a request for the scheduler (token ids: packed int32), to go on behind output that was delivered.
+
+        Raises ApiError 429 or 503.
+        """
+        if self._closing:
+            raise ApiError(503, "the server is shutting down", retry_after_s=1.0)
+        self.check_mismatch()
+        now_s = asyncio.get_running_loop().time()
+        try:
+            request = self._core.submit(
+                request_id, prompt_token_ids, sampling, now_s, final_tokens, terms, beam, delivered
+            )
+        except SessionFull:
+            raise self.refusal(_FULL) from None
+        self._outgoing.set()
+        return request
+
+    def cancel(self, request: LiveRequest) -> None:
+        """End a request. Nothing happens if it has ended."""
+        self._core.cancel(request)
+        self._outgoing.set()
+
+    # -- tasks -------------------------------------------------------------------------------------
+
+    async def _stay_connected(self) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        while not self._closing:  # a cancellation that meets a failing call may be lost in gRPC
+            opened = False
+            try:
+                # A channel of its own per attempt: a channel that failed sits out gRPC's back-off of seconds.
+                target = await find_master(self._target, SERVICE_NAME, self._transport)
+                async with open_channel(target, self._transport) as channel:
+                    await self._run_stream(channel)
+            except StaleScheduler as error:
+                _log.warning("refused a scheduler", scheduler=target, reason=str(error))
+            except SessionProtocolError as error:
+                _log.error("scheduler broke the session protocol", error=str(error))
+            except Silent as silent:
+                _log.warning("the scheduler is silent", target=self._target, reason=str(silent))
+            except grpc.RpcError as error:
+                code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
+                _log.debug("scheduler stream failed", code=str(code))
+            finally:
+                opened = self._core.opened
+                self._core.disconnect(asyncio.get_running_loop().time())
+            if opened:
+                _log.warning("lost the scheduler; reconnecting", target=self._target, live=self._core.num_live)
+                self._status_changed()
+                backoff_s = _FIRST_BACKOFF_S
+            await asyncio.sleep(backoff_s * random.uniform(0.8, 1.2))
+            backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
+
+    async def _run_stream(self, channel: grpc.aio.Channel) -> None:
+        core = self._core
+        self._wake(core.connect())
+        # Of this stream alone: the one before may still have a reader that waits, and would swallow what is for us.
+        self._outgoing = outgoing = asyncio.Event()
+        outgoing.set()
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Session(self._requests(outgoing))
+        clock = asyncio.get_running_loop().time
+        watch = Watch(self._heartbeat_timeout_s, clock(), opened=False)
+
+        async def read() -> None:
+            async for response in call:
+                watch.heard(clock())
+                watch.promised = watch.promised or response.heartbeat
+                first = not core.opened
+                self._wake(core.receive(response))
+                if core.model is not None:
+                    self._model_told.set()
+                # What is due (submissions after the opening, acknowledgements), the core knows.
+                self._outgoing.set()
+                if first:
+                    self.num_connects += 1
+                    _log.info("session open", scheduler=self._target, epoch=core.epoch, live=core.num_live)
+                if first or response.HasField("status"):
+                    self._tell_mismatch()
+                    self._status_changed()
+
+        def send() -> None:
+            core.beat()
+            outgoing.set()
+
+        try:
+            await first_of(read(), beat(watch, send))
+        finally:
+            call.cancel()
+            self._outgoing = asyncio.Event()
+            outgoing.set()  # so that its reader ends
+
+    async def _requests(self, outgoing: asyncio.Event) -> AsyncIterator[inference_pb2.SessionRequest]:
+        while True:
+            await outgoing.wait()
+            outgoing.clear()
+            try:
+                while self._outgoing is outgoing and (message := self._core.take_request()) is not None:
+                    yield message
+            except Exception:
+                _log.exception("cannot write to the scheduler")  # all that gRPC does is to cancel the call
+                raise
+            if self._outgoing is not outgoing:
+                return
+
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._wake(self._core.tick(loop.time()))
+            self._outgoing.set()
+
+    def _wake(self, requests: Iterable[LiveRequest]) -> None:
+        for request in requests:
+            if request.wake is not None:
+                request.wake()
+
+    def _tell_mismatch(self) -> None:
+        if self.mismatch and self.mismatch != self._told_mismatch:
+            _log.error("not ready: the workers serve another model", reason=self.mismatch)
+        self._told_mismatch = self.mismatch
+
+    def _status_changed(self) -> None:
+        if self.on_status is not None:
+            self.on_status()

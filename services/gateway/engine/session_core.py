@@ -1,0 +1,427 @@
+"""The client side of InferenceService.Session as plain state: what is live, what to send next, what a message changes.
+
+No sockets, no tasks, no clock: time comes in as `now_s`. A request lives here from `submit` until it has ended; the
+scheduler may die and come back meanwhile any number of times. After each `connect` everything that lives is submitted
+again with the tokens that have arrived, so generation goes on after them and the client sees a pause.
+
+    submit ──> unsent ──take_request──> at the scheduler ──ending──> ended
+                 ^                            │
+                 └──────── connect ───────────┘        (disconnect: nobody works on anything)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.v1 import common_pb2, inference_pb2
+from services.gateway.admission.departures import Departures
+from services.gateway.admission.room import Room
+from services.gateway.engine.scores import Score, prompt_scores_of, score_of
+from services.runtime.fence import Fence
+
+_RESOURCE_EXHAUSTED, _UNAVAILABLE = 8, 14  # google.rpc.Code
+_MAX_HANDLE = 2**32 - 1
+# When a client should ask again whose gateway has another model than the workers: the one or the other is replaced.
+MISMATCH_RETRY_S = 5.0
+# A SessionRequest stays far below the message limit of 16 MiB, however much is submitted again at once.
+_MAX_REQUEST_BYTES = 4 * 2**20
+_ABORTED = inference_pb2.Ending(reason=common_pb2.FINISH_REASON_ABORT)
+
+
+class SessionProtocolError(Exception):
+    """The scheduler sent something the protocol does not allow. The stream is of no more use."""
+
+
+class SessionFull(Exception):
+    """More live requests than the gateway may hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a request says of its place among others; fields as in inference.proto's Submission."""
+
+    priority: float = 0.0
+    tenant: str = ""
+    deadline_s: float = 0.0
+    fork_of: int = 0
+    cache_salt: str = ""
+    cache_retention: tuple[common_pb2.RetentionRange, ...] = ()
+    answer_id: str = ""
+
+
+NO_TERMS = Terms()
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One request at the scheduler, from this side.
+
+    `tokens` is all output that has arrived, over all attempts. `wake` is called when there is news; the consumer sets
+    it.
+    """
+
+    handle: int
+    request_id: str
+    prompt_token_ids: bytes
+    sampling: common_pb2.SamplingParams
+    # Tokens that end the sequence when sampled: stop tokens and, unless ignored, end of sequence.
+    final_tokens: frozenset[int]
+    submitted_s: float
+    terms: Terms = NO_TERMS
+    beam: inference_pb2.BeamOptions | None = None
+    # How often it was submitted, and whether on the stream of now.
+    attempt: int = 0
+    sent: bool = False
+    cancelled: bool = False
+    tokens: list[int] = field(default_factory=list)
+    # Of each of the tokens, if the sampling asks for them.
+    scores: list[Score] = field(default_factory=list)
+    # By position, of the prompt's tokens but the first; complete when the first token is here, if it asks for them.
+    prompt_scores: dict[int, Score] = field(default_factory=dict)
+    ending: inference_pb2.Ending | None = None
+    wake: Callable[[], None] | None = None
+
+
+class SessionCore:
+    """State of one gateway's session.
+
+    `response_window`: SessionResponses the scheduler may be ahead of us. `max_live`: bound on requests not yet ended.
+    `wait_s`: how long a request may wait for a scheduler that is not there before it fails with UNAVAILABLE.
+    `difference`: why the workers' model is not the gateway's own; empty if it is. While it is not, no token is taken.
+    `model_name`: what clients call the model.
+    """
+
+    def __init__(
+        self,
+        session_id: str,
+        *,
+        response_window: int,
+        max_live: int,
+        wait_s: float,
+        model_name: str = "",
+        difference: Callable[[common_pb2.ModelInfo], str] = lambda model: "",
+    ) -> None:
+        self.session_id = session_id
+        self._model_name = model_name
+        self.connected = False
+        self.opened = False
+        self.epoch: int | None = None
+        self._fence = Fence()
+        self.status: inference_pb2.SchedulerStatus | None = None
+        # As last told. It stays while the scheduler is away: limits and final tokens are what they were.
+        self.model: common_pb2.ModelInfo | None = None
+        # What `difference` said of the model that the scheduler reported last.
+        self.mismatch = ""
+        self._difference = difference
+        self._window = response_window
+        self._max_live = max_live
+        self._wait_s = wait_s
+        self._live: dict[int, LiveRequest] = {}
+        self._unsent: dict[int, LiveRequest] = {}
+        self._cancels: list[int] = []
+        self._next_handle = 1
+        self._down_since_s: float | None = 0.0
+        self._num_streams = 0
+        self._open_sent = False
+        self._read = 0
+        self._read_sent = 0
+        self._beat_due = False
+        self._now_s = 0.0  # when time was last heard of
+        self._departures = Departures()
+        self._room = Room()
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    @property
+    def is_full(self) -> bool:
+        """`submit` would raise SessionFull."""
+        return len(self._live) >= self._max_live
+
+    def queue_takes(self, num_waiting: int) -> bool:
+        """Whether the scheduler's queue has a place, as far as it has told, for one more behind so many that will be
+        submitted before."""
+        if self.status is not None and self.status.full:
+            return False
+        return self._room.takes(len(self._unsent) + num_waiting)
+
+    def retry_after_s(self, now_s: float) -> float:
+        """For one who is refused now."""
+        return self._departures.retry_after_s(now_s, len(self._live))
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: bytes,
+        sampling: common_pb2.SamplingParams,
+        now_s: float,
+        final_tokens: frozenset[int] = frozenset(),
+        terms: Terms = NO_TERMS,
+        beam: inference_pb2.BeamOptions | None = None,
+        delivered: Sequence[int] = (),
+    ) -> LiveRequest:
+        """A new request, to go on behind what was delivered, whose scores are unknown. Raises SessionFull."""
+        if self.is_full:
+            raise SessionFull
+        while self._next_handle in self._live:
+            self._next_handle = self._next_handle % _MAX_HANDLE + 1
+        handle = self._next_handle
+        self._next_handle = handle % _MAX_HANDLE + 1
+        request = LiveRequest(handle, request_id, prompt_token_ids, sampling, final_tokens, now_s, terms, beam)
+        if delivered:
+            request.tokens += delivered
+            request.scores += [Score(0.0)] * len(delivered) if sampling.logprobs else []
+            request.ending = _ended_unseen(request)
+            if request.ending is not None:
+                return request
+        self._now_s = now_s
+        self._live[handle] = request
+        self._unsent[handle] = request
+        self._departures.entered()
+        return request
+
+    def cancel(self, request: LiveRequest) -> None:
+        """The request ends now: no more tokens arrive. Nothing happens if it has ended already.
+
+        If the scheduler knows of it, its Ending still comes (with the count of cached tokens); else the request has
+        ended on return.
+        """
+        if request.ending is not None or request.cancelled:
+            return
+        request.cancelled = True
+        if self.connected and request.sent:
+            self._cancels.append(request.handle)
+        else:
+            self._end(request, _ABORTED)
+
+    def tick(self, now_s: float) -> list[LiveRequest]:
+        """Time passes: requests that have waited too long for a scheduler fail. Returns them."""
+        self._now_s = now_s
+        self._departures.measure(now_s)
+        self._room.tick()
+        if self._down_since_s is None:
+            return []
+        down_since_s = self._down_since_s
+        late = [r for r in self._live.values() if now_s - max(r.submitted_s, down_since_s) >= self._wait_s]
+        for request in late:
+            self._end(request, _unavailable(f"no connection to the scheduler for {self._wait_s:g} s"))
+        return late
+
+    def fail_all(self, message: str, retry_after_s: float = 0.0) -> list[LiveRequest]:
+        """Everything that lives ends with UNAVAILABLE (the gateway goes down, or the workers serve another model)."""
+        requests = list(self._live.values())
+        for request in requests:
+            if self.connected and request.sent:
+                self._cancels.append(request.handle)
+            self._end(request, _unavailable(message, retry_after_s))
+        return requests
+
+    # -- the stream --------------------------------------------------------------------------------
+
+    def connect(self) -> list[LiveRequest]:
+        """A new stream: everything live will be submitted again. Returns requests that turned out to have ended.
+
+        A stream that breaks between a request's last token and its Ending leaves a request with nothing to generate:
+        it ends here.
+        """
+        self.connected, self.opened = True, False
+        self._handles: list[int] = []  # of the last message that had any
+        # A name of its own: the scheduler may not have seen yet that the last stream is gone.
+        self._num_streams += 1
+        self._open_sent = False
+        self._read = self._read_sent = 0
+        self._room = Room()
+        self._cancels.clear()
+        ended = []
+        for request in list(self._live.values()):
+            request.sent = False
+            ending = _ended_unseen(request)
+            if ending is not None:
+                self._end(request, ending)
+                ended.append(request)
+        self._unsent = dict(self._live)
+        return ended
+
+    def disconnect(self, now_s: float) -> None:
+        """The stream is gone."""
+        self.connected = self.opened = False
+        self.status = None
+        self._room = Room()  # the next scheduler tells of its own
+        if self._down_since_s is None:
+            self._down_since_s = now_s
+
+    def take_request(self) -> inference_pb2.SessionRequest | None:
+        """The next message to send, None if there is nothing to say. Call until None."""
+        if not self.connected:
+            return None
+        # Nothing is submitted before the scheduler has opened the session: what it then has seen, it has accepted.
+        submit = self.opened and bool(self._unsent)
+        acks_due = self._read - self._read_sent >= max(1, self._window // 4)
+        if self._open_sent and not (submit or self._cancels or acks_due or self._beat_due):
+            return None
+        self._beat_due = False
+        message = inference_pb2.SessionRequest(responses_read=self._read)
+        if not self._open_sent:
+            message.open.session_id = f"{self.session_id}-{self._num_streams}"
+            message.open.response_window = self._window
+            message.open.heartbeats = True
+            message.open.model_name = self._model_name
+            self._open_sent = True
+        if submit:
+            message.submissions.extend(self._submissions())
+            self._room.sent(len(message.submissions))
+        if self._cancels:
+            message.cancels.extend(self._cancels)
+            self._cancels.clear()
+        self._read_sent = self._read
+        return message
+
+    def beat(self) -> None:
+        """The next message is due, whether there is anything to say or not."""
+        self._beat_due = True
+
+    def receive(self, response: inference_pb2.SessionResponse | None) -> list[LiveRequest]:
+        """Apply one message (None: gRPC could not decode it). Returns the requests with news, one that got several
+        tokens as often.
+
+        Raises SessionProtocolError, and StaleScheduler for one that is not the master any more. What they have told of
+        requests is not applied then, so that these can go on with another stream.
+        """
+        if response is None:
+            raise SessionProtocolError("a message cannot be decoded")
+        if response.heartbeat:
+            return []
+        self._read += 1
+        if response.HasField("opened"):
+            self._fence.check(response.opened.fence)
+            self.opened = True
+            self.epoch = response.opened.epoch
+            self._down_since_s = None
+        elif not self.opened:
+            raise SessionProtocolError("the first message has no `opened`")
+        refused: list[LiveRequest] = []
+        if response.HasField("status"):
+            self.status, self.mismatch = response.status, ""
+            if response.status.HasField("model"):
+                self.model = response.status.model
+                self.mismatch = self._difference(self.model)
+            if self.mismatch:  # before any token of this message: it may be one of that model
+                refused = self.fail_all(self.mismatch, MISMATCH_RETRY_S)
+        if response.HasField("room"):
+            self._room.told(response.room.places, response.room.num_submissions)
+        elif not response.prompt_scores:  # which come in messages without anything else
+            self._room.unchanged()
+        return refused + self._take_tokens(response) + self._take_endings(response)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _take_endings(self, response: inference_pb2.SessionResponse) -> list[LiveRequest]:
+        touched = []
+        for ending in response.endings:
+            request = self._live.get(ending.handle)
+            if request is not None:
+                # A request that no worker came for was not served either.
+                if ending.code not in (_RESOURCE_EXHAUSTED, _UNAVAILABLE) and not request.cancelled:
+                    self._departures.left(len(self._live) - 1)
+                elif ending.code == _RESOURCE_EXHAUSTED and self.status is not None and self.status.full:
+                    # It came in between: those whom we refused ourselves are to come before it.
+                    ending.retry_after_s = max(ending.retry_after_s, self.retry_after_s(self._now_s))
+                self._end(request, ending)
+                touched.append(request)
+        return touched
+
+    def _take_tokens(self, response: inference_pb2.SessionResponse) -> list[LiveRequest]:
+        touched: list[LiveRequest] = []
+        if response.handles:
+            self._handles = response.handles[:]
+        if response.handles or response.same_handles:
+            handles, data = self._handles, response.token_ids
+            if len(data) != 4 * len(handles):
+                raise SessionProtocolError(f"{len(handles)} handles but {len(data)} bytes of token ids")
+            tokens = list(zip(handles, np.frombuffer(data, "<i4").tolist(), strict=True))
+        else:
+            tokens = []
+        try:
+            prompt_scores = [(part.handle, prompt_scores_of(part.logprobs)) for part in response.prompt_scores]
+            scores = [(score.handle, score_of(score)) for score in response.scores]
+        except (ValueError, IndexError) as error:
+            raise SessionProtocolError(f"malformed log probabilities: {error}") from error
+        # All of it is well: else some would have tokens without their scores.
+        live = self._live
+        for handle, token in tokens:
+            request = live.get(handle)
+            if request is not None and not request.cancelled:
+                request.tokens.append(token)
+                touched.append(request)
+        for handle, of_prompt in prompt_scores:
+            request = live.get(handle)
+            if request is not None and not request.cancelled:
+                request.prompt_scores.update(of_prompt)
+        for handle, score in scores:
+            request = live.get(handle)
+            if request is not None and not request.cancelled:
+                request.scores.append(score)
+        return touched
+
+    def _submissions(self) -> Iterator[inference_pb2.Submission]:
+        budget_bytes = _MAX_REQUEST_BYTES
+        while self._unsent and budget_bytes > 0:
+            request = self._unsent.pop(next(iter(self._unsent)))
+            request.attempt += 1
+            if request.tokens:
+                request.sampling.prompt_logprobs = False  # they are here
+            request.sent = True
+            output = np.asarray(request.tokens, "<i4").tobytes() if request.tokens else b""
+            submission = inference_pb2.Submission(
+                handle=request.handle,
+                request_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                output_token_ids=output,
+                sampling=request.sampling,
+                accepted_before=request.attempt > 1,
+                priority=request.terms.priority,
+                tenant=request.terms.tenant,
+                deadline_s=self._deadline_left_s(request),
+                fork_of=request.terms.fork_of,
+                beam=request.beam,
+                cache_salt=request.terms.cache_salt,
+                cache_retention=request.terms.cache_retention,
+                answer_id=request.terms.answer_id,
+            )
+            budget_bytes -= submission.ByteSize()
+            yield submission
+
+    def _deadline_left_s(self, request: LiveRequest) -> float:
+        if not request.terms.deadline_s:
+            return 0.0
+        return max(request.terms.deadline_s - (self._now_s - request.submitted_s), 0.001)
+
+    def _end(self, request: LiveRequest, ending: inference_pb2.Ending) -> None:
+        request.ending = ending
+        del self._live[request.handle]
+        self._unsent.pop(request.handle, None)
+
+
+def _ended_unseen(request: LiveRequest) -> inference_pb2.Ending | None:
+    """The ending of a request that has nothing left to generate."""
+    tokens = request.tokens
+    if request.cancelled:
+        return _ABORTED
+    if tokens and tokens[-1] in request.final_tokens:
+        return inference_pb2.Ending(reason=common_pb2.FINISH_REASON_STOP)
+    if len(tokens) >= request.sampling.max_tokens:
+        return inference_pb2.Ending(reason=common_pb2.FINISH_REASON_LENGTH)
+    return None
+
+
+def _unavailable(message: str, retry_after_s: float = 0.0) -> inference_pb2.Ending:
+    return inference_pb2.Ending(
+        reason=common_pb2.FINISH_REASON_ERROR, code=_UNAVAILABLE, message=message, retry_after_s=retry_after_s
+    )

@@ -1,0 +1,286 @@
+"""The gRPC front: InferenceService.Generate for text, chats and token ids."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import NoReturn
+
+import grpc
+import grpc.aio
+
+from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from services.gateway.engine.generation import Generation, NotThere
+from services.gateway.engine.idempotency import RequestKey, check_key, message_fingerprint
+from services.gateway.engine.list_limits import check_length, check_messages, long_bad_word
+from services.gateway.engine.logprobs import ScoredToken
+from services.gateway.engine.request import MAX_SAMPLES, GenerateJob, check_beam, check_terms, make_search, too_long
+from services.gateway.engine.sampling import MAX_BAD_WORD_TOKENS, FieldNames, SamplingChoices
+from services.gateway.errors import ApiError, invalid
+from services.gateway.grammars.structure import Structure, from_choices, from_schema
+from services.gateway.openai.front import sanitised_request_id
+from services.gateway.openai.state import Gateway
+
+SERVICE_NAME = "paceline.v1.InferenceService"
+_ROLES = frozenset({"system", "developer", "user", "assistant"})
+EARLY_STOPPING: dict[int, bool | str] = {
+    inference_pb2.EARLY_STOPPING_UNSPECIFIED: False,
+    inference_pb2.EARLY_STOPPING_FIRST: True,
+    inference_pb2.EARLY_STOPPING_NEVER: "never",
+}
+_LISTS = ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids")
+# Options that are handed on as they are, if they are given.
+_FORMS = ("json_schema", "regex", "grammar")
+_PLAIN = {field.name for field in inference_pb2.SamplingOptions.DESCRIPTOR.fields if field.has_presence} - {*_FORMS}
+_Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+
+_SessionContext = grpc.aio.ServicerContext[inference_pb2.SessionRequest, inference_pb2.SessionResponse]
+
+
+class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
+    """Generate with text. Session is the scheduler's alone: here it is UNIMPLEMENTED."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: _Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """One message per batch of tokens that has arrived; the last has the reason and the usage."""
+        request_id = sanitised_request_id(request.request_id)
+        try:
+            with self._gateway.held_body() as held:
+                held.add(num_bytes := request.ByteSize())
+                _check_lengths(request, self._gateway.builder.max_model_len)
+                key = _key(request)
+                if not request.resume_after:
+                    self._gateway.check_room(key)
+                await self._gateway.turn(num_bytes=num_bytes, new=key is None)  # who goes meanwhile is cancelled
+                job = await self._job(request, request_id, time.perf_counter(), key)
+            reading = self._gateway.open([job], key)
+        except ApiError as error:
+            self._gateway.refused("grpc", request_id, error)
+            del request  # the error that ends the call would keep it until the garbage collector comes
+            await _abort(context, error)
+        [generation] = reading.generations
+        resume_after, resume_token_ids = request.resume_after, list(request.resume_token_ids)
+        del request  # else the prompt would stay in memory until the answer's end
+        try:
+            await _skip(generation, resume_after, resume_token_ids)
+            first = not resume_after
+            while generation.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED:
+                response = _response(generation, await generation.next(), request_id)
+                if first:
+                    response.prompt_logprobs.extend(map(_token_logprob, generation.prompt_scored))
+                    first = False
+                yield response
+        except ApiError as error:
+            await _abort(context, error)
+        finally:
+            # However this call ends (a client that cancels or goes away among them), the scheduler hears of it. Not by
+            # a callback of the context: that stays with it until the garbage collector comes, prompt and all.
+            reading.close()
+
+    async def Session(
+        self, request_iterator: AsyncIterator[inference_pb2.SessionRequest], context: _SessionContext
+    ) -> AsyncIterator[inference_pb2.SessionResponse]:
+        """Not here."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Session is the scheduler's; a gateway serves Generate")
+        yield inference_pb2.SessionResponse()
+
+    async def _job(
+        self, request: inference_pb2.GenerateRequest, request_id: str, arrival_s: float, key: RequestKey | None
+    ) -> GenerateJob:
+        self._gateway.check_model(request.model)
+        builder = self._gateway.builder
+        kind = request.WhichOneof("prompt")
+        names = FieldNames(prompt=kind or "prompt", prefix="sampling.")
+        ids: Sequence[int]
+        match kind:
+            case "text":
+                if not request.text:
+                    raise invalid("text", "text: the prompt is empty")
+                ids = await builder.encode_text(request.text, names)
+            case "messages":
+                ids = await builder.encode_chat(_messages(request.messages), names)
+            case "token_ids":
+                ids = builder.check_token_ids(request.token_ids.ids, "token_ids")
+            case _:
+                raise invalid("prompt", "prompt: one of text, messages and token_ids is required")
+        deadline_s = request.deadline_s or None
+        choices = _choices(request.sampling)
+        choices.grammar = await builder.grammar(_structure(request.sampling), request.tenant)
+        if choices.max_tokens is None:
+            await self._gateway.session.know_model()  # who goes meanwhile is cancelled
+        if key is not None and choices.seed is None:
+            choices.seed = key.seed(0)
+        job = builder.job(
+            ids,
+            choices,
+            request_id=request_id,
+            endpoint="grpc",
+            names=names,
+            arrival_s=arrival_s,
+            terms=check_terms(
+                request.priority, request.tenant, deadline_s, request.cache_salt, request.cache_retention
+            ),
+        )
+        if request.HasField("beam"):
+            make_search(job, _beam(request.beam, choices))
+        _check_resume(request, job)
+        job.delivered = tuple(builder.check_token_ids(request.resume_token_ids, "resume_token_ids"))
+        return job
+
+
+def _check_lengths(request: inference_pb2.GenerateRequest, max_model_len: int) -> None:
+    """Of all lists, before anything goes through them: 16 MiB have room for millions, and nobody else would be served
+    meanwhile (list_limits.py). Raises ApiError 400."""
+    check_messages(len(request.messages.messages), max_model_len)
+    if (count := len(request.token_ids.ids)) > max_model_len:
+        raise too_long("token_ids", str(count), max_model_len)
+    if (count := len(request.resume_token_ids)) > max_model_len:
+        name = "resume_token_ids"
+        raise invalid(name, f"{name} has {count} tokens; this model's context is {max_model_len}")
+    check_length("cache_retention", len(request.cache_retention))
+    options = request.sampling
+    for name in _LISTS:
+        check_length(name, len(getattr(options, name)), "sampling.")
+    check_length("bad_words", len(options.bad_word_ids), "sampling.", "bad_word_ids")
+    for word in options.bad_word_ids:
+        if len(word.ids) > MAX_BAD_WORD_TOKENS:
+            raise long_bad_word("sampling.bad_word_ids", len(word.ids))
+
+
+def _key(request: inference_pb2.GenerateRequest) -> RequestKey | None:
+    field = "idempotency_key"
+    name = check_key([request.idempotency_key] if request.idempotency_key else [], field)
+    if name is not None:
+        return RequestKey(request.tenant, name, message_fingerprint(request), field)
+    if request.resume_after and not request.resume_token_ids:
+        raise invalid(
+            "resume_after", "resume_after needs the idempotency_key of the first request, or resume_token_ids"
+        )
+    return None
+
+
+def _check_resume(request: inference_pb2.GenerateRequest, job: GenerateJob) -> None:
+    limit = 0 if job.beam is not None else job.sampling.max_tokens
+    if request.resume_after > limit:
+        raise invalid("resume_after", f"resume_after must be at most {limit}, not {request.resume_after}")
+    num_tokens = len(request.resume_token_ids)
+    if not num_tokens:
+        return
+    if num_tokens != request.resume_after:
+        raise invalid("resume_after", f"resume_after is {request.resume_after}, and resume_token_ids are {num_tokens}")
+    has_seed = request.sampling.HasField("seed") or request.idempotency_key
+    if job.sampling.temperature and not has_seed:
+        raise invalid("resume_token_ids", "resume_token_ids need the seed or the idempotency_key of the first request")
+
+
+async def _skip(generation: Generation, resume_after: int, resume_token_ids: list[int]) -> None:
+    """Go behind what the client has."""
+    try:
+        tokens = await generation.skip(resume_after)
+    except NotThere:
+        message = f"resume_after: this answer has ended by {resume_after} tokens"
+        raise invalid("resume_after", message) from None
+    if resume_token_ids and tokens != resume_token_ids:
+        raise invalid("resume_token_ids", "resume_token_ids: this answer begins with others", code="cannot_resume")
+
+
+def _response(generation: Generation, text: str, request_id: str) -> inference_pb2.GenerateResponse:
+    response = inference_pb2.GenerateResponse(
+        request_id=request_id,
+        token_ids=generation.token_ids,
+        text=text,
+        logprobs=map(_token_logprob, generation.scored),
+        position=generation.text_stream.num_tokens - len(generation.token_ids),
+    )
+    if generation.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED:
+        response.finish_reason = generation.finish_reason
+        response.usage.prompt_tokens = len(generation.job.prompt_ids)
+        response.usage.completion_tokens = generation.num_tokens
+        response.usage.cached_tokens = generation.cached_tokens or 0
+    for i, found in enumerate(generation.hypotheses):
+        if not i:
+            response.token_ids[:], response.text = found.token_ids, found.text
+        response.hypotheses.add(
+            token_ids=found.token_ids, text=found.text, score=found.score, finish_reason=found.finish_reason
+        )
+    return response
+
+
+def _token_logprob(token: ScoredToken) -> inference_pb2.TokenLogprob:
+    return inference_pb2.TokenLogprob(
+        logprob=token.logprob,
+        top_token_ids=[other for other, _ in token.top],
+        top_logprobs=[logprob for _, logprob in token.top],
+        rank=token.rank,
+    )
+
+
+def _messages(chat: inference_pb2.ChatMessages) -> list[dict[str, str]]:
+    if not chat.messages:
+        raise invalid("messages", "messages: must not be empty")
+    for index, message in enumerate(chat.messages):
+        if message.role not in _ROLES:
+            role = message.role[:40]
+            roles = "system, developer, user or assistant"
+            raise invalid(f"messages.{index}.role", f"role must be {roles}, not {role!r}")
+    # `developer` is OpenAI's newer name for `system`, which templates know.
+    roles_of = [("system" if message.role == "developer" else message.role, message) for message in chat.messages]
+    return [{"role": role, "content": message.content} for role, message in roles_of]
+
+
+def _choices(options: inference_pb2.SamplingOptions) -> SamplingChoices:
+    given = {field.name: value for field, value in options.ListFields() if field.name in _PLAIN}
+    return SamplingChoices(
+        **given,
+        ignore_eos=options.ignore_eos,
+        stop=list(options.stop),
+        stop_token_ids=list(options.stop_token_ids),
+        logit_bias=dict(options.logit_bias) or None,
+        bad_words=[*options.bad_words, *(list(word.ids) for word in options.bad_word_ids)],
+        allowed_token_ids=list(options.allowed_token_ids) or None,
+    )
+
+
+def _structure(options: inference_pb2.SamplingOptions) -> Structure | None:
+    given = [field.name for field, _ in options.ListFields() if field.name in (*_FORMS, "choice")]
+    field = f"sampling.{given[-1]}" if given else ""
+    match given:
+        case []:
+            return None
+        case ["json_schema"]:
+            return from_schema(field, options.json_schema)
+        case ["choice"]:
+            return from_choices(field, options.choice)
+        case ["regex"]:
+            return Structure(field, "regex", options.regex)
+        case ["grammar"]:
+            return Structure(field, "grammar", options.grammar)
+    raise invalid(field, f"{' and '.join(given)} exclude each other")
+
+
+def _beam(options: inference_pb2.BeamOptions, choices: SamplingChoices) -> inference_pb2.BeamOptions:
+    width, num_return = options.width, options.num_return or 1
+    if not 1 <= num_return <= width <= MAX_SAMPLES:
+        name, limit = ("num_return", width) if 1 <= width <= MAX_SAMPLES else ("width", MAX_SAMPLES)
+        raise invalid(f"beam.{name}", f"beam.{name} must be between 1 and {limit}, not {getattr(options, name)}")
+    penalty = options.length_penalty if options.HasField("length_penalty") else 1.0
+    early_stopping = EARLY_STOPPING.get(options.early_stopping, "unknown")
+    return check_beam(choices, width, num_return, penalty, early_stopping)
+
+
+async def _abort(context: _Context, error: ApiError) -> NoReturn:
+    error.__traceback__ = error.__context__ = None  # their frames hold the request
+    trailers = []
+    if error.param:
+        trailers.append(("field", error.param))
+    if error.retry_after_s is not None:
+        trailers.append(("retry-after-s", f"{error.retry_after_s:g}"))
+    message = error.message
+    if error.param and error.param not in message:
+        message = f"{error.param}: {message}"
+    await context.abort(error.grpc_code, message, tuple(trailers))
+    raise AssertionError("abort raises")

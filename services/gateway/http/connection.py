@@ -1,0 +1,432 @@
+"""One HTTP connection: uvicorn's protocol with bounds, our error shape even for what is not HTTP, and a doorkeeper."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import httptools
+import orjson
+import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle as Cycle
+
+from services.gateway.errors import ApiError
+from services.gateway.http.listener import Clients, has_gone
+from services.gateway.http.stalled import Reader
+
+# Request line and headers together.
+_MAX_HEAD_BYTES = 64 * 1024
+# How long what a client still sends after our answer is read and dropped: a close with unread data would tear the
+# answer away.
+_REFUSAL_LINGER_S = 1.0
+_BODY_LINGER_S = 5.0
+# After a read of so many bytes that are dropped, the next one waits so long: at least 25 MB/s, at most 128.
+_LARGE_READ_BYTES, _DROP_PAUSE_S = 64 * 1024, 0.002
+# How long the rest of a request that was turned away may take, on a connection that is used on.
+_SKIP_TIMEOUT_S = 60.0
+# Requests that may come behind the one that is served.
+_MAX_PIPELINED = 64
+# The headers that say where a body ends.
+_FRAMING = (b"content-length", b"transfer-encoding")
+# In the scope of a request: its Peer.
+PEER = "paceline.peer"
+# If the doorkeeper gave one: its Entry.
+ENTRY = "paceline.entry"
+
+
+class TurnedAway(NamedTuple):
+    """A request that gets no more than this."""
+
+    error: ApiError
+    request_id: str
+
+
+class Entry:
+    """A request that was let in, until it has been submitted or has failed."""
+
+    __slots__ = ("_on_end",)
+
+    def __init__(self, on_end: Callable[[], object]) -> None:
+        self._on_end: Callable[[], object] | None = on_end
+
+    def end(self) -> None:
+        """Safe to call again."""
+        if self._on_end is not None:
+            self._on_end()
+            self._on_end = None
+
+
+# By the target and the headers (names in lower case) of a POST whose body is not read yet.
+DoorKeeper = Callable[[bytes, Sequence[tuple[bytes, bytes]]], TurnedAway | Entry | None]
+
+
+class Peer:
+    """The other end of a connection."""
+
+    __slots__ = ("_sock", "_transport")
+
+    def __init__(self, sock: socket.socket, transport: asyncio.Transport) -> None:
+        self._sock = sock
+        self._transport = transport
+
+    def has_gone(self) -> bool:
+        """Even before the event loop has noticed."""
+        return has_gone(self._sock)
+
+    def drop(self) -> None:
+        """There is nobody to answer: close at once."""
+        self._transport.abort()
+
+
+class _CloseAfterBody:
+    """The transport of an exchange on a connection that ends with it, while its request may still be arriving."""
+
+    def __init__(self, protocol: Connection) -> None:
+        self._protocol = protocol
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._protocol.transport, name)
+
+    def close(self) -> None:
+        # With requests behind this one there may be more that is not read yet.
+        if self._protocol.body_is_here and not self._protocol.pipeline and not self._protocol.is_full:
+            self._protocol.transport.close()
+        else:
+            self._protocol.refuse(_BODY_LINGER_S)
+
+
+class _Flow(FlowControl):
+    """Reads no further while more than one request waits behind the one that is served, whoever asks for it."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection.transport)
+        self._connection = connection
+
+    def resume_reading(self) -> None:
+        if len(self._connection.pipeline) <= 1:
+            super().resume_reading()
+
+
+class Config(uvicorn.Config):
+    """With what uvicorn has not."""
+
+    closing = False  # no connection outlives the answer to its next request
+    max_connections: int
+    clients: Clients
+    head_timeout_s: float
+    doorkeeper: DoorKeeper
+
+
+class Connection(HttpToolsProtocol):
+    """Bounds the head of a request in size and time, and the number of connections; answers what cannot be parsed in
+    OpenAI's error shape, and who is turned away without any of what a request has else (a task, a queue, layers)."""
+
+    config: Config
+    _head_bytes = 0
+    _head_timer: asyncio.TimerHandle | None = None
+    _refused = False
+    # Of a request that is turned away the rest is dropped.
+    _skipping = False
+    _skip_timer: asyncio.TimerHandle | None = None
+    _has_begun = False  # a request, in what has just come
+    _last = False
+    _entry: Entry | None = None
+    _served: Cycle | None = None  # uvicorn's own `cycle` is the newest, which may wait in the pipeline
+    body_is_here = False
+    _heeds_heads = True
+    is_full = False  # of requests: what comes behind the newest is dropped
+
+    def __init__(self, sock: socket.socket, client: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._sock = sock
+        self._client = client
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = _Flow(self)
+        self._peer = Peer(self._sock, transport)
+        self._reader = Reader(self._sock, transport)
+        if len(self.connections) > self.config.max_connections and not self._make_room():
+            message = f"the server has {self.config.max_connections} connections, and takes no more"
+            self._answer(b"503 Service Unavailable", ApiError(503, message, code="too_many_connections"))
+        else:
+            self._expect_head()
+
+    def _make_room(self) -> bool:
+        """Close a connection that waits for a request, of the client that has the most; False if there is none, or if
+        this client has as many."""
+        client = self.config.clients.largest(but=self._client)
+        for other in self.connections:
+            assert isinstance(other, Connection)
+            if other._client == client and not other.transport.is_closing() and other.awaits_request:
+                other.transport.abort()
+                return True
+        return False
+
+    @property
+    def awaits_request(self) -> bool:
+        """No request is here as a whole."""
+        return not self._is_answering or not self.body_is_here
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.config.clients.leave(self._client)
+        self._head_is_here()
+        self._skip_ends()
+        self._entry_ends()
+        # uvicorn tells the newest one alone.
+        for cycle in [self._served, *(cycle for cycle, _ in self.pipeline)]:
+            if cycle is not None:
+                _end(cycle)
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # which uvicorn does of those that end well
+
+    def look(self) -> None:
+        """To be called now and then: closes what nobody reads, or what has gone unseen, as nothing is read of it."""
+        self._reader.look()
+        if self.flow.read_paused and self._peer.has_gone():
+            self._peer.drop()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused or (self.is_full and self.body_is_here):
+            self._drop(len(data))
+            return
+        # uvicorn would stop it for whatever comes, and begin it again for an answer only.
+        rest_timer, self.timeout_keep_alive_task, self._has_begun = self.timeout_keep_alive_task, None, False
+        self._parse(data)
+        if rest_timer is not None:
+            if self._has_begun or self.timeout_keep_alive_task is not None:
+                rest_timer.cancel()
+            else:
+                self.timeout_keep_alive_task = rest_timer
+        if self._last and not self._refused:
+            self.refuse(_BODY_LINGER_S)
+        elif self._skipping and not self.body_is_here:
+            self._drop(len(data))
+            if self._skip_timer is None:
+                self._skip_timer = self.loop.call_later(_SKIP_TIMEOUT_S, self.transport.close)
+
+    def _drop(self, num_bytes: int) -> None:
+        """Of data that is dropped, read little at a time: a fast sender would have the event loop to itself."""
+        if num_bytes >= _LARGE_READ_BYTES and not self.transport.is_closing():
+            self.flow.pause_reading()
+            self.loop.call_later(_DROP_PAUSE_S, self._read_on)
+
+    def _read_on(self) -> None:
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+
+    def _parse(self, data: bytes) -> None:
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = self._parse_to_offer(rest)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _parse_to_offer(self, data: memoryview) -> memoryview:
+        """Who offers another protocol ("Upgrade: h2c", as Java's HttpClient does) is served as if he did not (RFC 9110
+        §7.8). To the parser that is the end of all HTTP: returns what is left, for a new one that reads on there."""
+        try:
+            self.parser.feed_data(data)
+            return data[:0]
+        except httptools.HttpParserUpgrade as offer:
+            length: int = offer.args[0]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        # A head that says the same of the body.
+        framing = [b"%s: %s\r\n" % (name, value) for name, value in self.headers if name in _FRAMING]
+        self._heeds_heads = False
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(framing))
+        self._heeds_heads = True
+        return data[length:]
+
+    def on_message_begin(self) -> None:
+        if not self._heeds_heads:
+            return
+        self._head_bytes = 0
+        self._has_begun = True
+        self._skipping = False
+        self._unset_keepalive_if_required()
+        if self._head_timer is None:  # not the first request of this connection
+            self._expect_head()
+        super().on_message_begin()
+        self.scope[PEER] = self._peer  # type: ignore[literal-required]
+
+    def on_url(self, url: bytes) -> None:
+        if not self._heeds_heads:
+            return
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._heeds_heads:
+            return
+        self._count(len(name) + len(value) + len(b": \r\n"))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if not self._heeds_heads:
+            return
+        self._has_begun = True  # also if its first bytes came before the answer after which the connection rests
+        self._head_is_here()
+        if self.is_full:
+            self._skipping = True
+            return
+        self.body_is_here = False
+        if self._last or self._turn_away():
+            self._skipping = True
+            return
+        super().on_headers_complete()
+        if self.cycle is not None and self.config.closing:
+            self.cycle.keep_alive = False
+        if self.cycle is not None and not self.cycle.keep_alive:
+            self.cycle.transport = _CloseAfterBody(self)  # type: ignore[assignment]
+        if len(self.pipeline) >= _MAX_PIPELINED:  # this one is still served, and then the connection ends
+            self.is_full = True
+            self.cycle.keep_alive = False
+            self.cycle.transport = _CloseAfterBody(self)  # type: ignore[assignment]
+        if self.pipeline:
+            self.flow.resume_reading()  # uvicorn would not; but who does not read does not see who has gone
+
+    def _start_asgi_task(self, cycle: Cycle, app: Any) -> None:
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_body(self, body: bytes) -> None:
+        if not self._skipping:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # its body is still to come
+        self.body_is_here = True
+        if not self._skipping:
+            super().on_message_complete()
+            return
+        self._skip_ends()
+        if self.is_full:
+            return
+        if not self._last:
+            later = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+            self.timeout_keep_alive_task = later
+        elif not self._refused:
+            self._refused = True
+            self.transport.close()
+
+    def on_response_complete(self) -> None:
+        self._entry_ends()
+        assert self._served is not None
+        self._served.body = bytearray()  # what was not read of it; the next request may be long in coming
+        super().on_response_complete()
+
+    def _entry_ends(self) -> None:
+        """Whatever has become of its request."""
+        if self._entry is not None:
+            self._entry.end()
+            self._entry = None
+
+    def _turn_away(self) -> bool:
+        """Answer a request for which there is no room, at its head; False if it is to be served."""
+        # With the request before it, or with answers that are not read: in what a request has else there is a brake.
+        busy = self.flow.write_paused or self._is_answering
+        if busy or self.expect_100_continue or self.parser.get_method() != b"POST":
+            return False
+        verdict = self.config.doorkeeper(self.url, self.headers)
+        if not isinstance(verdict, TurnedAway):
+            if verdict is not None:
+                self._entry = self.scope[ENTRY] = verdict  # type: ignore[literal-required]
+            return False
+        error, request_id = verdict
+        http_version = self.parser.get_http_version()
+        self._last = self.config.closing or http_version == "1.0" or not self.parser.should_keep_alive()
+        headers = [("x-request-id", request_id), *error.headers.items()]
+        if self._last:
+            headers.append(("connection", "close"))
+        self._write(b"429 Too Many Requests", error, headers)
+        return True
+
+    def _skip_ends(self) -> None:
+        if self._skip_timer is not None:
+            self._skip_timer.cancel()
+            self._skip_timer = None
+
+    def send_400_response(self, msg: str) -> None:
+        too_large = self._head_bytes > _MAX_HEAD_BYTES
+        status = b"431 Request Header Fields Too Large" if too_large else b"400 Bad Request"
+        message = f"the request line and headers are larger than {_MAX_HEAD_BYTES} bytes" if too_large else msg
+        error = ApiError(431 if too_large else 400, message, code="invalid_http")
+        self._answer(status, error)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._served is not None and not self._served.response_complete
+
+    def _answer(self, status: bytes, error: ApiError) -> None:
+        if self.is_full and self.body_is_here:
+            return
+        if self._is_answering:
+            assert self._served is not None
+            if self.pipeline or self._served.response_started:  # it would stand in the middle of that answer, or be it
+                self.transport.close()
+                return
+            _end(self._served)  # this is its answer
+        self._write(status, error, [("connection", "close")])
+        self.refuse(_REFUSAL_LINGER_S)
+
+    def _write(self, status: bytes, error: ApiError, headers: Sequence[tuple[str, str]]) -> None:
+        self.transport.write(whole_answer(status, error, headers))
+
+    def _expect_head(self) -> None:
+        self._head_timer = self.loop.call_later(self.config.head_timeout_s, self._head_is_late)
+
+    def _head_is_here(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self._is_answering:
+            self._expect_head()
+            return
+        if not self._head_bytes:  # nothing was asked
+            self.transport.close()
+            return
+        message = f"the headers did not arrive within {self.config.head_timeout_s:g} s"
+        self._answer(b"408 Request Timeout", ApiError(408, message, code="request_timeout"))
+
+    def refuse(self, linger_s: float) -> None:
+        """Close, but for the client's side, whose data is dropped for a while."""
+        self._refused = True
+        self._head_is_here()  # nobody waits for it any more
+        self.pipeline.clear()  # none of it is begun
+        self.flow.resume_reading()  # to drop it
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(linger_s, self.transport.close)
+
+    def _count(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        if self._head_bytes > _MAX_HEAD_BYTES:
+            # The parser turns it into its own error, which ends in send_400_response.
+            raise ValueError("the head is too large")
+
+
+def whole_answer(status: bytes, error: ApiError, headers: Sequence[tuple[str, str]]) -> bytes:
+    """An error as it is written to a connection."""
+    body = orjson.dumps(error.body())
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers]).encode()
+    head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n"
+    return head % (status, len(body), lines) + body
+
+
+def _end(cycle: Cycle) -> None:
+    """As if its client had gone: whoever waits for more of it hears of it, and what is sent is dropped."""
+    if not cycle.response_complete:
+        cycle.disconnected = True
+        cycle.waiting_for_100_continue = False
+        cycle.message_event.set()

@@ -1,0 +1,180 @@
+"""uvicorn inside our event loop: our sockets, our signals, our connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from services.gateway.errors import ApiError
+from services.gateway.http.connection import Config, Connection, DoorKeeper, whole_answer
+from services.gateway.http.listener import Clients, Listener
+from services.gateway.http.stalled import LOOKS
+
+# How long a connection may rest between two requests. What is no beginning of one (the rest of a body whose request is
+# answered, an empty line) does not begin it anew.
+_REST_TIMEOUT_S = 75
+_BACKLOG = 4096
+# Open files that are no HTTP connections.
+_RESERVED_FILES = 256
+# Of the default for one client: few connections in all are for tests and small machines, not for many clients.
+_LEAST_PER_CLIENT = 64
+
+
+class _Server(uvicorn.Server):
+    """Takes connections in with our listener, and leaves the process's signals alone: the service's runner owns
+    them."""
+
+    listener: Listener
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        self.listener.start(_BACKLOG)
+        self.servers = [self.listener]  # type: ignore[list-item]
+        self.started = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """Serves an ASGI app until `stop`.
+
+    A connection whose request's head is not there `head_timeout_s` after it began (or after the connection was made) is
+    closed; so is one whose client reads nothing of its answer for `send_timeout_s`, while `watch` runs.
+
+    A client may have `max_per_client` connections (default: half of `max_connections`); one more gets 429. If there are
+    `max_connections`, or as many as files may be open, a new connection replaces one that waits for a request,
+    of the client that has the most; if its own client has as many, it gets 503. `costly`, `on_gone`: see Listener.
+
+    Whom the `doorkeeper` turns away has its answer before anything else is done for it.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        *,
+        max_connections: int = 16384,
+        max_per_client: int | None = None,
+        head_timeout_s: float = 30.0,
+        send_timeout_s: float = 60.0,
+        costly: tuple[bytes, ...] = (),
+        on_gone: Callable[[], None] = lambda: None,
+        doorkeeper: DoorKeeper = lambda target, headers: None,
+    ) -> None:
+        config = self._config = Config(
+            app,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            date_header=False,
+            timeout_keep_alive=_REST_TIMEOUT_S,
+            timeout_graceful_shutdown=1,
+        )
+        config.head_timeout_s = head_timeout_s
+        open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if open_files != resource.RLIM_INFINITY:
+            max_connections = min(max_connections, max(1, open_files - _RESERVED_FILES))
+        config.max_connections = max_connections
+        config.clients = Clients(max_per_client or max(max_connections // 2, _LEAST_PER_CLIENT))
+        config.doorkeeper = doorkeeper
+        self._server = _Server(config)
+        self._host, self._port, self._send_timeout_s = host, port, send_timeout_s
+        self._costly, self._on_gone = costly, on_gone
+        self._task: asyncio.Task[Any] | None = None
+
+    @property
+    def num_running(self) -> int:
+        """Requests whose answers have not ended."""
+        return len(self._server.server_state.tasks)
+
+    @property
+    def num_connections(self) -> int:
+        """Open ones, with or without a request."""
+        return len(self._server.server_state.connections)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether anything that was answered waits to be read by its client."""
+        return any(connection.transport.get_write_buffer_size() for connection in self._server.server_state.connections)
+
+    async def start(self) -> int:
+        """Listen; returns the port really bound. Raises OSError if it is taken."""
+        sock = _bind(self._host, self._port)
+        clients = self._config.clients
+        message = f"your address has {clients.most} connections, and may have no more (--max-connections-per-client)"
+        self._server.listener = Listener(
+            sock,
+            self._protocol,
+            clients,
+            refusal=whole_answer(
+                b"429 Too Many Requests",
+                ApiError(429, message, code="too_many_connections"),
+                [("connection", "close")],
+            ),
+            costly=self._costly,
+            on_gone=self._on_gone,
+        )
+        self._task = asyncio.create_task(self._server.serve())
+        while not self._server.started:
+            if self._task.done():
+                self._task.result()
+                raise RuntimeError("the HTTP server ended while it started")
+            await asyncio.sleep(0.005)
+        port: int = sock.getsockname()[1]
+        return port
+
+    async def watch(self) -> NoReturn:
+        """Until it is cancelled."""
+        while True:
+            await asyncio.sleep(self._send_timeout_s / LOOKS)
+            for connection in tuple(self._server.server_state.connections):
+                assert isinstance(connection, Connection)
+                connection.look()
+
+    async def close_listener(self) -> None:
+        """From now on connections are refused, so that clients and balancers go elsewhere at once. Those that are open
+        already are served: each gets `connection: close` with its next answer."""
+        self._config.closing = True
+        listener = self._server.listener
+        listener.accept_all()
+        listener.close()
+        await listener.wait_closed()
+
+    def _protocol(self, sock: socket.socket, client: str) -> Connection:
+        server = self._server
+        return Connection(
+            sock, client, config=self._config, server_state=server.server_state, app_state=server.lifespan.state
+        )
+
+    async def stop(self) -> None:
+        """Close the listener; answers that still run get a second to end."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,332 @@
+"""ASGI responses that run generations: streamed or whole, and ended at once when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from paceline.v1 import common_pb2
+from services.gateway.engine.generation import Generation, NotThere
+from services.gateway.engine.logprobs import LogprobFormat, ScoredToken, echoed_logprobs, prompt_logprobs
+from services.gateway.engine.request_store import Reading
+from services.gateway.errors import ApiError
+from services.gateway.openai.event_ids import EventId, Place, Progress, cannot_resume
+from services.gateway.openai.format import DONE, Choice, Envelope, StreamFormat, error_event, usage
+from services.runtime.logs import get_logger
+
+_log = get_logger(__name__)
+
+# The server's own `send`, put into the scope by the outermost middleware: a chunk need not climb through all of them.
+RAW_SEND = "paceline.send"
+T = TypeVar("T")
+_RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
+
+
+class JsonResponse(Response):
+    """A body that is JSON already."""
+
+    media_type = "application/json"
+
+
+def error_response(error: ApiError) -> JsonResponse:
+    """An error as OpenAI shapes it."""
+    return JsonResponse(orjson.dumps(error.body()), error.status, error.headers)
+
+
+class ClientGone(Exception):
+    """The client has closed its connection: nobody reads the answer."""
+
+
+class _Answer(Response):
+    """Runs generations while it watches the connection. The request's body must have been read."""
+
+    def __init__(self, reading: Reading, envelope: Envelope) -> None:
+        self.background = None
+        self._reading = reading
+        self._generations = reading.generations
+        self._envelope = envelope
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            # A task of its own: else each of its steps, one per token, would climb through the stack of middleware.
+            await asyncio.create_task(self._run(scope, receive, send))
+        except ClientGone as gone:
+            _log.debug("client went away", id=self._envelope.id)
+            gone.__traceback__ = None  # its frames hold the generation, which holds it: prompt and all would stay
+        except ApiError as error:
+            await self._fail(error, scope, receive, send)
+            error.__traceback__ = None
+        finally:
+            watcher.cancel()
+            self._reading.close()
+
+    def _logprob_format(self, generation: Generation) -> LogprobFormat | None:
+        job = generation.job
+        if not job.logprobs:
+            return None
+        offset = len(job.echo.text) if job.echo is not None else 0
+        return LogprobFormat(self._envelope.kind == "chat", job.token_bytes, job.shown_bytes, offset)
+
+    def _first_sample(self, index: int) -> int:
+        """Of the prompt of this sample: the one that has asked for the prompt's log probabilities."""
+        while self._generations[index].job.sample:
+            index -= 1
+        return index
+
+    def _echo(self, index: int) -> tuple[str | None, dict[str, Any] | None]:
+        """The prompt's text if a choice begins with it, and its log probabilities if they are wanted; a token of its
+        first sample must be here."""
+        job = self._generations[index].job
+        if job.echo is None or not job.logprobs:
+            return job.echo.text if job.echo else None, None
+        tokens = self._generations[self._first_sample(index)].prompt_scored
+        shape = LogprobFormat(False, job.token_bytes, job.shown_bytes)
+        return job.echo.text, echoed_logprobs(shape, job.prompt_ids[0], tokens, job.echo)
+
+    def _run(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        raise NotImplementedError
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._reading.interrupt(ClientGone())
+        self._reading.close()
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        _log.debug("request failed", id=self._envelope.id, status=error.status, message=error.message)
+        if not self._started:
+            await error_response(error)(scope, receive, send)
+        else:
+            await send({"type": "http.response.body", "body": error_event(error.body()), "more_body": False})
+
+
+class WholeAnswer(_Answer):
+    """One JSON body when everything is done: of each prompt's samples the `keep` most likely ones."""
+
+    def __init__(self, reading: Reading, envelope: Envelope, *, keep: int = 1) -> None:
+        super().__init__(reading, envelope)
+        self._keep = keep
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        collected = await _together([self._collect(generation) for generation in self._generations])
+        choices = []
+        for i in self._best():
+            generation = self._generations[i]
+            echo, logprobs = self._echo(i)
+            if generation.job.beam is not None:
+                choices += [Choice((echo or "") + found.text, found.finish_reason) for found in generation.hypotheses]
+                continue
+            text, tokens = collected[i]
+            if (shape := self._logprob_format(generation)) is not None:
+                shaped = shape.shape(tokens)
+                logprobs = shaped if logprobs is None else {name: logprobs[name] + shaped[name] for name in shaped}
+            choices.append(Choice((echo or "") + text, generation.finish_reason, logprobs, self._prompt_logprobs(i)))
+        await JsonResponse(self._envelope.whole(choices, usage(self._generations)))(scope, receive, send)
+
+    def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None] | None:
+        generation = self._generations[self._first_sample(index)]
+        if not generation.job.prompt_logprobs:
+            return None
+        return prompt_logprobs(generation.prompt_scored, generation.job.token_bytes)
+
+    def _best(self) -> list[int]:
+        """Which samples to answer with, those of one prompt with the highest log probability per token first (as OpenAI
+        defines `best_of`)."""
+        best: list[int] = []
+        start = 0
+        for end in range(1, len(self._generations) + 1):
+            if end < len(self._generations) and self._generations[end].job.sample:
+                continue
+            samples = list(range(start, end))
+            if len(samples) > self._keep:
+                samples.sort(key=lambda i: -self._generations[i].mean_logprob)
+            best += samples[: self._keep]
+            start = end
+        return best
+
+    async def _collect(self, generation: Generation) -> tuple[str, list[ScoredToken]]:
+        """The text, and its tokens if the client wants their log probabilities."""
+        parts, tokens = [], []
+        while generation.finish_reason == _RUNNING:
+            parts.append(await generation.next())
+            tokens += generation.scored
+        return "".join(parts), tokens
+
+
+async def _not_yet(message: Message) -> None:
+    raise RuntimeError("the answer has not begun")
+
+
+class StreamAnswer(_Answer):
+    """Server-sent events. The status line waits for the first token, so a request that is refused gets a real
+    status.
+
+    `after`: the last event that the client has. What it has is generated, but not shown; if it turns out to be
+    something else, the answer is a 400.
+    """
+
+    def __init__(
+        self,
+        reading: Reading,
+        envelope: Envelope,
+        *,
+        include_usage: bool = False,
+        continuous_usage: bool = False,
+        after: EventId | None = None,
+    ) -> None:
+        super().__init__(reading, envelope)
+        generations = self._generations
+        self._format = StreamFormat(
+            envelope, generations, include_usage=include_usage, continuous_usage=continuous_usage
+        )
+        self._progress = Progress(envelope.created, len(generations))
+        self._scores = [self._logprob_format(generation) for generation in generations]
+        self._after = after
+        self._places = after.places if after is not None else (Place(),) * len(generations)
+        # Choices of which nothing was shown.
+        self._fresh = [place.tokens is None for place in self._places]
+        # Of which tokens are here.
+        self._has_begun = [asyncio.Event() for _ in generations]
+        # Events must leave in the order of their ids.
+        self._writing = asyncio.Lock()
+        self._send: Send = _not_yet
+        self._raw_send: Send = _not_yet
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send = send
+        self._raw_send = scope.get(RAW_SEND, send)
+        if self._after is not None:
+            await self._catch_up(self._after)
+        running = [i for i, place in enumerate(self._places) if not place.ended]
+        rest = b""
+        if len(running) == 1:
+            rest = self._with_id(running[0], await self._pump(running[0], alone=True), ended=True)
+        else:
+            await _together([self._pump_all(i) for i in running])
+        await self._emit(rest + self._end(), more_body=False)
+
+    async def _catch_up(self, after: EventId) -> None:
+        """Everything up to this event, unseen. Raises ApiError 400 if it is not what the client has."""
+        await _together([self._skip(i, place) for i, place in enumerate(after.places)])
+        if self._progress.checksum != after.checksum:
+            raise cannot_resume("what comes before it is not what this request generates")
+
+    async def _skip(self, index: int, place: Place) -> None:
+        generation, scores = self._generations[index], self._scores[index]
+        if place.tokens is None:
+            return
+        if place.ended:
+            while generation.finish_reason == _RUNNING:
+                await generation.next()
+                self._progress.read(index, generation.token_ids)
+        else:
+            try:
+                tokens = await generation.skip(place.tokens)
+            except NotThere:
+                raise cannot_resume(f"choice {index} has ended by {place.tokens} tokens") from None
+            self._progress.read(index, tokens)
+            if scores is not None:
+                scores.skip(tokens)
+        self._progress.line(index, ended=place.ended)
+        if place.tokens or place.ended:
+            self._has_begun[index].set()
+
+    async def _pump_all(self, index: int) -> None:
+        last = await self._pump(index, alone=False)
+        async with self._writing:
+            await self._emit(self._with_id(index, last, ended=True))
+
+    async def _pump(self, index: int, *, alone: bool) -> bytes:
+        """Stream one choice; returns its last event unsent. `alone`: no other one is streamed."""
+        generation, formatted, scores = self._generations[index], self._format, self._scores[index]
+        progress = self._progress
+        waiting: list[ScoredToken] = []  # whose text has not been shown
+
+        def logprobs() -> dict[str, Any] | None:
+            if scores is None:
+                return None
+            shaped = scores.shape(waiting)
+            waiting.clear()
+            return shaped
+
+        text = await generation.next()
+        while generation.finish_reason == _RUNNING:
+            progress.read(index, generation.token_ids)
+            waiting += generation.scored
+            if text or generation.token_ids:  # which may have none, for long: the client hears that it goes on
+                if not self._has_begun[index].is_set():
+                    await self._begin(index)
+                event = formatted.text(index, text, logprobs())
+                if alone and self._started:
+                    # Nearly every event. Past the middleware, which has seen the start of the answer.
+                    body = progress.line(index) + event
+                    await self._raw_send({"type": "http.response.body", "body": body, "more_body": True})
+                else:
+                    async with self._writing:
+                        await self._emit(self._with_id(index, event))
+            text = await generation.next()
+        if not self._has_begun[index].is_set():
+            await self._begin(index)
+        progress.read(index, generation.token_ids)
+        waiting += generation.scored
+        return formatted.last(index, text, logprobs())
+
+    async def _begin(self, index: int) -> None:
+        """Tokens of a choice are here. The first of a prompt's samples brings what the others may have to echo."""
+        self._has_begun[index].set()
+        if self._fresh[index] and self._generations[index].job.echo is not None:
+            await self._has_begun[self._first_sample(index)].wait()
+
+    def _with_id(self, index: int, event: bytes, *, ended: bool = False) -> bytes:
+        """A choice's event that shows all that was read of it; before its first one, whose message it is."""
+        beginning = b""
+        if self._fresh[index]:
+            self._fresh[index] = False
+            beginning = self._format.first(index, *self._echo(index))
+            if beginning:
+                beginning = self._progress.first_line(index) + beginning
+        return beginning + self._progress.line(index, ended=ended) + event
+
+    def _end(self) -> bytes:
+        total = self._format.total()
+        if total and (self._after is None or self._after.after != "u"):
+            total = self._progress.end_line("u") + total
+        else:
+            total = b""
+        return total + self._progress.end_line("d") + DONE
+
+    async def _emit(self, body: bytes, *, more_body: bool = True) -> None:
+        send = self._send
+        if not self._started:
+            self._started = True
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [
+                        (b"content-type", b"text/event-stream; charset=utf-8"),
+                        (b"cache-control", b"no-cache"),
+                        (b"x-accel-buffering", b"no"),
+                    ],
+                }
+            )
+        elif more_body:
+            send = self._raw_send
+        await send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+
+async def _together(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All of them at once; if one fails, the others are cancelled."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,154 @@
+"""The bytes we answer with. A stream's chunks differ only in a few places: the rest is formatted once per stream."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import orjson
+
+from paceline.v1.common_pb2 import FinishReason
+from services.gateway.engine.generation import Generation
+from services.gateway.engine.run import FINISH_NAMES
+
+Kind = Literal["completion", "chat"]
+DONE = b"data: [DONE]\n\n"
+
+
+def usage(generations: Sequence[Generation], num_tokens: int | None = None) -> dict[str, Any]:
+    """OpenAI's usage object over all choices; `num_tokens` of output are shown, if not all that are here.
+
+    `cached_tokens` is left out while it is not known: it is the scheduler that reports it, with a request's ending.
+    """
+    prompts = [g for g in generations if not g.job.sample] or generations  # samples of one prompt have it in common
+    prompt = sum(len(g.job.prompt_ids) for g in prompts)
+    completion = sum(g.num_tokens for g in generations) if num_tokens is None else num_tokens
+    value: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+    cached = [g.cached_tokens for g in prompts if g.cached_tokens is not None]
+    if len(cached) == len(prompts):
+        value["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
+    return value
+
+
+def new_answer_id(kind: Kind, name: str | None = None) -> str:
+    """What the client sees as the answer's `id`; made of `name`, or of random digits."""
+    return ("chatcmpl-" if kind == "chat" else "cmpl-") + (name or uuid.uuid4().hex)
+
+
+class Choice(NamedTuple):
+    """One of an answer's texts, and why it ended."""
+
+    text: str
+    finish_reason: FinishReason.ValueType
+    logprobs: dict[str, Any] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class Envelope:
+    """What all chunks of one answer share: id, time (Unix) and model."""
+
+    def __init__(self, kind: Kind, model: str, created_s: int, answer_id: str) -> None:
+        self.kind = kind
+        self.model = model
+        self.id = answer_id
+        self.created = created_s
+
+    def head(self, object_name: str) -> dict[str, Any]:
+        """The fields every body begins with."""
+        return {"id": self.id, "object": object_name, "created": self.created, "model": self.model}
+
+    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> bytes:
+        """The body of an answer that is not streamed."""
+        head = self.head("chat.completion" if self.kind == "chat" else "text_completion")
+        shaped = [self._choice(index, choice) for index, choice in enumerate(choices)]
+        body = {**head, "choices": shaped, "usage": usage}
+        if self.kind == "chat" and choices[0].prompt_logprobs is not None:  # where vLLM puts them
+            body["prompt_logprobs"] = choices[0].prompt_logprobs
+        return orjson.dumps(body)
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        if self.kind == "chat":
+            content: dict[str, Any] = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+        else:
+            content = {"text": choice.text}
+            if choice.prompt_logprobs is not None:
+                content["prompt_logprobs"] = choice.prompt_logprobs
+        reason = FINISH_NAMES[choice.finish_reason]
+        return {"index": index, **content, "logprobs": choice.logprobs, "finish_reason": reason}
+
+
+class StreamFormat:
+    """Formats the server-sent events of one answer."""
+
+    def __init__(
+        self, envelope: Envelope, generations: Sequence[Generation], *, include_usage: bool, continuous_usage: bool
+    ) -> None:
+        self._chat = envelope.kind == "chat"
+        self._generations = generations
+        self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
+        head = orjson.dumps(envelope.head("chat.completion.chunk" if self._chat else "text_completion"))
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        body = b'"delta":{"content":' if self._chat else b'"text":'
+        self._text_heads = [b'%s{"index":%d,%s' % (self._head, i, body) for i in range(len(generations))]
+        self._close = b"}" if self._chat else b""
+        self._text_middle = self._middle(None)
+        tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        self._plain_tail = self._text_middle + b"null}]" + tail
+        self._tail = tail
+
+    def first(self, index: int, echo: str | None, logprobs: dict[str, Any] | None) -> bytes:
+        """What precedes a choice's output: for a chat, whose message it is; for a completion, the prompt if it is to be
+        shown."""
+        tail = self._tail_of(index, num_tokens=0)
+        if self._chat:
+            delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+            return self._head + delta % index + tail
+        if echo is None:
+            return b""
+        return b"".join((self._text_heads[index], orjson.dumps(echo), self._middle(logprobs), b"null}]", tail))
+
+    def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
+        """New text of a choice."""
+        if self._continuous_usage or logprobs is not None:
+            middle = self._middle(logprobs)
+            return b"".join((self._text_heads[index], orjson.dumps(text), middle, b"null}]", self._tail_of(index)))
+        return b"".join((self._text_heads[index], orjson.dumps(text), self._plain_tail))
+
+    def last(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
+        """The rest of a choice's text, and why it ended."""
+        reason = FINISH_NAMES[self._generations[index].finish_reason]
+        return b"".join(
+            (
+                self._text_heads[index],
+                orjson.dumps(text),
+                self._middle(logprobs),
+                b'"%s"}]' % reason.encode(),
+                self._tail_of(index),
+            )
+        )
+
+    def total(self) -> bytes:
+        """After all choices: the usage, if it was asked for."""
+        if not self._include_usage:
+            return b""
+        return self._head + b'],"usage":' + orjson.dumps(usage(self._generations)) + b"}\n\n"
+
+    def _middle(self, logprobs: dict[str, Any] | None) -> bytes:
+        return self._close + b',"logprobs":' + orjson.dumps(logprobs) + b',"finish_reason":'
+
+    def _tail_of(self, index: int, num_tokens: int | None = None) -> bytes:
+        """The end of an event of this choice; with its usage so far, in so many tokens if not in all that are here."""
+        if not self._continuous_usage:
+            return self._tail
+        return b',"usage":' + orjson.dumps(usage([self._generations[index]], num_tokens)) + b"}\n\n"
+
+
+def error_event(body: dict[str, Any]) -> bytes:
+    """A failure after the stream has begun. No terminator follows: the answer is not complete."""
+    return b"data: " + orjson.dumps(body) + b"\n\n"

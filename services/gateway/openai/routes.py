@@ -1,0 +1,413 @@
+"""The HTTP front: OpenAI's paths, health, metrics. Every error has OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from services.gateway.admission.turnstile import Gone
+from services.gateway.engine.idempotency import IDEMPOTENCY_KEY, RequestKey, check_key
+from services.gateway.engine.logprobs import Echo
+from services.gateway.engine.request import GenerateJob, RequestBuilder, check_copies, check_samples
+from services.gateway.engine.sampling import FieldNames
+from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, invalid
+from services.gateway.http.body import HeldBody, read_body
+from services.gateway.http.connection import ENTRY, PEER
+from services.gateway.openai import schema
+from services.gateway.openai.answer import JsonResponse, StreamAnswer, WholeAnswer, error_response
+from services.gateway.openai.body_parser import is_small
+from services.gateway.openai.event_ids import LAST_EVENT_ID, EventId, cannot_resume, parse_event_id
+from services.gateway.openai.format import Envelope, Kind, new_answer_id
+from services.gateway.openai.front import Front, Handler, internal_error
+from services.gateway.openai.state import Gateway
+from services.gateway.openai.values import NOT_FOR_CHATS
+
+COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
+_PROMPT = FieldNames(prompt="prompt")
+_CHAT = FieldNames(prompt="messages", num_logprobs="top_logprobs")
+# Of all choices of an answer, which is some 70 bytes each.
+MAX_PROMPT_LOGPROBS = 2**16
+MAX_ECHO_CHARS = 2**22  # of an answer
+_COMPLETION_MAX_TOKENS = 16
+
+
+def create_app(gateway: Gateway) -> Front:
+    """The ASGI application."""
+    app = FastAPI(title="Paceline", version=version("paceline"), redirect_slashes=False)
+    _add_error_handlers(app)
+    health = _add_state_routes(app, gateway)
+    _add_model_routes(app, gateway)
+    _add_token_routes(app, gateway)
+    completions, chat_completions = _add_generation_routes(app, gateway)
+    return Front(
+        app,
+        {
+            ("GET", "/health"): health,
+            ("POST", COMPLETIONS): completions,
+            ("POST", CHAT_COMPLETIONS): chat_completions,
+        },
+    )
+
+
+def _json(value: Any, status: int = 200) -> JsonResponse:
+    return JsonResponse(orjson.dumps(value), status)
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def api_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error_response(error)
+
+    async def http_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        codes = {404: "not_found", 405: "method_not_allowed"}
+        response = error_response(ApiError(error.status_code, error.detail, code=codes.get(error.status_code)))
+        for name, value in (error.headers or {}).items():
+            response.headers[name] = value
+        return response
+
+    async def validation_error(_: Request, error: Exception) -> Response:
+        return error_response(invalid(None, str(error)))
+
+    async def client_gone(_: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    async def bug(_: Request, error: Exception) -> Response:
+        return internal_error()
+
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(RequestValidationError, validation_error)
+    app.add_exception_handler(ClientDisconnect, client_gone)
+    app.add_exception_handler(Gone, client_gone)
+    app.add_exception_handler(Exception, bug)
+
+
+def _add_state_routes(app: FastAPI, gateway: Gateway) -> Handler:
+    # The lower decorator serves both methods. The upper one is for /openapi.json, where a route of two methods would
+    # give both the same operation id.
+    @app.get("/health", response_class=JsonResponse)
+    @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
+    async def health(request: Request) -> Response:
+        """200 as long as the process serves, with or without a scheduler."""
+        return _json({"status": "ok"})
+
+    @app.get("/ready", response_class=JsonResponse)
+    @app.api_route("/ready", methods=["GET", "HEAD"], include_in_schema=False)
+    async def ready() -> Response:
+        """200 if a request would be served now, else 503 with the reason."""
+        status = gateway.session.status
+        workers = status.num_workers if status is not None else 0
+        if gateway.ready:
+            return _json({"status": "ready", "workers": workers})
+        if gateway.draining:
+            reason = "draining"
+        elif not gateway.session.connected:
+            reason = "no connection to the scheduler"
+        elif gateway.session.mismatch:
+            reason = gateway.session.mismatch
+        else:
+            reason = "no worker is attached" if workers == 0 else "the scheduler is not ready"
+        return _json({"status": "not ready", "reason": reason, "workers": workers}, 503)
+
+    @app.get("/metrics")
+    @app.api_route("/metrics", methods=["GET", "HEAD"], include_in_schema=False)
+    async def exposition() -> Response:
+        """Prometheus."""
+        metrics, requests = gateway.metrics, gateway.requests
+        metrics.scheduler_ready = gateway.session.ready
+        metrics.detached_requests, metrics.kept_answers = requests.num_waiting, requests.num_finished
+        metrics.taken_up = requests.num_taken_up
+        return Response(metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @app.get("/version")
+    async def server_version() -> Response:
+        """This server's version."""
+        return _json({"version": version("paceline")})
+
+    return health
+
+
+def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
+    created = int(time.time())
+
+    def card() -> dict[str, Any]:
+        return {
+            "id": gateway.model_name,
+            "object": "model",
+            "created": created,
+            "owned_by": "paceline",
+            "max_model_len": gateway.builder.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The one model that is served."""
+        return _json({"object": "list", "data": [card()]})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> Response:
+        """One model."""
+        gateway.check_model(model_id or "(no name)")
+        return _json(card())
+
+
+async def _parsed(
+    cls: type[schema.R], gateway: Gateway, request: Request, held: HeldBody, *, new: bool = False, kind: str = ""
+) -> tuple[schema.R, bytes]:
+    """Read at once, and parsed when it is the request's turn; with a `kind`, the fingerprint of its fields as well.
+
+    Raises as read_body, Gateway.turn and BodyParser.parse.
+    """
+    body = await read_body(request, held, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
+    gone = request.scope[PEER].has_gone
+    await gateway.turn(gone, num_bytes=len(body) if is_small(body) else 0, new=new)
+    return await gateway.parser.parse(cls, body, gateway.builder.max_model_len, kind=kind, gone=gone)
+
+
+def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
+    builder = gateway.builder
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a prompt or a chat."""
+        with gateway.held_body() as held:
+            body, _ = await _parsed(schema.TokenizeRequest, gateway, request, held)
+            ids = await token_ids(body, request.scope[PEER].has_gone)
+        return _json({"count": len(ids), "max_model_len": builder.max_model_len, "tokens": ids})
+
+    async def token_ids(body: schema.TokenizeRequest, gone: Callable[[], bool]) -> list[int]:
+        gateway.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("prompt", "give either prompt or messages")
+        if body.prompt is not None:
+            add = body.add_special_tokens is not False
+            return await builder.encode_text(body.prompt, _PROMPT, add_special_tokens=add, gone=gone)
+        if body.add_special_tokens:
+            raise invalid("add_special_tokens", f"add_special_tokens: {NOT_FOR_CHATS}")
+        messages = [message.for_template() for message in body.messages or []]
+        add = body.add_generation_prompt is not False
+        return await builder.encode_chat(messages, _CHAT, add_generation_prompt=add, gone=gone)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        """Text of token ids."""
+        with gateway.held_body() as held:
+            body, _ = await _parsed(schema.DetokenizeRequest, gateway, request, held)
+            gateway.check_model(body.model)
+            ids = builder.check_token_ids(body.tokens, "tokens")
+            text = await builder.decode(ids, skip_special_tokens=False, gone=request.scope[PEER].has_gone)
+        return _json({"prompt": text})
+
+
+def _add_generation_routes(app: FastAPI, gateway: Gateway) -> tuple[Handler, Handler]:
+    @app.post(COMPLETIONS)
+    async def completions(request: Request) -> Response:
+        """Continue a prompt, or several."""
+        return await _answer(gateway, request, "completion", schema.CompletionRequest, _completion_jobs)
+
+    @app.post(CHAT_COMPLETIONS)
+    async def chat_completions(request: Request) -> Response:
+        """Answer a chat."""
+        return await _answer(gateway, request, "chat", schema.ChatRequest, _chat_jobs)
+
+    return completions, chat_completions
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is known of a request beside its body. `arrival_s` is on time.perf_counter's clock."""
+
+    request_id: str
+    answer_id: str
+    arrival_s: float
+    key: RequestKey | None
+    gone: Callable[[], bool]
+
+
+_R = TypeVar("_R", bound=schema.SamplingFields)
+_MakeJobs = Callable[[Gateway, _R, _Asked], Awaitable[list[GenerateJob]]]
+
+
+async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R], make_jobs: _MakeJobs[_R]) -> Response:
+    arrival_s, gone = time.perf_counter(), request.scope[PEER].has_gone
+    try:
+        name = check_key(request.headers.getlist(IDEMPOTENCY_KEY), IDEMPOTENCY_KEY)
+        resumed = bool(request.headers.get(LAST_EVENT_ID))
+        new = name is None and not resumed  # else it may run already
+        if new:
+            gateway.check_room()
+        with gateway.held_body() as held:
+            keyed_kind = kind if name is not None else ""
+            parsed, fingerprint = await _parsed(cls, gateway, request, held, new=new, kind=keyed_kind)
+            gateway.check_model(parsed.model)
+            key = None
+            if name is not None:
+                key = RequestKey(parsed.terms().tenant, name, fingerprint, IDEMPOTENCY_KEY)
+                if not resumed:
+                    gateway.check_room(key)
+            answer_id = new_answer_id(kind, key.answer_id if key is not None else None)
+            asked = _Asked(request.scope["state"]["request_id"], answer_id, arrival_s, key, gone)
+            jobs = await make_jobs(gateway, parsed, asked)
+        after = _last_event(request, parsed, jobs, key)
+        if after is not None and after.after == "d":
+            return Response(status_code=204)  # which tells an EventSource that this was all
+        reading = gateway.open(jobs, key)
+    except ApiError as error:
+        gateway.refused(kind, request.scope["state"]["request_id"], error)
+        raise
+    except Gone:
+        gateway.count_gone()
+        raise
+    finally:
+        if (entry := request.scope.get(ENTRY)) is not None:
+            entry.end()
+    created_s = after.created_s if after is not None else reading.created_s
+    envelope = Envelope(kind, parsed.model or gateway.model_name, created_s, answer_id)
+    if not parsed.stream:
+        return WholeAnswer(reading, envelope, keep=parsed.n or 1)
+    options = parsed.stream_options or schema.StreamOptions()
+    return StreamAnswer(
+        reading,
+        envelope,
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+        after=after,
+    )
+
+
+def _last_event(
+    request: Request, body: schema.SamplingFields, jobs: Sequence[GenerateJob], key: RequestKey | None
+) -> EventId | None:
+    """The last event that a client has which comes back. Raises ApiError 400."""
+    text = request.headers.get(LAST_EVENT_ID)
+    if not text:
+        return None
+    if not body.stream:
+        raise cannot_resume("only a stream has events, and this request has no stream: true")
+    # Of a prompt that stands alone nothing is drawn, and no token of output shown.
+    shown = [0 if job.echo is not None and job.echo.alone else job.sampling.max_tokens for job in jobs]
+    draws = any(job.sampling.temperature > 0 and limit for job, limit in zip(jobs, shown, strict=True))
+    if key is None and body.seed is None and draws:
+        raise cannot_resume(
+            f"without an {IDEMPOTENCY_KEY} from the first request on, only what is greedy or has a seed can be resumed"
+        )
+    has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    return parse_event_id(text, shown, has_usage=has_usage)
+
+
+async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, asked: _Asked) -> list[GenerateJob]:
+    builder = gateway.builder
+    prompts: Sequence[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    _, best_of = check_samples(body.n, body.best_of, bool(body.stream))
+    choices, terms = body.sampling(), replace(body.terms(), answer_id=asked.answer_id)
+    choices.grammar = await builder.grammar(body.structure(), terms.tenant, asked.gone)
+    jobs: list[GenerateJob] = []
+    for index, prompt in enumerate(prompts):
+        if index:
+            await asyncio.sleep(0)  # others are served between two prompts
+        ids: Sequence[int]
+        if isinstance(prompt, str):
+            add = body.add_special_tokens is not False
+            ids = await builder.encode_text(
+                prompt, _PROMPT, add_special_tokens=add, of_chars=num_chars, gone=asked.gone
+            )
+            if not prompt:
+                raise invalid("prompt", "the prompt is empty")
+        else:
+            ids = builder.check_token_ids(prompt, "prompt")
+        if asked.key is not None and body.seed is None:
+            choices.seed = asked.key.seed(index)
+        job = builder.job(
+            ids,
+            choices,
+            request_id=asked.request_id if index == 0 else f"{asked.request_id}-{index}",
+            endpoint="completion",
+            names=_PROMPT,
+            default_max_tokens=_COMPLETION_MAX_TOKENS,
+            arrival_s=asked.arrival_s,
+            terms=terms,
+        )
+        check_copies(job.sampling, len(prompts) * best_of)
+        if body.echo:
+            job.echo = await _echo(builder, body, prompt, ids, asked.gone)
+            job.prompt_logprobs = body.prompt_logprobs is not None
+        jobs += body.jobs(builder, job)
+        check_scored_prompts(body, jobs)  # before anything of the next prompt is done
+    return jobs
+
+
+async def _echo(
+    builder: RequestBuilder, body: schema.CompletionRequest, prompt: Any, ids: Sequence[int], gone: Callable[[], bool]
+) -> Echo:
+    if not isinstance(prompt, str):
+        skip = body.skip_special_tokens is not False
+        return Echo(await builder.decode(ids, skip_special_tokens=skip, gone=gone), (), body.only_echoes)
+    offsets: list[int] = []
+    if body.logprobs is not None:
+        offsets = await builder.offsets(prompt, add_special_tokens=body.add_special_tokens is not False, gone=gone)
+    return Echo(prompt, offsets, body.only_echoes)
+
+
+def check_scored_prompts(body: schema.SamplingFields, jobs: Sequence[GenerateJob]) -> None:
+    """An answer is written in one piece, while nobody else is served: raises ApiError 400 if it would be too long."""
+    num_top = body.sampling().prompt_logprobs
+    shown = (body.n or 1) / max(body.n or 1, body.best_of or 1)
+    num_chars = int(shown * sum(len(job.echo.text) for job in jobs if job.echo))
+    if num_chars > MAX_ECHO_CHARS:
+        message = f"echo: {num_chars} characters in all choices, and at most {MAX_ECHO_CHARS} are possible in an answer"
+        raise invalid("echo", message)
+    if num_top is None:
+        return
+    count = int((1 + num_top) * shown * sum(len(job.prompt_ids) for job in jobs))
+    if count > MAX_PROMPT_LOGPROBS:
+        name = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
+        raise invalid(
+            name,
+            f"{name}: {count} log probabilities of prompts in all choices, and at most {MAX_PROMPT_LOGPROBS} are "
+            "possible in an answer",
+        )
+
+
+async def _chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: _Asked) -> list[GenerateJob]:
+    names = _CHAT
+    if body.max_completion_tokens is not None:
+        names = replace(_CHAT, max_tokens="max_completion_tokens")
+    ids = await gateway.builder.encode_chat(
+        [message.for_template() for message in body.messages],
+        names,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        variables=body.chat_template_kwargs,
+        gone=asked.gone,
+    )
+    choices, terms = body.sampling(), replace(body.terms(), answer_id=asked.answer_id)
+    choices.grammar = await gateway.builder.grammar(body.structure(), terms.tenant, asked.gone)
+    if choices.max_tokens is None:
+        await gateway.session.know_model(asked.gone)
+    if asked.key is not None and body.seed is None:
+        choices.seed = asked.key.seed(0)
+    job = gateway.builder.job(
+        ids,
+        choices,
+        request_id=asked.request_id,
+        endpoint="chat",
+        names=names,
+        arrival_s=asked.arrival_s,
+        terms=terms,
+    )
+    jobs = body.jobs(gateway.builder, job)
+    check_scored_prompts(body, jobs[:1])  # a chat's answer shows them once
+    return jobs

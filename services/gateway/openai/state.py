@@ -1,0 +1,135 @@
+"""What both fronts of one gateway share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from services.gateway.admission.turnstile import Gone, Turnstile
+from services.gateway.engine.idempotency import RequestKey
+from services.gateway.engine.request import GenerateJob, RequestBuilder
+from services.gateway.engine.request_store import Reading, RequestStore, read_once
+from services.gateway.engine.run import Run
+from services.gateway.engine.session import SchedulerSession
+from services.gateway.errors import ApiError, invalid
+from services.gateway.http.body import Bodies, HeldBody, TooManyBodies
+from services.gateway.openai.body_parser import BodyParser
+from services.gateway.telemetry.metrics import GatewayMetrics
+from services.gateway.telemetry.request_log import RequestLog
+
+
+@dataclass(slots=True)
+class Gateway:
+    """A running gateway."""
+
+    model_name: str
+    builder: RequestBuilder
+    session: SchedulerSession
+    metrics: GatewayMetrics
+    log: RequestLog
+    requests: RequestStore = field(default_factory=RequestStore)
+    max_body_bytes: int = 2**20
+    body_timeout_s: float = 60.0
+    draining: bool = False
+    turnstile: Turnstile = field(default_factory=Turnstile)
+    parser: BodyParser = field(default_factory=BodyParser)
+    bodies: Bodies = field(default_factory=lambda: Bodies(256 * 2**20))
+
+    @property
+    def ready(self) -> bool:
+        """A worker is attached, and more requests are welcome."""
+        return self.session.ready and not self.draining
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404 for a model that is not served; no name means the one that is."""
+        if name and name != self.model_name:
+            raise ApiError(
+                404,
+                f"the model {name[:120]!r} does not exist; this server has {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    @contextmanager
+    def held_body(self) -> Iterator[HeldBody]:
+        """For a request's body until it has become jobs. Raises ApiError 429 when all of them together are too much."""
+        with self.bodies.hold() as held:
+            try:
+                yield held
+            except TooManyBodies:
+                message = f"the bodies of all requests that are being read have more than {self.bodies.max_bytes} bytes"
+                raise self.session.refusal(message) from None
+
+    def no_room(self) -> ApiError | None:
+        """A 429 if a request that is new would be refused anyway: before anything is done for it."""
+        if self.turnstile.crowded:
+            return self._no_place_to_wait()
+        return self.session.no_room()
+
+    def check_room(self, key: RequestKey | None = None) -> None:
+        """Raises ApiError 503 while the workers serve another model, and what no_room() gives; neither if the key's
+        request is here already."""
+        if key is None or not self.requests.has(key):
+            self.session.check_mismatch()
+        if (key is None or not self.requests.has(key)) and (error := self.no_room()) is not None:
+            raise error
+
+    async def turn(self, gone: Callable[[], bool] = lambda: False, *, num_bytes: int, new: bool) -> None:
+        """Wait until it is the turn of a request of so many bytes to be parsed and submitted; `new`: it cannot be
+        running already.
+
+        Raises ApiError 429 if meanwhile there is no room for it, and Gone if its client has gone.
+        """
+
+        def verdict() -> Exception | None:
+            if gone():
+                return Gone()
+            return self.session.no_room() if new else None
+
+        if self.turnstile.crowded:
+            raise self._no_place_to_wait()
+        await self.turnstile.turn(verdict, num_bytes=num_bytes)
+
+    def refused(self, endpoint: str, request_id: str, error: ApiError) -> None:
+        """A request was answered with an error before it reached the scheduler."""
+        self.metrics.refused(endpoint)
+        self.log.refused(request_id, endpoint, error.status, error.message)
+
+    def count_gone(self) -> None:
+        """A client had gone before anything was done for it."""
+        self.metrics.gone_requests += 1
+
+    def _no_place_to_wait(self) -> ApiError:
+        return self.session.refusal("too many requests wait to be looked at")
+
+    def open(self, jobs: Sequence[GenerateJob], key: RequestKey | None) -> Reading:
+        """Read these jobs' output; those of a key that is known already are not submitted again.
+
+        Raises ApiError: 422 for a key of another request, 429 and 503 from the session.
+        """
+        if key is None:
+            return read_once(self._submit(jobs))
+        num_delivered = max(len(job.delivered) for job in jobs)
+        reading = self.requests.open(key, partial(self._submit, jobs), num_delivered=num_delivered)
+        if (first := reading.generations[0].job) is not jobs[0]:
+            self.log.taken_up(jobs[0].request_id, first.terms.answer_id or first.request_id, first.request_id)
+        return reading
+
+    def _submit(self, jobs: Sequence[GenerateJob]) -> list[Run]:
+        """All jobs or none."""
+        if (count := len(jobs)) > (most := self.session.max_live):  # a 429 would be one for ever
+            raise invalid("n", f"n: {count} sequences for all prompts; at most {most} can be in flight here")
+        runs: list[Run] = []
+        first, on_outcome = None, self.log.entry(len(jobs))
+        try:
+            for job in jobs:
+                first = first if job.sample else None
+                runs.append(Run(job, self.session, self.metrics, first, on_outcome))
+                first = first or runs[-1]
+        except ApiError:
+            for run in runs:
+                run.close()
+            raise
+        return runs

@@ -1,0 +1,80 @@
+"""How OpenAI's API, and vLLM's, say which form a text is to have."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from services.gateway.errors import invalid
+from services.gateway.grammars.structure import Structure, from_choices, from_schema
+
+_ANY_OBJECT = {"type": "object"}
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
+
+
+class JsonSchema(_Part):
+    """Its name, its description and whether it is strict (here it always is) change nothing."""
+
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(_Part):
+    """`response_format`, OpenAI's: any text, any JSON object, or what a JSON Schema allows."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def structure(self) -> Structure | None:
+        """None: any text. Raises ApiError 400."""
+        match self.type:
+            case "text":
+                return None
+            case "json_object":
+                return from_schema("response_format", _ANY_OBJECT)
+        if self.json_schema is None:
+            field = "response_format.json_schema"
+            raise invalid(field, f"{field} is required", code="missing_required_parameter")
+        return from_schema("response_format.json_schema.schema", self.json_schema.schema_)
+
+
+class StructuredOutputs(_Part):
+    """`structured_outputs`, vLLM's: one of five forms."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: Any = Field(None, alias="json")  # a JSON Schema, or its text
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_what_says_nothing(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: said for name, said in value.items() if said is not None and said is not False}
+
+    def structure(self) -> Structure:
+        """Raises ApiError 400."""
+        any_whitespace = not self.disable_any_whitespace
+        forms = []
+        if self.json_ is not None:
+            forms.append(from_schema("structured_outputs.json", self.json_, any_whitespace))
+        if self.json_object:
+            forms.append(from_schema("structured_outputs.json_object", _ANY_OBJECT, any_whitespace))
+        if self.regex is not None:
+            forms.append(Structure("structured_outputs.regex", "regex", self.regex))
+        if self.choice is not None:
+            forms.append(from_choices("structured_outputs.choice", self.choice))
+        if self.grammar is not None:
+            forms.append(Structure("structured_outputs.grammar", "grammar", self.grammar))
+        if len(forms) != 1:
+            names = "json, json_object, regex, choice and grammar"
+            raise invalid("structured_outputs", f"structured_outputs needs one of {names}, and not {len(forms)}")
+        return forms[0]

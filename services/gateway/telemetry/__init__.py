@@ -1,0 +1,4 @@
+"""What the gateway counts, measures and logs of requests.
+
+May import `errors`.
+"""

@@ -1,0 +1,166 @@
+"""The gateway's Prometheus series.
+
+Counting happens on the token path, so a sample is a list increment; prometheus_client's objects are made at scrape
+time only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.gateway.outcome import Outcome
+from services.gateway.telemetry.histogram import NUM_TOKENS, FastHistogram, histogram_family
+from services.gateway.telemetry.tenant_metrics import TenantMetrics
+
+_PREFIX = "paceline_gateway_"
+
+
+class GatewayMetrics(Collector):
+    """All series of one gateway. The plain attributes are counted by whoever does the thing."""
+
+    def __init__(self, model_name: str = "", tenants: TenantMetrics | None = None) -> None:
+        self._labels = {"model_name": model_name}
+        self._tenants = tenants or TenantMetrics()
+        self.requests: Counter[tuple[str, str]] = Counter()
+        self.prompt_tokens = self.cached_tokens = 0
+        self.generation_tokens = 0
+        self.live_requests = 0
+        self.scheduler_ready = False
+        # Of requests with idempotency keys.
+        self.detached_requests = self.kept_answers = self.taken_up = 0
+        self.gone_requests = 0
+        self.time_to_first_token_s = FastHistogram()
+        self.inter_token_latency_s = FastHistogram()
+        self.e2e_latency_s = FastHistogram()
+        self.queue_s, self.prefill_s, self.decode_s = FastHistogram(), FastHistogram(), FastHistogram()
+        self.time_per_output_token_s = FastHistogram()
+        self.prompt_length, self.generation_length = FastHistogram(NUM_TOKENS), FastHistogram(NUM_TOKENS)
+        self.event_loop_lag_s = FastHistogram()
+        # Its own: a process may run several gateways (tests do).
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def tokens(self, num_tokens: int, waited_s: float, *, first: bool) -> None:
+        """Output tokens came together, so long after the request (`first`) or after the tokens before."""
+        self.generation_tokens += num_tokens
+        if not first:
+            self.inter_token_latency_s.observe(waited_s / num_tokens, num_tokens)
+            return
+        self.time_to_first_token_s.observe(waited_s)
+        if num_tokens > 1:
+            self.inter_token_latency_s.observe(0.0, num_tokens - 1)
+
+    def finished(self, outcome: Outcome) -> None:
+        """A sequence ended."""
+        self.requests[outcome.endpoint, outcome.finish_reason] += 1
+        self.cached_tokens += outcome.cached_tokens or 0
+        self.e2e_latency_s.observe(outcome.latency_s)
+        self.prompt_length.observe(outcome.prompt_tokens)
+        self.generation_length.observe(outcome.output_tokens)
+        if outcome.tpot_s is not None:
+            self.time_per_output_token_s.observe(outcome.tpot_s)
+        if (timing := outcome.timing) is not None:
+            self.queue_s.observe(timing.queue_s)
+            self.prefill_s.observe(timing.prefill_s)
+            self.decode_s.observe(timing.decode_s)
+        self._tenants.finished(outcome)
+
+    def refused(self, endpoint: str) -> None:
+        """A request was answered with an error before it reached the scheduler."""
+        self.requests[endpoint, "rejected"] += 1
+
+    def collect(self) -> Iterable[Metric]:
+        """For prometheus_client."""
+        yield from self._requests()
+        yield from self._histograms()
+        yield from self._tenants.collect(_PREFIX, self._labels)
+        yield from self._process()
+
+    def _requests(self) -> Iterable[Metric]:
+        labels, values = list(self._labels), list(self._labels.values())
+        requests = CounterMetricFamily(
+            _PREFIX + "requests", "Sequences that ended, by how.", labels=[*labels, "endpoint", "finish_reason"]
+        )
+        for of_requests, count in sorted(self.requests.items()):
+            requests.add_metric([*values, *of_requests], count)
+        yield requests
+        for name, documentation, value in (
+            ("prompt_tokens", "Prompt tokens submitted.", self.prompt_tokens),
+            ("prompt_tokens_cached", "Prompt tokens whose KV was reused.", self.cached_tokens),
+            ("generation_tokens", "Output tokens received.", self.generation_tokens),
+        ):
+            family = CounterMetricFamily(_PREFIX + name, documentation, labels=labels)
+            family.add_metric(values, value)
+            yield family
+
+    def _histograms(self) -> Iterable[Metric]:
+        for name, documentation, histogram in (
+            (
+                "time_to_first_token_seconds",
+                "From a request's arrival to its first token.",
+                self.time_to_first_token_s,
+            ),
+            (
+                "inter_token_latency_seconds",
+                "Between two tokens of a sequence as they arrive from the scheduler.",
+                self.inter_token_latency_s,
+            ),
+            (
+                "request_time_per_output_token_seconds",
+                "Between a sequence's first and last token, for each token after the first.",
+                self.time_per_output_token_s,
+            ),
+            ("e2e_request_latency_seconds", "From a request's arrival to a sequence's end.", self.e2e_latency_s),
+            (
+                "request_queue_time_seconds",
+                "In the scheduler's queue, until the sequence first ran.",
+                self.queue_s,
+            ),
+            ("request_prefill_time_seconds", "From there to the sequence's first token.", self.prefill_s),
+            ("request_decode_time_seconds", "From there to the sequence's end.", self.decode_s),
+            ("request_prompt_tokens", "Prompt tokens of a sequence.", self.prompt_length),
+            ("request_generation_tokens", "Output tokens of a sequence.", self.generation_length),
+        ):
+            yield histogram_family(_PREFIX + name, documentation, histogram, self._labels)
+
+    def _process(self) -> Iterable[Metric]:
+        """Of this gateway, whatever the model."""
+        for name, documentation, value in (
+            ("live_requests", "Sequences being served.", self.live_requests),
+            (
+                "detached_requests",
+                "Requests with an idempotency key that run while their client is away.",
+                self.detached_requests,
+            ),
+            ("kept_answers", "Finished answers kept for their idempotency keys.", self.kept_answers),
+            ("scheduler_ready", "1 while the scheduler takes work.", int(self.scheduler_ready)),
+        ):
+            yield GaugeMetricFamily(_PREFIX + name, documentation, value=value)
+        for name, documentation, value in (
+            (
+                "taken_up_requests",
+                "Connections that got a request which ran already, by its idempotency key.",
+                self.taken_up,
+            ),
+            (
+                "gone_requests",
+                "Requests that were dropped when it was their turn, as their clients had gone.",
+                self.gone_requests,
+            ),
+        ):
+            yield CounterMetricFamily(_PREFIX + name, documentation, value=value)
+        yield histogram_family(
+            _PREFIX + "event_loop_lag_seconds",
+            "How much later than it should a timer came, fifty times a second.",
+            self.event_loop_lag_s,
+            {},
+        )
+
+    def exposition(self) -> bytes:
+        """The text format of these series and of the process's (gRPC, memory, CPU)."""
+        return bytes(generate_latest(REGISTRY)) + bytes(generate_latest(self.registry))

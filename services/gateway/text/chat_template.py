@@ -1,0 +1,127 @@
+"""Chat templates as transformers renders them: jinja2 in an immutable sandbox with the same extensions and helpers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from services.gateway.errors import invalid
+from services.gateway.text.model_files import read_json_object, read_text
+
+# What a request may not set: they are ours.
+_RESERVED = frozenset({"self", "messages", "add_generation_prompt", "tools", "documents"})
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks an assistant's text for training; for us its body is just text."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(fmt: str) -> str:
+    return datetime.now().astimezone().strftime(fmt)
+
+
+class ChatTemplate:
+    """A compiled template. `tokens` are the special tokens it may name, as `bos_token` and `eos_token`."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str] | None = None) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._template = environment.from_string(source)
+        self._tokens = dict(tokens or {})
+
+    @classmethod
+    def from_folder(cls, folder: Path, override: str | None = None) -> ChatTemplate | None:
+        """The checkpoint's template, or `override` (a template or the path of one); None if there is neither.
+
+        Raises ValueError if it does not compile.
+        """
+        config_path = folder / "tokenizer_config.json"
+        config = read_json_object(config_path) if config_path.is_file() else {}
+        source = _find_source(folder, config, override)
+        if source is None:
+            return None
+        tokens = {
+            name: token["content"] if isinstance(token, dict) else token
+            for name, token in config.items()
+            if name.endswith("_token") and isinstance(token, str | dict)
+        }
+        try:
+            return cls(source, tokens)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"{folder}: the chat template does not compile: {error}") from error
+
+    def render(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
+        """The chat as text. Raises ApiError 400 if the template refuses it."""
+        taken = _RESERVED.union(self._tokens).intersection(variables)
+        if taken:
+            raise invalid("chat_template_kwargs", f"chat_template_kwargs must not set {', '.join(sorted(taken))}")
+        try:
+            return self._template.render(
+                **self._tokens,
+                **variables,
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+            raise invalid("messages", f"the model's chat template refuses these messages: {error}") from error
+
+
+def _find_source(folder: Path, config: Mapping[str, Any], override: str | None) -> str | None:
+    if override:
+        if "{" in override:
+            return override
+        return read_text(Path(override))
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return read_text(path)
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        # Several, by name.
+        source = next((entry["template"] for entry in source if _is_default(entry)), None)
+    if source is not None and not isinstance(source, str):
+        raise ValueError(
+            f"{folder / 'tokenizer_config.json'}: chat_template is neither a text nor a list of named ones"
+        )
+    return source
+
+
+def _is_default(entry: Any) -> bool:
+    return isinstance(entry, dict) and entry.get("name") == "default" and "template" in entry
