@@ -21,7 +21,7 @@ from paceline.v1.inference_pb2 import (
     TokenScore,
     Usage,
 )
-from scheduler_svc.core.intake import Limits
+from scheduler_svc.core.admission.validation import Limits
 from scheduler_svc.core.rejection import Rejection, invalid
 
 HANDLE = 1

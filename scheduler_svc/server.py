@@ -17,11 +17,11 @@ from paceline.v1.cache_pb2 import CacheServiceLinkRequest
 from paceline.v1.inference_pb2 import GenerateRequest, GenerateResponse, SessionRequest, SessionResponse
 from paceline.v1.worker_pb2 import SchedulerHeartbeat, WorkerServiceLinkRequest, WorkerServiceLinkResponse
 from scheduler_svc.admin import Admin
-from scheduler_svc.core.cache_link import ProtocolError
-from scheduler_svc.core.policy import PolicyError
+from scheduler_svc.core.cache.link import ProtocolError
+from scheduler_svc.core.faults.suspects import Loss
+from scheduler_svc.core.policy.interfaces import PolicyError
 from scheduler_svc.core.rejection import Rejection
 from scheduler_svc.core.scheduler import SchedulerCore
-from scheduler_svc.core.suspects import Loss
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.generate import generate
 from scheduler_svc.metrics import SchedulerMetrics

@@ -16,7 +16,7 @@ import numpy as np
 
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions
-from scheduler_svc.core.beam_groups import make_search
+from scheduler_svc.core.lifecycle.beam_groups import make_search
 from services.gateway.engine.session_core import LiveRequest, Terms
 from simulator.gateway_party import GatewayParty
 from simulator.network import Network, Party

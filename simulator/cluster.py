@@ -24,7 +24,7 @@ from cache_svc.core.cache import CacheCore
 from paceline.v1.common_pb2 import FINISH_REASON_STOP, SamplingParams
 from paceline.v1.inference_pb2 import Ending, SessionRequest, SessionResponse, Submission
 from paceline.v1.worker_pb2 import StepPlan, StepResult
-from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose

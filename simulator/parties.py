@@ -28,8 +28,8 @@ from paceline.v1.worker_pb2 import (
     WorkerServiceLinkRequest,
     WorkerServiceLinkResponse,
 )
-from scheduler_svc.core.cache_link import ProtocolError
-from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.cache.link import ProtocolError
+from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
 from services.runtime.fence import Fence, StaleScheduler

@@ -17,8 +17,8 @@ from cache_svc.core.cache import CacheCore
 from paceline.v1.common_pb2 import FinishReason, ModelInfo, SamplingParams
 from paceline.v1.inference_pb2 import SessionRequest, Submission
 from paceline.v1.worker_pb2 import StepPlan, StepResult, WorkerRegistration
-from scheduler_svc.core.policy import Policies
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.policy.interfaces import Policies
+from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.policies.registry import build, choose
 
 VOCAB = 2**31 - 1

@@ -18,7 +18,7 @@ from paceline.v1.cache_pb2 import CacheServiceLinkRequest, CacheServiceLinkRespo
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import Ending, QueueRoom, SchedulerStatus, SessionRequest, SessionResponse, Submission
 from paceline.v1.worker_pb2 import Grammar, GrammarPrepared, StepFailure, StepPlan, StepResult, WorkerRegistration
-from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose

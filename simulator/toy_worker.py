@@ -23,7 +23,7 @@ from paceline.v1.worker_pb2 import (
     TokenLogprobs,
     WorkerRegistration,
 )
-from scheduler_svc.core.beams import BeamSearch
+from scheduler_svc.core.requests.beams import BeamSearch
 
 Blocks = dict[int, list[int | None]]
 

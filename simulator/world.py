@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose
 from services.gateway.engine.session_core import SessionCore

@@ -21,11 +21,8 @@ from paceline.v1.worker_pb2 import (
     WorkerReleased,
     WorkerServiceLinkResponse,
 )
-from scheduler_svc.core.beam_groups import BeamGroups, check_beam
-from scheduler_svc.core.budgets import Budgets
-from scheduler_svc.core.cache_link import CacheLink, ProtocolError
-from scheduler_svc.core.composer import Composer
-from scheduler_svc.core.intake import (
+from scheduler_svc.core.admission.budgets import Budgets
+from scheduler_svc.core.admission.validation import (
     Limits,
     check_limits,
     check_queue,
@@ -37,23 +34,26 @@ from scheduler_svc.core.intake import (
     new_request,
     recheck,
 )
-from scheduler_svc.core.journal import Journal
-from scheduler_svc.core.lifecycle import Lifecycle
-from scheduler_svc.core.planner import Planner
-from scheduler_svc.core.policy import Policies
-from scheduler_svc.core.policy_failures import PolicyFailures
-from scheduler_svc.core.recovery import Recovery
+from scheduler_svc.core.cache.link import CacheLink, ProtocolError
+from scheduler_svc.core.faults.retry_groups import Trials
+from scheduler_svc.core.faults.suspects import Absence, Loss, Suspects
+from scheduler_svc.core.lifecycle.beam_groups import BeamGroups, check_beam
+from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
+from scheduler_svc.core.lifecycle.recovery import Recovery
+from scheduler_svc.core.output.sessions import Publisher, Session
+from scheduler_svc.core.output.timeline import Journal
+from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, CODE_INVALID_ARGUMENT, Rejection, invalid
-from scheduler_svc.core.request import Phase
-from scheduler_svc.core.results import ResultReader
-from scheduler_svc.core.rounds import Rounds
-from scheduler_svc.core.sessions import Publisher, Session
-from scheduler_svc.core.slots import SlotTable
-from scheduler_svc.core.step_time import FleetStepTimes, OutputLength
-from scheduler_svc.core.suspects import Absence, Loss, Suspects
-from scheduler_svc.core.trials import Trials
+from scheduler_svc.core.requests.request import Phase
+from scheduler_svc.core.step.composer import Composer
+from scheduler_svc.core.step.planner import Planner
+from scheduler_svc.core.step.policy_failures import PolicyFailures
+from scheduler_svc.core.step.results import ResultReader
+from scheduler_svc.core.step.rounds import Rounds
 from scheduler_svc.core.types import Counters, Failure, Outbox, SchedulerConfig
-from scheduler_svc.core.worker import Worker
+from scheduler_svc.core.workers.slots import SlotTable
+from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.workers.step_time import FleetStepTimes, OutputLength
 
 MAX_REASON_CHARS = 400  # of what a worker says of a grammar
 

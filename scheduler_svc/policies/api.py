@@ -1,6 +1,6 @@
 """All that a policy imports, ours or a user's (docs/custom-policies.md). These names stay."""
 
-from scheduler_svc.core.policy import (
+from scheduler_svc.core.policy.interfaces import (
     BatchPolicy,
     CapacityPolicy,
     KeyedOrder,
@@ -10,10 +10,10 @@ from scheduler_svc.core.policy import (
     PreemptionPolicy,
     Verdict,
 )
-from scheduler_svc.core.step import Step
-from scheduler_svc.core.step_time import StepTime
-from scheduler_svc.core.view import RequestView, Running
-from scheduler_svc.core.worker_view import FleetView, WorkerView
+from scheduler_svc.core.policy.step import Step
+from scheduler_svc.core.policy.views import RequestView, Running
+from scheduler_svc.core.policy.worker_view import FleetView, WorkerView
+from scheduler_svc.core.workers.step_time import StepTime
 
 __all__ = [
     "BatchPolicy",

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from scheduler_svc.core.policy import (
+from scheduler_svc.core.policy.interfaces import (
     BatchPolicy,
     CapacityPolicy,
     OrderPolicy,

@@ -19,8 +19,8 @@ from cache_svc.server import serve as serve_cache
 from cache_svc.settings import CacheSettings
 from paceline.v1 import cache_pb2, cache_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 from paceline.v1.worker_pb2_grpc import WorkerServiceStub
+from scheduler_svc.core.faults.suspects import Loss
 from scheduler_svc.core.scheduler import SchedulerCore
-from scheduler_svc.core.suspects import Loss
 from scheduler_svc.server import serve as serve_scheduler
 from scheduler_svc.settings import SchedulerSettings
 from services.gateway.engine.session import SchedulerSession

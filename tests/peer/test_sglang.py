@@ -24,7 +24,7 @@ from typing import IO, Any
 
 import pytest
 
-from scheduler_svc.core.step import Step as ComposedStep
+from scheduler_svc.core.policy.step import Step as ComposedStep
 from scheduler_svc.policies.capacity.token_ratio import TokenRatio
 from simulator.scenario import Run, Scenario, Step
 from tests.peer.sglang_workloads import workload

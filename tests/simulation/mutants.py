@@ -19,15 +19,15 @@ from cache_svc.core.operations import Operations
 from cache_svc.core.tree import Holding, PrefixNode
 from cache_svc.core.worker import Worker as CachedWorker
 from paceline.v1.inference_pb2 import Submission
-from scheduler_svc.core.cache_link import CacheLink
-from scheduler_svc.core.grammars import WorkerGrammars
-from scheduler_svc.core.lifecycle import Lifecycle
-from scheduler_svc.core.planner import Planner
-from scheduler_svc.core.recovery import Recovery
+from scheduler_svc.core.cache.link import CacheLink
+from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
+from scheduler_svc.core.lifecycle.recovery import Recovery
+from scheduler_svc.core.output.sessions import Session
 from scheduler_svc.core.scheduler import SchedulerCore
-from scheduler_svc.core.sessions import Session
+from scheduler_svc.core.step.planner import Planner
 from scheduler_svc.core.tenure import Tenure
-from scheduler_svc.core.worker import Worker
+from scheduler_svc.core.workers.grammars import WorkerGrammars
+from scheduler_svc.core.workers.state import Worker
 from services.gateway.engine.session_core import SessionCore
 from simulator.parties import CacheParty, WorkerParty
 

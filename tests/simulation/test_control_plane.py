@@ -13,8 +13,8 @@ import pytest
 
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions
-from scheduler_svc.core.beam_groups import make_search
-from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.lifecycle.beam_groups import make_search
+from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.presets import PRESETS
 from scheduler_svc.policies.registry import KINDS, build, choose, names

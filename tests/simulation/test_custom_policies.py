@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.core.policy import Policies, PolicyError
+from scheduler_svc.core.policy.interfaces import Policies, PolicyError
 from scheduler_svc.policies import registry
 from scheduler_svc.policies.registry import build, choose
 from simulator.scenario import Scenario, play
@@ -183,7 +183,7 @@ def test_shortest_prompt_first_until_age_counts() -> None:
 
 def _view(seniority: int, name: str, length: int, arrival_s: float) -> Any:
     from paceline.v1.common_pb2 import SamplingParams
-    from scheduler_svc.core.request import Request
+    from scheduler_svc.core.requests.request import Request
     from scheduler_svc.policies.api import RequestView
 
     prompt = bytes(4 * length)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.suspects import Suspects
+from scheduler_svc.core.faults.suspects import Suspects
 from simulator.schedule import Fault, FaultKind, Schedule, Sizes, random_schedule
 from simulator.soak import explain, play
 from tests.simulation.mutants import nothing

@@ -10,7 +10,7 @@ import random
 import pytest
 
 from paceline.v1.common_pb2 import SamplingParams
-from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.policies.api import Step
 from scheduler_svc.policies.capacity.watermark import Watermark
 from scheduler_svc.policies.registry import build, choose

@@ -7,7 +7,7 @@ import pytest
 from cache_svc.core import admin
 from cache_svc.core.errors import OpError
 from paceline.v1.common_pb2 import SamplingParams
-from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.policies.presets import PRESETS
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem

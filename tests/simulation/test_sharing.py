@@ -9,9 +9,9 @@ import pytest
 
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import SessionRequest, Submission
-from scheduler_svc.core.lifecycle import Lifecycle
-from scheduler_svc.core.policy import Policies
-from scheduler_svc.core.request import Phase, Request
+from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
+from scheduler_svc.core.policy.interfaces import Policies
+from scheduler_svc.core.requests.request import Phase, Request
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from scheduler_svc.core.policy import BatchPolicy, Verdict
-from scheduler_svc.core.step import Step
-from scheduler_svc.core.view import RequestView, Running
+from scheduler_svc.core.policy.interfaces import BatchPolicy, Verdict
+from scheduler_svc.core.policy.step import Step
+from scheduler_svc.core.policy.views import RequestView, Running
 from scheduler_svc.policies.batch.rules import may_cut
 from scheduler_svc.policies.options import Amount, Count
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from scheduler_svc.core.policy import CapacityPolicy, Verdict
-from scheduler_svc.core.step import Step
-from scheduler_svc.core.view import RequestView
+from scheduler_svc.core.policy.interfaces import CapacityPolicy, Verdict
+from scheduler_svc.core.policy.step import Step
+from scheduler_svc.core.policy.views import RequestView
 
 
 class GuaranteedNoEvict(CapacityPolicy):

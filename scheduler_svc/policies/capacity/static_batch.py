@@ -4,9 +4,9 @@ room to completion.
 
 from __future__ import annotations
 
-from scheduler_svc.core.policy import Verdict
-from scheduler_svc.core.step import Step
-from scheduler_svc.core.view import RequestView
+from scheduler_svc.core.policy.interfaces import Verdict
+from scheduler_svc.core.policy.step import Step
+from scheduler_svc.core.policy.views import RequestView
 from scheduler_svc.policies.capacity.guaranteed_no_evict import GuaranteedNoEvict
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduler_svc.core.policy import CapacityPolicy, Verdict
-from scheduler_svc.core.step import Step
-from scheduler_svc.core.view import RequestView
+from scheduler_svc.core.policy.interfaces import CapacityPolicy, Verdict
+from scheduler_svc.core.policy.step import Step
+from scheduler_svc.core.policy.views import RequestView
 from scheduler_svc.policies.options import Count, Positive, PositiveShare
 
 

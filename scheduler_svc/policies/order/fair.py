@@ -29,8 +29,8 @@ from operator import itemgetter
 
 from sortedcontainers import SortedDict, SortedList
 
-from scheduler_svc.core.policy import OrderPolicy
-from scheduler_svc.core.view import RequestView
+from scheduler_svc.core.policy.interfaces import OrderPolicy
+from scheduler_svc.core.policy.views import RequestView
 from scheduler_svc.policies.options import Amount, PositiveAmount
 
 MAX_IDLE = 1024

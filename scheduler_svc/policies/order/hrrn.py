@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from scheduler_svc.core.policy import OrderPolicy
-from scheduler_svc.core.view import RequestView
+from scheduler_svc.core.policy.interfaces import OrderPolicy
+from scheduler_svc.core.policy.views import RequestView
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from scheduler_svc.core.policy import KeyedOrder
-from scheduler_svc.core.view import RequestView
+from scheduler_svc.core.policy.interfaces import KeyedOrder
+from scheduler_svc.core.policy.views import RequestView
 from scheduler_svc.policies.options import Amount
 
 

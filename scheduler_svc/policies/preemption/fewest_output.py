@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from scheduler_svc.core.policy import Mode, PreemptionPolicy
-from scheduler_svc.core.step import Step
-from scheduler_svc.core.view import Running
+from scheduler_svc.core.policy.interfaces import Mode, PreemptionPolicy
+from scheduler_svc.core.policy.step import Step
+from scheduler_svc.core.policy.views import Running
 
 
 class FewestOutput(PreemptionPolicy):

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Literal
 
-from scheduler_svc.core.policy import Mode, PreemptionPolicy
-from scheduler_svc.core.step import Step
-from scheduler_svc.core.view import RequestView, Running
+from scheduler_svc.core.policy.interfaces import Mode, PreemptionPolicy
+from scheduler_svc.core.policy.step import Step
+from scheduler_svc.core.policy.views import RequestView, Running
 from scheduler_svc.policies.options import PositiveAmount
 
 # Slots that are made free at once; the next composition makes more.

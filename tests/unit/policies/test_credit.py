@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from paceline.v1.common_pb2 import SamplingParams
-from scheduler_svc.core.step import Step
+from scheduler_svc.core.policy.step import Step
 from scheduler_svc.policies.batch.decode_first import DecodeFirst
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from paceline.v1.common_pb2 import SamplingParams
-from scheduler_svc.core.policy import OrderPolicy
-from scheduler_svc.core.queue import WaitingQueue
-from scheduler_svc.core.request import Match, Request
+from scheduler_svc.core.admission.queue import WaitingQueue
+from scheduler_svc.core.policy.interfaces import OrderPolicy
+from scheduler_svc.core.requests.request import Match, Request
 from scheduler_svc.policies.order.lpm import LongestPrefixMatch
 
 SHARED = list(range(100, 140))

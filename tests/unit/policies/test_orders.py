@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from paceline.v1.common_pb2 import SamplingParams
-from scheduler_svc.core.policy import OrderPolicy, PolicyError
-from scheduler_svc.core.queue import WaitingQueue
-from scheduler_svc.core.request import Match, Request
-from scheduler_svc.core.view import view_of
+from scheduler_svc.core.admission.queue import WaitingQueue
+from scheduler_svc.core.policy.interfaces import OrderPolicy, PolicyError
+from scheduler_svc.core.policy.views import view_of
+from scheduler_svc.core.requests.request import Match, Request
 from scheduler_svc.policies.order.deadline import EarliestDeadlineFirst
 from scheduler_svc.policies.order.dfs_weight import DepthFirstByWeight
 from scheduler_svc.policies.order.hrrn import HighestResponseRatioNext

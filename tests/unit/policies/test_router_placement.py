@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from scheduler_svc.core.policy import PlacementPolicy
+from scheduler_svc.core.policy.interfaces import PlacementPolicy
 from scheduler_svc.policies.placement import on_arrival
 from scheduler_svc.policies.placement.cache_aware import CacheAware
 from scheduler_svc.policies.placement.least_loaded import LeastLoaded

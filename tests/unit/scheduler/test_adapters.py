@@ -8,8 +8,8 @@ from typing import cast
 
 from paceline.v1.common_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, SamplingParams
 from scheduler_svc.core.rejection import CODE_INVALID_ARGUMENT
-from scheduler_svc.core.request import Request
-from scheduler_svc.core.worker import Worker
+from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.state import Worker
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker

@@ -13,7 +13,7 @@ from paceline.v1.admin_pb2 import ExplainRequest, GetPolicyRequest, PolicyChoice
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc import admin
 from scheduler_svc.admin import Admin
-from scheduler_svc.core.policy import Policies
+from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.policies.order.fcfs import FirstComeFirstServed
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem

@@ -8,7 +8,7 @@ import pytest
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions
 from paceline.v1.worker_pb2 import StepResult
-from scheduler_svc.core.beam_groups import UNSEARCHED, make_search
+from scheduler_svc.core.lifecycle.beam_groups import UNSEARCHED, make_search
 from scheduler_svc.core.rejection import CODE_INVALID_ARGUMENT
 from scheduler_svc.core.types import SchedulerConfig
 from simulator.system import Client, LocalSystem

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_svc.core.beams import MAX_WIDTH, BeamSearch, Candidates, Hypothesis
+from scheduler_svc.core.requests.beams import MAX_WIDTH, BeamSearch, Candidates, Hypothesis
 from tests.support.checkpoints import COMMON
 
 VOCAB = 16

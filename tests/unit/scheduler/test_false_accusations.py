@@ -6,7 +6,7 @@ import pytest
 
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.worker_pb2 import Heartbeat, StepFailure
-from scheduler_svc.core.suspects import RETURN_S, Absence, Loss, Suspects
+from scheduler_svc.core.faults.suspects import RETURN_S, Absence, Loss, Suspects
 from scheduler_svc.core.types import SchedulerConfig
 from simulator.system import Client, LocalSystem, WorkerEnd
 from simulator.toy_worker import ToyWorker, expected_output

@@ -9,8 +9,8 @@ import pytest
 
 from paceline.v1.common_pb2 import RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions, GenerateRequest, SamplingOptions, TokenIds
+from scheduler_svc.core.admission.sampling_checks import check_sampling
 from scheduler_svc.core.rejection import Rejection
-from scheduler_svc.core.sampling_checks import check_sampling
 from scheduler_svc.generate import to_submission
 
 PROMPT = TokenIds(ids=[1, 2, 3])

@@ -9,14 +9,14 @@ from typing import Any, cast
 import pytest
 
 from paceline.v1.common_pb2 import SamplingParams
-from scheduler_svc.core.planner import Planner
-from scheduler_svc.core.policy import Policies
-from scheduler_svc.core.request import Request
-from scheduler_svc.core.step import Step
-from scheduler_svc.core.swapping import Swaps
+from scheduler_svc.core.cache.swapping import Swaps
+from scheduler_svc.core.policy.interfaces import Policies
+from scheduler_svc.core.policy.step import Step
+from scheduler_svc.core.policy.views import Running
+from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.step.planner import Planner
 from scheduler_svc.core.types import SchedulerConfig
-from scheduler_svc.core.view import Running
-from scheduler_svc.core.worker import Worker
+from scheduler_svc.core.workers.state import Worker
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
 

@@ -9,10 +9,10 @@ import pytest
 
 from paceline.v1.common_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, SamplingParams
 from paceline.v1.worker_pb2 import GrammarPrepared
-from scheduler_svc.core import grammars
-from scheduler_svc.core.cache_link import ProtocolError
-from scheduler_svc.core.grammars import WorkerGrammars
+from scheduler_svc.core.cache.link import ProtocolError
 from scheduler_svc.core.rejection import CODE_INVALID_ARGUMENT
+from scheduler_svc.core.workers import grammars
+from scheduler_svc.core.workers.grammars import WorkerGrammars
 from simulator.system import LocalSystem, WorkerEnd
 from simulator.toy_worker import ToyWorker, expected_output
 

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.v1.common_pb2 import RetentionRange
 from paceline.v1.inference_pb2 import Submission
-from scheduler_svc.core.intake import check_submission, new_request
+from scheduler_svc.core.admission.validation import check_submission, new_request
 from scheduler_svc.core.rejection import Rejection
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.v1.common_pb2 import SamplingParams
-from scheduler_svc.core import journal
-from scheduler_svc.core.journal import Journal
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.output import timeline as journal
+from scheduler_svc.core.output.timeline import Journal
+from scheduler_svc.core.requests.request import Request
 
 
 def request(number: int) -> Request:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from scheduler_svc.core import composer
+from scheduler_svc.core.step import composer
 from scheduler_svc.policies.api import FleetView, PlacementPolicy, RequestView, WorkerView
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem

@@ -13,8 +13,8 @@ import pytest
 from paceline.v1.admin_pb2 import GetPolicyRequest, GetPolicyResponse, PolicyChoice, SetPolicyRequest
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.admin import Admin
-from scheduler_svc.core.policy import BatchPolicy, PlacementPolicy, Policies
-from scheduler_svc.core.worker_view import WorkerView
+from scheduler_svc.core.policy.interfaces import BatchPolicy, PlacementPolicy, Policies
+from scheduler_svc.core.policy.worker_view import WorkerView
 from scheduler_svc.policies.api import KeyedOrder, RequestView, Step, Verdict
 from scheduler_svc.policies.capacity.watermark import Watermark
 from scheduler_svc.policies.order.fcfs import FirstComeFirstServed

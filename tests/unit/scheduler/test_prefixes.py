@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_svc.core.arrays import packed
-from scheduler_svc.core.prefixes import PrefixIndex, common_blocks
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.policy.prefixes import PrefixIndex, common_blocks
+from scheduler_svc.core.requests.request import Request
 
 BLOCK = 2
 TOKENS = st.lists(st.integers(0, 1), max_size=9)

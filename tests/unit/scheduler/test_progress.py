@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import Heartbeat
-from scheduler_svc.core.cache_link import ProtocolError
-from scheduler_svc.core.progress import HEARTBEAT_S, TIMES_ALLOWED, Progress
+from scheduler_svc.core.cache.link import ProtocolError
 from scheduler_svc.core.types import SchedulerConfig
+from scheduler_svc.core.workers.progress import HEARTBEAT_S, TIMES_ALLOWED, Progress
 from simulator.system import Client, LocalSystem, WorkerEnd
 from simulator.toy_worker import ToyWorker, expected_output
 

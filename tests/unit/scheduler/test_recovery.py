@@ -14,10 +14,12 @@ from paceline.v1.cache_pb2 import CacheServiceLinkRequest
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions
 from paceline.v1.worker_pb2 import KeptSequence
-from scheduler_svc.core import cache_link, recovery, slots
-from scheduler_svc.core.beam_groups import make_search
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.cache import link as cache_link
+from scheduler_svc.core.lifecycle import recovery
+from scheduler_svc.core.lifecycle.beam_groups import make_search
+from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.types import SchedulerConfig
+from scheduler_svc.core.workers import slots
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import Client, LocalSystem, WorkerEnd
 from simulator.toy_worker import EOS, ToyWorker, expected_hypotheses, expected_output

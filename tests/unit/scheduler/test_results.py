@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from paceline.v1.worker_pb2 import RowError, StepResult
-from scheduler_svc.core.results import ResultReader
-from scheduler_svc.core.step_time import StepTimeFit
-from scheduler_svc.core.worker import Worker
+from scheduler_svc.core.step.results import ResultReader
+from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.workers.step_time import StepTimeFit
 
 
 class Rows:

@@ -8,15 +8,15 @@ import pytest
 from paceline.v1.common_pb2 import FinishReason, PromptLogprobs, RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import SessionRequest, Submission
 from paceline.v1.worker_pb2 import StepPlan, StepResult, WorkerRegistration
-from scheduler_svc.core.cache_link import ProtocolError
-from scheduler_svc.core.intake import MAX_WORKER_SIZES
+from scheduler_svc.core.admission.validation import MAX_WORKER_SIZES
+from scheduler_svc.core.cache.link import ProtocolError
+from scheduler_svc.core.output.sessions import Session
 from scheduler_svc.core.rejection import (
     CODE_FAILED_PRECONDITION,
     CODE_INVALID_ARGUMENT,
     CODE_RESOURCE_EXHAUSTED,
     Rejection,
 )
-from scheduler_svc.core.sessions import Session
 from scheduler_svc.core.types import SchedulerConfig
 from simulator.system import Client, LocalSystem
 from simulator.toy_worker import EOS, VOCAB, ToyWorker, expected_output, toy_logprob

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from paceline.v1.common_pb2 import FINISH_REASON_LENGTH
 from paceline.v1.inference_pb2 import SessionResponse
 from paceline.v1.worker_pb2 import TokenLogprobs
-from scheduler_svc.core import sessions
-from scheduler_svc.core.sessions import MAX_SCORES, MAX_STEPS, Session
+from scheduler_svc.core.output import sessions
+from scheduler_svc.core.output.sessions import MAX_SCORES, MAX_STEPS, Session
 from services.runtime.rpc import MAX_MESSAGE_BYTES
 
 WINDOW = 3

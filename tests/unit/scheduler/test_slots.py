@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.v1.common_pb2 import SamplingParams
-from scheduler_svc.core.request import Request
-from scheduler_svc.core.slots import TAIL_STEPS, TAKE_EVERY_STEPS, SlotTable
+from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.slots import TAIL_STEPS, TAKE_EVERY_STEPS, SlotTable
 from scheduler_svc.settings import SchedulerSettings
 
 PROMPT = np.array([5], np.int32).tobytes()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_svc.core.step_time import UNKNOWN, FleetStepTimes, OutputLength, StepTime, StepTimeFit
+from scheduler_svc.core.workers.step_time import UNKNOWN, FleetStepTimes, OutputLength, StepTime, StepTimeFit
 
 TRUE = StepTime(base_s=4.6e-3, token_s=2e-5, context_s=3e-8, row_s=1e-5)
 

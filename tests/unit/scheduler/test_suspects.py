@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_svc.core.suspects import FEW, Suspects
+from scheduler_svc.core.faults.suspects import FEW, Suspects
 
 
 def anything(group: list[int]) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.v1.common_pb2 import SamplingParams
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.types import SchedulerConfig
-from scheduler_svc.core.worker import Worker
+from scheduler_svc.core.workers.state import Worker
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import Client, LocalSystem, WorkerEnd
 from simulator.toy_worker import ToyWorker, expected_output

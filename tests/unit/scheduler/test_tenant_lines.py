@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.v1.common_pb2 import SamplingParams
-from scheduler_svc.core.queue import WaitingQueue
-from scheduler_svc.core.request import Request
-from scheduler_svc.core.tenant_lines import TenantLines
+from scheduler_svc.core.admission.queue import WaitingQueue
+from scheduler_svc.core.admission.tenant_lines import TenantLines
+from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.api import Step
 from scheduler_svc.policies.order.fcfs import FirstComeFirstServed

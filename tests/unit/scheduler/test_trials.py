@@ -9,11 +9,11 @@ import pytest
 
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.worker_pb2 import StepFailure
-from scheduler_svc.core.cache_link import ProtocolError
-from scheduler_svc.core.request import Phase, Request
-from scheduler_svc.core.trials import candidates
+from scheduler_svc.core.cache.link import ProtocolError
+from scheduler_svc.core.faults.retry_groups import candidates
+from scheduler_svc.core.requests.request import Phase, Request
 from scheduler_svc.core.types import SchedulerConfig
-from scheduler_svc.core.worker import Worker
+from scheduler_svc.core.workers.state import Worker
 from simulator.system import Client, LocalSystem, WorkerEnd
 from simulator.toy_worker import ToyWorker, expected_output
 

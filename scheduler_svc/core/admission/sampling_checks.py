@@ -1,0 +1,141 @@
+"""What sampling parameters may say. Every token id in them is checked here, before it can reach a worker's kernels.
+
+Parameters that change the logits are looked at together: few requests have any of them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from paceline.v1.common_pb2 import SamplingParams
+from scheduler_svc.core.rejection import Rejection, invalid
+from scheduler_svc.core.requests.request import TOKEN_BYTES
+
+MAX_PENALTY = 2.0  # presence and frequency, either side of zero: OpenAI's limits
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+MAX_BIAS = 100.0  # either side of zero
+MAX_BIASED_TOKENS = 1024
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 64  # of one; as the worker has it
+# Parameters travel with every sequence that a plan seats, and count against what it may carry (decision.py).
+MAX_BAD_WORDS_TOKENS = 4096  # of all
+MAX_STOP_TOKEN_IDS = 256
+MAX_ALLOWED_TOKENS = 8192
+MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 2**18  # of one prompt: of its tokens, and of the likeliest ones at each place
+
+
+def check_sampling(sampling: SamplingParams) -> bool:
+    """What can be told without knowing the model. Returns whether it changes the logits: to look takes a while, so it
+    is done once. Raises Rejection."""
+    max_tokens, min_tokens = sampling.max_tokens, sampling.min_tokens
+    temperature, top_p = sampling.temperature, sampling.top_p
+    if not max_tokens:
+        raise invalid("max_tokens", "must be at least 1")
+    if min_tokens > max_tokens:
+        raise invalid("min_tokens", f"{min_tokens} is more than max_tokens, {max_tokens}")
+    if not 0 <= temperature < math.inf:
+        raise invalid("temperature", f"{temperature} is not a finite number of at least 0")
+    if not 0 < top_p <= 1:
+        raise invalid("top_p", f"{top_p} is not in (0, 1]")
+    if (top_k := sampling.top_k) < 0:
+        raise invalid("top_k", f"{top_k} is negative; 0 keeps every token")
+    if not 0 <= (min_p := sampling.min_p) <= 1:
+        raise invalid("min_p", f"{min_p} is not in [0, 1]")
+    if not 0 <= (typical_p := sampling.typical_p) <= 1:
+        raise invalid("typical_p", f"{typical_p} is not in [0, 1]")
+    if sampling.logprobs or sampling.prompt_logprobs:
+        _check_logprobs(sampling)
+    if not changes_logits(sampling):
+        return False
+    _check_penalties(sampling)
+    _check_bias(sampling)
+    _check_bad_words(sampling)
+    if (size := len(sampling.allowed_token_ids)) % TOKEN_BYTES:
+        raise invalid("allowed_token_ids", "is not packed int32")
+    if size > MAX_ALLOWED_TOKENS * TOKEN_BYTES:
+        raise invalid("allowed_token_ids", f"has {size // TOKEN_BYTES} tokens, {MAX_ALLOWED_TOKENS} are possible")
+    return True
+
+
+def _check_logprobs(sampling: SamplingParams) -> None:
+    for name in ("num_top_logprobs", "num_top_prompt_logprobs"):
+        if (count := getattr(sampling, name)) > MAX_TOP_LOGPROBS:
+            raise invalid(name, f"{count} tokens, {MAX_TOP_LOGPROBS} are possible")
+
+
+def check_prompt_logprobs(sampling: SamplingParams, num_prompt_tokens: int) -> None:
+    """Of how much they may be asked for: all of it is kept until it has been read. Raises Rejection."""
+    count = (1 + sampling.num_top_prompt_logprobs) * num_prompt_tokens
+    if count > MAX_PROMPT_LOGPROBS:
+        message = f"{count} for a prompt of {num_prompt_tokens} tokens, {MAX_PROMPT_LOGPROBS} are possible"
+        raise invalid("prompt_logprobs", message)
+
+
+def changes_logits(sampling: SamplingParams) -> bool:
+    """Whether anything in it changes the logits for what was said before, or of chosen tokens."""
+    return bool(
+        sampling.repetition_penalty
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.logit_bias
+        or sampling.bad_words
+        or sampling.allowed_token_ids
+    )
+
+
+def _check_penalties(sampling: SamplingParams) -> None:
+    repetition = sampling.repetition_penalty
+    # Rounded, since the limit itself is a little less as it travels, in 32 bits.
+    if repetition and not MIN_REPETITION_PENALTY <= round(repetition, 6) <= MAX_REPETITION_PENALTY:
+        limits = f"[{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]"
+        raise invalid("repetition_penalty", f"{repetition:g} is not in {limits}")
+    for name in ("presence_penalty", "frequency_penalty"):
+        penalty = getattr(sampling, name)
+        if not -MAX_PENALTY <= penalty <= MAX_PENALTY:
+            raise invalid(name, f"{penalty:g} is not in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]")
+
+
+def _check_bias(sampling: SamplingParams) -> None:
+    if len(sampling.logit_bias) > MAX_BIASED_TOKENS:
+        raise invalid("logit_bias", f"has {len(sampling.logit_bias)} tokens, {MAX_BIASED_TOKENS} are possible")
+    for token, bias in sampling.logit_bias.items():
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise invalid("logit_bias", f"{bias:g} for token {token} is not in [-{MAX_BIAS:g}, {MAX_BIAS:g}]")
+
+
+def _check_bad_words(sampling: SamplingParams) -> None:
+    if len(sampling.bad_words) > MAX_BAD_WORDS:
+        raise invalid("bad_words", f"has {len(sampling.bad_words)} of them, {MAX_BAD_WORDS} are possible")
+    if (total := sum(map(len, sampling.bad_words)) // TOKEN_BYTES) > MAX_BAD_WORDS_TOKENS:
+        raise invalid("bad_words", f"have {total} tokens in all, {MAX_BAD_WORDS_TOKENS} are possible")
+    for word in sampling.bad_words:
+        if len(word) % TOKEN_BYTES:
+            raise invalid("bad_words", "is not packed int32")
+        if not 0 < len(word) <= MAX_BAD_WORD_TOKENS * TOKEN_BYTES:
+            count = len(word) // TOKEN_BYTES
+            raise invalid("bad_words", f"one has {count} tokens, 1 to {MAX_BAD_WORD_TOKENS} are possible")
+
+
+def check_logit_tokens(sampling: SamplingParams, vocab: int) -> None:
+    """The tokens of what changes the logits. Raises Rejection."""
+    for token in sampling.logit_bias:
+        if token >= vocab:
+            raise outside("logit_bias", token, vocab)
+    for word in sampling.bad_words:
+        check_tokens("bad_words", word, vocab)
+    if sampling.allowed_token_ids:
+        check_tokens("allowed_token_ids", sampling.allowed_token_ids, vocab)
+
+
+def check_tokens(name: str, token_ids: bytes, vocab: int) -> None:
+    """Packed int32, at least one. Raises Rejection if one is outside the vocabulary."""
+    tokens = np.frombuffer(token_ids, np.uint32)  # so that negative ones are larger than any vocabulary
+    if np.maximum.reduce(tokens) >= vocab:
+        raise outside(name, int(tokens.view(np.int32)[tokens >= vocab][0]), vocab)
+
+
+def outside(name: str, token: int, vocab: int) -> Rejection:
+    return invalid(name, f"token id {token} is outside the vocabulary of {vocab}")

@@ -1,0 +1,286 @@
+"""What may enter the queue."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from paceline.v1.common_pb2 import FinishReason, ModelInfo, RetentionRange, SamplingParams
+from paceline.v1.inference_pb2 import Ending, Submission
+from paceline.v1.worker_pb2 import WorkerRegistration
+from scheduler_svc.core.admission.budgets import Budgets
+from scheduler_svc.core.admission.queue import WaitingQueue
+from scheduler_svc.core.admission.sampling_checks import (
+    MAX_STOP_TOKEN_IDS,
+    check_logit_tokens,
+    check_prompt_logprobs,
+    check_sampling,
+    check_tokens,
+    outside,
+)
+from scheduler_svc.core.rejection import (
+    CODE_FAILED_PRECONDITION,
+    CODE_RESOURCE_EXHAUSTED,
+    Rejection,
+    invalid,
+)
+from scheduler_svc.core.requests.request import NO_TOKENS, TOKEN_BYTES, Request
+from scheduler_svc.core.types import SchedulerConfig
+
+# Of request_id, answer_id, tenant and lora: they are kept, logged and named in answers.
+MAX_CHARS = 256
+MAX_GRAMMAR_CHARS = 2**16
+MAX_RETENTION_RANGES = 64
+MAX_RETENTION = 100
+MAX_TOKEN_INDEX = 2**32 - 1
+# What a worker may say of itself. Slots and the offsets in a block have tables here, which are made when it comes; ids
+# of blocks are int32.
+MAX_WORKER_SIZES = {
+    "block_size": 2**16,
+    "num_blocks": 2**31 - 1,
+    "max_num_seqs": 2**16,
+    "max_batched_tokens": 2**31 - 1,
+    "num_host_blocks": 2**31 - 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the attached workers can serve. `pool_tokens`: the largest pool, and so the longest sequence, of any."""
+
+    model: ModelInfo
+    pool_tokens: int
+    max_loras: int = 0
+    # As in the model's message, which is slow to read.
+    vocab_size: int = field(init=False)
+    max_model_len: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "vocab_size", self.model.vocab_size)
+        object.__setattr__(self, "max_model_len", self.model.max_model_len)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Prompt and output of one sequence together, at the most."""
+        return min(self.max_model_len, self.pool_tokens)
+
+
+# What is checked is the request, made beforehand of what was submitted: each reading of a message's field makes an
+# object, and of bytes a copy.
+
+
+def check_submission(request: Request, submission: Submission) -> bool:
+    """What can be told without knowing the model. Returns whether the sampling changes the logits. Raises Rejection."""
+    _check_sizes(request)
+    if not request.prompt:
+        raise invalid("prompt_token_ids", "at least one token is required")
+    changes_logits = check_sampling(request.sampling)
+    if request.scores_prompt:
+        check_prompt_logprobs(request.sampling, request.num_prompt_tokens)
+    if not math.isfinite(request.priority):
+        raise invalid("priority", f"{request.priority} is not a finite number")
+    if not math.isfinite(deadline_s := submission.deadline_s):
+        raise invalid("deadline_s", f"{deadline_s} is not a finite number")
+    if deadline_s < 0:
+        raise invalid("deadline_s", f"{deadline_s} is negative; 0 means no deadline")
+    if ranges := submission.cache_retention:
+        _check_retention(ranges, request.num_prompt_tokens)
+    return changes_logits
+
+
+def _check_retention(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -> None:
+    if len(ranges) > MAX_RETENTION_RANGES:
+        raise invalid("cache_retention", f"has {len(ranges)} ranges, {MAX_RETENTION_RANGES} are possible")
+    for one in ranges:
+        if one.priority > MAX_RETENTION:
+            raise invalid("cache_retention", f"priority: {one.priority} is not within 0..{MAX_RETENTION}")
+        if one.end and one.end <= one.start:
+            raise invalid("cache_retention", f"end: {one.end} is not after start, {one.start}")
+    reached = 0.0
+    for one in sorted(_in_tokens(ranges, num_prompt_tokens), key=lambda r: r.start):
+        if one.start < reached:
+            raise invalid("cache_retention", f"start: {one.start} lies within the range before")
+        reached = one.end or math.inf
+
+
+def _check_sizes(request: Request) -> None:
+    if len(request.prompt) % TOKEN_BYTES:
+        raise invalid("prompt_token_ids", "is not packed int32")
+    if len(request.output) % TOKEN_BYTES:
+        raise invalid("output_token_ids", "is not packed int32")
+    if len(request.request_id) > MAX_CHARS:
+        raise _too_long("request_id", request.request_id)
+    if len(request.answer_id) > MAX_CHARS:
+        raise _too_long("answer_id", request.answer_id)
+    if len(request.tenant) > MAX_CHARS:
+        raise _too_long("tenant", request.tenant)
+    if len(request.lora) > MAX_CHARS:
+        raise _too_long("lora", request.lora)
+    if len(request.cache_salt) > MAX_CHARS:
+        raise _too_long("cache_salt", request.cache_salt)
+    if (count := len(request.sampling.grammar)) > MAX_GRAMMAR_CHARS:
+        raise invalid("grammar", f"has {count} characters, {MAX_GRAMMAR_CHARS} are possible")
+    if (count := len(request.sampling.stop_token_ids)) > MAX_STOP_TOKEN_IDS:
+        raise invalid("stop_token_ids", f"has {count} tokens, {MAX_STOP_TOKEN_IDS} are possible")
+
+
+def _too_long(name: str, text: str) -> Rejection:
+    return invalid(name, f"has {len(text)} characters, {MAX_CHARS} are possible")
+
+
+def check_limits(request: Request, limits: Limits, changes_logits: bool = True) -> None:
+    """What the model and the pools allow; `changes_logits`: as check_submission found. Raises Rejection."""
+    vocab, longest = limits.vocab_size, limits.max_model_len
+    check_tokens("prompt_token_ids", request.prompt, vocab)
+    if request.output:
+        check_tokens("output_token_ids", bytes(request.output), vocab)
+    for token in request.sampling.stop_token_ids if request.extra_stop_ids else ():
+        if token >= vocab:
+            raise outside("stop_token_ids", token, vocab)
+    if changes_logits:
+        check_logit_tokens(request.sampling, vocab)
+    if request.lora and not limits.max_loras:
+        raise invalid("lora", f"{request.lora!r}: no attached worker serves adapters")
+    num_tokens, total = request.num_prompt_tokens, request.max_total_tokens
+    # The last token of a sequence is never computed, so it needs no room in the pool.
+    if num_tokens >= longest:
+        raise invalid("prompt_token_ids", f"{num_tokens} tokens leave no room for output in a length of {longest}")
+    # Whoever accepted it had a larger pool, which may be on its way: after a restart the smallest may come first.
+    pool = longest if request.accepted_before else limits.pool_tokens
+    if num_tokens > pool:
+        raise invalid("prompt_token_ids", f"a prompt of {num_tokens} tokens does not fit a pool of {pool} tokens")
+    if total > longest:
+        verdict = f"exceed the model's length of {longest}"
+    elif total - 1 > pool:
+        verdict = f"can never fit a pool of {pool} tokens"
+    else:
+        return
+    raise invalid("max_tokens", f"prompt of {num_tokens} tokens and max_tokens of {total - num_tokens} {verdict}")
+
+
+def new_request(session_id: str, submission: Submission, now_s: float) -> Request:
+    """As it was submitted, unchecked; it has no seniority yet."""
+    own = SamplingParams()  # a part of the submission would keep all of it in memory, prompt and all
+    own.CopyFrom(submission.sampling)
+    prompt, stops = submission.prompt_token_ids, own.stop_token_ids
+    deadline_s, retention = submission.deadline_s, submission.cache_retention
+    # What is too long is refused, and is not gone through: millions would take half a minute.
+    ranges: tuple[RetentionRange, ...] = ()
+    if 0 < len(retention) <= MAX_RETENTION_RANGES:
+        ranges = tuple(_in_tokens(retention, len(prompt) // TOKEN_BYTES))
+    return Request(
+        seniority=0,
+        session_id=session_id,
+        handle=submission.handle,
+        request_id=submission.request_id,
+        answer_id=submission.answer_id,
+        prompt=prompt,
+        output=bytearray(submission.output_token_ids),
+        sampling=own,
+        arrival_s=now_s,
+        priority=submission.priority,
+        tenant=submission.tenant,
+        lora=submission.lora,
+        accepted_before=submission.accepted_before,
+        deadline_s=now_s + deadline_s if deadline_s else math.inf,
+        extra_stop_ids=frozenset(stops) if 0 < len(stops) <= MAX_STOP_TOKEN_IDS else NO_TOKENS,
+        cache_salt=submission.cache_salt,
+        cache_retention=ranges,
+    )
+
+
+def _in_tokens(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -> Iterator[RetentionRange]:
+    """Copies (which do not keep the submission in memory) that count from the first token of the prompt. Where there
+    are ranges of what is generated, the others end with the prompt."""
+    about_output = any(one.decode for one in ranges)
+    for one in ranges:
+        start, end = one.start, one.end
+        if one.decode:
+            start = min(start + num_prompt_tokens, MAX_TOKEN_INDEX)
+            end = min(end + num_prompt_tokens, MAX_TOKEN_INDEX) if end else 0
+        elif about_output:
+            end = min(end or num_prompt_tokens, num_prompt_tokens)
+            if start >= end:
+                continue
+        yield RetentionRange(start=start, end=end, priority=one.priority, duration_ms=one.duration_ms)
+
+
+def free_places(queue: WaitingQueue, config: SchedulerConfig) -> int:
+    """How many more requests the queue takes, if their tokens fit. 0: it takes nobody, whoever it may be."""
+    return max(0, config.max_queued_requests - queue.num_requests) if queue.num_tokens < config.max_queued_tokens else 0
+
+
+def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, budgets: Budgets) -> None:
+    """Whether the queue takes one more. Raises Rejection: never for tokens where none wait, for who was refused then
+    would be refused for ever."""
+    tokens, tenant = request.num_tokens, None
+    queued = queue.tenant_tokens.get(request.tenant, 0)
+    if queue.num_requests >= config.max_queued_requests:
+        why = f"queue: full with {queue.num_requests} requests"
+        # One has to leave, and then there is one place: of how many tokens it has, only the average is known.
+        excess = tokens = queue.num_tokens // max(queue.num_requests, 1)
+    elif queue.num_tokens and queue.num_tokens + tokens > config.max_queued_tokens:
+        why = f"queue: {queue.num_tokens} tokens wait, the limit is {config.max_queued_tokens}"
+        excess = queue.num_tokens + tokens - config.max_queued_tokens
+    elif queued and 0 < (limit := config.tenant_max_queued_tokens) < queued + tokens:
+        why = f"tenant: {queued} tokens of tenant {request.tenant!r} wait, its limit is {limit}"
+        excess, tenant = queued + tokens - limit, request.tenant
+    else:
+        return
+    retry_after_s = budgets.retry_after_s(excess, tokens, request.arrival_s, tenant)
+    raise Rejection(CODE_RESOURCE_EXHAUSTED, why, retry_after_s=retry_after_s)
+
+
+def is_sample_of(parent: Request, request: Request) -> bool:
+    """Whether both are of one client's request, and share their blocks."""
+    return (parent.tenant, parent.namespace, parent.prompt) == (request.tenant, request.namespace, request.prompt)
+
+
+def recheck(request: Request, limits: Limits) -> Rejection | None:
+    """The verdict on a request that was accepted before the limits were known."""
+    try:
+        check_limits(request, limits)
+    except Rejection as rejection:
+        return rejection
+    return None
+
+
+def check_registration(
+    new: WorkerRegistration, others: list[WorkerRegistration], promised: Limits | None, allow_mixed_dtypes: bool
+) -> None:
+    """A worker serves the model of the others, or of the live requests, in their data type and in blocks of their size.
+
+    Raises Rejection, which names both sides.
+    """
+    for name, most in MAX_WORKER_SIZES.items():
+        size, least = getattr(new, name), 0 if name == "num_host_blocks" else 1
+        if not least <= size <= most:
+            raise invalid(name, f"must be between {least} and {most}, not {size}")
+    expected = others[0].model if others else promised.model if promised else None
+    if expected is not None and new.model.fingerprint != expected.fingerprint:
+        raise Rejection(
+            CODE_FAILED_PRECONDITION,
+            f"model: this scheduler serves {expected.name} ({expected.fingerprint[:12]}), "
+            f"not {new.model.name} ({new.model.fingerprint[:12]})",
+            "model",
+        )
+    if expected is not None and new.model.dtype != expected.dtype and not allow_mixed_dtypes:
+        raise Rejection(
+            CODE_FAILED_PRECONDITION,
+            f"dtype: this scheduler serves {expected.name} in {expected.dtype}, not in {new.model.dtype} "
+            "(--allow-mixed-dtypes of the scheduler takes both, which may change tokens)",
+            "dtype",
+        )
+    if others and new.block_size != others[0].block_size:
+        message = f"block_size: {new.block_size}, but the workers here use {others[0].block_size}"
+        raise Rejection(CODE_FAILED_PRECONDITION, message, "block_size")
+
+
+def explain_rejection(ending: Ending, rejection: Rejection) -> None:
+    """What the sender of a failed request is told."""
+    ending.reason = FinishReason.FINISH_REASON_ERROR
+    ending.code = rejection.code
+    ending.message = rejection.message
+    ending.field = rejection.field
+    ending.retry_after_s = rejection.retry_after_s

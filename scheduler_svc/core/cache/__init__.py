@@ -1,0 +1,4 @@
+"""The exchange with the cache service, and swaps to host memory.
+
+May import `requests` and `workers`.
+"""

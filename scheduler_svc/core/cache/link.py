@@ -1,0 +1,294 @@
+"""The scheduler's side of the cache link: gathers operations, one exchange at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
+
+from paceline.v1.cache_pb2 import (
+    AdmitOp,
+    AdmitResult,
+    CacheOp,
+    CacheServiceLinkRequest,
+    CacheServiceLinkResponse,
+    CommitOp,
+    MatchOp,
+    RestoredSequence,
+    WorkerMatch,
+)
+from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
+from scheduler_svc.core.workers.decision import Admission
+from scheduler_svc.core.workers.state import Draft, Worker
+
+# Of tokens and tables in one exchange, before the next one is begun; half of what a message may have, so that one more
+# sequence does no harm (services/runtime/rpc.py). 1,024 sequences of 8,192 tokens are 34 MB.
+MAX_EXCHANGE_BYTES = 8 * 2**20
+
+
+class ProtocolError(Exception):
+    """A peer said something that its protocol does not allow; its link has to go."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """An exchange that is on its way: which operation of it belongs to whom, by index."""
+
+    matches: list[tuple[int, int]] = field(default_factory=list)  # (operation, sequence)
+    swap_outs: list[tuple[int, int, Request]] = field(default_factory=list)  # (operation, sequence, request)
+    restores: list[tuple[int, int]] = field(default_factory=list)  # (operation, worker)
+    askers: list[Worker] = field(default_factory=list)  # whose next step waits for the answer
+    drafts: list[tuple[Draft, int, list[int]]] = field(default_factory=list)  # (draft, extend or -1, admits)
+
+    def matched(self, response: CacheServiceLinkResponse) -> Iterator[tuple[int, Iterable[WorkerMatch]]]:
+        """Of the sequences that it made known, what the cache holds of them."""
+        for index, sequence in self.matches:
+            result = response.results[index]
+            if result.HasField("match"):
+                yield sequence, result.match.matches
+
+
+@dataclass(slots=True)
+class CacheLink:
+    """Operations gather until the exchange before them has come back; then they all go in one message.
+
+    Their order is fixed: commits, swaps to host memory, frees, workers going and coming, matches, and last what drafts
+    ask for: growth, what the step computes of running sequences, admissions. So a block that a sequence of this
+    exchange gives up can be granted in the same exchange, and a commit never follows its sequence's free.
+
+    A new link to a cache that knows nothing begins with exchanges of their own, while `restoring`: they say what runs,
+    as of the moment at which the link began (recovery.py). Whatever happens meanwhile gathers.
+    """
+
+    epoch: int
+    connected: bool = False
+    exchange: int = 0
+    sent: Sent | None = None
+    removed: list[int] = field(default_factory=list)
+    # Workers that the cache has to hear of: each with its AddWorkerOp, and what is in its blocks, if anything is.
+    added: dict[int, list[CacheOp]] = field(default_factory=dict)
+    opening: deque[CacheServiceLinkRequest] = field(default_factory=deque)  # the first exchanges, as far as not sent
+    # What was claimed in these, until all are answered: by worker, by sequence.
+    restoring: dict[int, dict[int, Request]] = field(default_factory=dict)
+    matches: dict[int, Request] = field(default_factory=dict)  # by sequence
+    swap_outs: dict[int, Request] = field(default_factory=dict)  # by sequence
+    model: str = ""  # fingerprint of the one that is served
+    rematches: dict[int, None] = field(default_factory=dict)  # sequences that wait, whose matches are asked for anew
+    frees: list[int] = field(default_factory=list)
+    unpins: dict[int, None] = field(default_factory=dict)  # workers whose pins are to make way
+    discards: list[int] = field(default_factory=list)  # frees after which nothing is kept of what they computed
+    # Of sequences that have progressed: their names, numbers of new tokens, numbers of computed tokens, the new tokens.
+    _commits: tuple[list[int], list[int], list[int], list[bytes]] = field(default_factory=lambda: ([], [], [], []))
+
+    @property
+    def has_gathered(self) -> bool:
+        """Whether the cache has yet to hear of something."""
+        changed = self._commits[0] or self.swap_outs or self.frees or self.discards or self.matches or self.rematches
+        return bool(changed or self.added or self.removed or self.unpins)
+
+    @property
+    def has_only_commits(self) -> bool:
+        """Whether there is nothing else of which the cache has yet to hear."""
+        changed = self.swap_outs or self.frees or self.discards or self.matches or self.rematches
+        return not (changed or self.added or self.removed or self.unpins)
+
+    @property
+    def idle(self) -> bool:
+        return self.connected and self.sent is None
+
+    def forget(self) -> None:
+        """The link is gone, and with it all that was asked or gathered."""
+        self.connected = False
+        self.exchange = 0
+        self.sent = None
+        self.matches.clear()
+        self.swap_outs.clear()
+        self.rematches.clear()
+        self.opening.clear()
+        self.restoring.clear()
+        self.added.clear()
+        self.unpins.clear()
+        for gathered in (self.removed, self.frees, self.discards, *self._commits):
+            gathered.clear()
+
+    def forget_sequence(self, sequence: int, discard: bool = False) -> None:
+        """The cache need not know the sequence any more (or never hears of it, if it has not yet)."""
+        self.rematches.pop(sequence, None)
+        if self.matches.pop(sequence, None) is None:
+            (self.discards if discard else self.frees).append(sequence)
+
+    def never_knew(self, sequence: int) -> None:
+        """The cache has refused to know the sequence: nothing that has gathered of it is sent."""
+        for frees in (self.frees, self.discards):
+            if sequence in frees:
+                frees.remove(sequence)
+        while sequence in self._commits[0]:
+            at = self._commits[0].index(sequence)
+            for gathered in self._commits:
+                del gathered[at]
+
+    def forget_worker(self, worker: int) -> None:
+        """The worker is gone; if the cache has not heard of it yet, it never will."""
+        self.unpins.pop(worker, None)
+        if self.added.pop(worker, None) is None:
+            self.removed.append(worker)
+
+    def add_commit(self, sequence: int, new_tokens: bytes, num_computed_tokens: int) -> None:
+        """The sequence has new tokens, and so many of all its tokens are computed."""
+        sequences, num_new_tokens, num_computed, tokens = self._commits
+        sequences.append(sequence)
+        num_new_tokens.append(len(new_tokens) // TOKEN_BYTES)
+        num_computed.append(num_computed_tokens)
+        tokens.append(new_tokens)
+
+    def _add_gathered(self, ops: RepeatedCompositeFieldContainer[CacheOp], sent: Sent) -> int:
+        """How many bytes the workers take that it adds."""
+        sequences, new_tokens, computed, tokens = self._commits
+        if sequences:
+            commit = ops.add().commit
+            commit.sequences.extend(sequences)
+            commit.num_new_tokens.extend(new_tokens)
+            commit.num_computed_tokens.extend(computed)
+            commit.token_ids = b"".join(tokens)
+            for gathered in self._commits:
+                gathered.clear()
+        for sequence, request in self.swap_outs.items():
+            sent.swap_outs.append((len(ops), sequence, request))
+            ops.add().swap_out.sequence = sequence
+        self.swap_outs.clear()
+        if self.frees:
+            ops.add().free.sequences.extend(self.frees)
+            self.frees.clear()
+        if self.discards:
+            free = ops.add().free
+            free.sequences.extend(self.discards)
+            free.discard = True
+            self.discards.clear()
+        for worker in self.unpins:
+            ops.add().give_up_pins.worker = worker
+        self.unpins.clear()
+        for worker in self.removed:
+            ops.add().remove_worker.worker = worker
+        self.removed.clear()
+        num_bytes = 0
+        while self.added:
+            worker, own = next(iter(self.added.items()))
+            size = sum(op.ByteSize() for op in own)
+            if num_bytes and num_bytes + size > MAX_EXCHANGE_BYTES:
+                break  # the others go with the next one
+            num_bytes += size
+            del self.added[worker]
+            for op in own:
+                ops.add().MergeFrom(op)
+        return num_bytes
+
+    def open(self, now_s: float) -> CacheServiceLinkRequest | None:
+        """The next of the exchanges with which the link begins; None while one is on its way."""
+        if self.sent is not None:
+            return None
+        message = self.opening.popleft()
+        self.exchange += 1
+        message.epoch, message.exchange, message.now_ms = self.epoch, self.exchange, int(now_s * 1000)
+        restores = [(index, op.restore.worker) for index, op in enumerate(message.ops) if op.HasField("restore")]
+        self.sent = Sent(restores=restores)
+        return message
+
+    def compose(
+        self, drafts: list[tuple[Worker, Draft]], askers: list[Worker], heads: list[Request], now_s: float
+    ) -> CacheServiceLinkRequest:
+        """The next exchange. It asks anew for the matches of `heads`, the waiting requests that are looked at next."""
+        self.exchange += 1
+        message = CacheServiceLinkRequest(epoch=self.epoch, exchange=self.exchange, now_ms=int(now_s * 1000))
+        ops = message.ops  # filled in place: a message that is given to another one is copied, prompt and all
+        self.sent = sent = Sent(askers=askers)
+        self._add_matches(ops, sent, self._add_gathered(ops, sent))
+        for worker, draft in drafts:
+            extend, admits = -1, []
+            if len(draft.decision.growth):
+                extend = len(ops)
+                ops.add().extend.sequences.extend(worker.slots.sequence[draft.decision.growth].tolist())
+            if draft.decision.shares and draft.decision.admissions and draft.decision.chunks:
+                self._fill_planned(ops.add().commit, worker, draft.decision.chunks)
+            for admission in draft.decision.admissions:
+                admits.append(len(ops))
+                request, op = admission.request, ops.add()
+                if request.swapped_on:
+                    op.swap_in.sequence = request.sequence
+                    continue
+                self._fill_admit(op.admit, worker, admission, draft.decision.shares)
+            sent.drafts.append((draft, extend, admits))
+        known = [request.sequence for request in heads if request.matches is not None]
+        if known:
+            ops.add().rematch.sequences.extend(known)
+        if self.rematches:
+            rematch = ops.add().rematch
+            rematch.sequences.extend(self.rematches)
+            rematch.always = True
+            self.rematches.clear()
+        return message
+
+    def _add_matches(self, ops: RepeatedCompositeFieldContainer[CacheOp], sent: Sent, num_bytes: int) -> None:
+        """As many as a message can take that has so many bytes; the others go with the next one."""
+        for sequence, request in self.matches.items():
+            if num_bytes > MAX_EXCHANGE_BYTES:
+                break
+            sent.matches.append((len(ops), sequence))
+            self.fill(ops.add().match, sequence, request)
+            num_bytes += TOKEN_BYTES * request.num_tokens
+        self.matches = dict(itertools.islice(self.matches.items(), len(sent.matches), None))
+
+    @staticmethod
+    def _fill_admit(admit: AdmitOp, worker: Worker, admission: Admission, shares: bool) -> None:
+        request = admission.request
+        admit.sequence, admit.worker = request.sequence, worker.id
+        admit.num_new_tokens = admission.num_new_tokens
+        if request.parent is not None and request.can_fork_on(worker.id):
+            admit.fork_of = request.parent.sequence
+        elif shares:
+            admit.num_planned_tokens = admission.num_tokens
+        if request.scores_prompt:
+            admit.no_reuse = True
+        if request.cached_tokens is not None:
+            admit.again = True
+
+    @staticmethod
+    def _fill_planned(commit: CommitOp, worker: Worker, chunks: list[tuple[int, int, int]]) -> None:
+        """What the step computes of sequences that run already."""
+        commit.planned = True
+        for slot, _, size in chunks:
+            commit.sequences.append(int(worker.slots.sequence[slot]))
+            commit.num_new_tokens.append(0)
+            commit.num_computed_tokens.append(worker.prefills[slot].num_planned + size)
+
+    def fill(self, match: MatchOp | RestoredSequence, sequence: int, request: Request) -> None:
+        """What the cache is to know of a sequence, in either case."""
+        match.sequence, match.token_ids = sequence, request.token_ids
+        namespace = match.namespace
+        namespace.model = self.model
+        namespace.lora, namespace.cache_salt = request.lora, request.cache_salt
+        if request.priority:
+            match.priority = request.priority
+        if request.cache_retention:
+            match.retention.extend(request.cache_retention)
+            match.tenant = request.tenant
+
+    def receive(self, response: CacheServiceLinkResponse) -> Sent:
+        """The exchange that this response answers. Raises ProtocolError if it answers none."""
+        if self.sent is None or (response.epoch, response.exchange) != (self.epoch, self.exchange):
+            raise ProtocolError(
+                f"cache answered exchange {response.exchange} of epoch {response.epoch}, "
+                f"not {self.exchange} of {self.epoch}"
+            )
+        sent, self.sent = self.sent, None
+        return sent
+
+
+def admit_result(response: CacheServiceLinkResponse, index: int) -> AdmitResult | None:
+    """The grant of an admission, or None if the cache refused it."""
+    result = response.results[index]
+    if result.HasField("admit"):
+        return result.admit
+    return result.swap_in.admit if result.HasField("swap_in") else None

@@ -1,0 +1,188 @@
+"""Retrying what was in a failed step, apart from all else (the rule is in suspects.py).
+
+A group of suspects is tried by one worker at a time, in steps of its own: no other step is in flight meanwhile, and
+what else runs there is on hold. Each member computes what it had and then generates until it is past the point at which
+the step failed: two tokens, so that both a prefill and a decode have been seen to work (and as many as there were steps
+in flight, if more). Then it is cleared and runs on among the others, and between two groups the worker takes a step
+with all of them. Nobody is let in on a worker while a group waits that it can try, so there will be room for it.
+
+A suspect waits in the queue as any other request. Where it is tried, all of its group that there is room for is seated;
+the rest waits for the next turn. One that is held (suspects.py) is tried nowhere, and keeps nobody waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from scheduler_svc.core.faults.suspects import Absence, Suspects
+from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
+from scheduler_svc.core.policy.interfaces import BatchPolicy, CapacityPolicy, Verdict
+from scheduler_svc.core.policy.step import Step
+from scheduler_svc.core.policy.views import RequestView
+from scheduler_svc.core.requests.request import Phase, Request
+from scheduler_svc.core.workers.state import Worker
+
+# Of the time between two ticks no more counts for those who are away: what was longer, this process was stopped.
+MOST_BETWEEN_TICKS_S = 0.5
+# Tokens that a suspect has to generate: one comes of its prefill, one of a decode.
+PROOF_TOKENS = 2
+
+
+@dataclass(slots=True)
+class Trials:
+    life: Lifecycle
+    _suspects: Suspects
+    _requests: dict[int, Request] = field(default_factory=dict)  # every suspect, by seniority
+    _cleared_at: dict[int, int] = field(default_factory=dict)  # tokens that it has when it is past the failure
+    _why: dict[int, str] = field(default_factory=dict)  # each was accused the last time
+    _at: dict[int, list[int]] = field(default_factory=dict)  # the group that a worker tries, by worker
+    _resting: set[int] = field(default_factory=set)  # workers whose next step is for what else runs there
+    clock_s: float = 0.0  # which does not count the time in which this process did not run
+    _ticked_s: float = 0.0
+
+    @property
+    def active(self) -> bool:
+        return bool(self._requests)
+
+    def accuse(
+        self, requests: Sequence[Request], num_rows: int, num_steps: int, why: str, absence: Absence | None
+    ) -> Request | None:
+        """They were in steps that failed, and are in no slot any more; see Suspects.accuse."""
+        for request in requests:
+            self._settle(request)  # what it had done before counts
+        guilty = self._suspects.accuse([request.seniority for request in requests], num_rows, absence)
+        for request in requests:
+            request.is_suspect = request.seniority in self._suspects
+            if request.is_suspect:
+                self._requests[request.seniority] = request
+                self._cleared_at[request.seniority] = request.num_tokens + max(PROOF_TOKENS, num_steps)
+                self._why[request.seniority] = why
+                if request.seniority in self._suspects.held:
+                    self.life.note(request, "held", "until it is known whether the workers that were lost come back")
+            else:
+                self._forget(request.seniority)
+        return next((request for request in requests if request.seniority == guilty), None)
+
+    def came_back(self, incarnation: str) -> None:
+        """A worker that was lost."""
+        self._suspects.came_back(incarnation)
+
+    def judge(self) -> list[tuple[Request, str]]:
+        """Who was held and is guilty, as it turns out, and why. To be called with each tick."""
+        self.clock_s += min(self.life.now_s - self._ticked_s, MOST_BETWEEN_TICKS_S)
+        self._ticked_s = self.life.now_s
+        for one in list(self._suspects.held):
+            self._settle(self._requests[one])  # it may have ended
+        found = []
+        for guilty in self._suspects.judge(self.clock_s):
+            request = self._requests[guilty]
+            request.is_suspect = False
+            found.append((request, self._why[guilty]))
+            self._forget(guilty)
+        return found
+
+    def worker_lost(self, worker: int, accused: Collection[Request]) -> None:
+        """What it tried is tried again, but for those that were accused anew, who are among those that wait already."""
+        again = {request.seniority for request in accused}
+        group = self._at.pop(worker, [])
+        self._suspects.put_back([one for one in group if one in self._requests and one not in again])
+        self._resting.discard(worker)
+
+    def claims(self, worker: Worker) -> bool:
+        """Whether a group waits that the worker can try: then it lets nobody else in."""
+        return self.active and any(self._suits(worker, group) for group in self._suspects.waiting())
+
+    def members(self, worker: Worker) -> list[Request]:
+        """Whom the worker's next step is to try, and nobody else; empty if it is as any other."""
+        if worker.id in self._resting:
+            return []
+        group = self._at.pop(worker.id, [])
+        if not (left := self._left(worker, group)):
+            if group:  # done with it
+                self._resting.add(worker.id)
+                return []
+            taken = self._suspects.take(lambda waiting: self._suits(worker, waiting))
+            left = self._left(worker, taken)
+        if left:
+            self._at[worker.id] = [request.seniority for request in left]
+        return left
+
+    def pause(self, worker: Worker) -> None:
+        """None of them could run: there is no room, or the cache has yet to answer. Others go on."""
+        self._suspects.put_back(self._at.pop(worker.id, []))
+        self._resting.add(worker.id)
+
+    def others_had_their_turn(self, worker: Worker) -> None:
+        self._resting.discard(worker.id)
+
+    def _suits(self, worker: Worker, group: Sequence[int]) -> bool:
+        requests = [self._requests[one] for one in group]
+        for request in requests:
+            worker.want_grammar(request)
+        return not worker.draining and all(worker.can_ever_hold(one) and worker.has_grammar(one) for one in requests)
+
+    def _left(self, worker: Worker, group: Sequence[int]) -> list[Request]:
+        """Those of a group that the worker has still to try. A worker that drains lets nobody in."""
+        left = [request for one in group if (request := self._requests.get(one)) and not self._settle(request)]
+        if not worker.draining:
+            return left
+        self._suspects.put_back([request.seniority for request in left if request.phase is Phase.WAITING])
+        return [request for request in left if request.phase is not Phase.WAITING]
+
+    def _settle(self, request: Request) -> bool:
+        """Whether it is no suspect (any more): it has ended, or has got past the point of the failure."""
+        if not request.is_suspect:
+            return True
+        if request.phase not in (Phase.ENDED, Phase.PARKED):
+            num_tokens = request.num_prompt_tokens + request.num_generated_tokens
+            if num_tokens < self._cleared_at[request.seniority]:
+                return False
+            self.life.note(request, "cleared", "got past the point at which its step had failed")
+        request.is_suspect = False
+        self._suspects.clear(request.seniority)
+        self._forget(request.seniority)
+        return True
+
+    def _forget(self, seniority: int) -> None:
+        self._requests.pop(seniority, None)
+        self._cleared_at.pop(seniority, None)
+        self._why.pop(seniority, None)
+
+
+class TrialCapacity(CapacityPolicy):
+    """Whoever fits."""
+
+    reserves_prompt = True
+
+    def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
+        return Verdict.ADMIT
+
+
+class TrialBatch(BatchPolicy):
+    """A step of these and nothing else."""
+
+    shares_in_step = False
+
+    def __init__(self, members: Collection[Request]) -> None:
+        self._members = {request.seniority for request in members}
+
+    def compose(self, step: Step) -> None:
+        for sequence in step.running:
+            if sequence.request.seniority in self._members and step.budget_tokens:
+                step.run(sequence, min(sequence.remaining_tokens, step.budget_tokens))
+        for request in step.waiting():
+            if not step.budget_tokens:
+                return
+            step.admit(request, min(step.uncached_tokens(request), step.budget_tokens))
+
+
+def candidates(members: Sequence[Request], worker: Worker) -> Iterator[Request]:
+    """Those of the members that could be seated there now."""
+    for request in members:
+        if request.phase is not Phase.WAITING or not (request.matches is not None or request.swapped_on == worker.id):
+            continue
+        if worker.has_grammar(request):
+            yield request
+        else:
+            worker.want_grammar(request)

@@ -1,0 +1,200 @@
+"""Beam searches: one request of a client, many sequences that fork and end in the course of it.
+
+Each beam of a step is a request of its own in the queue (a member), with the client's prompt and the beam's tokens. It
+runs for one token, of which not the token counts but the most likely candidates. When every member of the step has
+reported, the search (beams.py) says which beams go on. Those fork from the members they grew from, which until then
+are parked: they have left their slots, but keep their blocks.
+
+    member:  WAITING -> RUNNING -> (candidates) -> PARKED -> (its forks run, or somebody needs its blocks) -> ENDED
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from paceline.v1.common_pb2 import FinishReason, SamplingParams
+from paceline.v1.inference_pb2 import BeamOptions, EarlyStopping, Hypothesis, Submission
+from paceline.v1.worker_pb2 import TokenLogprobs
+from scheduler_svc.core.admission.validation import Limits
+from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
+from scheduler_svc.core.rejection import invalid
+from scheduler_svc.core.requests import beams
+from scheduler_svc.core.requests.beams import BeamSearch, Candidates
+from scheduler_svc.core.requests.request import Phase, Request
+from scheduler_svc.core.workers.state import Worker
+
+EARLY_STOPPING: dict[int, beams.EarlyStopping] = {
+    EarlyStopping.EARLY_STOPPING_UNSPECIFIED: False,
+    EarlyStopping.EARLY_STOPPING_FIRST: True,
+    EarlyStopping.EARLY_STOPPING_NEVER: "never",
+}
+# Sampling parameters that a search does not know.
+UNSEARCHED = (
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "grammar",
+    "logprobs",
+    "prompt_logprobs",
+)
+
+
+@dataclass(slots=True, eq=False)
+class BeamGroup:
+    """`root` is the client's request; it never runs itself, and stands in the queue until its search begins."""
+
+    root: Request
+    options: BeamOptions
+    search: BeamSearch | None = None  # once the model is known
+    members: list[Request] = field(default_factory=list)  # one for each live beam, in the search's order
+    reports: dict[int, Candidates] = field(default_factory=dict)  # by place among the members
+    parked: dict[int, int] = field(default_factory=dict)  # forks that still need it, by the member's seniority
+
+
+def make_search(options: BeamOptions, sampling: SamplingParams, eos_token_ids: Iterable[int] = ()) -> BeamSearch:
+    """Raises Rejection."""
+    if options.early_stopping not in EARLY_STOPPING:
+        raise invalid("beam.early_stopping", f"{options.early_stopping} is unknown")
+    try:
+        return BeamSearch(
+            width=options.width,
+            num_return=options.num_return or 1,
+            length_penalty=options.length_penalty if options.HasField("length_penalty") else 1.0,
+            early_stopping=EARLY_STOPPING[options.early_stopping],
+            max_new_tokens=sampling.max_tokens,
+            min_new_tokens=sampling.min_tokens,
+            eos_token_ids=() if sampling.ignore_eos else tuple(eos_token_ids),
+            stop_token_ids=tuple(sampling.stop_token_ids),
+        )
+    except ValueError as error:
+        name, _, message = str(error).partition(": ")
+        raise invalid(f"beam.{name}", message) from None
+
+
+def check_beam(submission: Submission) -> None:
+    """Raises Rejection."""
+    sampling = submission.sampling
+    make_search(submission.beam, sampling)
+    for name in UNSEARCHED:
+        if getattr(sampling, name):
+            raise invalid(name, "a beam search goes by the model's own probabilities; leave it out")
+    if submission.output_token_ids:
+        raise invalid("output_token_ids", "a beam search delivers nothing before its ending")
+
+
+class BeamGroups:
+    def __init__(self, life: Lifecycle, workers: dict[int, Worker]) -> None:
+        self._life = life
+        self._workers = workers
+        self._unstarted: list[BeamGroup] = []  # accepted before anybody knew the model
+
+    def start(self, root: Request, options: BeamOptions, limits: Limits | None) -> None:
+        """The root is accepted: its search begins, as soon as the model is known. Until then it stands in the queue."""
+        root.group = BeamGroup(root, options)
+        self._unstarted.append(root.group)
+        self.model_known(limits)
+
+    def model_known(self, limits: Limits | None) -> None:
+        if limits is None:
+            return
+        groups, self._unstarted = self._unstarted, []
+        for group in groups:
+            if group.root.phase is Phase.ENDED:
+                continue
+            if group.root in self._life.queue:
+                self._life.take_back(group.root)
+            group.search = make_search(group.options, group.root.sampling, limits.model.eos_token_ids)
+            self._run_beams(group, group.search, parents=[])
+
+    def report(self, member: Request, logprobs: TokenLogprobs | None) -> None:
+        """A member has run. Its blocks stay, for those that fork from it."""
+        group = member.group
+        assert group is not None
+        assert group.search is not None
+        if group.root.cached_tokens is None:
+            group.root.cached_tokens = member.cached_tokens
+        if logprobs is None:
+            self._life.fail(member, "worker: sent no log probabilities for a beam")
+            return
+        tokens = np.frombuffer(logprobs.top_token_ids, np.int32).tolist()
+        values = np.frombuffer(logprobs.top_logprobs, np.float32).tolist()
+        group.reports[group.members.index(member)] = list(zip(tokens, values, strict=True))
+        self._life.park(member)
+        group.parked[member.seniority] = 0
+        if len(group.reports) == len(group.members):
+            reports = [group.reports[i] for i in range(len(group.members))]
+            group.reports.clear()
+            group.search.advance(reports)
+            if group.search.done:
+                self._finish(group, group.search)
+            else:
+                self._run_beams(group, group.search, group.members)
+
+    def settle(self, admitted: Iterable[Request]) -> None:
+        """These have forked, or will do without: their parents may be needed no longer."""
+        for member in admitted:
+            parent, member.parent = member.parent, None
+            if member.group is None or parent is None or parent.phase is not Phase.PARKED:
+                continue
+            member.group.parked[parent.seniority] -= 1
+            if not member.group.parked[parent.seniority]:
+                self._life.unpark(parent)
+
+    def give_up_blocks(self, worker: Worker) -> bool:
+        """Let go of what is parked there; who would have forked from it computes a few tokens anew. Whether there was
+        anything."""
+        parked = list(worker.parked.values())
+        for member in parked:
+            self._life.unpark(member)
+        return bool(parked)
+
+    def _run_beams(self, group: BeamGroup, search: BeamSearch, parents: list[Request]) -> None:
+        group.parked = {parent.seniority: 0 for parent in parents if parent.phase is Phase.PARKED}
+        root, members = group.root, []
+        for beam in search.live:
+            tokens = np.array(beam.tokens, np.int32).tobytes()
+            parent = parents[beam.parent] if parents else None
+            member = replace(
+                root,
+                seniority=self._life.next_seniority(),
+                handle=0,
+                prompt=root.prompt + tokens,
+                output=bytearray(),
+                sampling=SamplingParams(
+                    max_tokens=1,
+                    top_p=1.0,
+                    ignore_eos=True,
+                    logprobs=True,
+                    num_top_logprobs=search.candidates_needed,
+                ),
+                extra_stop_ids=frozenset(),
+                sequence=0,
+                matches=None,
+                parent=parent,
+            )
+            if parent is not None and parent.phase is Phase.PARKED:
+                group.parked[parent.seniority] += 1
+            members.append(member)
+        group.members = members
+        for parent in parents:
+            if not group.parked.get(parent.seniority):
+                self._life.unpark(parent)
+        for member in members:
+            self._life.enqueue(member)
+
+    def _finish(self, group: BeamGroup, search: BeamSearch) -> None:
+        reasons = {"stop": FinishReason.FINISH_REASON_STOP, "length": FinishReason.FINISH_REASON_LENGTH}
+        group.root.hypotheses = [
+            Hypothesis(
+                token_ids=np.array(found.tokens, np.int32).tobytes(), score=found.score, reason=reasons[found.reason]
+            )
+            for found in search.best()
+        ]
+        first = group.root.hypotheses[0].reason if group.root.hypotheses else FinishReason.FINISH_REASON_LENGTH
+        self._life.end(group.root, first)

@@ -1,0 +1,428 @@
+"""What happens to requests: they enter the queue, are bound to a worker, give way, come back, end.
+
+Every change of a request's phase is here, so that the books beside it (queue, budgets, deadlines, the cache's names,
+the journal) change with it and never apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator
+
+from sortedcontainers import SortedDict
+
+from paceline.v1.cache_pb2 import WorkerMatch
+from paceline.v1.common_pb2 import FinishReason
+from scheduler_svc.core.admission.budgets import Budgets
+from scheduler_svc.core.admission.queue import WaitingQueue
+from scheduler_svc.core.admission.validation import explain_rejection
+from scheduler_svc.core.cache.link import CacheLink
+from scheduler_svc.core.cache.swapping import Swaps
+from scheduler_svc.core.output.sessions import Session
+from scheduler_svc.core.output.timeline import Journal
+from scheduler_svc.core.rejection import CODE_DEADLINE_EXCEEDED, CODE_INTERNAL, CODE_UNAVAILABLE, Rejection
+from scheduler_svc.core.requests.request import Match, Phase, Request
+from scheduler_svc.core.types import Counters, SchedulerConfig
+from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.workers.step_time import OutputLength
+
+# When a client should ask again that was refused because no worker is attached: a worker takes seconds to load.
+NO_WORKER_RETRY_S = 5.0
+REASONS = {reason: name.removeprefix("FINISH_REASON_").lower() for name, reason in FinishReason.items()}
+
+
+class Lifecycle:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        queue: WaitingQueue,
+        budgets: Budgets,
+        cache: CacheLink,
+        workers: dict[int, Worker],
+        sessions: dict[str, Session],
+        counters: Counters,
+        output_length: OutputLength,
+    ) -> None:
+        """`output_length` learns from what ends."""
+        self.config = config
+        self.queue = queue
+        self.budgets = budgets
+        self.counters = counters
+        self.journal = Journal(config.tenant_max_running_tokens)
+        self.swaps = Swaps(cache, workers, counters)
+        self.now_s = 0.0
+        # The first tick that found no worker attached; None while one is.
+        self.no_worker_since_s: float | None = None
+        self._output_length = output_length
+        self._cache = cache
+        self._workers = workers
+        self._sessions = sessions
+        self._matched: dict[int, Request] = {}  # by sequence: what the cache was asked to match
+        self._deadlines: SortedDict[tuple[float, int], Request] = SortedDict()
+        self._ranks = itertools.count(1)  # seniorities and places
+        self._fronts = itertools.count(-1, -1)  # places before all others
+        self._sequences = itertools.count(1)
+
+    # ── waiting ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def next_seniority(self) -> int:
+        return next(self._ranks)
+
+    def next_sequence(self) -> int:
+        """A name for the cache that was never used."""
+        return next(self._sequences)
+
+    def accept(self, session: Session, request: Request, enqueue: bool = True) -> None:
+        self.counters.accepted += 1
+        session.live[request.handle] = request
+        self.journal.arrived(request, request.arrival_s)
+        if request.deadline_s < math.inf:
+            self._deadlines[request.deadline_s, request.seniority] = request
+        if not enqueue:
+            return
+        if request.num_tokens >= request.max_total_tokens:  # resubmitted when only its ending was missing
+            self.end(request, FinishReason.FINISH_REASON_LENGTH)
+        else:
+            self.enqueue(request)
+
+    def enqueue(self, request: Request) -> None:
+        request.phase, request.worker, request.slot = Phase.WAITING, 0, -1
+        self.queue.add(request)
+        if self._cache.connected:
+            self.ask_match(request)
+
+    def ask_match(self, request: Request) -> None:
+        """Make the request known to the cache, by a new name."""
+        request.sequence, request.matches = self.next_sequence(), None
+        request.num_registered, request.num_committed = request.num_tokens, 0
+        self._cache.matches[request.sequence] = self._matched[request.sequence] = request
+
+    def set_matches(self, found: Iterable[tuple[int, Iterable[WorkerMatch]]]) -> None:
+        """What the cache holds of waiting sequences. Their requests may have moved on meanwhile; then nobody cares."""
+        changed = []
+        for sequence, matches in found:
+            request = self._matched.get(sequence)
+            if request is not None and request.phase is Phase.WAITING:
+                request.matches = by_worker = {}
+                for match in matches if not request.scores_prompt else ():
+                    on_host = match.num_host_tokens
+                    by_worker[match.worker] = Match(match.num_tokens + on_host, match.num_live_tokens, on_host)
+                changed.append(request)
+        self.queue.rematched(changed)
+
+    def take_back(self, request: Request) -> None:
+        """Out of the queue, without having run: others will run for it."""
+        self.queue.remove(request)
+        self._forget_sequence(request)
+
+    def forget_matches(self) -> None:
+        """The cache is gone, and all that it knew of what waits; but what is in host memory is still there."""
+        self._matched.clear()
+        for request in self.queue:
+            if not request.swapped_on:
+                request.sequence, request.matches = 0, None
+
+    def ask_all_matches(self) -> None:
+        """The cache knows nothing of what waits, or by the wrong names."""
+        for request in self.queue:
+            if not request.swapped_on:
+                self._forget_sequence(request)
+                self.ask_match(request)
+
+    def recompute(self, requests: Iterable[Request], why: str = "lost its place in host memory") -> None:
+        """These wait, and do without what they have in host memory."""
+        for request in list(requests):
+            self._forget_sequence(request)
+            self.note(request, "requeued", why)
+            if self._cache.connected:
+                self.ask_match(request)
+
+    # ── bound and running ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def bind(self, worker: Worker, request: Request, why: str = "") -> None:
+        """`why` it is that worker, for `paceline explain`."""
+        self.budgets.bind(request)  # before it leaves the queue, which shows of its tenant what still fits
+        self.queue.remove(request)
+        request.siblings.num_bound += 1
+        if request.swapped_on:
+            self.swaps.bind(request)
+        self.queue.started(request)
+        request.phase, request.worker = Phase.BINDING, worker.id
+        worker.bind_adapter(request)
+        request.has_run = True
+        if request.started_s is None:
+            request.started_s = self.now_s
+        if request.group is not None:
+            if request.group.root.started_s is None:
+                self.journal.event(request.group.root, "running", "its beams", self.now_s)
+            request.group.root.started_s = request.started_s
+        apart = ", apart from others" if request.is_suspect else ""
+        self.note(request, "running", f"on worker {worker.id}{apart}{why and f': {why}'}")
+
+    def refused(self, request: Request) -> None:
+        """The cache had less room than was thought: the request waits on, known to the cache as before."""
+        if not request.swapped_on:
+            request.matches = None  # what was known of it was too good: it is offered again when the cache has answered
+            self._cache.rematches[request.sequence] = None
+        self.put_back(request)
+
+    def put_back(self, request: Request) -> None:
+        """It was about to be seated, and waits on; with what it has in host memory, if it can still come back."""
+        self._unbind(request)
+        request.phase = Phase.WAITING
+        self.queue.add(request)
+        if request.swapped_on:
+            if self._workers[request.swapped_on].draining:
+                self.recompute([request])
+            else:
+                self.swaps.refused(request)
+
+    def unanswered(self, request: Request) -> None:
+        """The cache was lost while it was asked for the request's blocks."""
+        self.put_back(request)
+        self.note(request, "waiting", "the cache was lost before it answered")
+
+    def requeue(self, request: Request) -> None:
+        """Take back a request whose blocks the cache has granted, or may have granted, in vain."""
+        self._unbind(request)
+        self._forget_sequence(request)
+        self.enqueue(request)
+
+    def preempt(self, request: Request, place: str, mode: str, why: str) -> None:
+        """It gives way and waits again, with all its known tokens; `place` and `mode` as in PreemptionPolicy; `why`
+        is for the journal."""
+        worker, swaps = self._workers[request.worker], self.swaps.suits(request, mode)
+        self._vacate(request, swaps)
+        request.num_preemptions += 1
+        self.counters.preempted += 1
+        match place:
+            case "front":
+                request.place = next(self._fronts)
+            case "back":
+                request.place = next(self._ranks)
+        self.note(request, "preempted", "moves to host memory" if swaps else why)
+        if not swaps:
+            self.requeue(request)
+            return
+        self._unbind(request)
+        request.phase = Phase.WAITING
+        self.swaps.start(worker, request)
+        self.queue.add(request)
+
+    def park(self, request: Request) -> None:
+        """A beam has run its one token: it leaves its slot, and its blocks stay for those that will fork from it."""
+        worker = self._workers[request.worker]
+        worker.slots.complete_tables()
+        worker.vacate(request.slot)
+        self._unbind(request)
+        request.phase, request.worker, request.parent = Phase.PARKED, worker.id, None
+        request.prompt_is_computed = True
+        worker.parked[request.seniority] = request
+
+    def unpark(self, request: Request) -> None:
+        """Nobody will fork from it any more (or not for certain)."""
+        if request.phase is Phase.PARKED:
+            self._withdraw(request)
+
+    def evacuate(self, worker: Worker, why: str, accused: Collection[Request] = ()) -> list[Request]:
+        """Take every live request off the worker, with all its known tokens. Their sequences are dropped. `why` it is
+        lost; the accused were in the steps that this names."""
+        for parked in list(worker.parked.values()):
+            self._drop_parked(worker, parked)
+        requests = worker.drop_draft()
+        for slot in list(worker.running):
+            self.recall_tokens(worker, slot)
+            requests.append(self._leave(worker, slot))
+        for request in requests:
+            was_in_it = "; it was in that step and is retried apart from others" if request in accused else ""
+            self._lose_blocks(request, why + was_in_it)
+        return sorted(requests, key=lambda request: request.seniority)
+
+    def claim_refused(self, request: Request, why: str) -> None:
+        """A new cache does not let the request have the blocks that it has: it is computed anew."""
+        worker, why = self._workers.get(request.worker), f"the cache was lost, and its blocks with it: {why}"
+        match request.phase:
+            case Phase.RUNNING if worker is not None:
+                self.recall_tokens(worker, request.slot)
+                self._leave(worker, request.slot)
+                self._lose_blocks(request, why)
+                self.enqueue(request)
+            case Phase.PARKED if worker is not None:
+                self._drop_parked(worker, request)
+            case Phase.WAITING:
+                self.recompute([request], why)
+
+    def _drop_parked(self, worker: Worker, parked: Request) -> None:
+        del worker.parked[parked.seniority]
+        self._matched.pop(parked.sequence, None)
+        parked.phase, parked.sequence, parked.prompt_is_computed = Phase.ENDED, 0, False
+        del parked.block_table[:]
+
+    def _lose_blocks(self, request: Request, why: str) -> None:
+        """It has none any more, nor a sequence."""
+        self._unbind(request)
+        self._matched.pop(request.sequence, None)
+        request.phase, request.sequence, request.swapped_on, request.host_blocks = Phase.WAITING, 0, 0, b""
+        self.counters.requeued += 1
+        self.note(request, "requeued", why)
+
+    def lost_worker(self, request: Request) -> None:
+        """A request whose worker is gone waits again."""
+        request.num_worker_losses += 1
+        self.enqueue(request)
+
+    def _vacate(self, request: Request, swaps: bool = False) -> None:
+        """Take the request out of its slot. Only now the cache learns the tokens that it generated: nobody is likely to
+        ask for them earlier, and a steady step need not tell what every sequence adds (as SGLang does). If it is to be
+        swapped, the cache has to know all of it."""
+        worker = self._workers[request.worker]
+        self.recall_tokens(worker, request.slot)
+        self._leave(worker, request.slot)
+        num_tokens = request.num_tokens
+        num_computed = max(num_tokens - 1, request.num_committed)  # the last token may be just computed, or not yet
+        if self.config.partial_reuse:
+            fills = num_tokens > request.num_registered
+        else:
+            fills = num_computed // worker.block_size > request.num_registered // worker.block_size
+        is_news = fills and num_computed > request.num_committed  # a token that is not computed is of no use to anybody
+        if swaps or (worker.prefix_caching and is_news and not request.is_spoiled):
+            new_tokens = request.tokens_from(request.num_registered)
+            self._cache.add_commit(request.sequence, new_tokens, num_computed)
+            request.num_registered = num_tokens
+
+    def _leave(self, worker: Worker, slot: int) -> Request:
+        request = worker.vacate(slot)
+        request.prompt_is_computed = False
+        request.parent = None
+        del request.block_table[:]
+        return request
+
+    def recall_tokens(self, worker: Worker, slot: int) -> None:
+        """Complete the request's own record with what still stands in the slot's tail."""
+        if tail := worker.slots.take_tail(slot):
+            worker.running[slot].add_output(tail)
+
+    def _unbind(self, request: Request) -> None:
+        """It neither runs nor is about to; what becomes of it is the caller's business."""
+        self.budgets.unbind(request)
+        request.siblings.num_bound -= 1
+        self.queue.free_tokens_changed(request.tenant)
+        if worker := self._workers.get(request.worker):
+            worker.unbind_adapter(request)
+        request.worker = 0
+        self.queue.stopped(request)
+
+    def _forget_sequence(self, request: Request) -> None:
+        if request.swapped_on:
+            self.swaps.forget(request)
+        if request.sequence and self._cache.connected:
+            self._cache.forget_sequence(request.sequence, discard=request.is_spoiled)
+        self._matched.pop(request.sequence, None)
+        request.sequence = 0
+
+    # ── over ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def quarantine(self, request: Request, why: str) -> None:
+        """It was alone in too many failures in a row: it is not tried again."""
+        self.counters.quarantined += 1
+        times = self.config.poison_failures
+        self.fail(request, f"request: alone in what failed, {times} times in a row; the last time, {why}")
+
+    def spoil(self, request: Request, message: str) -> None:
+        """Its worker could not compute it: nothing of it stays in the cache, for others would reuse what is wrong."""
+        request.is_spoiled = True
+        self.fail(request, message)
+
+    def fail(self, request: Request, message: str, code: int = CODE_INTERNAL) -> None:
+        self.end(request, FinishReason.FINISH_REASON_ERROR, Rejection(code, message))
+
+    def end(self, request: Request, reason: FinishReason.ValueType, error: Rejection | None = None) -> None:
+        """The request is over, wherever it stands; its session is told. A beam ends with all of its search."""
+        if request.group is not None:
+            request = request.group.root
+            for member in self._members_of(request):
+                self._withdraw(member)
+        self._withdraw(request)
+        if request.deadline_s < math.inf:
+            self._deadlines.pop((request.deadline_s, request.seniority), None)
+        if reason in (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH) and request.group is None:
+            self._output_length.add(request.num_output_tokens)
+        name = REASONS[reason]
+        self.counters.finished[name] = self.counters.finished.get(name, 0) + 1
+        self.journal.ended(request, name if error is None else error.message, self.now_s)
+        session = self._sessions.get(request.session_id)
+        if session is not None and session.live.pop(request.handle, None) is not None:
+            ending = session.add_ending()
+            ending.handle, ending.reason = request.handle, reason
+            ending.timing.CopyFrom(request.timing(self.now_s))
+            if error is not None:
+                explain_rejection(ending, error)
+            if request.cached_tokens:
+                ending.cached_tokens = request.cached_tokens
+            ending.hypotheses.extend(request.hypotheses)
+
+    def _members_of(self, root: Request) -> list[Request]:
+        assert root.group is not None
+        parked = [request for worker in self._workers.values() for request in worker.parked.values()]
+        return [*root.group.members, *(request for request in parked if request.group is root.group)]
+
+    def _withdraw(self, request: Request) -> None:
+        """Out of wherever it stands, with all that it holds."""
+        match request.phase:
+            case Phase.RUNNING:
+                self._vacate(request)
+                self._unbind(request)
+            case Phase.BINDING:
+                self._unbind(request)
+            case Phase.WAITING if request in self.queue:
+                self.queue.remove(request)
+            case Phase.PARKED:
+                del self._workers[request.worker].parked[request.seniority]
+                request.worker, request.prompt_is_computed = 0, False
+                del request.block_table[:]
+            case Phase.ENDED:
+                return
+        self._forget_sequence(request)
+        request.phase = Phase.ENDED
+        request.view = None  # they point at each other: its tokens are not to wait for the garbage collector
+
+    def note(self, request: Request, event: str, detail: str) -> None:
+        """In the journal, which knows clients' requests only."""
+        if not request.is_member:
+            self.journal.event(request, event, detail, self.now_s)
+
+    def end_late(self, now_s: float) -> None:
+        """End what has missed its deadline or one of the time-outs."""
+        while late := [(request, why) for request, why in self._late(now_s) if request.phase is not Phase.ENDED]:
+            for request, rejection in late:
+                self.end(request, FinishReason.FINISH_REASON_ERROR, rejection)
+            if not self.budgets.limits_tenants:
+                break  # else the order has come to know of others of their tenants, who may be late, too
+
+    def _late(self, now_s: float) -> Iterator[tuple[Request, Rejection]]:
+        for request, message in self._too_late(now_s):
+            yield request, Rejection(CODE_DEADLINE_EXCEEDED, message)
+        limit_s, since_s = self.config.no_worker_timeout_s, self.no_worker_since_s
+        if since_s is not None and 0 < limit_s <= now_s - since_s:
+            message = f"no worker is attached: waited for one for {limit_s:g} s"
+            for request in self.queue:
+                if now_s - request.arrival_s >= limit_s:
+                    yield request, Rejection(CODE_UNAVAILABLE, message, retry_after_s=NO_WORKER_RETRY_S)
+
+    def _too_late(self, now_s: float) -> Iterator[tuple[Request, str]]:
+        due = itertools.takewhile(lambda item: item[0][0] <= now_s, self._deadlines.items())
+        for (deadline_s, _), request in due:
+            yield request, f"deadline_s: {deadline_s - request.arrival_s:g} s are over"
+        for request in self.queue.hopeless(now_s):
+            left_s = request.deadline_s - now_s
+            late = f"deadline_s: {left_s:.1f} s are left, which is too little"
+            yield request, late if left_s < math.inf else "queue: the order policy gives it up"
+        if (limit_s := self.config.waiting_timeout_s) > 0:
+            oldest = itertools.takewhile(lambda request: now_s - request.arrival_s > limit_s, self.queue)
+            yield from ((r, f"queue: waited for more than {limit_s:g} s") for r in oldest if r.started_s is None)
+        if (limit_s := self.config.running_timeout_s) > 0:
+            running = [request for worker in self._workers.values() for request in worker.running.values()]
+            if self._workers:  # without any it is not the request's doing that it does not end
+                running += self.queue
+            yield from ((r, f"request: ran for more than {limit_s:g} s") for r in running if r.ran_s(now_s) > limit_s)

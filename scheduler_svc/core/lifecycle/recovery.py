@@ -1,0 +1,165 @@
+"""When the cache is lost: what runs goes on, and a new cache is told which blocks are whose.
+
+The KV is on the workers and as good as before; only who owns which block is forgotten. The scheduler keeps the table of
+everything that runs (Request.block_table) and the host blocks of what is swapped out (Request.host_blocks), so:
+
+    RUNNING, PARKED     stays where it is. No step is planned without a cache; results of those in flight go on, and
+                        what ends meanwhile just ends
+    BINDING             waits again: the exchange that was to seat it may or may not have been executed, and nobody has
+                        written to what it granted
+    swapped out         stays where it is; copies that no plan has carried yet are made by the next one, before anything
+                        else, so that the device blocks may be granted to others all the same
+    about to be so      is computed anew, for the cache has not said where its copies go
+    demotions           are dropped: the new cache starts with nothing in host memory
+
+What is claimed is computed as far as the steps go that were sent, as it is with commits (Planner._advance_prefill). A
+claim that is refused costs its request a recomputation, and only that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from paceline.v1.cache_pb2 import (
+    AddWorkerOp,
+    CacheOp,
+    CacheServiceLinkRequest,
+    CacheServiceLinkResponse,
+    RestoredSequence,
+    RestoreOp,
+)
+from paceline.v1.worker_pb2 import KeptSequence
+from scheduler_svc.core.cache.link import MAX_EXCHANGE_BYTES, CacheLink, Sent
+from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
+from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.state import Worker
+
+
+def _kept_op(worker: int, kept: Iterable[KeptSequence], model: str, next_sequence: Callable[[], int]) -> RestoreOp:
+    """What a worker has brought with it from a link before (to a scheduler that is gone, say): it is cached. A gateway
+    that submits again what ran there finds all of it, whatever the request is called now."""
+    op = RestoreOp(worker=worker, cached=True)
+    num_bytes = 0
+    for one in kept:
+        num_bytes += one.ByteSize()
+        if num_bytes > MAX_EXCHANGE_BYTES:
+            break
+        claim = op.sequences.add(
+            sequence=next_sequence(),
+            token_ids=one.token_ids,
+            num_computed_tokens=one.num_computed_tokens,
+            block_table=one.block_table,
+        )
+        claim.namespace.model, claim.namespace.cache_salt = model, one.cache_salt
+    return op
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    cache: CacheLink
+    workers: dict[int, Worker]
+    life: Lifecycle
+
+    def cache_lost(self) -> None:
+        self.cache.forget()
+        for worker in self.workers.values():
+            for request in worker.drop_draft():
+                self.life.unanswered(request)
+            worker.forget_cache()
+            self.life.recompute(request for request in worker.swapped.values() if not request.host_blocks)
+        self.life.forget_matches()
+
+    def added(self, worker: Worker) -> list[CacheOp]:
+        """What tells a cache that there is this worker, and what it brings with it."""
+        kept, worker.kept = worker.kept, []
+        config = self.life.config
+        op = AddWorkerOp(
+            worker=worker.id,
+            num_blocks=worker.num_blocks,
+            block_size=worker.block_size,
+            prefix_caching=config.prefix_caching,
+            partial_reuse=config.partial_reuse,
+            num_host_blocks=worker.registration.num_host_blocks,
+            host_tier=config.host_cache,
+        )
+        ops = [CacheOp(add_worker=op)]
+        if kept:
+            ops.append(CacheOp(restore=_kept_op(worker.id, kept, self.cache.model, self.life.next_sequence)))
+        return ops
+
+    def begin(self) -> None:
+        """The link to a cache that knows nothing: first come the workers, and what runs on them."""
+        added = {worker.id: self.added(worker) for worker in self.workers.values()}
+        for worker in self.workers.values():
+            if claimants := {request.sequence: request for request in self._claimants(worker)}:
+                self.cache.restoring[worker.id] = claimants
+        if not self.cache.restoring:
+            self.cache.added.update(added)
+            return
+        message = self._next_message()
+        for add_worker, *_ in added.values():  # what somebody has kept who has just come is not worth a message more
+            message.ops.add().MergeFrom(add_worker)
+        num_bytes = 0
+        for worker_id, claimants in self.cache.restoring.items():
+            op = self._next_op(message, worker_id)
+            for request in claimants.values():
+                claim = op.sequences.add()
+                self._fill(claim, request)
+                num_bytes += len(claim.token_ids) + len(claim.block_table) + len(claim.host_blocks)
+                if num_bytes > MAX_EXCHANGE_BYTES:
+                    op.incomplete = True
+                    num_bytes, op = 0, self._next_op(self._next_message(), worker_id)
+
+    def answered(self, sent: Sent, response: CacheServiceLinkResponse) -> None:
+        """An exchange of `begin`. Steps are planned again once it was the last one."""
+        for index, worker_id in sent.restores:
+            result, claimants = response.results[index], self.cache.restoring[worker_id]
+            if result.HasField("error"):
+                refused = [(sequence, result.error.message) for sequence in claimants]
+            else:
+                refused = [(one.sequence, one.message) for one in result.restore.refused]
+            for sequence, why in refused:
+                self._refused(claimants.pop(sequence, None), sequence, why)
+        if not self.cache.opening:
+            self.life.counters.restored += sum(map(len, self.cache.restoring.values()))
+            self.cache.restoring.clear()
+
+    def _refused(self, request: Request | None, sequence: int, why: str) -> None:
+        if request is None:
+            return
+        self.life.counters.refused_claims += 1
+        if request.sequence == sequence:  # it has neither ended meanwhile, nor lost its worker
+            self.life.claim_refused(request, why)
+        self.cache.never_knew(sequence)
+
+    def _claimants(self, worker: Worker) -> Iterator[Request]:
+        """All that has blocks there, with complete records, and noted what the cache will know of each."""
+        worker.slots.complete_tables()
+        for slot, request in worker.running.items():
+            self.life.recall_tokens(worker, slot)
+            request.num_committed = worker.num_computed_tokens(slot)
+            request.num_registered = request.num_tokens
+            yield request
+        yield from worker.parked.values()  # of which it knows all
+        for request in worker.swapped.values():
+            request.num_committed = max(request.num_committed, request.num_tokens - 1)  # as it was told with the swap
+            yield request
+
+    def _next_message(self) -> CacheServiceLinkRequest:
+        self.cache.opening.append(CacheServiceLinkRequest())
+        return self.cache.opening[-1]
+
+    @staticmethod
+    def _next_op(message: CacheServiceLinkRequest, worker: int) -> RestoreOp:
+        op = message.ops.add().restore
+        op.worker = worker
+        return op
+
+    def _fill(self, claim: RestoredSequence, request: Request) -> None:
+        self.cache.fill(claim, request.sequence, request)
+        claim.num_computed_tokens = request.num_committed
+        if request.swapped_on:
+            claim.host_blocks = request.host_blocks
+        else:
+            claim.block_table = request.block_table.tobytes()

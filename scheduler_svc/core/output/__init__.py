@@ -1,0 +1,4 @@
+"""What leaves the scheduler: session messages and request timelines.
+
+May import `requests`.
+"""

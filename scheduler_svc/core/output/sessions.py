@@ -1,0 +1,176 @@
+"""Sessions: where tokens and endings go, one message a step, within the reader's credit."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.v1.common_pb2 import PromptLogprobs
+from paceline.v1.inference_pb2 import (
+    Ending,
+    PromptScores,
+    SchedulerStatus,
+    SessionOpened,
+    SessionResponse,
+    TokenScore,
+)
+from paceline.v1.worker_pb2 import TokenLogprobs
+from scheduler_svc.core.arrays import Longs, Tokens
+from scheduler_svc.core.requests.request import Request
+
+# Of prompts' log probabilities in a message at the most, unless a single part is larger; far below the message limit.
+MAX_SCORE_BYTES = 4 * 2**20
+# Likewise, for a reader that comes late: log probabilities of tokens (some 180 bytes each, with 20 others), and steps.
+MAX_SCORES, MAX_STEPS = 2**14, 256
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A gateway's (or a single gRPC call's) view of its requests.
+
+    What a slow reader has no credit for gathers here, at most the tokens that its own requests may still generate, and
+    goes in messages of a bounded size.
+    """
+
+    id: str
+    index: int  # names the session in the slot tables
+    window: int
+    live: dict[int, Request] = field(default_factory=dict)  # by handle
+    sent: int = 0
+    read: int = 0
+    num_submissions: int = 0  # accepted or not
+    places: int = 0  # in the queue, for whoever comes next
+    _told_room: tuple[int, int] | None = None
+    opened: SessionOpened | None = None
+    status: SchedulerStatus | None = None
+    _handles: list[Longs] = field(default_factory=list)
+    _tokens: list[Tokens] = field(default_factory=list)
+    _scores_before: list[int] = field(default_factory=list)  # each of these, of those that have gathered
+    _sent_handles: Longs | None = None  # all those of the last message, if they came as one array
+    _next: SessionResponse | None = None  # with the endings, which gather in place: to put them in later is to copy
+    _scores: list[TokenScore] = field(default_factory=list)
+    _prompt_scores: deque[PromptScores] = field(default_factory=deque)
+
+    def add_tokens(self, handles: Longs, tokens: Tokens) -> None:
+        self._handles.append(handles)
+        self._tokens.append(tokens)
+        self._scores_before.append(len(self._scores))
+
+    def add_score(self, handle: int, score: TokenLogprobs) -> None:
+        """Of the token of this request that was added last."""
+        top, logprobs = score.top_token_ids, score.top_logprobs
+        self._scores.append(TokenScore(handle=handle, logprob=score.logprob, top_token_ids=top, top_logprobs=logprobs))
+
+    def add_prompt_scores(self, handle: int, logprobs: PromptLogprobs) -> None:
+        """Of a part of this request's prompt."""
+        self._prompt_scores.append(PromptScores(handle=handle, logprobs=logprobs))
+
+    def add_ending(self) -> Ending:
+        """To be filled in."""
+        if self._next is None:
+            self._next = SessionResponse()
+        return self._next.endings.add()
+
+    def next_message(self) -> SessionResponse | None:
+        """What has gathered, if there is anything and the reader has credit."""
+        if self.sent - self.read >= self.window:
+            return None
+        if self._prompt_scores:
+            return self._next_prompt_scores()
+        if not (self._handles or self._next or self.status or self.opened):
+            return None
+        if len(self._scores) > MAX_SCORES or len(self._handles) > MAX_STEPS:
+            return self._first_steps()
+        message, self._next = self._next or SessionResponse(), None
+        self._add_status(message)
+        if len(self._handles) == 1 and self._handles[0] is self._sent_handles:
+            message.same_handles = True
+        elif self._handles:
+            for handles in self._handles:
+                message.handles.extend(handles.tolist())
+            self._sent_handles = self._handles[0] if len(self._handles) == 1 else None
+        message.token_ids = b"".join([tokens.tobytes() for tokens in self._tokens])
+        if self._scores:
+            message.scores.extend(self._scores)
+            self._scores.clear()
+        self._handles.clear()
+        self._tokens.clear()
+        self._scores_before.clear()
+        if (room := (self.places, self.num_submissions)) != self._told_room:
+            message.room.places, message.room.num_submissions = self._told_room = room
+        self.sent += 1
+        return message
+
+    def _first_steps(self) -> SessionResponse:
+        """Of what has gathered, as many steps as may go into a message, with their log probabilities; endings come with
+        the last ones."""
+        message, before = SessionResponse(), self._scores_before
+        self._add_status(message)
+        count = max(1, min(bisect_right(before, MAX_SCORES) - 1, MAX_STEPS))
+        num_scores = before[count] if count < len(before) else len(self._scores)
+        for handles in self._handles[:count]:
+            message.handles.extend(handles.tolist())
+        message.token_ids = b"".join([tokens.tobytes() for tokens in self._tokens[:count]])
+        message.scores.extend(self._scores[:num_scores])
+        del self._handles[:count], self._tokens[:count], self._scores[:num_scores]
+        self._scores_before = [before - num_scores for before in self._scores_before[count:]]
+        self._sent_handles = None
+        self.sent += 1
+        return message
+
+    def _add_status(self, message: SessionResponse) -> None:
+        if self.opened:
+            message.opened.CopyFrom(self.opened)
+        if self.status:
+            message.status.CopyFrom(self.status)
+        self.opened = self.status = None
+
+    def _next_prompt_scores(self) -> SessionResponse:
+        """In messages of their own, before the tokens that follow; as many as may go into one."""
+        message, size = SessionResponse(), 0
+        self._add_status(message)
+        while self._prompt_scores and (not size or size + self._prompt_scores[0].ByteSize() <= MAX_SCORE_BYTES):
+            size += self._prompt_scores[0].ByteSize()
+            message.prompt_scores.append(self._prompt_scores.popleft())
+        self.sent += 1
+        return message
+
+
+class Publisher:
+    """What workers have computed, on its way to the sessions that it is for."""
+
+    def __init__(self, sessions: dict[str, Session]) -> None:
+        self._sessions = sessions  # by id
+        self._at: dict[int, Session] = {}  # by index
+        self._next = 1
+
+    def open(self, session_id: str, window: int) -> Session:
+        """A new session, and a new index."""
+        session = self._sessions[session_id] = self._at[self._next] = Session(session_id, self._next, window)
+        self._next += 1
+        return session
+
+    def closed(self, session: Session) -> None:
+        del self._at[session.index]
+
+    def index_of(self, request: Request) -> int:
+        """Of its session."""
+        return self._sessions[request.session_id].index
+
+    def tokens(self, session: int, sessions: Longs, handles: Longs, tokens: Tokens) -> None:
+        """One for each handle. `session`: the index of all of them; if it is negative, `sessions` has each one's."""
+        if session >= 0:
+            self._at[session].add_tokens(handles, tokens)
+            return
+        for index in np.unique(sessions).tolist():
+            mine = sessions == index
+            self._at[index].add_tokens(handles[mine], tokens[mine])
+
+    def score(self, request: Request, score: TokenLogprobs) -> None:
+        self._sessions[request.session_id].add_score(request.handle, score)
+
+    def prompt_scores(self, request: Request, scores: PromptLogprobs) -> None:
+        self._sessions[request.session_id].add_prompt_scores(request.handle, scores)

@@ -1,0 +1,251 @@
+"""One step of one worker, while policies compose it: what they may decide."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from scheduler_svc.core.arrays import Slots
+from scheduler_svc.core.policy.interfaces import PolicyError, Verdict
+from scheduler_svc.core.policy.step_view import StepView
+from scheduler_svc.core.policy.views import RequestView, Running, view_of
+from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.block_boundaries import NONE
+from scheduler_svc.core.workers.decision import MAX_PLAN_BYTES, Admission, Decision, OutOfBlocks, Paused, plan_bytes
+
+
+class Step(StepView):
+    """Policies read the attributes and call the methods under "decisions"; everything counts what is decided so far.
+
+    Nothing that a policy does to it can bring about a step that cannot be: attributes are read-only, a decision is
+    checked before it changes anything, and after the composition none is taken any more.
+    """
+
+    __slots__ = ()
+
+    @property
+    def capacity_is_spent(self) -> bool:
+        """Whether the capacity policy knows already that it will admit nobody else."""
+        return self._capacity.is_spent(self)
+
+    # ── decisions ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    # A decision that cannot be raises before it changes anything. A lack of blocks ends the composition, whether or not
+    # the policy lets the exception through.
+
+    def run_decodes(self) -> None:
+        """Everything that decodes gets its token. Raises OutOfBlocks; PolicyError if the token budget is too small."""
+        self._expect_open()
+        if self._decodes != []:
+            raise PolicyError("run_decodes after run or run_decodes of a decoding sequence")
+        self._spend(self.num_decoding)
+        self._decodes = None
+        growing = self._worker.growing_slots()
+        if len(growing):
+            self._grow(growing)
+
+    def run(self, sequence: Running, num_tokens: int) -> None:
+        """Compute so many of its remaining tokens. Raises OutOfBlocks, PolicyError."""
+        self._expect_open()
+        sequence, num_tokens = self._own(sequence), operator.index(num_tokens)
+        slot = sequence.slot
+        if slot in self._chunks or (sequence.is_decoding and (self._decodes is None or slot in self._decodes)):
+            raise PolicyError(f"run: {sequence.request} is in the step already")
+        if not 1 <= num_tokens <= sequence.remaining_tokens:
+            raise PolicyError(f"run: {num_tokens} tokens of {sequence.remaining_tokens} that remain")
+        self._spend(num_tokens)
+        if sequence.is_decoding:
+            assert self._decodes is not None
+            self._decodes.append(slot)
+        else:
+            self._chunks[slot] = num_tokens
+            self._computing.add(self._worker.running[slot], sequence.num_computed_tokens + num_tokens)
+            self._credit_of = None
+        missing = self.blocks_for(sequence.num_computed_tokens + num_tokens) - sequence.num_blocks
+        if missing > 0:
+            self._grow(np.full(missing, slot, np.intp))
+
+    def admit(self, request: RequestView, num_tokens: int) -> Verdict:
+        """Offer a waiting request a place, with so many of its uncached tokens to compute in this step.
+
+        Raises PolicyError if that is more than it has, or than the budget has left.
+        """
+        verdict = self.consider(request, num_tokens)
+        if verdict is Verdict.ADMIT:
+            self._place(self._considered[request._request.seniority])
+        return verdict
+
+    def consider(self, request: RequestView, num_tokens: int) -> Verdict:
+        """Whether a waiting request may have a seat, and blocks for so many of its uncached tokens. They are set aside
+        for it; who is not placed after all gives them back when the step ends. Raises PolicyError."""
+        self._expect_open()
+        own, num_tokens = self._waits(request), operator.index(num_tokens)
+        request, uncached = view_of(own), own.num_tokens - self.cached_tokens(own)
+        if not 1 <= num_tokens <= uncached or own.seniority in self._considered:
+            raise PolicyError(f"{request}: {num_tokens} tokens of {uncached}, or considered before")
+        if self._num_seats <= 0:
+            return self.hold_back(request, Verdict.STOP, "seats", f"all {self.max_num_seqs} are taken")
+        if self._considered and self._budgeted.num_bytes + plan_bytes(own) > MAX_PLAN_BYTES:
+            detail = f"{self._budgeted.num_bytes} bytes of sequences are in it, {MAX_PLAN_BYTES} are possible"
+            return self.hold_back(request, Verdict.STOP, "plan", detail)
+        if (budget := self._over_budget(own, self._budgeted)) is not None:
+            name, _, detail = budget.partition(": ")
+            if name == "lora":
+                self._full_loras.add(own.lora)
+            return self.hold_back(request, Verdict.SKIP, name, detail)
+        num_new_tokens = uncached if self._capacity.reserves_prompt else num_tokens
+        need_blocks = self._need_blocks(own, num_new_tokens)
+        verdict = self._ask_capacity(request, need_blocks)
+        if verdict is not Verdict.ADMIT or need_blocks > self._available_blocks:
+            detail = f"needs {need_blocks} blocks, {self._available_blocks} are available"
+            if verdict is not Verdict.ADMIT:
+                if need_blocks <= self._available_blocks:  # it is about blocks that are to come, or promised
+                    detail += f"; up to {self.blocks_for(own.max_total_tokens)} to its end"
+                return self.hold_back(request, verdict, "capacity", detail)
+            return self.hold_back(request, Verdict.STOP, "blocks", detail)
+        self._available_blocks -= need_blocks
+        self._num_seats -= 1
+        self._considered[own.seniority] = Admission(own, num_tokens, num_new_tokens, uncached)
+        self._arriving.add(own, own.num_tokens)
+        self._budgeted.add(own)
+        self._credit_of = None
+        return verdict
+
+    def place(self, request: RequestView, num_tokens: int) -> None:
+        """Compute so many tokens of a request that was considered and may be admitted. Raises PolicyError."""
+        self._expect_open()
+        own, num_tokens = self._waits(request), operator.index(num_tokens)
+        considered = self._considered.get(own.seniority)
+        num_new_tokens = considered.num_new_tokens if considered else 0
+        if considered is None or not 1 <= num_tokens <= num_new_tokens or own.seniority in self._placed:
+            raise PolicyError(
+                f"{request}: {num_tokens} tokens, blocks are set aside for {num_new_tokens}; or in already"
+            )
+        same = num_tokens == considered.num_tokens
+        self._place(considered if same else considered._replace(num_tokens=num_tokens))
+
+    def _place(self, admission: Admission) -> None:
+        request = admission.request
+        self._spend(admission.num_tokens)
+        self._worker.binding_tokens += admission.num_uncached_tokens
+        self._placed[request.seniority] = admission
+        num_computed = request.num_tokens - admission.num_uncached_tokens + admission.num_tokens
+        self._computing.add(request, num_computed)
+        self._credit_of = None
+
+    def hold_back(self, request: RequestView, verdict: Verdict, reason: str, detail: str = "") -> Verdict:
+        """Note why a request does not get in now, for `paceline explain`; returns the verdict."""
+        if not self._open:
+            raise PolicyError("hold_back after the composition has ended")
+        self._held_back.append((self._waits(request), str(reason), str(detail)))
+        return verdict
+
+    def hold_back_all(self, reason: str, detail: str = "") -> None:
+        """Note why nobody is offered a place in this step, for `paceline explain`; without a look at who waits."""
+        self._expect_open()
+        self._closed = str(reason), str(detail)
+
+    def pause(self, victims: Iterable[Running]) -> None:
+        """Take running sequences out, for recomputation. The composition starts over without them (raises Paused)."""
+        if own := self.own(victims):
+            raise Paused(own)
+
+    # ── what comes of it ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.runs_decodes or self.runs_prefills)
+
+    @property
+    def runs_prefills(self) -> bool:
+        return bool(self._chunks or self._placed)
+
+    @property
+    def runs_decodes(self) -> bool:
+        return self.num_decoding > 0 if self._decodes is None else bool(self._decodes)
+
+    @property
+    def held_back(self) -> Sequence[tuple[RequestView, str, str]]:
+        """Request, reason, detail: who was looked at and does not get in."""
+        return tuple((view_of(request), reason, detail) for request, reason, detail in self._held_back)
+
+    def own(self, sequences: Iterable[Running]) -> list[Running]:
+        """What a policy named, checked: running sequences of this step, each once. Raises PolicyError."""
+        own: dict[int, Running] = {}
+        for sequence in map(self._own, sequences):
+            if sequence.slot in own:
+                raise PolicyError(f"{sequence.request} is named twice")
+            own[sequence.slot] = sequence
+        return list(own.values())
+
+    def close(self) -> None:
+        """The composition is over. Raises the lack of blocks that a policy kept to itself."""
+        self._open = False
+        if self._lack is not None:
+            raise self._lack
+
+    def _decision(self) -> Decision:
+        """For the planner: it has the requests themselves in it, which are no policy's business."""
+        generation = self._worker.slots.generation
+        match self._growth:
+            case []:
+                growth = NONE
+            case [growth]:
+                pass
+            case several:
+                growth = np.concatenate(several)
+        return Decision(
+            growth=growth,
+            growth_generations=generation[growth] if self._growth else NONE,
+            decodes=self._decodes,
+            chunks=[(slot, int(generation[slot]), tokens) for slot, tokens in self._chunks.items()],
+            admissions=list(self._placed.values()),
+            shares=self._shares,
+            held_back=self._held_back,
+            closed=self._closed,
+        )
+
+    def _expect_open(self) -> None:
+        if not self._open or self._lack is not None:
+            raise PolicyError("a decision after the composition has ended")
+
+    def _ask_capacity(self, request: RequestView, need_blocks: int) -> Verdict:
+        self._open = False  # its answer is all that it decides here
+        try:
+            verdict = self._capacity.admit(self, request, need_blocks)
+        finally:
+            self._open = True
+        if not isinstance(verdict, Verdict):
+            raise PolicyError(f"capacity: admit returned {verdict!r}, which is no Verdict")
+        return verdict
+
+    def _own(self, sequence: Running) -> Running:
+        worker, slot = self._worker, sequence.slot if isinstance(sequence, Running) else -1
+        request = worker.running.get(slot)
+        if request is None or request is not sequence._request or slot in worker.finishing:
+            raise PolicyError(f"{sequence!r} is no running sequence of this step")
+        return Running(worker, slot, request)
+
+    def _waits(self, request: RequestView) -> Request:
+        own = request._request if isinstance(request, RequestView) else None
+        if own is None or self._offered.get(own.seniority) is not own:
+            raise PolicyError(f"{request!r} is none of the requests that this step's `waiting` gave")
+        return own
+
+    def _spend(self, num_tokens: int) -> None:
+        if num_tokens > self._budget_tokens:
+            raise PolicyError(f"{num_tokens} tokens, with {self._budget_tokens} left in the budget")
+        self._budget_tokens -= num_tokens
+
+    def growth_of(self, sequence: Running) -> int:
+        """Blocks that the step has asked for on its behalf."""
+        return sum(int(np.count_nonzero(slots == sequence.slot)) for slots in self._growth)
+
+    def _grow(self, slots: Slots) -> None:
+        self._growth.append(slots)
+        if len(slots) > self._available_blocks:
+            self._lack = OutOfBlocks(len(slots) - self._available_blocks)
+            raise self._lack
+        self._available_blocks -= len(slots)

@@ -1,0 +1,219 @@
+"""What a placement policy sees of the workers, read-only. Everything counts what the round has placed so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler_svc.core.policy.prefixes import PrefixIndex, common_blocks
+from scheduler_svc.core.policy.views import RequestView
+from scheduler_svc.core.requests.request import TOKEN_BYTES, Phase, Request
+from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.workers.step_time import StepTime
+
+
+class WorkerView:
+    """A worker, while a round places requests. Only names that begin with _ can be written: they are the core's own."""
+
+    __slots__ = (
+        "_context_tokens",
+        "_free_blocks",
+        "_free_slots",
+        "_in_flight_s",
+        "_placed",
+        "_prefill_tokens",
+        "_read_at",
+        "_rows",
+        "_waiting",
+        "_worker",
+    )
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._waiting: dict[int, Request] = {}  # that the round has placed here, by arrival index
+        self._read()
+
+    def _read(self) -> None:
+        """What the worker is like now. A round sees many workers, and most of them only to find that they are full: so
+        what takes time is read when it is asked for, and before anything is added to it."""
+        worker = self._worker
+        self._read_at = worker.steps_sent, worker.num_departed
+        self._free_slots = worker.free_seats
+        self._rows = worker.num_rows
+        self._free_blocks: int | None = None
+        self._prefill_tokens = self._context_tokens = -1
+        self._in_flight_s: float | None = None
+        self._placed: PrefixIndex[Request] | None = None  # and what has prefill queued here
+
+    def __repr__(self) -> str:
+        return f"<worker {self.id}: {self._rows} rows, {self.queued_prefill_tokens} prompt tokens queued>"
+
+    @property
+    def id(self) -> int:
+        return self._worker.id
+
+    # ── load ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that run here, are about to, or were placed here in this round."""
+        return self._rows
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """Their uncached prompt tokens that no plan computes yet: a new request waits for these."""
+        if self._prefill_tokens < 0:
+            self._prefill_tokens = self._worker.queued_prefill_tokens
+        return self._prefill_tokens
+
+    @property
+    def context_tokens(self) -> int:
+        """All their known tokens: what a decode step attends to."""
+        if self._context_tokens < 0:
+            self._context_tokens = self._worker.context_tokens
+        return self._context_tokens
+
+    @property
+    def free_slots(self) -> int:
+        return self._free_slots
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that are free or only cached."""
+        if self._free_blocks is None:
+            self._free_blocks = self._worker.free_blocks
+        return self._free_blocks
+
+    # ── the worker itself ────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def block_size(self) -> int:
+        """Tokens."""
+        return self._worker.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return self._worker.num_blocks
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Slots."""
+        return self._worker.slots.num_slots
+
+    @property
+    def max_batched_tokens(self) -> int:
+        """Token budget of a step."""
+        return self._worker.max_batched_tokens
+
+    @property
+    def step_time(self) -> StepTime:
+        """What its steps take, as fitted to its results."""
+        return self._worker.step_fit.time
+
+    @property
+    def in_flight_s(self) -> float:
+        """Predicted seconds of the steps that were sent and have not come back, with no time taken off for what has run
+        of them: a request that is bound now runs after these."""
+        if self._in_flight_s is None:
+            of = self._worker.step_fit.time.of
+            self._in_flight_s = sum(
+                of(step.new_tokens, step.context_tokens, step.num_rows) for step in self._worker.in_flight
+            )
+        return self._in_flight_s
+
+    # ── a request's prefix ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def matched_tokens(self, request: RequestView) -> int:
+        """Tokens of the request that the worker has in its cache, or swapped out."""
+        return request._request.match_on(self._worker.id).num_tokens
+
+    def cached_tokens(self, request: RequestView) -> int:
+        """Tokens of the request that need not be computed here: cached ones, and whole blocks that a request ahead of
+        it computes (one that was placed here in this round, or the prefill of which is queued here)."""
+        return self._cached_tokens(request._request)
+
+    def _cached_tokens(self, request: Request) -> int:
+        worker = self._worker
+        matched = request.match_on(worker.id).num_tokens
+        if not worker.prefix_caching or request.swapped_on or request.scores_prompt:
+            return matched
+        if self._placed is None:
+            self._placed = PrefixIndex(worker.block_size)
+            for slot in worker.prefills:
+                self._placed.add(worker.running[slot], worker.running[slot].num_tokens)
+            for admission in worker.draft.decision.admissions if worker.draft else ():
+                self._placed.add(admission.request, admission.request.num_tokens)
+        if not len(self._placed):
+            return matched
+        size = worker.block_size
+        shared = depth = matched // size * size
+        whole = (request.num_tokens - 1) // size * size
+        tokens = request.token_ids
+        for other, num_tokens in self._placed.alike(request, depth):
+            end = min(whole, num_tokens // size * size)
+            if end > shared and other.namespace == request.namespace:
+                others = other.token_ids
+                if others.startswith(tokens[: shared * TOKEN_BYTES]):
+                    shared = common_blocks(others, tokens, shared, end, size)
+            if shared >= whole:
+                break
+        return max(shared, matched)
+
+    # ── the round ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _is_outdated(self) -> bool:
+        """Whether the worker has been sent a step since it was read, or somebody has left it."""
+        return self._read_at != (self._worker.steps_sent, self._worker.num_departed)
+
+    def _has_room(self, request: Request) -> bool:
+        worker = self._worker
+        return (
+            self._free_slots > 0
+            and self._need_blocks(request) <= self.free_blocks
+            and worker.has_adapter(request)
+            and worker.has_grammar(request)
+            and not worker.has_refused(request)
+        )
+
+    def _need_blocks(self, request: Request) -> int:
+        worker = self._worker
+        return worker.blocks_for(request.num_tokens) - request.match_on(worker.id).num_live_tokens // worker.block_size
+
+    def _add(self, request: Request) -> None:
+        """The round has placed the request here."""
+        self._prefill_tokens = self.queued_prefill_tokens + request.num_tokens - self._cached_tokens(request)
+        self._context_tokens = self.context_tokens + request.num_tokens
+        self._free_blocks = self.free_blocks - self._need_blocks(request)
+        self._rows += 1
+        self._free_slots -= 1
+        self._waiting[request.seniority] = request
+        if self._placed is not None:
+            self._placed.add(request, request.num_tokens)
+
+    def _renew(self) -> None:
+        """What has happened on the worker since it was read counts, and what still waits for it."""
+        waiting = [request for request in self._waiting.values() if request.phase is Phase.WAITING]
+        self._waiting.clear()
+        self._read()
+        for request in waiting:
+            self._add(request)
+
+
+class FleetView:
+    """All workers of a round, full ones too."""
+
+    __slots__ = ("_mean_output_tokens", "_workers")
+
+    def __init__(self, workers: Sequence[WorkerView], mean_output_tokens: float | None = None) -> None:
+        self._workers = tuple(workers)
+        self._mean_output_tokens = mean_output_tokens
+
+    @property
+    def workers(self) -> Sequence[WorkerView]:
+        """By ascending id; without those that drain."""
+        return self._workers
+
+    @property
+    def mean_output_tokens(self) -> float | None:
+        """Tokens that a request generates that ends by itself, the latest 128 counting most. None before any."""
+        return self._mean_output_tokens

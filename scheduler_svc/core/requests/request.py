@@ -1,0 +1,230 @@
+"""One request, from its submission to its ending."""
+
+from __future__ import annotations
+
+import enum
+import math
+from array import array
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from paceline.v1.common_pb2 import RetentionRange, SamplingParams
+from paceline.v1.inference_pb2 import Hypothesis, RequestTiming
+
+if TYPE_CHECKING:
+    from scheduler_svc.core.lifecycle.beam_groups import BeamGroup
+    from scheduler_svc.core.policy.views import RequestView
+    from scheduler_svc.core.workers.slots import SlotTable
+
+NO_TOKENS: frozenset[int] = frozenset()
+TOKEN_BYTES = 4  # token ids travel and rest as packed little-endian int32
+
+
+class Phase(enum.Enum):
+    WAITING = "waiting"  # in the queue
+    BINDING = "binding"  # in a draft whose cache exchange has not come back
+    RUNNING = "running"  # holds a slot and blocks of one worker
+    PARKED = "parked"  # a beam that has left its slot and keeps its blocks, for those that fork from it
+    ENDED = "ended"
+
+
+class Match(NamedTuple):
+    """What one worker has of a request in its cache, as paceline.v1.WorkerMatch says it; but `num_tokens` counts those
+    in host memory, too: they need not be computed."""
+
+    num_tokens: int
+    num_live_tokens: int = 0
+    num_host_tokens: int = 0  # at the end; they need new blocks
+
+
+NO_MATCH = Match(0)
+
+
+@dataclass(slots=True, eq=False)
+class Siblings:
+    """All sequences of one client's request share this: its samples, or the beams of its search."""
+
+    first: int  # seniority of the client's request
+    num_bound: int = 0  # sequences that run or are about to, on any worker
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request and what is known of it, wherever it is. Policies read it and change nothing.
+
+    `seniority` orders requests by arrival, names them, and survives preemption and the loss of a worker. `place` is
+    the rank by which equals stand in the queue: the seniority, unless a preemption policy put the request elsewhere.
+    `sequence` is the cache's name for the current attempt: a new one each time the request (re)enters the queue, so
+    that an attempt never meets the late blocks of the one before. 0: the cache does not know it.
+    """
+
+    seniority: int
+    session_id: str
+    handle: int
+    request_id: str
+    prompt: bytes
+    output: bytearray  # tokens that are known here; while RUNNING the last few are still in the slot table's tail
+    sampling: SamplingParams
+    arrival_s: float
+    priority: float = 0.0  # larger is more urgent
+    tenant: str = ""
+    lora: str = ""
+    answer_id: str = ""  # that the client sees; the same for all sequences of its request
+    cache_salt: str = ""
+    cache_retention: tuple[RetentionRange, ...] = ()
+    deadline_s: float = math.inf  # on the clock of arrival_s
+    accepted_before: bool = False  # by this scheduler or another one
+    phase: Phase = Phase.WAITING
+    sequence: int = 0
+    num_registered: int = 0  # tokens that the cache knows of that sequence
+    num_committed: int = 0  # of these, computed by steps that were sent, as far as the cache has been told
+    matches: dict[int, Match] | None = None  # by worker; None until the cache has answered
+    place: int = 0
+    worker: int = 0  # while BINDING or RUNNING
+    slot: int = -1  # while RUNNING
+    seat: tuple[SlotTable, int] | None = field(default=None, init=False, repr=False)  # while RUNNING
+    started_s: float | None = None  # first admission, of a beam: of its search
+    first_token_s: float | None = None  # of a beam search: its first step is done
+    has_run: bool = False
+    cached_tokens: int | None = None  # reused at the first admission
+    num_preemptions: int = 0
+    num_worker_losses: int = 0
+    is_spoiled: bool = False  # what it computed is not to be trusted
+    is_suspect: bool = False  # of having failed its step: it runs with others of its kind only (faults/)
+    extra_stop_ids: frozenset[int] = NO_TOKENS
+    parent: Request | None = None  # to fork from, as long as that is possible
+    prompt_is_computed: bool = False  # and known to be, of the attempt that runs
+    siblings: Siblings = field(default=None)  # type: ignore[assignment]  # its own, unless it is given that of another
+    samples: list[Request] | None = None  # of the same prompt, itself among them; also those that have ended
+    swapped_on: int = 0  # the worker that has its KV in host memory, while WAITING or BINDING
+    host_blocks: bytes = field(default=b"", init=False, repr=False)  # there, once the cache has answered; packed int32
+    # While RUNNING (but for what its slot table has noted) or PARKED: to be told again when the cache forgets it.
+    block_table: array[int] = field(default_factory=partial(array, "i"), init=False, repr=False)
+    group: BeamGroup | None = None  # whose root or member it is
+    view: RequestView | None = field(default=None, init=False, repr=False)  # what policies get of it (policy/views.py)
+    hypotheses: list[Hypothesis] = field(default_factory=list)  # what its beam search has found
+    # What follows from prompt, sampling and output: it is asked for at every turn.
+    num_prompt_tokens: int = field(init=False)
+    max_total_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)  # known ones, prompt and output (exact while the request does not run)
+    # Log probabilities of its prompt are still to be reported: then all of it has to be computed, whatever is cached.
+    scores_prompt: bool = field(init=False)
+    grammar: str = field(init=False)  # empty: none
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.prompt) // TOKEN_BYTES
+        self.num_tokens = self.num_prompt_tokens + len(self.output) // TOKEN_BYTES
+        self.max_total_tokens = self.num_prompt_tokens + self.sampling.max_tokens
+        self.grammar = self.sampling.grammar
+        self.scores_prompt = self.sampling.prompt_logprobs
+        if self.siblings is None:
+            self.siblings = Siblings(self.seniority)
+
+    def add_output(self, token_ids: bytes) -> None:
+        """Packed int32."""
+        self.output += token_ids
+        self.num_tokens += len(token_ids) // TOKEN_BYTES
+
+    def prompt_is_scored(self) -> None:
+        """And this need not be asked for any more."""
+        self.scores_prompt = self.sampling.prompt_logprobs = False
+
+    @property
+    def is_member(self) -> bool:
+        """Of a client's request, and none itself."""
+        return self.group is not None and self.group.root is not self
+
+    @property
+    def is_further_sequence(self) -> bool:
+        """Of a client's request that asks for several, a sample after the first or a beam."""
+        return self.siblings.first != self.seniority
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """Of the samples of its prompt, others have not ended."""
+        return any(other is not self and other.phase is not Phase.ENDED for other in self.samples or ())
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Exact while the request does not run."""
+        return len(self.output) // TOKEN_BYTES
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Output tokens that have arrived, also while it runs."""
+        return self.num_output_tokens + (self.seat[0].num_in_tail(self.seat[1]) if self.seat else 0)
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.max_total_tokens - self.num_prompt_tokens
+
+    @property
+    def namespace(self) -> tuple[str, str]:
+        """Of its blocks: no other request shares them unless its adapter and salt are the same."""
+        return self.lora, self.cache_salt
+
+    @property
+    def token_ids(self) -> bytes:
+        return self.prompt + self.output if self.output else self.prompt
+
+    def tokens_from(self, start: int) -> bytes:
+        """As `token_ids`, without the first ones; mostly that is a part of the output, and no prompt is copied."""
+        if start >= self.num_prompt_tokens:
+            return bytes(self.output[(start - self.num_prompt_tokens) * TOKEN_BYTES :])
+        return self.token_ids[start * TOKEN_BYTES :]
+
+    def timing(self, now_s: float) -> RequestTiming:
+        """Where its time went, if it ends now."""
+        started_s = now_s if self.started_s is None else self.started_s
+        first_token_s = now_s if self.first_token_s is None else self.first_token_s
+        return RequestTiming(
+            queue_s=started_s - self.arrival_s,
+            prefill_s=first_token_s - started_s,
+            decode_s=now_s - first_token_s,
+            num_preemptions=self.num_preemptions,
+        )
+
+    def ran_s(self, now_s: float) -> float:
+        """Since it first ran."""
+        return 0.0 if self.started_s is None else now_s - self.started_s
+
+    def match_on(self, worker: int) -> Match:
+        """What the worker has of it in its cache, or swapped out."""
+        match = self.matches.get(worker, NO_MATCH) if self.matches else NO_MATCH
+        if self.parent is None and not self.swapped_on:  # as mostly
+            return match
+        all_but_one = self.num_tokens - 1
+        if self.can_fork_on(worker):
+            match = Match(all_but_one, all_but_one)
+        if self.swapped_on:
+            return Match(all_but_one if self.swapped_on == worker else 0, match.num_live_tokens)
+        return match
+
+    def matched_tokens(self, worker: int) -> int:
+        """Tokens of the request that `worker` has in its cache, or swapped out."""
+        return self.match_on(worker).num_tokens
+
+    def live_tokens(self, worker: int) -> int:
+        """Of these, tokens in blocks that others use: reusing them takes nothing from the pool."""
+        return self.match_on(worker).num_live_tokens
+
+    def can_fork_on(self, worker: int) -> bool:
+        """Whether its parent runs there and has computed what they have in common."""
+        return self.parent is not None and self.parent.worker == worker and self.parent.prompt_is_computed
+
+    @property
+    def waits_for_parent(self) -> bool:
+        """Whether its parent is about to compute what they have in common. One that had to give way is not: by then
+        others may have come in between."""
+        parent = self.parent
+        if parent is None or parent.prompt_is_computed or parent.num_preemptions:
+            return False
+        return parent.phase in (Phase.WAITING, Phase.BINDING, Phase.RUNNING)
+
+    @property
+    def best_matched_tokens(self) -> int:
+        """The most that any worker has of it, swapped out, too, or will fork it from."""
+        if self.swapped_on or (self.parent and (self.parent.prompt_is_computed or self.waits_for_parent)):
+            return self.num_tokens - 1
+        return max(self.matches.values(), default=NO_MATCH).num_tokens if self.matches else 0

@@ -1,0 +1,89 @@
+"""A round of placement: which worker each waiting request should run on."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from scheduler_svc.core.policy.interfaces import PlacementPolicy, PolicyError
+from scheduler_svc.core.policy.views import view_of
+from scheduler_svc.core.policy.worker_view import FleetView, WorkerView
+from scheduler_svc.core.requests.request import Match, Request
+from scheduler_svc.core.workers.state import Worker
+
+
+class Placement:
+    """Offers each waiting request, in the order in force, the workers that have room for it; the policy chooses.
+
+    Nothing is bound here. A request stays in the central queue until the worker that it is placed on composes a step.
+    A round serves all workers that compose in turn, and ends with the first of them that composes again: so a request
+    is placed about once, however many workers look at it, and a placement is never older than a step.
+    """
+
+    def __init__(
+        self, workers: Iterable[Worker], policy: PlacementPolicy, mean_output_tokens: float | None = None
+    ) -> None:
+        self.policy = policy
+        self._views = {worker.id: WorkerView(worker) for worker in workers if not worker.draining}
+        self._ids = list(self._views)
+        self._turn = -1  # index of the worker that was drawn last
+        self._composing: set[int] = set()  # workers that have composed in this round
+        # By arrival index: where the request is placed, and what was known of its matches.
+        self._placed: dict[int, tuple[WorkerView, dict[int, Match] | None]] = {}
+        policy.begin(FleetView(tuple(self._views.values()), mean_output_tokens))
+
+    def turn_of(self, worker: Worker) -> bool:
+        """The worker composes; False if it has done so in this round, which is over then."""
+        if worker.id in self._composing:
+            return False
+        self._composing.add(worker.id)
+        self._views[worker.id]._renew()
+        return True
+
+    def knows(self, request: Request) -> bool:
+        """Whether the request is placed, and nothing that has become known of it since speaks against that."""
+        placed = self._placed.get(request.seniority)
+        return placed is not None and placed[1] == request.matches and not placed[0]._worker.has_refused(request)
+
+    def place(self, request: Request) -> Worker | None:
+        """The worker that the request is placed on, which may have no room: then the request waits for it. None if no
+        worker has room. Raises PolicyError, and whatever the policy raises."""
+        placed = self._placed.get(request.seniority)
+        if placed is not None and self.knows(request):
+            return placed[0]._worker
+        fitting: list[WorkerView] = []
+        full: list[WorkerView] = []
+        for view in self._compared(request):
+            if view._is_outdated:
+                view._renew()
+            if not view._worker.can_ever_hold(request):
+                continue
+            if view._has_room(request):
+                fitting.append(view)
+            elif view.num_rows:  # else nothing would ever change there
+                full.append(view)
+        if not fitting:
+            return None
+        chosen = self.policy.place(view_of(request), fitting, full)
+        if not any(chosen is view for view in (*fitting, *full)):
+            raise PolicyError(f"placement: place returned {chosen!r}, which is none of the workers offered")
+        if placed is not None:
+            placed[0]._waiting.pop(request.seniority, None)
+        chosen._add(request)
+        self._placed[request.seniority] = chosen, request.matches
+        return chosen._worker
+
+    def _compared(self, request: Request) -> Iterable[WorkerView]:
+        """The workers that come into question, by ascending id: all, or as many as the policy compares."""
+        count = self.policy.max_compared
+        if not 0 < count < len(self._ids):
+            return self._views.values()
+        matches = ((match.num_tokens, -id_) for id_, match in (request.matches or {}).items() if id_ in self._views)
+        chosen = {-id_ for _, id_ in heapq.nlargest(count // 2, matches)}
+        for _ in self._ids:
+            if len(chosen) == count:
+                break
+            self._turn = (self._turn + 1) % len(self._ids)
+            if self._views[self._ids[self._turn]].free_slots > 0:
+                chosen.add(self._ids[self._turn])
+        return [self._views[id_] for id_ in sorted(chosen)]

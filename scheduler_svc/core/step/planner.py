@@ -1,0 +1,348 @@
+"""One step of one worker: compose it, let the cache grant its blocks, turn it into a plan.
+
+A step reads top to bottom in `draft_step` (before the cache exchange) and `finish_step` (after it).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+
+import numpy as np
+
+from paceline.v1.cache_pb2 import CacheServiceLinkResponse
+from paceline.v1.worker_pb2 import StepPlan, WorkerServiceLinkResponse
+from scheduler_svc.core.arrays import packed
+from scheduler_svc.core.cache.link import admit_result
+from scheduler_svc.core.policy.interfaces import Policies, PolicyError
+from scheduler_svc.core.policy.step import Step
+from scheduler_svc.core.policy.views import Running
+from scheduler_svc.core.requests.request import Phase, Request
+from scheduler_svc.core.workers.decision import Admission, Admitted, OutOfBlocks, Paused
+from scheduler_svc.core.workers.state import Chunk, Draft, Prefill, StepInFlight, Worker, new_plan
+
+# Why a request waits that running sequences can give way to.
+ROOM = ("seats", "capacity", "blocks")
+# Of a worker, between two tokens. A policy that pauses whatever it has let in would go on so for ever.
+MAX_PAUSES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    preempt: Callable[[Request, str, str, str], None]  # with PreemptionPolicy's requeue and mode, and the reason
+    over_budget: Callable[[Worker, Request, Admitted], str | None]
+    session_index: Callable[[Request], int]
+    resumed: Callable[[Request], None]  # what was swapped out is seated again
+    commit: Callable[[int, bytes, int], None]  # sequence, new tokens, how many of all are computed by what was sent
+
+    # ── before the exchange ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def draft_step(
+        self, worker: Worker, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
+    ) -> Step | None:
+        """The next step of `worker`, composed; it may be empty. `waiting` gives what it may bind, in order.
+
+        None if somebody had to give way: the blocks come back with the next exchange, and then the step is composed
+        anew. Raises whatever a policy raises.
+        """
+        step = self._compose(worker, policies, waiting, now_s)
+        if step is not None and (torn := self._torn_samples(worker, policies, step)):
+            before = partial(takewhile, lambda request: id(request.samples) not in torn)  # nobody passes them
+            step = self._compose(worker, policies, lambda: before(waiting()), now_s)
+        if step is None or self._make_way(worker, policies, step):
+            return None
+        self._expect_progress(worker, step)
+        return step
+
+    def draft_trial(
+        self, worker: Worker, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
+    ) -> Step | None:
+        """As draft_step, for a step that leaves out most of what could run."""
+        return self._compose(worker, policies, waiting, now_s)
+
+    def _compose(
+        self, worker: Worker, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
+    ) -> Step | None:
+        worker.binding_tokens = 0
+        shares = policies.batch.shares_in_step
+        over_budget = partial(self.over_budget, worker)
+        step = Step(worker, waiting, policies.capacity, now_s, over_budget, policies.order, shares)
+        try:
+            policies.capacity.begin(step)
+            policies.batch.compose(step)
+            step.close()
+        except OutOfBlocks as lack:
+            self._make_room(worker, policies, step, lack.shortfall_blocks)
+            return None
+        except Paused as paused:
+            worker.num_pauses += 1
+            if worker.num_pauses > MAX_PAUSES:
+                times = f"{worker.num_pauses} times without a token in between"
+                raise PolicyError(f"capacity: what runs was paused {times}") from None
+            for victims in self._units(worker, policies, step, step.own(paused.victims)):
+                self._take_out(worker, victims, policies)
+            return None
+        return step
+
+    @staticmethod
+    def _torn_samples(worker: Worker, policies: Policies, step: Step) -> set[int]:
+        """In mode "auto", groups of samples (their ids) of which the step takes some back from host memory and leaves
+        others there. A group may need more than there is, for what its samples shared each of them holds now; so where
+        nothing runs, some are better than none."""
+        if not (worker.swapped and policies.preemption.mode == "auto" and (worker.running or worker.in_flight)):
+            return set()
+        back = {admission.request.seniority for admission in step._decision().admissions}
+        ids = {True: set[int](), False: set[int]()}
+        for request in worker.swapped.values():
+            if request.samples:
+                ids[request.seniority in back].add(id(request.samples))
+        return ids[True] & ids[False]
+
+    @staticmethod
+    def _expect_progress(worker: Worker, step: Step) -> None:
+        """A worker that has nothing to do gets something, or the policies say of some request why not."""
+        if not step.is_empty or worker.in_flight or step.preempted:
+            return
+        if step.running or not (step.held_back or next(step.waiting(), None) is None):
+            raise PolicyError("batch: the step is empty, though something could run, and no reason is given")
+
+    def _make_room(self, worker: Worker, policies: Policies, step: Step, shortfall_blocks: int) -> None:
+        """Preempt until the shortfall is covered, as far as can be told: a victim's shared blocks may stay in use.
+
+        A sequence that runs alone and still has no room holds blocks twice: its own, and the equal ones that others had
+        stored before. It gives way to itself: when it comes back it shares them, and then it fits.
+        """
+        if worker.parked:
+            return  # the first to give way: who would fork from them computes a few tokens anew
+        victims = step.own(policies.preemption.victims(step))
+        if not victims and len(step.running) > 1:
+            raise PolicyError("preemption: nobody is named to give way")
+        if len(victims) >= len(step.running):
+            victims.pop()
+        if not victims and not worker.in_flight:
+            victims = list(step.running)
+        for unit in self._units(worker, policies, step, victims):
+            for victim in unit:
+                shortfall_blocks -= victim.num_blocks + step.growth_of(victim)  # nor does it need what it asked for
+            self._take_out(worker, unit, policies)
+            if shortfall_blocks <= 0:
+                break
+
+    @staticmethod
+    def _units(worker: Worker, policies: Policies, step: Step, victims: list[Running]) -> Iterator[list[Running]]:
+        """The victims one by one; in mode "auto" each with all that run of its prompt's samples (a sequence group of
+        vLLM V0), unless nothing would be left to run."""
+        left = {sequence.slot: (sequence, worker.running[sequence.slot].samples) for sequence in step.running}
+        for victim in victims:
+            if victim.slot not in left:
+                continue  # it went with its group
+            samples, unit = left[victim.slot][1], [victim]
+            if samples and policies.preemption.mode == "auto":
+                group = [sequence for sequence, of in left.values() if of is samples]
+                unit = group[::-1] if len(group) < len(left) else unit
+            for sequence in unit:
+                del left[sequence.slot]
+            yield unit
+
+    def _make_way(self, worker: Worker, policies: Policies, step: Step) -> bool:
+        """Let sequences give way to a waiting request, if the policy names any. The step after that runs without them
+        and admits nothing, so that there is progress in between."""
+        refused = any(reason in ROOM for _, reason, _ in step._held_back)
+        if not (refused and worker.num_further) or step.num_admissions or step.preempted:
+            return False
+        victims = step.own(policies.preemption.for_waiting(step))
+        if len(victims) >= len(step.running):
+            victims = victims[:-1]
+        for victim in victims:
+            self._give_way(worker, victim, policies.preemption.requeue, "recompute", "gave way to a waiting request")
+        return bool(victims)
+
+    def _take_out(self, worker: Worker, victims: list[Running], policies: Policies) -> None:
+        requeue, mode = policies.preemption.requeue, policies.preemption.mode
+        for victim in victims:
+            self._give_way(worker, victim, requeue, mode, "gave its blocks to what runs")
+
+    def _give_way(self, worker: Worker, victim: Running, requeue: str, mode: str, why: str) -> None:
+        request = worker.running[victim.slot]
+        worker.preempted.append(request)
+        self.preempt(request, requeue, mode, why)
+        worker.knows_cache = False
+
+    # ── after the exchange ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def finish_step(
+        self,
+        worker: Worker,
+        draft: Draft,
+        response: CacheServiceLinkResponse | None,
+        extend: int,
+        admits: Sequence[int],
+    ) -> WorkerServiceLinkResponse | None:
+        """The plan, with the blocks the cache granted; None if nothing is left to run.
+
+        `extend` and `admits` are the indexes of the draft's operations in `response`.
+        """
+        decision = draft.decision
+        message = new_plan(worker)
+        plan = message.plan
+        worker.binding_tokens = 0
+        if len(decision.growth):
+            assert response is not None, "growth needs an exchange"
+            self._grow(worker, draft, response, extend, plan)
+        self._choose_decodes(worker, decision.decodes, plan)
+        generation = worker.slots.generation
+        lost = draft.decision.shares and self._has_lost(worker, draft)
+        sizes = {slot: size for slot, gen, size in decision.chunks if generation[slot] == gen}
+        for admission, index in zip(decision.admissions, admits, strict=True):
+            assert response is not None, "an admission needs an exchange"
+            if lost and (granted := admit_result(response, index)) is not None and granted.shares_planned:
+                continue  # the caller puts it back into the queue
+            self._seat(worker, admission, response, index, plan, sizes)
+        return message if self._run(worker, plan, sizes) else None
+
+    @staticmethod
+    def _has_lost(worker: Worker, draft: Draft) -> bool:
+        """Whether something has ended meanwhile that the step was to compute tokens of."""
+        generation = worker.slots.generation
+        ended = any(admission.request.phase is Phase.ENDED for admission in draft.decision.admissions)
+        return ended or any(generation[slot] != gen for slot, gen, _ in draft.decision.chunks)
+
+    def _grow(
+        self, worker: Worker, draft: Draft, response: CacheServiceLinkResponse, extend: int, plan: StepPlan
+    ) -> None:
+        slots, blocks = draft.decision.growth, response.results[extend].extend.block_ids
+        if worker.slots.num_releases != draft.num_releases:
+            # A sequence that ended while the exchange was on its way has been freed with its new block.
+            alive = worker.slots.generation[slots] == draft.decision.growth_generations
+            slots, blocks = slots[alive], np.frombuffer(blocks, np.int32)[alive].tobytes()
+        packed_slots = slots.astype(np.int32).tobytes()
+        plan.grow_slots, plan.grow_blocks = packed_slots, blocks
+        worker.grow(slots)
+        worker.slots.note_growth(packed_slots, blocks)
+
+    def _choose_decodes(self, worker: Worker, chosen: list[int] | None, plan: StepPlan) -> None:
+        """Hold what decodes and was not chosen, resume what was. A step without decodes needs neither."""
+        if chosen == []:
+            plan.skip_decodes = worker.num_decoding > 0
+            return
+        wanted = None if chosen is None else set(chosen)
+        resumed = [slot for slot in worker.held if wanted is None or slot in wanted]
+        held = []
+        if wanted is not None:
+            held = [slot for slot in worker.slots.decode_rows().slots.tolist() if slot not in wanted]
+        for slot in held:
+            worker.hold(slot)
+        for slot in resumed:
+            worker.resume(slot)
+        if held or resumed:
+            plan.hold_slots = packed(held)
+            plan.resume_slots = packed(resumed)
+
+    def _seat(
+        self,
+        worker: Worker,
+        admission: Admission,
+        response: CacheServiceLinkResponse,
+        index: int,
+        plan: StepPlan,
+        sizes: dict[int, int],
+    ) -> None:
+        request = admission.request
+        granted = admit_result(response, index)
+        if granted is None or request.phase is Phase.ENDED:
+            return  # the caller puts it back into the queue, or frees what it got
+        num_cached_tokens, block_table = granted.num_cached_tokens, granted.block_table
+        slot = worker.slots.occupy(request, self.session_index(request), len(block_table) // 4)
+        request.phase, request.worker, request.slot = Phase.RUNNING, worker.id, slot
+        request.block_table = array("i", block_table)
+        if request.cached_tokens is None:
+            request.cached_tokens = num_cached_tokens
+        worker.running[slot] = request
+        worker.num_further += request.is_further_sequence
+        worker.prefills[slot] = Prefill(slot, request.num_tokens, num_cached_tokens)
+        # The cache may hold more of it by now than when the step was composed.
+        sizes[slot] = min(admission.num_tokens, request.num_tokens - num_cached_tokens)
+        if request.swapped_on:
+            swap = response.results[index].swap_in
+            plan.swap_in_from += swap.host_blocks
+            plan.swap_in_to += swap.device_blocks
+            self.resumed(request)
+        elif granted.host_blocks:
+            plan.swap_in_from += granted.host_blocks
+            plan.swap_in_to += granted.device_blocks
+        if copy_from := granted.copy_from:
+            plan.copy_from += copy_from.to_bytes(4, "little")
+            at = 4 * (num_cached_tokens // worker.block_size)  # where the cached tokens end
+            plan.copy_to += block_table[at : at + 4]
+        new = plan.new_sequences.add()  # filled in place: to take a message as an argument costs more than all the rest
+        new.slot, new.token_ids, new.block_table = slot, request.token_ids, block_table
+        new.num_prompt_tokens, new.num_cached_tokens = request.num_prompt_tokens, num_cached_tokens
+        new.sampling.CopyFrom(request.sampling)
+        new.request_id, new.cache_salt = request.request_id, request.cache_salt
+
+    def _run(self, worker: Worker, plan: StepPlan, sizes: dict[int, int]) -> bool:
+        """Note the rows as in flight; whether there are any."""
+        slots = worker.slots
+        rows = slots.no_rows() if plan.skip_decodes else slots.decode_rows()
+        chunks = [self._chunk(worker, slot, size) for slot, size in sizes.items()]
+        if not (len(rows) or chunks):
+            self._withdraw(worker, plan)
+            return False
+        if chunks:
+            plan.prefill_slots = packed(chunk.slot for chunk in chunks)
+            plan.prefill_tokens = packed(sizes.values())
+        worker.add_swap_outs(plan)
+        sampled = len(rows) + sum(chunk.samples for chunk in chunks)
+        step = StepInFlight(
+            step=plan.step,
+            rows=rows,
+            decode_step=worker.decode_step,
+            num_releases=slots.num_releases,
+            chunks=tuple(chunks),
+            num_sampled=sampled,
+            new_tokens=sum(sizes.values()),
+            context_tokens=rows.base_tokens + len(rows) * worker.decode_step,
+        )
+        worker.in_flight.append(step)
+        if len(rows):
+            self._advance_decodes(worker)
+        for chunk in chunks:
+            self._advance_prefill(worker, chunk)
+        return True
+
+    def _chunk(self, worker: Worker, slot: int, size: int) -> Chunk:
+        prefill = worker.prefills[slot]
+        return Chunk(slot, int(worker.slots.generation[slot]), prefill.num_planned + size, prefill.num_tokens)
+
+    def _advance_decodes(self, worker: Worker) -> None:
+        step = worker.decode_step
+        worker.decode_step += 1
+        if worker.last_steps.is_due(step):
+            for slot in worker.last_steps.due(step, worker.slots).tolist():
+                worker.finish_sending(slot)
+            worker.last_steps.discard(step)
+
+    def _advance_prefill(self, worker: Worker, chunk: Chunk) -> None:
+        """The cache hears of it at once: whoever is admitted next runs in a later step, when its blocks are written."""
+        request = worker.running[chunk.slot]
+        request.num_committed = chunk.num_computed
+        self.commit(request.sequence, b"", chunk.num_computed)
+        worker.prefills[chunk.slot].num_planned = chunk.num_computed
+        if not chunk.samples:
+            return
+        del worker.prefills[chunk.slot]
+        if chunk.num_tokens + 1 < worker.running[chunk.slot].max_total_tokens:
+            worker.begin_decoding(chunk.slot, chunk.num_tokens + 1)
+        else:
+            worker.finish_sending(chunk.slot)
+
+    def _withdraw(self, worker: Worker, plan: StepPlan) -> None:
+        """Everything the step was for has ended meanwhile: it never was."""
+        worker.steps_sent -= 1
+        worker.frees[:0] = np.frombuffer(plan.free_slots, np.int32).tolist()
+        for slot in np.frombuffer(plan.hold_slots, np.int32).tolist():
+            worker.resume(slot)
+        assert not plan.new_sequences, "a sequence that was seated has something to run"

@@ -1,0 +1,70 @@
+"""Which policy failed, how often and with what error, since policies were last put in force. For operators alone."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from types import TracebackType
+
+from scheduler_svc.core.policy.interfaces import Policies, PolicyError
+
+MAX_WORDS = 500
+
+
+@dataclass(slots=True)
+class PolicyFailure:
+    """`kind` is the name of a field of Policies, or empty if the error came from none of them."""
+
+    kind: str
+    count: int = 0
+    last_error: str = ""
+
+
+class PolicyFailures:
+    def __init__(self, policies: Policies, num_steps: int = 0) -> None:
+        """`num_steps` have been planned already."""
+        self.by_kind: dict[str, PolicyFailure] = {}
+        self.num_steps_before = num_steps
+        self._kinds = {
+            (base.__module__, base.__qualname__): field.name
+            for field in fields(policies)
+            for base in type(getattr(policies, field.name)).__mro__
+            if base not in (object, ABC)
+        }
+
+    def add(self, error: Exception) -> None:
+        kind, place = self._blamed(error)
+        failure = self.by_kind.setdefault(kind, PolicyFailure(kind))
+        failure.count += 1
+        failure.last_error = f"{type(error).__name__}: {_text(error)[:MAX_WORDS]}{place}"
+
+    def _blamed(self, error: Exception) -> tuple[str, str]:
+        """The kind that the core's own complaint begins with; else that of the policy whose method is innermost among
+        the error's calls, and its line. (The batch policy's calls are around those of order and capacity.)"""
+        named = _text(error).partition(":")[0]
+        if isinstance(error, PolicyError) and named in self._kinds.values():
+            return named, ""
+        kind = place = ""
+        for frame in _calls(error.__traceback__):
+            code = frame.tb_frame.f_code
+            # "Order.key", "Order.ordered.<locals>.<genexpr>"
+            name = code.co_qualname.split(".<locals>")[0].rpartition(".")[0]
+            found = self._kinds.get((frame.tb_frame.f_globals.get("__name__", ""), name))
+            if found is not None:
+                kind, place = found, f" ({os.path.basename(code.co_filename)}:{frame.tb_lineno})"
+        return kind, place
+
+
+def _calls(at: TracebackType | None) -> Iterator[TracebackType]:
+    while at is not None:
+        yield at
+        at = at.tb_next
+
+
+def _text(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception:  # a guest's, too
+        return "(no message)"

@@ -1,0 +1,158 @@
+"""What a step's result means: tokens to sessions, sequences that are over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason, PromptLogprobs
+from paceline.v1.worker_pb2 import RowError, StepResult, TokenLogprobs
+from scheduler_svc.core.arrays import Longs, Slots, Tokens
+from scheduler_svc.core.cache.link import ProtocolError
+from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
+from scheduler_svc.core.workers.state import StepInFlight, Worker
+
+Logprobs = dict[int, TokenLogprobs]  # by slot
+Failures = dict[int, RowError]  # by slot
+
+
+@dataclass(frozen=True, slots=True)
+class ResultReader:
+    publish: Callable[[int, Longs, Longs, Tokens], None]  # session of all or -1, sessions, handles, tokens
+    finish: Callable[[Request, FinishReason.ValueType], None]
+    spoil: Callable[[Request, str], None]  # it fails, and what it computed is not to be trusted
+    fail: Callable[[Request, str, int], None]  # message, google.rpc.Code
+    publish_score: Callable[[Request, TokenLogprobs], None]  # of its newest token
+    publish_prompt_scores: Callable[[Request, PromptLogprobs], None]
+    report_beam: Callable[[Request, TokenLogprobs | None], None]
+
+    def apply(self, worker: Worker, result: StepResult, now_s: float) -> int:
+        """Take in the result of the oldest step in flight; returns how many tokens were new.
+
+        Raises ProtocolError if it is not the result of that step.
+        """
+        step = self._matching_step(worker, result)
+        if result.finished_us and step.step > 1:  # the first step of a link may compile kernels
+            seconds = (result.finished_us - result.started_us) * 1e-6
+            worker.step_fit.add(step.new_tokens, step.context_tokens, step.num_rows, seconds)
+        tokens = np.frombuffer(result.token_ids, np.int32)
+        failed = {error.slot: error for error in result.errors} if result.errors else {}
+        logprobs = {item.slot: item for item in result.logprobs} if result.logprobs else {}
+        accepted = self._decodes(worker, step, tokens[: len(step.rows)], failed, logprobs)
+        if step.chunks:
+            self._prompt_scores(worker, step, result)
+            accepted += self._prefills(worker, step, tokens[len(step.rows) :], failed, logprobs, now_s)
+        return accepted
+
+    def _matching_step(self, worker: Worker, result: StepResult) -> StepInFlight:
+        if not worker.in_flight:
+            raise ProtocolError(f"result of step {result.step}, but no step is in flight")
+        step = worker.in_flight.popleft()
+        if result.step != step.step:
+            raise ProtocolError(f"result of step {result.step}, expected {step.step}")
+        if len(result.token_ids) != 4 * step.num_sampled:
+            raise ProtocolError(f"step {step.step}: {len(result.token_ids)} bytes for {step.num_sampled} tokens")
+        return step
+
+    def _decodes(self, worker: Worker, step: StepInFlight, tokens: Tokens, failed: Failures, logprobs: Logprobs) -> int:
+        slots, rows = worker.slots, step.rows
+        if not len(rows):
+            return 0
+        if failed:
+            self._fail_rows(worker, rows.slots[slots.generation[rows.slots] == rows.generations], failed)
+        seated, handles, sessions = rows.slots, rows.handles, rows.sessions
+        if slots.num_releases != step.num_releases:
+            current = slots.generation[seated] == rows.generations
+            seated, tokens, handles, sessions = seated[current], tokens[current], handles[current], sessions[current]
+        slots.write_tokens(step.decode_step, seated, tokens)
+        if len(seated):
+            self.publish(rows.session, sessions, handles, tokens)
+            for slot in seated.tolist() if logprobs else ():
+                if slot in logprobs:
+                    self.publish_score(worker.running[slot], logprobs[slot])
+            self._check_ends(worker, seated, tokens)
+        return len(seated)
+
+    def _check_ends(self, worker: Worker, rows: Slots, tokens: Tokens) -> None:
+        slots = worker.slots
+        ended = set()
+        for eos in worker.eos_token_ids:
+            stopped = tokens == eos
+            if stopped.any():
+                ended |= set(rows[stopped & slots.stops_at_eos[rows]].tolist())
+        if slots.extra_stops:
+            by_slot = dict(zip(rows.tolist(), tokens.tolist(), strict=True))
+            ended |= {slot for slot, stops in slots.extra_stops.items() if by_slot.get(slot) in stops}
+        for slot in sorted(ended):
+            self.finish(worker.running[slot], FINISH_REASON_STOP)
+        for slot in sorted(worker.finishing - ended):
+            if slots.has_all_tokens(slot):
+                self.finish(worker.running[slot], FINISH_REASON_LENGTH)
+
+    def _prompt_scores(self, worker: Worker, step: StepInFlight, result: StepResult) -> None:
+        scores = {item.slot: item.logprobs for item in result.prompt_logprobs} if result.prompt_logprobs else {}
+        for chunk in step.chunks if scores else ():
+            if chunk.slot in scores and worker.slots.generation[chunk.slot] == chunk.generation:
+                self.publish_prompt_scores(worker.running[chunk.slot], scores[chunk.slot])
+
+    def _prefills(
+        self,
+        worker: Worker,
+        step: StepInFlight,
+        tokens: Tokens,
+        failed: Failures,
+        logprobs: Logprobs,
+        now_s: float,
+    ) -> int:
+        """Prefill rows; those that were the last of their sequence have sampled."""
+        sampled = iter(tokens.tolist())
+        new: list[tuple[int, int, int]] = []  # session, handle, token
+        for chunk in step.chunks:
+            token = next(sampled) if chunk.samples else None
+            if worker.slots.generation[chunk.slot] != chunk.generation:
+                continue
+            request = worker.running[chunk.slot]
+            if chunk.slot in failed:
+                self._fail(request, failed[chunk.slot])
+                continue
+            if token is None:
+                continue
+            of_client = request if request.group is None else request.group.root
+            if of_client.first_token_s is None:
+                of_client.first_token_s = now_s
+            if request.group is not None:
+                self.report_beam(request, logprobs.get(chunk.slot))
+                continue
+            new.append((int(worker.slots.session[chunk.slot]), request.handle, token))
+            self._first_token(worker, chunk.slot, request, token, logprobs)
+        if new:
+            sessions, handles, first = zip(*new, strict=True)
+            session = sessions[0] if len({*sessions}) == 1 else -1
+            self.publish(session, np.array(sessions), np.array(handles), np.array(first, np.int32))
+        return len(new)
+
+    def _first_token(self, worker: Worker, slot: int, request: Request, token: int, logprobs: Logprobs) -> None:
+        request.add_output(token.to_bytes(TOKEN_BYTES, "little", signed=True))
+        request.prompt_is_computed = True
+        if request.scores_prompt:
+            request.prompt_is_scored()
+        if slot in logprobs:
+            self.publish_score(request, logprobs[slot])
+        ends_at_eos = token in worker.eos_token_ids and worker.slots.stops_at_eos[slot]
+        if ends_at_eos or token in request.extra_stop_ids:
+            self.finish(request, FINISH_REASON_STOP)
+        elif request.num_tokens >= request.max_total_tokens:
+            self.finish(request, FINISH_REASON_LENGTH)
+
+    def _fail_rows(self, worker: Worker, rows: Slots, failed: Failures) -> None:
+        for slot in rows.tolist():
+            if slot in failed:
+                self._fail(worker.running[slot], failed[slot])
+
+    def _fail(self, request: Request, error: RowError) -> None:
+        if error.code:  # what it asks for cannot be: its KV is as good as any
+            self.fail(request, error.message, error.code)
+        else:
+            self.spoil(request, error.message)

@@ -1,0 +1,223 @@
+"""The running sequences of one worker, as a struct of arrays indexed by slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler_svc.core.arrays import Longs, Slots, Tokens
+from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.block_boundaries import Borders
+
+# Decode steps whose tokens are kept here, and after how many of them a sequence's are taken out. The difference leaves
+# room for the steps in flight.
+TAIL_STEPS = 256
+TAKE_EVERY_STEPS = 192
+FAR = np.iinfo(np.int64).max
+# Growths that are noted before they are put into the requests' tables, all at once: while they are only noted, a step
+# in which sequences grow costs no more for that.
+NOTED_GROWTHS = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeRows:
+    """The sequences that decode, by ascending slot. The same object from step to step while they are the same."""
+
+    slots: Slots
+    generations: Longs
+    handles: Longs
+    sessions: Longs
+    session: int  # of all of them; -1 if they differ
+    base_tokens: int  # sum of `base`: at decode step t they have base_tokens + t * rows tokens
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+class SlotTable:
+    """Slots 0..num_slots-1 of a worker; the one freed last is handed out first.
+
+    A slot's `generation` goes up when its sequence leaves: a step in flight that still names the old one is recognised
+    by it, and its token dropped. Its `stint` goes up whenever it begins to decode: what the calendar noted for an
+    earlier one is void.
+
+    What decode steps sample is found without touching each sequence each step. At decode step t a sequence has
+    base + t tokens; `tail` has a row for each of the latest steps, which one vectorised write fills:
+
+        decode steps   0 ............. taken | taken .. seen-1  | seen ..
+                       in request.output     |  in tail[t, slot]| in flight, or not planned yet
+
+    Block tables are complete on demand, which is hardly ever (`complete_tables`).
+
+    Tokens leave the tail for the request's own record every TAKE_EVERY_STEPS, and when the sequence leaves.
+    """
+
+    def __init__(self, num_slots: int, block_size: int) -> None:
+        self.num_slots = num_slots
+        self.block_size = block_size
+        self.requests: list[Request | None] = [None] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self.generation = np.zeros(num_slots, np.int64)
+        self.stint = np.zeros(num_slots, np.int64)
+        self.base = np.zeros(num_slots, np.int64)
+        self.capacity = np.zeros(num_slots, np.int64)  # tokens that the slot's blocks hold
+        self.max_total = np.zeros(num_slots, np.int64)  # tokens that the sequence may grow to
+        self.handle = np.zeros(num_slots, np.int64)
+        self.session = np.zeros(num_slots, np.int64)
+        self.stops_at_eos = np.zeros(num_slots, bool)
+        self.extra_stops: dict[int, frozenset[int]] = {}
+        self.decoding = np.zeros(num_slots, bool)
+        self.sequence = np.zeros(num_slots, np.int64)  # the cache's name
+        self.num_releases = 0  # of any slot; while it stands still, no sequence has left
+        self.borders = Borders(block_size)
+        self._border = [0] * num_slots  # as `borders` knows it
+        self._rows: DecodeRows | None = None
+        self._tail = np.zeros((TAIL_STEPS, num_slots), np.int32)
+        self._seen = 0  # decode steps whose results are here
+        self._taken = [0] * num_slots
+        self._growths: list[tuple[bytes, bytes]] = []  # the last ones: slots, and their new blocks; packed int32
+        self._num_growths = 0  # ever
+        self._grows_from = np.full(num_slots, FAR)  # which of these are the slot's sequence's own
+        self._stints: list[list[tuple[int, int]]] = [[] for _ in range(num_slots)]  # that are over: [first, end) step
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def occupy(self, request: Request, session_index: int, num_blocks: int) -> int:
+        """Seat a request whose known tokens are in `num_blocks` blocks."""
+        slot = self._free.pop()
+        self.requests[slot] = request
+        request.seat = (self, slot)
+        self.capacity[slot] = num_blocks * self.block_size
+        self.max_total[slot] = request.max_total_tokens
+        self.sequence[slot] = request.sequence
+        self._grows_from[slot] = self._num_growths
+        self.handle[slot] = request.handle
+        self.session[slot] = session_index
+        self.stops_at_eos[slot] = not request.sampling.ignore_eos
+        if request.extra_stop_ids:
+            self.extra_stops[slot] = request.extra_stop_ids
+        return slot
+
+    def release(self, slot: int, step: int) -> None:
+        self.stop_decoding(slot, step)
+        self.generation[slot] += 1
+        self.num_releases += 1
+        if (request := self.requests[slot]) is not None:
+            request.seat = None
+        self.requests[slot] = None
+        self._grows_from[slot] = FAR
+        self._stints[slot].clear()
+        self.extra_stops.pop(slot, None)
+        self._free.append(slot)
+
+    def start_decoding(self, slot: int, num_tokens: int, step: int) -> None:
+        """From decode step `step` on, at which the sequence has `num_tokens` tokens."""
+        self.decoding[slot] = True
+        self.stint[slot] += 1
+        self.base[slot] = num_tokens - step
+        if not self._stints[slot]:
+            self._taken[slot] = step
+        self._stints[slot].append((step, FAR))
+        # At step t the sequence computes position base + t - 1 and needs room for base + t tokens.
+        self._border[slot] = int(self.capacity[slot]) - num_tokens + step + 1
+        self.borders.add(slot, self._border[slot])
+        self._rows = None
+
+    def stop_decoding(self, slot: int, step: int) -> None:
+        """From decode step `step` on, if it decodes."""
+        if self.decoding[slot]:
+            self.decoding[slot] = False
+            self._stints[slot][-1] = (self._stints[slot][-1][0], step)
+            self.borders.remove(slot, self._border[slot])
+            self._rows = None
+
+    def decode_rows(self) -> DecodeRows:
+        if self._rows is None:
+            self._rows = self._decode_rows(np.flatnonzero(self.decoding))
+        return self._rows
+
+    def no_rows(self) -> DecodeRows:
+        return self._decode_rows(np.zeros(0, np.intp))
+
+    def _decode_rows(self, slots: Slots) -> DecodeRows:
+        sessions = self.session[slots]
+        session = int(sessions[0]) if len(slots) and bool((sessions == sessions[0]).all()) else -1
+        base_tokens = int(self.base[slots].sum())
+        return DecodeRows(slots, self.generation[slots], self.handle[slots], sessions, session, base_tokens)
+
+    def still_decoding(self, slots: list[int], stints: list[int]) -> Slots:
+        """Those that decode, without a break since that stint."""
+        found = np.array(slots, np.intp)
+        if not slots:
+            return found
+        kept: Slots = found[(self.stint[found] == stints) & self.decoding[found]]
+        return kept
+
+    # ── blocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def note_growth(self, slots: bytes, blocks: bytes) -> None:
+        """A block more for each slot, which may stand several times. Packed int32."""
+        self._growths.append((slots, blocks))
+        self._num_growths += 1
+        if len(self._growths) == NOTED_GROWTHS:
+            self.complete_tables()
+
+    def complete_tables(self) -> None:
+        """The requests' block tables lack nothing now."""
+        growths, self._growths = self._growths, []
+        if not growths:
+            return
+        slots = np.frombuffer(b"".join(slots for slots, _ in growths), np.int32)
+        blocks = np.frombuffer(b"".join(blocks for _, blocks in growths), np.int32)
+        numbers = np.arange(self._num_growths - len(growths), self._num_growths)
+        own = np.repeat(numbers, [len(slots) // 4 for slots, _ in growths]) >= self._grows_from[slots]
+        slots, blocks = slots[own], blocks[own]
+        order = np.argsort(slots, kind="stable")
+        blocks = blocks[order]
+        grown, counts = np.unique(slots, return_counts=True)
+        ends = np.cumsum(counts)
+        for slot, start, end in zip(grown.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
+            request = self.requests[slot]
+            assert request is not None, "only what runs grows"
+            request.block_table.frombytes(blocks[start:end].tobytes())
+
+    # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def write_tokens(self, step: int, slots: Slots, tokens: Tokens) -> None:
+        """What decode step `step` sampled for these slots, for the first time. Steps come in their order."""
+        for slot in range(-step % TAKE_EVERY_STEPS, self.num_slots, TAKE_EVERY_STEPS):
+            if (request := self.requests[slot]) is not None:
+                request.add_output(self.take_tail(slot))
+        self._tail[step % TAIL_STEPS][slots] = tokens
+        self._seen = step + 1
+
+    def has_all_tokens(self, slot: int) -> bool:
+        """Whether the slot's sequence, which has stopped decoding, has every token that it sampled."""
+        request, stints = self.requests[slot], self._stints[slot]
+        if stints:
+            return stints[-1][1] <= self._seen
+        return request is not None and request.num_tokens >= request.max_total_tokens  # its one token was a prefill's
+
+    def num_in_tail(self, slot: int) -> int:
+        """Tokens that the request's own record lacks."""
+        taken, seen = self._taken[slot], self._seen
+        return sum(max(0, min(end, seen) - max(first, taken)) for first, end in self._stints[slot])
+
+    def take_tail(self, slot: int) -> bytes:
+        """The tokens that the request's own record lacks. Packed int32."""
+        if not self._stints[slot]:
+            return b""
+        taken, seen = self._taken[slot], self._seen
+        self._taken[slot] = seen
+        parts = []
+        for first, end in self._stints[slot]:
+            step = max(first, taken)
+            while step < min(end, seen):
+                row = step % TAIL_STEPS
+                count = min(min(end, seen) - step, TAIL_STEPS - row)
+                parts.append(self._tail[row : row + count, slot].tobytes())
+                step += count
+        return b"".join(parts)
