@@ -21,8 +21,7 @@ from bench.cores import BLOCK_SIZE
 from bench.peers.peer import Peer
 from bench.peers.quiet import no_collections
 from paceline.v1.common_pb2 import SamplingParams
-from scheduler_svc.core.policy.views import RequestView
-from scheduler_svc.core.requests.request import Match, Request
+from scheduler_svc.core.requests.request import Match, Request, RequestView
 from scheduler_svc.policies.registry import find, names
 
 WAITING = (128, 1_000, 5_000)

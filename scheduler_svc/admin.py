@@ -20,7 +20,7 @@ from paceline.v1.admin_pb2 import (
     SetPolicyResponse,
 )
 from paceline.v1.admin_pb2_grpc import AdminServiceServicer
-from scheduler_svc.core.policy.interfaces import PolicyError
+from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.policies.presets import DEFAULT, PRESETS, Choice
 from scheduler_svc.policies.registry import KINDS, build, check_given, choose, names

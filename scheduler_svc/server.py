@@ -19,7 +19,7 @@ from paceline.v1.worker_pb2 import SchedulerHeartbeat, WorkerServiceLinkRequest,
 from scheduler_svc.admin import Admin
 from scheduler_svc.core.cache.link import ProtocolError
 from scheduler_svc.core.faults.suspects import Loss
-from scheduler_svc.core.policy.interfaces import PolicyError
+from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.rejection import Rejection
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig

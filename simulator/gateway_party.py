@@ -1,4 +1,4 @@
-"""A gateway as a party of a simulated network: SessionCore, and around it what the gateway's `SchedulerSession` does."""
+"""A gateway as a party of a simulated network: SessionCore, and around it what its `SchedulerSession` does."""
 
 from __future__ import annotations
 

@@ -1,18 +1,11 @@
 """All that a policy imports, ours or a user's (docs/custom-policies.md). These names stay."""
 
-from scheduler_svc.core.policy.interfaces import (
-    BatchPolicy,
-    CapacityPolicy,
-    KeyedOrder,
-    OrderPolicy,
-    PlacementPolicy,
-    PolicyError,
-    PreemptionPolicy,
-    Verdict,
-)
-from scheduler_svc.core.policy.step import Step
-from scheduler_svc.core.policy.views import RequestView, Running
+from scheduler_svc.core.policy.interfaces import BatchPolicy, PlacementPolicy, PreemptionPolicy
+from scheduler_svc.core.policy.order import KeyedOrder, OrderPolicy, PolicyError
+from scheduler_svc.core.policy.step import CapacityPolicy, Step, Verdict
+from scheduler_svc.core.policy.views import Running
 from scheduler_svc.core.policy.worker_view import FleetView, WorkerView
+from scheduler_svc.core.requests.request import RequestView
 from scheduler_svc.core.workers.step_time import StepTime
 
 __all__ = [

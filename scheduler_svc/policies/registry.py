@@ -17,15 +17,9 @@ from typing import Any
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from scheduler_svc.core.policy.interfaces import (
-    BatchPolicy,
-    CapacityPolicy,
-    OrderPolicy,
-    PlacementPolicy,
-    Policies,
-    PolicyError,
-    PreemptionPolicy,
-)
+from scheduler_svc.core.policy.interfaces import BatchPolicy, PlacementPolicy, Policies, PreemptionPolicy
+from scheduler_svc.core.policy.order import OrderPolicy, PolicyError
+from scheduler_svc.core.policy.step import CapacityPolicy
 from scheduler_svc.policies.presets import DEFAULT, PRESETS, Choice
 
 GROUP = "paceline.policies"

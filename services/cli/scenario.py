@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from scheduler_svc.core.policy.interfaces import PolicyError
+from scheduler_svc.core.policy.order import PolicyError
 from services.cli.arguments import Parser, console, usage_error
 from simulator.scenario import Outcome, PolicyFailed, Step, play
 from simulator.scenario_file import Scenario

@@ -125,7 +125,7 @@ def slot_not_freed(patch: Patch) -> None:
 
 
 def tokens_forgotten(patch: Patch) -> None:
-    patch.setattr(Lifecycle, "recall_tokens", nothing)
+    patch.setattr(Lifecycle, "flush_output", nothing)
 
 
 def sequence_leaked(patch: Patch) -> None:

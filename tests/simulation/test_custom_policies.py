@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.core.policy.interfaces import Policies, PolicyError
+from scheduler_svc.core.policy.interfaces import Policies
+from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.policies import registry
 from scheduler_svc.policies.registry import build, choose
 from simulator.scenario import Scenario, play

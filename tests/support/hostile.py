@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from scheduler_svc.core.workers.decision import OutOfBlocks, Paused
+from scheduler_svc.core.policy.views import Paused
+from scheduler_svc.core.workers.decision import OutOfBlocks
 from scheduler_svc.policies.api import (
     CapacityPolicy,
     FleetView,

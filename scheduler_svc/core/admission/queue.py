@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from scheduler_svc.core.admission.tenant_lines import TenantLines
-from scheduler_svc.core.policy.interfaces import OrderPolicy, PolicyError, sortable
-from scheduler_svc.core.policy.views import RequestView, view_of
-from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.policy.order import OrderPolicy, PolicyError, sortable
+from scheduler_svc.core.requests.request import Request, RequestView, view_of
 
 
 class WaitingQueue:

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 
 from scheduler_svc.core.faults.suspects import Absence, Suspects
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
-from scheduler_svc.core.policy.interfaces import BatchPolicy, CapacityPolicy, Verdict
-from scheduler_svc.core.policy.step import Step
-from scheduler_svc.core.policy.views import RequestView
-from scheduler_svc.core.requests.request import Phase, Request
+from scheduler_svc.core.policy.interfaces import BatchPolicy
+from scheduler_svc.core.policy.step import CapacityPolicy, Step, Verdict
+from scheduler_svc.core.requests.request import Phase, Request, RequestView
 from scheduler_svc.core.workers.state import Worker
 
 # Of the time between two ticks no more counts for those who are away: what was longer, this process was stopped.

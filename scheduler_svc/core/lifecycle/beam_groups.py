@@ -11,7 +11,7 @@ are parked: they have left their slots, but keep their blocks.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,8 +22,8 @@ from scheduler_svc.core.admission.validation import Limits
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.rejection import invalid
 from scheduler_svc.core.requests import beams
-from scheduler_svc.core.requests.beams import BeamSearch, Candidates
-from scheduler_svc.core.requests.request import Phase, Request
+from scheduler_svc.core.requests.beams import BeamSearch
+from scheduler_svc.core.requests.request import BeamGroup, Phase, Request
 from scheduler_svc.core.workers.state import Worker
 
 EARLY_STOPPING: dict[int, beams.EarlyStopping] = {
@@ -43,18 +43,6 @@ UNSEARCHED = (
     "logprobs",
     "prompt_logprobs",
 )
-
-
-@dataclass(slots=True, eq=False)
-class BeamGroup:
-    """`root` is the client's request; it never runs itself, and stands in the queue until its search begins."""
-
-    root: Request
-    options: BeamOptions
-    search: BeamSearch | None = None  # once the model is known
-    members: list[Request] = field(default_factory=list)  # one for each live beam, in the search's order
-    reports: dict[int, Candidates] = field(default_factory=dict)  # by place among the members
-    parked: dict[int, int] = field(default_factory=dict)  # forks that still need it, by the member's seniority
 
 
 def make_search(options: BeamOptions, sampling: SamplingParams, eos_token_ids: Iterable[int] = ()) -> BeamSearch:

@@ -232,7 +232,7 @@ class Lifecycle:
             self._drop_parked(worker, parked)
         requests = worker.drop_draft()
         for slot in list(worker.running):
-            self.recall_tokens(worker, slot)
+            self.flush_output(worker, slot)
             requests.append(self._leave(worker, slot))
         for request in requests:
             was_in_it = "; it was in that step and is retried apart from others" if request in accused else ""
@@ -244,7 +244,7 @@ class Lifecycle:
         worker, why = self._workers.get(request.worker), f"the cache was lost, and its blocks with it: {why}"
         match request.phase:
             case Phase.RUNNING if worker is not None:
-                self.recall_tokens(worker, request.slot)
+                self.flush_output(worker, request.slot)
                 self._leave(worker, request.slot)
                 self._lose_blocks(request, why)
                 self.enqueue(request)
@@ -277,7 +277,7 @@ class Lifecycle:
         ask for them earlier, and a steady step need not tell what every sequence adds (as SGLang does). If it is to be
         swapped, the cache has to know all of it."""
         worker = self._workers[request.worker]
-        self.recall_tokens(worker, request.slot)
+        self.flush_output(worker, request.slot)
         self._leave(worker, request.slot)
         num_tokens = request.num_tokens
         num_computed = max(num_tokens - 1, request.num_committed)  # the last token may be just computed, or not yet
@@ -298,10 +298,10 @@ class Lifecycle:
         del request.block_table[:]
         return request
 
-    def recall_tokens(self, worker: Worker, slot: int) -> None:
-        """Complete the request's own record with what still stands in the slot's tail."""
-        if tail := worker.slots.take_tail(slot):
-            worker.running[slot].add_output(tail)
+    def flush_output(self, worker: Worker, slot: int) -> None:
+        """Complete the request's own record with what still stands in the slot's output buffer."""
+        if tokens := worker.slots.output.flush(slot):
+            worker.running[slot].add_output(tokens)
 
     def _unbind(self, request: Request) -> None:
         """It neither runs nor is about to; what becomes of it is the caller's business."""

@@ -137,7 +137,7 @@ class Recovery:
         """All that has blocks there, with complete records, and noted what the cache will know of each."""
         worker.slots.complete_tables()
         for slot, request in worker.running.items():
-            self.life.recall_tokens(worker, slot)
+            self.life.flush_output(worker, slot)
             request.num_committed = worker.num_computed_tokens(slot)
             request.num_registered = request.num_tokens
             yield request

@@ -19,152 +19,18 @@ is composed by the default policies, the error is logged and counted.
 
 from __future__ import annotations
 
-import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Literal
 
-from sortedcontainers import SortedList
-
-if TYPE_CHECKING:
-    from scheduler_svc.core.policy.step import Step
-    from scheduler_svc.core.policy.views import RequestView, Running
-    from scheduler_svc.core.policy.worker_view import FleetView, WorkerView
-
+from scheduler_svc.core.policy.order import OrderPolicy
+from scheduler_svc.core.policy.step import CapacityPolicy, Step
+from scheduler_svc.core.policy.views import Running
+from scheduler_svc.core.policy.worker_view import FleetView, WorkerView
+from scheduler_svc.core.requests.request import RequestView
 
 Mode = Literal["recompute", "swap", "auto"]
-
-
-class PolicyError(Exception):
-    """A policy asked for something that cannot be done."""
-
-
-class Verdict(enum.Enum):
-    """What becomes of a waiting request in this step."""
-
-    ADMIT = "admit"
-    SKIP = "skip"  # not now; others may pass it
-    STOP = "stop"  # not now, and nobody may pass it
-
-
-class OrderPolicy(ABC):
-    """An index of the waiting requests: told what comes, goes and changes, asked for the order.
-
-    A request stands in it from `add` to `remove`, at most once. Nothing changes while `ordered` is iterated.
-    """
-
-    @abstractmethod
-    def add(self, request: RequestView) -> None: ...
-
-    @abstractmethod
-    def remove(self, request: RequestView) -> None: ...
-
-    @abstractmethod
-    def ordered(self, now_s: float) -> Iterator[RequestView]:
-        """Every request of the index, most deserving first. Lazily: mostly a few of the first are looked at."""
-
-    def rank(self, request: RequestView) -> Any:
-        """What any two requests can be compared by, whether they wait or run: smaller first, of equals the one with the
-        smaller place. It stays as it is. None if the order is not of that kind: then what runs stands before what
-        waits."""
-        return None
-
-    def goes_before(self, waiting: RequestView, running: RequestView, now_s: float) -> bool:
-        """Whether the waiting request would be offered a slot before the running one, if the running one had to wait
-        as well. By `rank`; without ranks, no."""
-        rank = self.rank(waiting)
-        return rank is not None and bool((rank, waiting.place) < (self.rank(running), running.place))
-
-    def hopeless(self, now_s: float) -> Iterable[RequestView]:
-        """Requests that it makes no sense to let wait on: they are failed at once. Asked a few times a second."""
-        return ()
-
-    def rematched(self, request: RequestView) -> None:  # noqa: B027 - most orders do not care
-        """What the cache holds of the request's tokens has changed."""
-
-    def started(self, request: RequestView) -> None:  # noqa: B027
-        """It was removed because it runs now. Its `has_run` is False if that is for the first time."""
-
-    def stopped(self, request: RequestView) -> None:  # noqa: B027
-        """It runs no more: it has ended, or `add` follows before `ordered` is asked again."""
-
-
-class KeyedOrder(OrderPolicy):
-    """An order by a key that changes with nothing but the request's match. Everything costs O(log waiting)."""
-
-    # Not even with that, so that the key of what runs says where it would stand.
-    key_is_constant: ClassVar[bool] = False
-
-    def __init__(self) -> None:
-        self._entries: SortedList[tuple[Any, int, int, RequestView]] = SortedList()  # key, place, seniority
-        self._entry_of: dict[int, tuple[Any, int, int, RequestView]] = {}  # by seniority
-
-    @abstractmethod
-    def key(self, request: RequestView) -> Any:
-        """Smaller goes first; among equals, whoever came first."""
-
-    def rank(self, request: RequestView) -> Any:
-        return self.key(request) if self.key_is_constant else None
-
-    def add(self, request: RequestView) -> None:
-        seniority = request.seniority
-        if seniority in self._entry_of:  # it takes over what it knows already
-            self.remove(request)
-        entry = (sortable(self.key(request), request), request.place, seniority, request)
-        self._entry_of[seniority] = entry
-        self._entries.add(entry)
-
-    def remove(self, request: RequestView) -> None:
-        self._entries.remove(self._entry_of.pop(request.seniority))
-
-    def rematched(self, request: RequestView) -> None:
-        if sortable(self.key(request), request) != self._entry_of[request.seniority][0]:
-            self.remove(request)
-            self.add(request)
-
-    def ordered(self, now_s: float) -> Iterator[RequestView]:
-        return map(itemgetter(3), self._entries)
-
-
-def sortable(key: Any, request: RequestView) -> Any:
-    """The sort key. Raises PolicyError if it is NaN, or has NaN in it: nothing is smaller or larger than that, so that
-    a sorted index would lose requests."""
-    if _has_nan(key):
-        raise PolicyError(f"order: the key of {request!r} is {key!r}, which cannot be sorted")
-    return key
-
-
-def _has_nan(key: Any) -> bool:
-    # Python takes two tuples for equal if they have the same NaN object in them.
-    return any(map(_has_nan, key)) if isinstance(key, tuple) else bool(key != key)
-
-
-class CapacityPolicy(ABC):
-    """Which requests may hold blocks."""
-
-    # Take blocks for all known tokens of a request when it is admitted, not chunk by chunk.
-    reserves_prompt: ClassVar[bool] = False
-    # A waiting request may push out a running one, so that it is looked at also when every seat is taken.
-    preempts_for_waiting: ClassVar[bool] = False
-
-    def begin(self, step: Step) -> None:  # noqa: B027
-        """Called once before each composition; may call `step.pause`."""
-
-    def planned(self, step: Step) -> None:  # noqa: B027
-        """The composition stands: what is in `step` is what will run."""
-
-    def is_spent(self, step: Step) -> bool:
-        """Whether it is known already that nobody else will be admitted in this composition."""
-        return False
-
-    @abstractmethod
-    def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
-        """Whether a waiting request may have `need_blocks` now, and what that means for those behind it.
-
-        There is a seat for it, and `need_blocks <= step.available_blocks` has not been checked.
-        """
 
 
 class BatchPolicy(ABC):

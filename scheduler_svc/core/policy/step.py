@@ -2,18 +2,56 @@
 
 from __future__ import annotations
 
+import enum
 import operator
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 
 from scheduler_svc.core.arrays import Slots
-from scheduler_svc.core.policy.interfaces import PolicyError, Verdict
+from scheduler_svc.core.policy.order import OrderPolicy, PolicyError
 from scheduler_svc.core.policy.step_view import StepView
-from scheduler_svc.core.policy.views import RequestView, Running, view_of
-from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.policy.views import Paused, Running
+from scheduler_svc.core.requests.request import Request, RequestView, view_of
 from scheduler_svc.core.workers.block_boundaries import NONE
-from scheduler_svc.core.workers.decision import MAX_PLAN_BYTES, Admission, Decision, OutOfBlocks, Paused, plan_bytes
+from scheduler_svc.core.workers.decision import MAX_PLAN_BYTES, Admission, Admitted, Decision, OutOfBlocks, plan_bytes
+from scheduler_svc.core.workers.state import Worker
+
+
+class Verdict(enum.Enum):
+    """What becomes of a waiting request in this step."""
+
+    ADMIT = "admit"
+    SKIP = "skip"  # not now; others may pass it
+    STOP = "stop"  # not now, and nobody may pass it
+
+
+class CapacityPolicy(ABC):
+    """Which requests may hold blocks."""
+
+    # Take blocks for all known tokens of a request when it is admitted, not chunk by chunk.
+    reserves_prompt: ClassVar[bool] = False
+    # A waiting request may push out a running one, so that it is looked at also when every seat is taken.
+    preempts_for_waiting: ClassVar[bool] = False
+
+    def begin(self, step: Step) -> None:  # noqa: B027
+        """Called once before each composition; may call `step.pause`."""
+
+    def planned(self, step: Step) -> None:  # noqa: B027
+        """The composition stands: what is in `step` is what will run."""
+
+    def is_spent(self, step: Step) -> bool:
+        """Whether it is known already that nobody else will be admitted in this composition."""
+        return False
+
+    @abstractmethod
+    def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
+        """Whether a waiting request may have `need_blocks` now, and what that means for those behind it.
+
+        There is a seat for it, and `need_blocks <= step.available_blocks` has not been checked.
+        """
 
 
 class Step(StepView):
@@ -23,7 +61,23 @@ class Step(StepView):
     checked before it changes anything, and after the composition none is taken any more.
     """
 
-    __slots__ = ()
+    __slots__ = ("_capacity",)
+
+    _capacity: CapacityPolicy
+
+    def __init__(
+        self,
+        worker: Worker,
+        waiting: Callable[[], Iterator[Request]],
+        capacity: CapacityPolicy,
+        now_s: float,
+        over_budget: Callable[[Request, Admitted], str | None],
+        order: OrderPolicy,
+        shares: bool = False,
+    ) -> None:
+        """`over_budget` and `shares` as in StepView."""
+        super().__init__(worker, waiting, now_s, over_budget, order, shares)
+        self._capacity = capacity
 
     @property
     def capacity_is_spent(self) -> bool:

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_svc.core.arrays import Slots
-from scheduler_svc.core.policy.interfaces import CapacityPolicy, OrderPolicy, sortable
-from scheduler_svc.core.policy.prefixes import PrefixIndex, common_blocks
-from scheduler_svc.core.policy.views import RequestView, Running, view_of
-from scheduler_svc.core.requests.request import TOKEN_BYTES, Match, Request
+from scheduler_svc.core.policy.order import OrderPolicy, sortable
+from scheduler_svc.core.policy.views import Running
+from scheduler_svc.core.requests.prefixes import PrefixIndex, common_blocks
+from scheduler_svc.core.requests.request import TOKEN_BYTES, Match, Request, RequestView, view_of
 from scheduler_svc.core.workers.decision import Admission, Admitted, OutOfBlocks
 from scheduler_svc.core.workers.state import Worker
 
@@ -29,7 +29,6 @@ class StepView:
         "_available_blocks",
         "_budget_tokens",
         "_budgeted",
-        "_capacity",
         "_chunks",
         "_closed",
         "_computing",
@@ -58,7 +57,6 @@ class StepView:
 
     _worker: Worker
     _waiting: Callable[[], Iterator[Request]]
-    _capacity: CapacityPolicy
     _over_budget: Callable[[Request, Admitted], str | None]
     _now_s: float
     _order: OrderPolicy
@@ -91,7 +89,6 @@ class StepView:
         self,
         worker: Worker,
         waiting: Callable[[], Iterator[Request]],
-        capacity: CapacityPolicy,
         now_s: float,
         over_budget: Callable[[Request, Admitted], str | None],
         order: OrderPolicy,
@@ -101,7 +98,6 @@ class StepView:
         is BatchPolicy.shares_in_step."""
         self._worker = worker
         self._waiting = waiting
-        self._capacity = capacity
         self._over_budget = over_budget
         self._order = order
         self._now_s = now_s

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scheduler_svc.core.policy.prefixes import PrefixIndex, common_blocks
-from scheduler_svc.core.policy.views import RequestView
-from scheduler_svc.core.requests.request import TOKEN_BYTES, Phase, Request
+from scheduler_svc.core.requests.prefixes import PrefixIndex, common_blocks
+from scheduler_svc.core.requests.request import TOKEN_BYTES, Phase, Request, RequestView
 from scheduler_svc.core.workers.state import Worker
 from scheduler_svc.core.workers.step_time import StepTime
 

@@ -7,15 +7,12 @@ import math
 from array import array
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from paceline.v1.common_pb2 import RetentionRange, SamplingParams
-from paceline.v1.inference_pb2 import Hypothesis, RequestTiming
-
-if TYPE_CHECKING:
-    from scheduler_svc.core.lifecycle.beam_groups import BeamGroup
-    from scheduler_svc.core.policy.views import RequestView
-    from scheduler_svc.core.workers.slots import SlotTable
+from paceline.v1.inference_pb2 import BeamOptions, Hypothesis, RequestTiming
+from scheduler_svc.core.requests.beams import BeamSearch, Candidates
+from scheduler_svc.core.requests.output_buffer import OutputBuffer
 
 NO_TOKENS: frozenset[int] = frozenset()
 TOKEN_BYTES = 4  # token ids travel and rest as packed little-endian int32
@@ -64,7 +61,7 @@ class Request:
     handle: int
     request_id: str
     prompt: bytes
-    output: bytearray  # tokens that are known here; while RUNNING the last few are still in the slot table's tail
+    output: bytearray  # tokens that are known here; while RUNNING the last few are still in the output buffer
     sampling: SamplingParams
     arrival_s: float
     priority: float = 0.0  # larger is more urgent
@@ -83,7 +80,9 @@ class Request:
     place: int = 0
     worker: int = 0  # while BINDING or RUNNING
     slot: int = -1  # while RUNNING
-    seat: tuple[SlotTable, int] | None = field(default=None, init=False, repr=False)  # while RUNNING
+    unflushed: tuple[OutputBuffer, int] | None = field(
+        default=None, init=False, repr=False
+    )  # while RUNNING: its slot there
     started_s: float | None = None  # first admission, of a beam: of its search
     first_token_s: float | None = None  # of a beam search: its first step is done
     has_run: bool = False
@@ -102,7 +101,7 @@ class Request:
     # While RUNNING (but for what its slot table has noted) or PARKED: to be told again when the cache forgets it.
     block_table: array[int] = field(default_factory=partial(array, "i"), init=False, repr=False)
     group: BeamGroup | None = None  # whose root or member it is
-    view: RequestView | None = field(default=None, init=False, repr=False)  # what policies get of it (policy/views.py)
+    view: RequestView | None = field(default=None, init=False, repr=False)  # what policies get of it
     hypotheses: list[Hypothesis] = field(default_factory=list)  # what its beam search has found
     # What follows from prompt, sampling and output: it is asked for at every turn.
     num_prompt_tokens: int = field(init=False)
@@ -153,7 +152,7 @@ class Request:
     @property
     def num_generated_tokens(self) -> int:
         """Output tokens that have arrived, also while it runs."""
-        return self.num_output_tokens + (self.seat[0].num_in_tail(self.seat[1]) if self.seat else 0)
+        return self.num_output_tokens + (self.unflushed[0].num_tokens(self.unflushed[1]) if self.unflushed else 0)
 
     @property
     def max_new_tokens(self) -> int:
@@ -228,3 +227,171 @@ class Request:
         if self.swapped_on or (self.parent and (self.parent.prompt_is_computed or self.waits_for_parent)):
             return self.num_tokens - 1
         return max(self.matches.values(), default=NO_MATCH).num_tokens if self.matches else 0
+
+
+@dataclass(slots=True, eq=False)
+class BeamGroup:
+    """`root` is the client's request; it never runs itself, and stands in the queue until its search begins."""
+
+    root: Request
+    options: BeamOptions
+    search: BeamSearch | None = None  # once the model is known
+    members: list[Request] = field(default_factory=list)  # one for each live beam, in the search's order
+    reports: dict[int, Candidates] = field(default_factory=dict)  # by place among the members
+    parked: dict[int, int] = field(default_factory=dict)  # forks that still need it, by the member's seniority
+
+
+class RequestView:
+    """A request, wherever it is. Two views of the same request are equal; nothing of it can be changed through one."""
+
+    __slots__ = ("__weakref__", "_request")  # who remembers one beyond its end does not keep its tokens
+    _request: Request
+
+    def __init__(self, request: Request) -> None:
+        object.__setattr__(self, "_request", request)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name}: a policy reads requests and changes nothing")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{name}: a policy reads requests and changes nothing")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RequestView) and other._request is self._request
+
+    def __hash__(self) -> int:
+        return self._request.seniority
+
+    def __repr__(self) -> str:
+        return f"<request {self._request.request_id!r}, {self.num_prompt_tokens}+{self.num_output_tokens} tokens>"
+
+    @property
+    def seniority(self) -> int:
+        """Names the request, and orders requests by arrival."""
+        return self._request.seniority
+
+    @property
+    def place(self) -> int:
+        """Where it stands among equals: its seniority, unless a preemption policy put it elsewhere."""
+        return self._request.place
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def tenant(self) -> str:
+        return self._request.tenant
+
+    @property
+    def client_request(self) -> int:
+        """Names the client's request: the same for all its samples, and for all beams of its search."""
+        return self._request.siblings.first
+
+    @property
+    def is_beam(self) -> bool:
+        """It is a beam of a search: it runs for one token, and the search goes on when all beams have."""
+        return self._request.is_member
+
+    @property
+    def num_running_siblings(self) -> int:
+        """Sequences of the client's request that run or are about to, on any worker; this one too, if it does."""
+        return self._request.siblings.num_bound
+
+    @property
+    def lora(self) -> str:
+        return self._request.lora
+
+    @property
+    def namespace(self) -> tuple[str, str]:
+        """Adapter and salt: only requests of one namespace can share what is cached, however equal their tokens."""
+        return self._request.namespace
+
+    @property
+    def priority(self) -> float:
+        """Larger is more urgent."""
+        return self._request.priority
+
+    @property
+    def arrival_s(self) -> float:
+        return self._request.arrival_s
+
+    @property
+    def deadline_s(self) -> float:
+        """On the clock of `arrival_s`; inf if there is none."""
+        return self._request.deadline_s
+
+    @property
+    def started_s(self) -> float | None:
+        """When it first ran."""
+        return self._request.started_s
+
+    @property
+    def has_run(self) -> bool:
+        """It was let in before, and waits again or runs."""
+        return self._request.has_run
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._request.num_preemptions
+
+    @property
+    def is_swapped(self) -> bool:
+        """It was preempted and has its KV in a worker's host memory: to go on there it computes one token."""
+        return self._request.swapped_on > 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._request.num_prompt_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Those that have arrived. `Running.num_output_tokens` also counts those in flight."""
+        return self._request.num_generated_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output."""
+        request = self._request
+        if request.unflushed is None:  # then its own record is complete
+            return request.num_tokens
+        return request.num_prompt_tokens + request.num_generated_tokens
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self._request.max_new_tokens
+
+    @property
+    def ignores_eos(self) -> bool:
+        """It generates `max_new_tokens` tokens, unless a stop token of its own comes first."""
+        return self._request.sampling.ignore_eos
+
+    @property
+    def max_total_tokens(self) -> int:
+        return self._request.max_total_tokens
+
+    @property
+    def token_ids(self) -> bytes:
+        """Prompt and output, packed little-endian int32."""
+        return self._request.token_ids
+
+    @property
+    def best_matched_tokens(self) -> int:
+        """The most that any worker has of it in its cache, swapped out, or in a sequence that it is forked from."""
+        return self._request.best_matched_tokens
+
+    def matched_tokens(self, worker_id: int) -> int:
+        """Tokens of it that the worker has in its cache."""
+        return self._request.matched_tokens(worker_id)
+
+    def live_tokens(self, worker_id: int) -> int:
+        """Of these, tokens in blocks that others use: reusing them takes nothing from the pool."""
+        return self._request.live_tokens(worker_id)
+
+
+def view_of(request: Request) -> RequestView:
+    """The one view of the request: a policy may compare views by identity, too."""
+    view = request.view
+    if view is None:
+        view = request.view = RequestView(request)
+    return view

@@ -12,10 +12,10 @@ from scheduler_svc.core.admission.budgets import Budgets
 from scheduler_svc.core.admission.queue import WaitingQueue
 from scheduler_svc.core.cache.link import CacheLink
 from scheduler_svc.core.faults.retry_groups import TrialBatch, TrialCapacity, candidates
-from scheduler_svc.core.policy.interfaces import OrderPolicy, PlacementPolicy, Policies, PolicyError
+from scheduler_svc.core.policy.interfaces import PlacementPolicy, Policies
+from scheduler_svc.core.policy.order import OrderPolicy, PolicyError
 from scheduler_svc.core.policy.step import Step
-from scheduler_svc.core.policy.views import view_of
-from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.requests.request import Request, view_of
 from scheduler_svc.core.step.placement import Placement
 from scheduler_svc.core.step.planner import Planner
 from scheduler_svc.core.step.policy_failures import PolicyFailures

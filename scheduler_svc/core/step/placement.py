@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from scheduler_svc.core.policy.interfaces import PlacementPolicy, PolicyError
-from scheduler_svc.core.policy.views import view_of
+from scheduler_svc.core.policy.interfaces import PlacementPolicy
+from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.policy.worker_view import FleetView, WorkerView
-from scheduler_svc.core.requests.request import Match, Request
+from scheduler_svc.core.requests.request import Match, Request, view_of
 from scheduler_svc.core.workers.state import Worker
 
 

@@ -17,11 +17,12 @@ from paceline.v1.cache_pb2 import CacheServiceLinkResponse
 from paceline.v1.worker_pb2 import StepPlan, WorkerServiceLinkResponse
 from scheduler_svc.core.arrays import packed
 from scheduler_svc.core.cache.link import admit_result
-from scheduler_svc.core.policy.interfaces import Policies, PolicyError
+from scheduler_svc.core.policy.interfaces import Policies
+from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.policy.step import Step
-from scheduler_svc.core.policy.views import Running
+from scheduler_svc.core.policy.views import Paused, Running
 from scheduler_svc.core.requests.request import Phase, Request
-from scheduler_svc.core.workers.decision import Admission, Admitted, OutOfBlocks, Paused
+from scheduler_svc.core.workers.decision import Admission, Admitted, OutOfBlocks
 from scheduler_svc.core.workers.state import Chunk, Draft, Prefill, StepInFlight, Worker, new_plan
 
 # Why a request waits that running sequences can give way to.

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from types import TracebackType
 
-from scheduler_svc.core.policy.interfaces import Policies, PolicyError
+from scheduler_svc.core.policy.interfaces import Policies
+from scheduler_svc.core.policy.order import PolicyError
 
 MAX_WORDS = 500
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from scheduler_svc.core.arrays import Longs, Slots
-from scheduler_svc.core.policy.views import Running
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
 
 # Of the sequences that a plan seats: it brings all their tokens, the cached ones too. Less than half of what a message
@@ -21,14 +20,6 @@ class OutOfBlocks(Exception):
     def __init__(self, shortfall_blocks: int) -> None:
         super().__init__(f"{shortfall_blocks} blocks are missing")
         self.shortfall_blocks = shortfall_blocks
-
-
-class Paused(Exception):
-    """A policy took running sequences out."""
-
-    def __init__(self, victims: list[Running]) -> None:
-        super().__init__(f"{len(victims)} sequences give way")
-        self.victims = victims
 
 
 class Admission(NamedTuple):

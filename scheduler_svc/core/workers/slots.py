@@ -7,14 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler_svc.core.arrays import Longs, Slots, Tokens
+from scheduler_svc.core.requests.output_buffer import FAR, OutputBuffer
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.block_boundaries import Borders
 
-# Decode steps whose tokens are kept here, and after how many of them a sequence's are taken out. The difference leaves
-# room for the steps in flight.
-TAIL_STEPS = 256
-TAKE_EVERY_STEPS = 192
-FAR = np.iinfo(np.int64).max
 # Growths that are noted before they are put into the requests' tables, all at once: while they are only noted, a step
 # in which sequences grow costs no more for that.
 NOTED_GROWTHS = 256
@@ -42,15 +38,9 @@ class SlotTable:
     by it, and its token dropped. Its `stint` goes up whenever it begins to decode: what the calendar noted for an
     earlier one is void.
 
-    What decode steps sample is found without touching each sequence each step. At decode step t a sequence has
-    base + t tokens; `tail` has a row for each of the latest steps, which one vectorised write fills:
-
-        decode steps   0 ............. taken | taken .. seen-1  | seen ..
-                       in request.output     |  in tail[t, slot]| in flight, or not planned yet
+    At decode step t a decoding sequence has base + t tokens, so that nothing is touched for each sequence each step.
 
     Block tables are complete on demand, which is hardly ever (`complete_tables`).
-
-    Tokens leave the tail for the request's own record every TAKE_EVERY_STEPS, and when the sequence leaves.
     """
 
     def __init__(self, num_slots: int, block_size: int) -> None:
@@ -73,13 +63,10 @@ class SlotTable:
         self.borders = Borders(block_size)
         self._border = [0] * num_slots  # as `borders` knows it
         self._rows: DecodeRows | None = None
-        self._tail = np.zeros((TAIL_STEPS, num_slots), np.int32)
-        self._seen = 0  # decode steps whose results are here
-        self._taken = [0] * num_slots
+        self.output = OutputBuffer(num_slots)
         self._growths: list[tuple[bytes, bytes]] = []  # the last ones: slots, and their new blocks; packed int32
         self._num_growths = 0  # ever
         self._grows_from = np.full(num_slots, FAR)  # which of these are the slot's sequence's own
-        self._stints: list[list[tuple[int, int]]] = [[] for _ in range(num_slots)]  # that are over: [first, end) step
 
     @property
     def num_free(self) -> int:
@@ -89,7 +76,7 @@ class SlotTable:
         """Seat a request whose known tokens are in `num_blocks` blocks."""
         slot = self._free.pop()
         self.requests[slot] = request
-        request.seat = (self, slot)
+        request.unflushed = (self.output, slot)
         self.capacity[slot] = num_blocks * self.block_size
         self.max_total[slot] = request.max_total_tokens
         self.sequence[slot] = request.sequence
@@ -106,10 +93,10 @@ class SlotTable:
         self.generation[slot] += 1
         self.num_releases += 1
         if (request := self.requests[slot]) is not None:
-            request.seat = None
+            request.unflushed = None
         self.requests[slot] = None
         self._grows_from[slot] = FAR
-        self._stints[slot].clear()
+        self.output.clear(slot)
         self.extra_stops.pop(slot, None)
         self._free.append(slot)
 
@@ -118,9 +105,7 @@ class SlotTable:
         self.decoding[slot] = True
         self.stint[slot] += 1
         self.base[slot] = num_tokens - step
-        if not self._stints[slot]:
-            self._taken[slot] = step
-        self._stints[slot].append((step, FAR))
+        self.output.start(slot, step)
         # At step t the sequence computes position base + t - 1 and needs room for base + t tokens.
         self._border[slot] = int(self.capacity[slot]) - num_tokens + step + 1
         self.borders.add(slot, self._border[slot])
@@ -130,7 +115,7 @@ class SlotTable:
         """From decode step `step` on, if it decodes."""
         if self.decoding[slot]:
             self.decoding[slot] = False
-            self._stints[slot][-1] = (self._stints[slot][-1][0], step)
+            self.output.stop(slot, step)
             self.borders.remove(slot, self._border[slot])
             self._rows = None
 
@@ -188,36 +173,14 @@ class SlotTable:
 
     def write_tokens(self, step: int, slots: Slots, tokens: Tokens) -> None:
         """What decode step `step` sampled for these slots, for the first time. Steps come in their order."""
-        for slot in range(-step % TAKE_EVERY_STEPS, self.num_slots, TAKE_EVERY_STEPS):
+        for slot in self.output.due(step):
             if (request := self.requests[slot]) is not None:
-                request.add_output(self.take_tail(slot))
-        self._tail[step % TAIL_STEPS][slots] = tokens
-        self._seen = step + 1
+                request.add_output(self.output.flush(slot))
+        self.output.write(step, slots, tokens)
 
     def has_all_tokens(self, slot: int) -> bool:
         """Whether the slot's sequence, which has stopped decoding, has every token that it sampled."""
-        request, stints = self.requests[slot], self._stints[slot]
-        if stints:
-            return stints[-1][1] <= self._seen
+        request, complete = self.requests[slot], self.output.is_complete(slot)
+        if complete is not None:
+            return complete
         return request is not None and request.num_tokens >= request.max_total_tokens  # its one token was a prefill's
-
-    def num_in_tail(self, slot: int) -> int:
-        """Tokens that the request's own record lacks."""
-        taken, seen = self._taken[slot], self._seen
-        return sum(max(0, min(end, seen) - max(first, taken)) for first, end in self._stints[slot])
-
-    def take_tail(self, slot: int) -> bytes:
-        """The tokens that the request's own record lacks. Packed int32."""
-        if not self._stints[slot]:
-            return b""
-        taken, seen = self._taken[slot], self._seen
-        self._taken[slot] = seen
-        parts = []
-        for first, end in self._stints[slot]:
-            step = max(first, taken)
-            while step < min(end, seen):
-                row = step % TAIL_STEPS
-                count = min(min(end, seen) - step, TAIL_STEPS - row)
-                parts.append(self._tail[row : row + count, slot].tobytes())
-                step += count
-        return b"".join(parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,14 +13,12 @@ import numpy.typing as npt
 from paceline.v1.worker_pb2 import GrammarOrders, KeptSequence, StepPlan, WorkerRegistration, WorkerServiceLinkResponse
 from scheduler_svc.core.arrays import Slots, packed, unpacked
 from scheduler_svc.core.requests.request import Phase, Request
+from scheduler_svc.core.workers.decision import Decision
 from scheduler_svc.core.workers.grammars import WorkerGrammars
 from scheduler_svc.core.workers.progress import Progress
 from scheduler_svc.core.workers.slots import DecodeRows, SlotTable
 from scheduler_svc.core.workers.step_time import StepTimeFit
 from scheduler_svc.core.workers.step_timers import Calendar
-
-if TYPE_CHECKING:
-    from scheduler_svc.core.workers.decision import Decision
 
 
 @dataclass(slots=True)

@@ -16,8 +16,8 @@ from __future__ import annotations
 import itertools
 import math
 
-from scheduler_svc.core.policy.interfaces import BatchPolicy, Verdict
-from scheduler_svc.core.policy.step import Step
+from scheduler_svc.core.policy.interfaces import BatchPolicy
+from scheduler_svc.core.policy.step import Step, Verdict
 from scheduler_svc.policies.batch.rules import hold_back_after_preemption, may_cut
 from scheduler_svc.policies.options import Count
 

@@ -21,10 +21,10 @@ from operator import itemgetter
 from typing import Any, ClassVar
 from weakref import ref
 
-from scheduler_svc.core.policy.interfaces import CapacityPolicy, Verdict
-from scheduler_svc.core.policy.prefixes import PrefixIndex
-from scheduler_svc.core.policy.step import Step
-from scheduler_svc.core.policy.views import RequestView, Running
+from scheduler_svc.core.policy.step import CapacityPolicy, Step, Verdict
+from scheduler_svc.core.policy.views import Running
+from scheduler_svc.core.requests.prefixes import PrefixIndex
+from scheduler_svc.core.requests.request import RequestView
 
 Ranked = tuple[Any, RequestView]
 

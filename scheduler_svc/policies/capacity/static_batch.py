@@ -4,9 +4,8 @@ room to completion.
 
 from __future__ import annotations
 
-from scheduler_svc.core.policy.interfaces import Verdict
-from scheduler_svc.core.policy.step import Step
-from scheduler_svc.core.policy.views import RequestView
+from scheduler_svc.core.policy.step import Step, Verdict
+from scheduler_svc.core.requests.request import RequestView
 from scheduler_svc.policies.capacity.guaranteed_no_evict import GuaranteedNoEvict
 
 

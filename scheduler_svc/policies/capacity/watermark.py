@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from scheduler_svc.core.policy.interfaces import CapacityPolicy, Verdict
-from scheduler_svc.core.policy.step import Step
-from scheduler_svc.core.policy.views import RequestView
+from scheduler_svc.core.policy.step import CapacityPolicy, Step, Verdict
+from scheduler_svc.core.requests.request import RequestView
 from scheduler_svc.policies.options import Share
 
 

@@ -13,8 +13,8 @@ import math
 from collections.abc import Iterator
 from typing import ClassVar
 
-from scheduler_svc.core.policy.interfaces import KeyedOrder
-from scheduler_svc.core.policy.views import RequestView
+from scheduler_svc.core.policy.order import KeyedOrder
+from scheduler_svc.core.requests.request import RequestView
 from scheduler_svc.policies.options import Amount
 
 # Over such a time, at least, the rate is measured.

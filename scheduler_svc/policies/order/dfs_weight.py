@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
-from scheduler_svc.core.policy.interfaces import OrderPolicy
-from scheduler_svc.core.policy.views import RequestView
-from scheduler_svc.core.requests.request import TOKEN_BYTES
+from scheduler_svc.core.policy.order import OrderPolicy
+from scheduler_svc.core.requests.request import TOKEN_BYTES, RequestView
 from scheduler_svc.policies.options import Positive
 
 # Of a child: its tokens, and on the first level the namespace, since below it there is one only.

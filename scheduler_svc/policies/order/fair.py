@@ -29,8 +29,8 @@ from operator import itemgetter
 
 from sortedcontainers import SortedDict, SortedList
 
-from scheduler_svc.core.policy.interfaces import OrderPolicy
-from scheduler_svc.core.policy.views import RequestView
+from scheduler_svc.core.policy.order import OrderPolicy
+from scheduler_svc.core.requests.request import RequestView
 from scheduler_svc.policies.options import Amount, PositiveAmount
 
 MAX_IDLE = 1024

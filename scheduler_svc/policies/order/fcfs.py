@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from scheduler_svc.core.policy.interfaces import KeyedOrder
-from scheduler_svc.core.policy.views import RequestView
+from scheduler_svc.core.policy.order import KeyedOrder
+from scheduler_svc.core.requests.request import RequestView
 
 
 class FirstComeFirstServed(KeyedOrder):

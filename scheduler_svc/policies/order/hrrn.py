@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from scheduler_svc.core.policy.interfaces import OrderPolicy
-from scheduler_svc.core.policy.views import RequestView
+from scheduler_svc.core.policy.order import OrderPolicy
+from scheduler_svc.core.requests.request import RequestView
 
 
 @dataclass(slots=True)

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from sortedcontainers import SortedDict
 
-from scheduler_svc.core.policy.interfaces import KeyedOrder
-from scheduler_svc.core.policy.views import RequestView
-from scheduler_svc.core.requests.request import TOKEN_BYTES
+from scheduler_svc.core.policy.order import KeyedOrder
+from scheduler_svc.core.requests.request import TOKEN_BYTES, RequestView
 from scheduler_svc.policies.options import AtLeastMinusOne, Count
 
 # What requests have in common that could share it: namespace and tokens.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scheduler_svc.core.policy.views import RequestView
 from scheduler_svc.core.policy.worker_view import WorkerView
+from scheduler_svc.core.requests.request import RequestView
 from scheduler_svc.policies.placement.on_arrival import OnArrival, fewest_requests
 
 

@@ -10,8 +10,8 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from scheduler_svc.core.policy.interfaces import PlacementPolicy
-from scheduler_svc.core.policy.views import RequestView
 from scheduler_svc.core.policy.worker_view import WorkerView
+from scheduler_svc.core.requests.request import RequestView
 
 # Choices that are kept. A request that is cancelled while it waits leaves its choice behind; the oldest ones go first.
 MAX_CHOICES = 1 << 15

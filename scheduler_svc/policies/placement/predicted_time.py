@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from scheduler_svc.core.policy.interfaces import PlacementPolicy
-from scheduler_svc.core.policy.views import RequestView
 from scheduler_svc.core.policy.worker_view import FleetView, WorkerView
+from scheduler_svc.core.requests.request import RequestView
 
 # Predictions that differ by less are the same: fits of two equal workers differ by about so much (5 % jitter of a step
 # over MEMORY_STEPS steps). Of these workers the one takes the request that has waited longest for one.

@@ -21,7 +21,8 @@ from typing import Literal
 
 from scheduler_svc.core.policy.interfaces import Mode, PreemptionPolicy
 from scheduler_svc.core.policy.step import Step
-from scheduler_svc.core.policy.views import RequestView, Running
+from scheduler_svc.core.policy.views import Running
+from scheduler_svc.core.requests.request import RequestView
 from scheduler_svc.policies.options import PositiveAmount
 
 # Slots that are made free at once; the next composition makes more.

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions
 from scheduler_svc.core.admission.queue import WaitingQueue
-from scheduler_svc.core.policy.views import RequestView
-from scheduler_svc.core.requests.request import Request, Siblings
+from scheduler_svc.core.requests.request import Request, RequestView, Siblings
 from scheduler_svc.policies.order.fair import CHARGE_INTERVAL_S, MAX_IDLE, FairAmongTenants
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.admission.queue import WaitingQueue
-from scheduler_svc.core.policy.interfaces import OrderPolicy
+from scheduler_svc.core.policy.order import OrderPolicy
 from scheduler_svc.core.requests.request import Match, Request
 from scheduler_svc.policies.order.lpm import LongestPrefixMatch
 

@@ -9,10 +9,10 @@ import pytest
 
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import StepPlan, StepResult
-from scheduler_svc.core.policy.interfaces import CapacityPolicy, Verdict
-from scheduler_svc.core.policy.prefixes import PrefixIndex
-from scheduler_svc.core.policy.step import Step
-from scheduler_svc.core.policy.views import RequestView, Running
+from scheduler_svc.core.policy.step import CapacityPolicy, Step, Verdict
+from scheduler_svc.core.policy.views import Running
+from scheduler_svc.core.requests.prefixes import PrefixIndex
+from scheduler_svc.core.requests.request import RequestView
 from scheduler_svc.policies.capacity.max_utilization import MaxUtilization
 from scheduler_svc.policies.order.priority import Priority
 from scheduler_svc.policies.registry import build, choose

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from scheduler_svc.core.policy.views import RequestView
 from scheduler_svc.core.policy.worker_view import FleetView, WorkerView
+from scheduler_svc.core.requests.request import RequestView
 from scheduler_svc.core.workers.step_time import StepTime
 from scheduler_svc.policies.placement.predicted_time import MAX_PREFIXES, PredictedTime
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from scheduler_svc.core.policy.interfaces import PolicyError
+from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.policies.api import CapacityPolicy, RequestView, Step, Verdict
 from scheduler_svc.policies.batch.decode_first import DecodeFirst
 from scheduler_svc.policies.capacity.watermark import Watermark

@@ -11,15 +11,14 @@ import pytest
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions
 from scheduler_svc.core.admission.budgets import MAX_SPREAD_S, Budgets
-from scheduler_svc.core.policy.interfaces import CapacityPolicy, Verdict
-from scheduler_svc.core.policy.step import Step
-from scheduler_svc.core.policy.views import RequestView
+from scheduler_svc.core.policy.step import CapacityPolicy, Step, Verdict
 from scheduler_svc.core.rejection import (
     CODE_DEADLINE_EXCEEDED,
     CODE_INTERNAL,
     CODE_INVALID_ARGUMENT,
     CODE_RESOURCE_EXHAUSTED,
 )
+from scheduler_svc.core.requests.request import RequestView
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.order.fcfs import FirstComeFirstServed
 from scheduler_svc.policies.presets import PRESETS

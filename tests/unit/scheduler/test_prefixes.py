@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_svc.core.arrays import packed
-from scheduler_svc.core.policy.prefixes import PrefixIndex, common_blocks
+from scheduler_svc.core.requests.prefixes import PrefixIndex, common_blocks
 from scheduler_svc.core.requests.request import Request
 
 BLOCK = 2

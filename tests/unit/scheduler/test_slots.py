@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.v1.common_pb2 import SamplingParams
+from scheduler_svc.core.requests.output_buffer import BUFFER_STEPS, FLUSH_EVERY_STEPS
 from scheduler_svc.core.requests.request import Request
-from scheduler_svc.core.workers.slots import TAIL_STEPS, TAKE_EVERY_STEPS, SlotTable
+from scheduler_svc.core.workers.slots import SlotTable
 from scheduler_svc.settings import SchedulerSettings
 
 PROMPT = np.array([5], np.int32).tobytes()
@@ -25,12 +26,12 @@ def make_request(handle: int) -> Request:
 def output(table: SlotTable, slot: int) -> list[int]:
     request = table.requests[slot]
     assert request is not None
-    request.add_output(table.take_tail(slot))
+    request.add_output(table.output.flush(slot))
     return np.frombuffer(bytes(request.output), np.int32).tolist()
 
 
 @pytest.mark.parametrize(
-    "steps", [1, TAKE_EVERY_STEPS + 1, TAIL_STEPS - 1, TAIL_STEPS, TAIL_STEPS + 1, 3 * TAIL_STEPS + 7]
+    "steps", [1, FLUSH_EVERY_STEPS + 1, BUFFER_STEPS - 1, BUFFER_STEPS, BUFFER_STEPS + 1, 3 * BUFFER_STEPS + 7]
 )
 def test_a_long_decode_loses_no_token(steps: int) -> None:
     """No reader asks before the end: only the regular emptying stands between a token and the ring's next turn."""
@@ -45,15 +46,15 @@ def test_a_long_decode_loses_no_token(steps: int) -> None:
 
 
 def test_the_ring_holds_what_may_be_in_flight() -> None:
-    """Between two emptyings of a slot come TAKE_EVERY_STEPS steps, and those in flight when the slot is left."""
+    """Between two emptyings of a slot come FLUSH_EVERY_STEPS steps, and those in flight when the slot is left."""
     window = SchedulerSettings.model_fields["window"]
     largest = next(limit.le for limit in window.metadata if hasattr(limit, "le"))
-    assert TAKE_EVERY_STEPS + largest <= TAIL_STEPS
+    assert FLUSH_EVERY_STEPS + largest <= BUFFER_STEPS
 
 
 @given(
     events=st.lists(st.tuples(st.integers(0, NUM_SLOTS - 1), st.integers(1, 120)), min_size=1, max_size=14),
-    phase=st.integers(0, TAIL_STEPS),
+    phase=st.integers(0, BUFFER_STEPS),
 )
 @settings(max_examples=60, deadline=None)
 def test_a_sequence_that_pauses_and_goes_on_has_every_token_once(events: list[tuple[int, int]], phase: int) -> None:

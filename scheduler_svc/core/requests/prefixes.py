@@ -5,8 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Generic, TypeVar
 
-from scheduler_svc.core.policy.views import RequestView
-from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
+from scheduler_svc.core.requests.request import TOKEN_BYTES, Request, RequestView
 
 R = TypeVar("R", Request, RequestView)
 
