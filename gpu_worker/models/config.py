@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gpu_worker.errors import ModelError
+from gpu_worker.models.architectures import Bias, architecture_of
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -78,13 +78,12 @@ def read_config(folder: Path) -> DecoderConfig:
 
 
 def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> DecoderConfig:
-    architecture = _architecture(raw)
-    _refuse_variants(raw, architecture)
+    architecture = architecture_of(raw)
+    _refuse_variants(raw, architecture.name)
     num_heads = _positive(raw, "num_attention_heads")
     hidden_size = _positive(raw, "hidden_size")
     num_kv_heads = _positive(raw, "num_key_value_heads", num_heads)
-    default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
-    head_dim = _positive(raw, "head_dim", default_head_dim)
+    head_dim = _positive(raw, "head_dim", architecture.head_dim or hidden_size // num_heads)
     if num_heads % num_kv_heads or head_dim % 2:
         raise ModelError(
             f"config.json: num_attention_heads {num_heads}, num_key_value_heads {num_kv_heads} and head_dim {head_dim} "
@@ -92,9 +91,8 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Decod
         )
     num_layers = _positive(raw, "num_hidden_layers")
     rope = _rope(raw)
-    attention_bias = bool(raw.get("attention_bias", False))
     return DecoderConfig(
-        architecture=architecture,
+        architecture=architecture.name,
         vocab_size=_positive(raw, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_positive(raw, "intermediate_size"),
@@ -106,21 +104,17 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Decod
         rope=rope,
         max_positions=_max_positions(raw, rope),
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=architecture == "Qwen2ForCausalLM" or (attention_bias and architecture != "MistralForCausalLM"),
-        output_bias=attention_bias and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"),
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        windows=_windows(raw, architecture, num_layers),
+        qkv_bias=_has_bias(raw, architecture.qkv_bias),
+        output_bias=_has_bias(raw, architecture.output_bias),
+        qk_norm=architecture.qk_norm,
+        windows=architecture.windows(raw, num_layers),
         eos_token_ids=_eos_token_ids(raw, generation),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
     )
 
 
-def _architecture(raw: Mapping[str, Any]) -> str:
-    names = raw.get("architectures") or []
-    name = names[0] if names else f"none (model_type {raw.get('model_type')!r})"
-    if name not in SUPPORTED_ARCHITECTURES:
-        raise ModelError(f"architecture {name} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
-    return str(name)
+def _has_bias(raw: Mapping[str, Any], bias: Bias) -> bool:
+    return bias == "always" or (bias == "configured" and bool(raw.get("attention_bias", False)))
 
 
 def _refuse_variants(raw: Mapping[str, Any], architecture: str) -> None:
@@ -165,21 +159,6 @@ def _max_positions(raw: Mapping[str, Any], rope: RopeConfig) -> int:
         return max(positions, int(rope.original_max_positions * rope.factor))
     # dynamic: past max_position_embeddings the angles of tokens already in the KV blocks would change.
     return positions
-
-
-def _windows(raw: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int, ...]:
-    if architecture == "MistralForCausalLM":
-        return (int(raw.get("sliding_window", 4096) or 0),) * num_layers
-    window = int(raw.get("sliding_window", 4096) or 0)
-    if architecture == "LlamaForCausalLM" or not raw.get("use_sliding_window", False):
-        return (0,) * num_layers
-    layer_types = raw.get("layer_types")
-    if layer_types is None:
-        full_layers = int(raw.get("max_window_layers", 28))
-        layer_types = ["sliding_attention" if i >= full_layers else "full_attention" for i in range(num_layers)]
-    if len(layer_types) != num_layers or set(layer_types) - {"sliding_attention", "full_attention"}:
-        raise ModelError(f"layer_types {sorted(set(layer_types))} for {num_layers} layers are not supported")
-    return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
 
 
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3: what differs between them is in DecoderConfig."""
+"""One decoder for all of ARCHITECTURES: what differs between them is in DecoderConfig."""
 
 from __future__ import annotations
 

@@ -1,0 +1,90 @@
+"""The architectures that the decoder serves: one entry each, with all that sets it apart.
+
+To add one whose layers are a decoder's as they stand (decoder.py): an entry here, and a family in
+tests/unit/worker/families.py, which compares its tokens with transformers'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gpu_worker.errors import ModelError
+
+# transformers' values where config.json names none.
+DEFAULT_WINDOW_TOKENS = 4096
+DEFAULT_FULL_LAYERS = 28
+
+# "configured": as `attention_bias` of config.json says.
+Bias = Literal["always", "configured", "never"]
+# From config.json and the number of layers: how many tokens each layer attends to, 0 for all of them.
+Windows = Callable[[Mapping[str, Any], int], tuple[int, ...]]
+
+
+def no_windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Every layer attends to all tokens."""
+    return (0,) * num_layers
+
+
+def same_windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Every layer has the window of config.json, if that names any."""
+    return (_window_tokens(raw),) * num_layers
+
+
+def windows_by_layer(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Layers differ, by `layer_types` or from `max_window_layers` on. Raises ModelError for other layer types."""
+    if not raw.get("use_sliding_window", False):
+        return no_windows(raw, num_layers)
+    layer_types = raw.get("layer_types")
+    if layer_types is None:
+        full_layers = int(raw.get("max_window_layers", DEFAULT_FULL_LAYERS))
+        layer_types = ["sliding_attention" if i >= full_layers else "full_attention" for i in range(num_layers)]
+    if len(layer_types) != num_layers or set(layer_types) - {"sliding_attention", "full_attention"}:
+        raise ModelError(f"layer_types {sorted(set(layer_types))} for {num_layers} layers are not supported")
+    return tuple(_window_tokens(raw) if kind == "sliding_attention" else 0 for kind in layer_types)
+
+
+def _window_tokens(raw: Mapping[str, Any]) -> int:
+    return int(raw.get("sliding_window", DEFAULT_WINDOW_TOKENS) or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """`name` as in `architectures` of config.json."""
+
+    name: str
+    qkv_bias: Bias
+    output_bias: Bias
+    windows: Windows
+    # RMS norm of each query and key head.
+    qk_norm: bool = False
+    # Where config.json has no head_dim; 0: hidden_size / num_attention_heads.
+    head_dim: int = 0
+
+
+ARCHITECTURES = {
+    architecture.name: architecture
+    for architecture in (
+        Architecture("LlamaForCausalLM", qkv_bias="configured", output_bias="configured", windows=no_windows),
+        Architecture("MistralForCausalLM", qkv_bias="never", output_bias="never", windows=same_windows),
+        Architecture("Qwen2ForCausalLM", qkv_bias="always", output_bias="never", windows=windows_by_layer),
+        Architecture(
+            "Qwen3ForCausalLM",
+            qkv_bias="configured",
+            output_bias="configured",
+            windows=windows_by_layer,
+            qk_norm=True,
+            head_dim=128,
+        ),
+    )
+}
+
+
+def architecture_of(raw: Mapping[str, Any]) -> Architecture:
+    """The entry for a config.json. Raises ModelError if there is none."""
+    names = raw.get("architectures") or []
+    name = names[0] if names else f"none (model_type {raw.get('model_type')!r})"
+    if name not in ARCHITECTURES:
+        raise ModelError(f"architecture {name} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[name]
