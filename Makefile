@@ -12,10 +12,10 @@ ARGS ?=
 TORCH ?= auto
 INSTALL := $(BIN)/python scripts/install.py --torch '$(TORCH)'
 
-.PHONY: up setup test soak soak-kills soak-simulation chaos lint fmt proto bench bench-gpu peer-test mutants compose-test clean help
+.PHONY: up setup test coverage soak soak-kills soak-simulation chaos lint fmt proto bench bench-gpu peer-test mutants compose-test clean help
 
 help:
-	@echo 'make up [MODEL=path PORT=n WORKERS=n TORCH=auto|cpu|pip ARGS=...] | test | soak | soak-kills | soak-simulation | chaos | lint | fmt | proto | bench | bench-gpu | peer-test | mutants | compose-test | clean'
+	@echo 'make up [MODEL=path PORT=n WORKERS=n TORCH=auto|cpu|pip ARGS=...] | test | coverage | soak | soak-kills | soak-simulation | chaos | lint | fmt | proto | bench | bench-gpu | peer-test | mutants | compose-test | clean'
 
 up: $(VENV)/serve.stamp
 	@exec $(BIN)/paceline up $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
@@ -50,6 +50,10 @@ $(VENV)/etcd/usr/bin/etcd: | $(VENV)/serve.stamp
 # In the order of their names: what kills processes takes longest, and is not left to the end (as xdist would).
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Lines and branches that unit, contract and simulation tests run; .coverage-html/index.html shows the others.
+coverage: setup
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --cov --cov-report=term --cov-report=html:.coverage-html tests/unit tests/contract tests/simulation $(ARGS)
 
 # 30 minutes of random kills of real processes under mixed traffic: docs/reliability.md; then simulated runs with new seeds
 # until Ctrl-C: docs/simulation.md. ARGS are for one of the two alone (ARGS='--minutes 5', ARGS='--seconds 600').
@@ -101,4 +105,4 @@ compose-test:
 	bash tests/compose/run.sh
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .coverage .coverage-html .pytest_cache .mypy_cache .ruff_cache .hypothesis
