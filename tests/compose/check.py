@@ -22,7 +22,7 @@ CONTROL_PLANE, WORKER = "paceline/control-plane:ci", "paceline/worker:ci"
 HEALTH_PORTS = {"cache": 50052, "scheduler": 50051, "worker": 50053, "gateway": 8001}
 SCHEDULER_METRICS_PORT, WORKER_METRICS_PORT, GATEWAY_PORT = 9101, 9103, 8000
 STORIES = ("Once upon a time", "One day", "A small fox", "The old king", "In the morning", "There was a bird")
-STORY_TOKENS = 800
+STORY_TOKENS = 1600  # so many that streams still run when a busy machine gets to kill something
 
 
 class Streams:
