@@ -1,6 +1,6 @@
 """Mistakes to plant in the real cores: what the simulation is worth is how soon it meets with them.
 
-docs/reliability.md lists them.
+docs/reliability-tests.md lists them.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ MUTANTS = [
     Mutant("a worker is not told that a slot is free", slot_not_freed, 0),
     Mutant("a preempted request forgets what it has generated", tokens_forgotten, 3),
     Mutant("the cache is not told that a request has ended", sequence_leaked, 0),
-    Mutant("who waits for the cache's answer when it dies waits for ever", lost_wake_up, 83),
+    Mutant("a request that waits for the cache when the cache dies waits for ever", lost_wake_up, 83),
     Mutant("what ran on a lost worker is not queued again", dropped_with_worker, 19),
     Mutant("a new cache is told of a token more than was computed", claim_too_long, 49),
     Mutant("a worker that is to leave is never let go", never_released, 2),
@@ -293,7 +293,7 @@ MUTANTS = [
     Mutant("a gateway does not resubmit what it had submitted", not_resubmitted, 12),
     Mutant("a session's credit is not given back", credit_lost, 2),
     Mutant("tokens for which a reader has no credit are dropped", slow_reader_misses, 2),
-    Mutant("a beam nobody forks from keeps its blocks", beam_not_unparked, 29),
+    Mutant("a beam without forks keeps its blocks", beam_not_unparked, 29),
     Mutant("what a step is to write counts as written before it is sent", planned_counts_as_written, 0),
     Mutant("what a cache said of a waiting request outlives it", matches_outlive_cache, 5),
     Mutant("a step that waits for the cache is lost with its worker", draft_lost_with_worker, 76),

@@ -35,7 +35,7 @@ def test_a_planted_mistake_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyP
 
 
 def test_the_documented_mutants_are_these() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reliability-tests.md").read_text()
     section = page.partition("## Planted mistakes\n")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| `")]
     assert rows == [f"| `{mutant.name}` | {mutant.mistake} | {mutant.caught_by} |" for mutant in MUTANTS]
