@@ -18,10 +18,10 @@ from bench.peers.cache_work import (
 )
 from bench.peers.quiet import no_collections
 from cache_svc.core.cache import CacheCore
-from cache_svc.core.table import NO_TERMS, Sequence
-from cache_svc.core.tree import Namespace, PrefixNode, PrefixTree
-from cache_svc.core.waiting import Waiter
-from cache_svc.core.worker import Worker
+from cache_svc.core.sequences.sequence import NO_TERMS, Sequence
+from cache_svc.core.sequences.worker_blocks import Worker
+from cache_svc.core.tree.subscriptions import Waiter
+from cache_svc.core.tree.tree import Namespace, PrefixNode, PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
 RUNNING, DECODED = 256, 16  # sequences of a step, and how many tokens each has made when the first step is measured

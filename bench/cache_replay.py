@@ -23,10 +23,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from cache_svc.core.table import NO_TERMS
-from cache_svc.core.tree import Namespace, PrefixTree
-from cache_svc.core.waiting import Waiter
-from cache_svc.core.worker import Worker
+from cache_svc.core.sequences.sequence import NO_TERMS
+from cache_svc.core.sequences.worker_blocks import Worker
+from cache_svc.core.tree.subscriptions import Waiter
+from cache_svc.core.tree.tree import Namespace, PrefixTree
 
 RESULTS = Path(__file__).parent / "results" / "cache_replay.json"
 BLOCK_TOKENS = 512

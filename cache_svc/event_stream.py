@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from cache_svc.core.cache import CacheCore
-from cache_svc.core.events import Watcher
+from cache_svc.core.tree.events import Watcher
 from paceline.v1 import cache_pb2 as pb
 from services.runtime.logs import get_logger
 

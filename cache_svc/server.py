@@ -14,7 +14,7 @@ from cache_svc.admin import ADMIN_SERVICE_NAME, CacheAdmin, now_ms
 from cache_svc.core.admin import expire_pins
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import LinkError
-from cache_svc.core.events import EventLog
+from cache_svc.core.tree.events import EventLog
 from cache_svc.event_stream import EventStreams
 from cache_svc.metrics import EXCHANGE_DURATION, CacheCollector
 from cache_svc.settings import CacheSettings

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from cache_svc.core.eviction import STRATEGIES
-from cache_svc.core.shares import TENANT_SHARE, TOTAL_SHARE
+from cache_svc.core.memory.eviction import STRATEGIES
+from cache_svc.core.memory.shares import TENANT_SHARE, TOTAL_SHARE
 from services.runtime.settings import ServiceSettings
 
 

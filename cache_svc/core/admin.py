@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cache_svc.core.errors import Code, OpError
-from cache_svc.core.pins import Pin
-from cache_svc.core.tree import Namespace
-from cache_svc.core.worker import Worker
+from cache_svc.core.sequences.pins import Pin
+from cache_svc.core.sequences.worker_blocks import Worker
+from cache_svc.core.tree.tree import Namespace
 
 if TYPE_CHECKING:
     from cache_svc.core.cache import CacheCore

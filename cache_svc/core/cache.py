@@ -5,15 +5,15 @@ from __future__ import annotations
 from array import array
 
 from cache_svc.core.errors import Code, LinkError, OpError
-from cache_svc.core.events import EventLog
 from cache_svc.core.invariants import check_no_copies_due, check_state
+from cache_svc.core.memory.shares import TENANT_SHARE, TOTAL_SHARE
 from cache_svc.core.messages import add_matches, pool_counters
 from cache_svc.core.operations import Operations
-from cache_svc.core.pins import DEFAULT_SHARE
-from cache_svc.core.shares import TENANT_SHARE, TOTAL_SHARE
-from cache_svc.core.table import pack_int32
-from cache_svc.core.waiting import MAX_SETTLED
-from cache_svc.core.worker import Worker
+from cache_svc.core.sequences.pins import DEFAULT_SHARE
+from cache_svc.core.sequences.sequence import pack_int32
+from cache_svc.core.sequences.worker_blocks import Worker
+from cache_svc.core.tree.events import EventLog
+from cache_svc.core.tree.subscriptions import MAX_SETTLED
 from paceline.v1 import cache_pb2 as pb
 
 

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterable
 
 from cache_svc.core.errors import InvariantError
-from cache_svc.core.memory import Memory
-from cache_svc.core.pins import Pins
+from cache_svc.core.memory.memory import Memory
+from cache_svc.core.memory.shares import TenantShare
 from cache_svc.core.retention import DEFAULT_RETENTION
-from cache_svc.core.shares import TenantShare
-from cache_svc.core.table import Sequence, SwappedSequence
-from cache_svc.core.tree import Holding, PrefixNode, PrefixTree, Tail, subtree
-from cache_svc.core.waiting import Waiter
-from cache_svc.core.worker import Worker
+from cache_svc.core.sequences.pins import Pins
+from cache_svc.core.sequences.sequence import Sequence, SwappedSequence
+from cache_svc.core.sequences.worker_blocks import Worker
+from cache_svc.core.tree.subscriptions import Waiter
+from cache_svc.core.tree.tree import Holding, PrefixNode, PrefixTree, Tail, subtree
 
 
 def check_state(

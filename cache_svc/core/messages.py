@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
-from cache_svc.core.matching import Match
-from cache_svc.core.worker import Counters
+from cache_svc.core.sequences.matching import Match
+from cache_svc.core.sequences.worker_blocks import Counters
 from paceline.v1 import cache_pb2 as pb
 
 

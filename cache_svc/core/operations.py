@@ -11,18 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from cache_svc.core.commits import checked_commits
 from cache_svc.core.counters import CacheCounters
 from cache_svc.core.errors import Code, OpError
-from cache_svc.core.events import EventLog
-from cache_svc.core.matching import Match, matches_of
 from cache_svc.core.messages import add_matches
-from cache_svc.core.pins import Pins
-from cache_svc.core.restore import restore
-from cache_svc.core.table import NO_TERMS, Sequence, SwappedSequence, pack_int32, read_terms
-from cache_svc.core.tree import TOKEN_BYTES, Namespace, PrefixTree
-from cache_svc.core.waiting import Waiter
-from cache_svc.core.worker import Worker, check_token_bytes
+from cache_svc.core.sequences.commits import checked_commits
+from cache_svc.core.sequences.matching import Match, matches_of
+from cache_svc.core.sequences.pins import Pins
+from cache_svc.core.sequences.restore import restore
+from cache_svc.core.sequences.sequence import NO_TERMS, Sequence, SwappedSequence, pack_int32, read_terms
+from cache_svc.core.sequences.worker_blocks import Worker, check_token_bytes
+from cache_svc.core.tree.events import EventLog
+from cache_svc.core.tree.subscriptions import Waiter
+from cache_svc.core.tree.tree import TOKEN_BYTES, Namespace, PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
 MAX_NUM_BLOCKS = 2**31 - 1  # block ids travel as int32

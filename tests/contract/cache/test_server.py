@@ -239,7 +239,7 @@ async def test_a_core_that_contradicts_itself_ends_the_link_and_not_the_service(
     call = cache.link()
     await ask(call, 1, d.add_worker_op(0, 8, 4), d.match_op(1, A))
     with monkeypatch.context() as patch:
-        patch.setattr("cache_svc.core.memory.Memory.take", lambda self, count: [1] * count)
+        patch.setattr("cache_svc.core.memory.memory.Memory.take", lambda self, count: [1] * count)
         await call.write(request(2, d.admit_op(1, 0)))
         assert await ended(call) == (grpc.StatusCode.INTERNAL, "exchange 2 failed inside the cache")
     await ask(cache.link(), 1, d.add_worker_op(0, 8, 4), d.match_op(1, A), d.admit_op(1, 0))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hashlib import blake2b
 
 from cache_svc.core.cache import CacheCore
-from cache_svc.core.events import EventLog, Watcher
-from cache_svc.core.tree import PrefixTree, Tail
+from cache_svc.core.tree.events import EventLog, Watcher
+from cache_svc.core.tree.tree import PrefixTree, Tail
 from paceline.v1 import cache_pb2 as pb
 
 State = dict[tuple[int, int], dict[int, int]]  # worker and tier: prefix id -> block

@@ -8,8 +8,8 @@ from typing import Any
 
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import OpError
-from cache_svc.core.memory import Memory
-from cache_svc.core.tree import subtree
+from cache_svc.core.memory.memory import Memory
+from cache_svc.core.tree.tree import subtree
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 

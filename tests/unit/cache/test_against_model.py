@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from cache_svc.core import tree
 from cache_svc.core.errors import Code
-from cache_svc.core.eviction import STRATEGIES
-from cache_svc.core.tree import subtree
+from cache_svc.core.memory.eviction import STRATEGIES
+from cache_svc.core.tree import tree
+from cache_svc.core.tree.tree import subtree
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 from tests.unit.cache.model import Model, ModelRefusal, Result

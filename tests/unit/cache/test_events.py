@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from cache_svc.core.events import Behind, EventLog
+from cache_svc.core.tree.events import Behind, EventLog
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 from tests.unit.cache.follower import Follower, State, chained, namespace_id, stored_in

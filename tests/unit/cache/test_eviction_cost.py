@@ -10,10 +10,10 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from cache_svc.core.eviction import STRATEGIES
-from cache_svc.core.host import HostMemory
-from cache_svc.core.memory import Memory
-from cache_svc.core.tree import Namespace, PrefixTree
+from cache_svc.core.memory.eviction import STRATEGIES
+from cache_svc.core.memory.host import HostMemory
+from cache_svc.core.memory.memory import Memory
+from cache_svc.core.tree.tree import Namespace, PrefixTree
 
 BLOCK_SIZE, RUN, EVICTED = 16, 16, 64  # tokens; blocks of a sequence's own; blocks that are evicted at once
 FEW, MANY = 250, 4_000  # sequences

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cache_svc.core import admin
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import Code, LinkError, OpError
-from cache_svc.core.eviction import STRATEGIES
+from cache_svc.core.memory.eviction import STRATEGIES
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 from tests.unit.cache.garbage import UINT64, Garbage, digest, watch_refusals

@@ -7,11 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from cache_svc.core import admin, pins
+from cache_svc.core import admin
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import Code, OpError
-from cache_svc.core.pins import Pin
-from cache_svc.core.tree import Namespace
+from cache_svc.core.sequences import pins
+from cache_svc.core.sequences.pins import Pin
+from cache_svc.core.tree.tree import Namespace
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 from tests.unit.cache.follower import Follower, stored_in

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from array import array
 
-from cache_svc.core.memory import Memory
-from cache_svc.core.pool import BlockPool
-from cache_svc.core.tree import Namespace, PrefixNode, PrefixTree
+from cache_svc.core.memory.memory import Memory
+from cache_svc.core.memory.pool import BlockPool
+from cache_svc.core.tree.tree import Namespace, PrefixNode, PrefixTree
 
 
 def test_the_last_block_given_back_goes_out_first() -> None:

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from cache_svc.core.worker import Worker
+from cache_svc.core.sequences.worker_blocks import Worker
 from paceline.v1 import cache_pb2 as pb
 from paceline.v1.common_pb2 import RetentionRange
 from tests.unit.cache import driver as d

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cache_svc.core.tree import PrefixTree
-from cache_svc.core.waiting import Waiter
+from cache_svc.core.tree.subscriptions import Waiter
+from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 from tests.unit.cache.driver import Driver

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from sortedcontainers import SortedDict
 
 from cache_svc.core.retention import DEFAULT_RETENTION
-from cache_svc.core.tree import Holding
+from cache_svc.core.tree.tree import Holding
 
 PROTECTED_REUSES = 2
 FEW_EXPIRIES = 64

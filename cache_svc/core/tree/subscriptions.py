@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-from cache_svc.core.table import Terms
-from cache_svc.core.tree import Namespace, PrefixNode, PrefixTree, Root, common_tokens
+from cache_svc.core.sequences.sequence import Terms
+from cache_svc.core.tree.tree import Namespace, PrefixNode, PrefixTree, Root, common_tokens
 
 MAX_SETTLED = 256
 

@@ -26,15 +26,15 @@ import math
 from array import array
 from typing import TYPE_CHECKING
 
-from cache_svc.core.eviction import EvictionQueue
-from cache_svc.core.pool import BlockPool
+from cache_svc.core.memory.eviction import EvictionQueue
+from cache_svc.core.memory.pool import BlockPool
+from cache_svc.core.memory.shares import TENANT_SHARE, TOTAL_SHARE, RetentionShares
 from cache_svc.core.retention import DEFAULT_RETENTION, Range
-from cache_svc.core.shares import TENANT_SHARE, TOTAL_SHARE, RetentionShares
-from cache_svc.core.tree import TOKEN_BYTES, Holding, PrefixNode, PrefixTree, Tail, subtree
+from cache_svc.core.tree.tree import TOKEN_BYTES, Holding, PrefixNode, PrefixTree, Tail, subtree
 
 if TYPE_CHECKING:
-    from cache_svc.core.events import Recorder
-    from cache_svc.core.host import HostMemory
+    from cache_svc.core.memory.host import HostMemory
+    from cache_svc.core.tree.events import Recorder
 
 
 # The priority of a use that is nobody's request's: it changes that of no block.

@@ -6,13 +6,13 @@ from array import array
 from typing import NamedTuple
 
 from cache_svc.core.errors import Code, OpError
-from cache_svc.core.host import HostMemory
-from cache_svc.core.memory import Memory
-from cache_svc.core.shares import TENANT_SHARE, TOTAL_SHARE
-from cache_svc.core.table import Sequence, SwappedSequence
-from cache_svc.core.tails import keep_tail
-from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, PrefixTree
-from cache_svc.core.waiting import Waiter
+from cache_svc.core.memory.host import HostMemory
+from cache_svc.core.memory.memory import Memory
+from cache_svc.core.memory.shares import TENANT_SHARE, TOTAL_SHARE
+from cache_svc.core.sequences.partial_blocks import keep_tail
+from cache_svc.core.sequences.sequence import Sequence, SwappedSequence
+from cache_svc.core.tree.subscriptions import Waiter
+from cache_svc.core.tree.tree import TOKEN_BYTES, PrefixNode, PrefixTree
 
 Counters = tuple[int, int, int, int, int, int, int]
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from sortedcontainers import SortedDict
 
 if TYPE_CHECKING:
-    from cache_svc.core.tree import Holding, PrefixNode
+    from cache_svc.core.tree.tree import Holding, PrefixNode
 
 TENANT_SHARE = 0.25
 TOTAL_SHARE = 0.5

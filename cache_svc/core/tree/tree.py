@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cache_svc.core.retention import DEFAULT_RETENTION
 
 if TYPE_CHECKING:
-    from cache_svc.core.eviction import Rank
-    from cache_svc.core.shares import Key, TenantShare
-    from cache_svc.core.waiting import Waiter, Watch
+    from cache_svc.core.memory.eviction import Rank
+    from cache_svc.core.memory.shares import Key, TenantShare
+    from cache_svc.core.tree.subscriptions import Waiter, Watch
 
 TOKEN_BYTES = 4
 NO_KEY = (0, 0, 0, 0)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cache_svc.core.errors import Code, OpError
 from cache_svc.core.retention import Range, read_ranges
-from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, Root
+from cache_svc.core.tree.tree import TOKEN_BYTES, PrefixNode, Root
 from paceline.v1.common_pb2 import RetentionRange
 
 if TYPE_CHECKING:
-    from cache_svc.core.restore import Claim
-    from cache_svc.core.waiting import Waiter
-    from cache_svc.core.worker import Worker
+    from cache_svc.core.sequences.restore import Claim
+    from cache_svc.core.sequences.worker_blocks import Worker
+    from cache_svc.core.tree.subscriptions import Waiter
 
 
 def pack_int32(values: array[int]) -> bytes:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from cache_svc.core.memory import Memory
-from cache_svc.core.tree import TOKEN_BYTES, Holding, PrefixNode, Tail
+from cache_svc.core.memory.memory import Memory
+from cache_svc.core.tree.tree import TOKEN_BYTES, Holding, PrefixNode, Tail
 
 if TYPE_CHECKING:
-    from cache_svc.core.table import Sequence
+    from cache_svc.core.sequences.sequence import Sequence
 
 FEW = 8  # so many children are looked at one by one
 

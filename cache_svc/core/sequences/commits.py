@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cache_svc.core.errors import Code, OpError
-from cache_svc.core.table import Sequence
-from cache_svc.core.tree import TOKEN_BYTES
+from cache_svc.core.sequences.sequence import Sequence
+from cache_svc.core.tree.tree import TOKEN_BYTES
 from paceline.v1 import cache_pb2 as pb
 
 

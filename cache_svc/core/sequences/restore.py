@@ -22,9 +22,9 @@ from collections.abc import Callable, Container, Iterable
 from itertools import chain
 
 from cache_svc.core.errors import Code, OpError
-from cache_svc.core.table import Sequence, SwappedSequence, read_terms, unpack_int32
-from cache_svc.core.tree import TOKEN_BYTES, Namespace, PrefixNode, PrefixTree, Root
-from cache_svc.core.worker import Worker, check_token_bytes
+from cache_svc.core.sequences.sequence import Sequence, SwappedSequence, read_terms, unpack_int32
+from cache_svc.core.sequences.worker_blocks import Worker, check_token_bytes
+from cache_svc.core.tree.tree import TOKEN_BYTES, Namespace, PrefixNode, PrefixTree, Root
 from paceline.v1 import cache_pb2 as pb
 
 Refusals = dict[int, OpError]  # by place among the claims

@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 
-from cache_svc.core.tree import Holding, Namespace, PrefixNode, PrefixTree, Root, Tail
+from cache_svc.core.tree.tree import Holding, Namespace, PrefixNode, PrefixTree, Root, Tail
 from paceline.v1 import cache_pb2 as pb
 
 ID_BYTES = 8

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from array import array
 
-from cache_svc.core.memory import Memory
-from cache_svc.core.shares import TENANT_SHARE, TOTAL_SHARE
-from cache_svc.core.tree import Holding, PrefixNode, PrefixTree, Tail
+from cache_svc.core.memory.memory import Memory
+from cache_svc.core.memory.shares import TENANT_SHARE, TOTAL_SHARE
+from cache_svc.core.tree.tree import Holding, PrefixNode, PrefixTree, Tail
 
 
 class HostMemory(Memory):
