@@ -18,10 +18,11 @@ from bench.peers.cache_work import (
 )
 from bench.peers.quiet import no_collections
 from cache_svc.core.cache import CacheCore
-from cache_svc.core.sequences.sequence import NO_TERMS, Sequence
+from cache_svc.core.request_metadata import NO_TERMS
+from cache_svc.core.sequences.sequence import Sequence
 from cache_svc.core.sequences.worker_blocks import Worker
-from cache_svc.core.tree.subscriptions import Waiter
-from cache_svc.core.tree.tree import Namespace, PrefixNode, PrefixTree
+from cache_svc.core.tree.nodes import Namespace, PrefixNode, Waiter
+from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
 RUNNING, DECODED = 256, 16  # sequences of a step, and how many tokens each has made when the first step is measured
@@ -50,7 +51,7 @@ class OurCache:
     def to_insert(self, tokens: Tokens) -> Sequence:
         """One that has computed everything itself: it goes down from the root, as SGLang's insert does."""
         waiter, table = self.waiter(packed(tokens)), self.device.take(len(tokens) // self.tree.block_size)
-        sequence = Sequence(waiter, self.worker, table, self.root, len(tokens))
+        sequence = Sequence(waiter, self.worker.worker_id, table, self.root, len(tokens))
         self.worker.sequences[sequence.sequence_id] = sequence
         return sequence
 

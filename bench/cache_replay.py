@@ -23,10 +23,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from cache_svc.core.sequences.sequence import NO_TERMS
+from cache_svc.core.request_metadata import NO_TERMS
 from cache_svc.core.sequences.worker_blocks import Worker
-from cache_svc.core.tree.subscriptions import Waiter
-from cache_svc.core.tree.tree import Namespace, PrefixTree
+from cache_svc.core.tree.nodes import Namespace, Waiter
+from cache_svc.core.tree.tree import PrefixTree
 
 RESULTS = Path(__file__).parent / "results" / "cache_replay.json"
 BLOCK_TOKENS = 512

@@ -11,7 +11,7 @@ from cache_svc.core import admin
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import OpError
 from cache_svc.core.sequences.pins import Pin
-from cache_svc.core.tree.tree import Namespace
+from cache_svc.core.tree.nodes import Namespace
 from paceline.v1 import cache_pb2 as pb
 from paceline.v1 import cache_pb2_grpc
 from services.runtime.logs import get_logger

@@ -7,15 +7,12 @@ own clock, which has nothing to do with the scheduler's that comes with exchange
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import Code, OpError
 from cache_svc.core.sequences.pins import Pin
 from cache_svc.core.sequences.worker_blocks import Worker
-from cache_svc.core.tree.tree import Namespace
-
-if TYPE_CHECKING:
-    from cache_svc.core.cache import CacheCore
+from cache_svc.core.tree.nodes import Namespace
 
 UNNAMED = Namespace()
 

@@ -9,12 +9,14 @@ from cache_svc.core.invariants import check_no_copies_due, check_state
 from cache_svc.core.memory.shares import TENANT_SHARE, TOTAL_SHARE
 from cache_svc.core.messages import add_matches, pool_counters
 from cache_svc.core.operations import Operations
+from cache_svc.core.packing import pack_int32
 from cache_svc.core.sequences.pins import DEFAULT_SHARE
-from cache_svc.core.sequences.sequence import pack_int32
 from cache_svc.core.sequences.worker_blocks import Worker
 from cache_svc.core.tree.events import EventLog
-from cache_svc.core.tree.subscriptions import MAX_SETTLED
 from paceline.v1 import cache_pb2 as pb
+
+# So many subscriptions are refreshed in an exchange without being asked for.
+MAX_REFRESHED = 256
 
 
 class CacheCore(Operations):
@@ -127,15 +129,15 @@ class CacheCore(Operations):
         """As it is now, of those that were asked for or whose place has changed: what differs from the last report."""
         tree, asked = self.tree, self._asked
         if tree is not None and tree.stale:
-            for waiter in list(tree.stale.values())[:MAX_SETTLED]:
-                waiter.settle(tree)
+            for waiter in list(tree.stale.values())[:MAX_REFRESHED]:
+                tree.refresh(waiter)
                 asked.setdefault(waiter.sequence_id, False)
         for sequence_id, always in asked.items():
             if sequence_id not in self.waiting:  # admitted or freed since
                 continue
             waiter = self.waiting[sequence_id]
             if tree is not None and waiter.watch is None:
-                waiter.settle(tree)
+                tree.refresh(waiter)
             before = waiter.reported
             if self._matches(waiter) != before or always:
                 add_matches(response.match_updates.add(sequence=sequence_id).matches, waiter.reported)

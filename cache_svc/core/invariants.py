@@ -7,13 +7,12 @@ from collections.abc import Iterable
 
 from cache_svc.core.errors import InvariantError
 from cache_svc.core.memory.memory import Memory
-from cache_svc.core.memory.shares import TenantShare
 from cache_svc.core.retention import DEFAULT_RETENTION
 from cache_svc.core.sequences.pins import Pins
 from cache_svc.core.sequences.sequence import Sequence, SwappedSequence
 from cache_svc.core.sequences.worker_blocks import Worker
-from cache_svc.core.tree.subscriptions import Waiter
-from cache_svc.core.tree.tree import Holding, PrefixNode, PrefixTree, Tail, subtree
+from cache_svc.core.tree.nodes import Holding, PrefixNode, RetentionOwner, Tail, Waiter, subtree
+from cache_svc.core.tree.tree import PrefixTree
 
 
 def check_state(
@@ -29,6 +28,9 @@ def check_state(
     num_known = len(waiting.keys() | admitted.keys() | swapped.keys())
     _require(len(waiting) + len(admitted) + len(swapped) == num_known, "a sequence is in two states")
     by_worker = {sequence_id: s for worker in workers.values() for sequence_id, s in worker.sequences.items()}
+    for worker in workers.values():
+        here = all(sequence.worker_id == worker.worker_id for sequence in worker.sequences.values())
+        _require(here, f"worker {worker.worker_id} has a sequence of another worker")
     _require(by_worker == admitted, "the workers' sequences are not the admitted ones")
     off_device = {sequence_id: s for worker in workers.values() for sequence_id, s in worker.swapped.items()}
     _require(off_device == swapped, "the workers' swapped sequences are not those that are swapped out")
@@ -36,7 +38,7 @@ def check_state(
     if tree is None:
         return
     for sequence in admitted.values():
-        _check_sequence(sequence)
+        _check_sequence(sequence, workers[sequence.worker_id])
     for waiter in waiting.values():
         _check_waiter(waiter, tree)
     _require(tree.stale.keys() <= waiting.keys(), "a place is stale of a sequence that does not wait")
@@ -51,9 +53,9 @@ def _require(holds: bool, message: str) -> None:
         raise InvariantError(message)
 
 
-def _check_sequence(sequence: Sequence) -> None:
+def _check_sequence(sequence: Sequence, worker: Worker) -> None:
     name = f"sequence {sequence.sequence_id}"
-    worker, tree = sequence.worker, sequence.worker.tree
+    tree = worker.tree
     whole_computed = sequence.num_computed_tokens // tree.block_size
     _require(sequence.num_computed_tokens <= sequence.num_tokens, f"{name}: computed more tokens than it has")
     _require(whole_computed <= len(sequence.table), f"{name}: computed more tokens than its blocks hold")
@@ -166,7 +168,7 @@ def _check_shares(name: str, memory: Memory, holdings: list[Holding]) -> None:
     for holding in holdings:
         is_retained = holding.retention > DEFAULT_RETENTION
         _require(is_retained == (holding in owners), f"{name}: what is retained has no owner, or the reverse")
-        claims: Counter[TenantShare] = Counter()
+        claims: Counter[RetentionOwner] = Counter()
         if holding in owners:
             claims[owners[holding]] += 1
         for child in holding.node.children.values():
@@ -196,7 +198,7 @@ def _check_host(worker: Worker) -> None:
     name = f"worker {worker.worker_id}'s host"
     for swapped in worker.swapped.values():
         num_blocks = -(-swapped.num_computed_tokens // worker.tree.block_size)
-        _require(swapped.worker is worker, f"{name}: holds a swapped sequence of another worker")
+        _require(swapped.worker_id == worker.worker_id, f"{name}: holds a swapped sequence of another worker")
         _require(
             len(swapped.host_blocks) == num_blocks, f"{name}: sequence {swapped.sequence_id} has wrong host blocks"
         )

@@ -14,15 +14,17 @@ from typing import Any
 from cache_svc.core.counters import CacheCounters
 from cache_svc.core.errors import Code, OpError
 from cache_svc.core.messages import add_matches
+from cache_svc.core.packing import TOKEN_BYTES, check_token_bytes, pack_int32
+from cache_svc.core.request_metadata import NO_TERMS, read_terms
 from cache_svc.core.sequences.commits import checked_commits
 from cache_svc.core.sequences.matching import Match, matches_of
 from cache_svc.core.sequences.pins import Pins
 from cache_svc.core.sequences.restore import restore
-from cache_svc.core.sequences.sequence import NO_TERMS, Sequence, SwappedSequence, pack_int32, read_terms
-from cache_svc.core.sequences.worker_blocks import Worker, check_token_bytes
+from cache_svc.core.sequences.sequence import Sequence, SwappedSequence
+from cache_svc.core.sequences.worker_blocks import Worker
 from cache_svc.core.tree.events import EventLog
-from cache_svc.core.tree.subscriptions import Waiter
-from cache_svc.core.tree.tree import TOKEN_BYTES, Namespace, PrefixTree
+from cache_svc.core.tree.nodes import Namespace, Waiter
+from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
 MAX_NUM_BLOCKS = 2**31 - 1  # block ids travel as int32
@@ -98,7 +100,7 @@ class Operations:
         if self.tree is None:
             self.tree = PrefixTree(op.block_size)
             for waiter in self.waiting.values():
-                waiter.enter(self.tree)
+                self.tree.subscribe(waiter)
         elif self.tree.block_size != op.block_size:
             raise OpError(
                 Code.FAILED_PRECONDITION,
@@ -206,8 +208,8 @@ class Operations:
         waiter = self.waiting[op.sequence] = Waiter(op.sequence, token_ids, namespace, terms)
         result.match.SetInParent()
         if self.tree is not None:
-            waiter.enter(self.tree)
-            waiter.settle(self.tree)
+            self.tree.subscribe(waiter)
+            self.tree.refresh(waiter)
             add_matches(result.match.matches, self._matches(waiter))
 
     def _rematch(self, op: pb.RematchOp, _: pb.CacheOpResult) -> None:
@@ -228,7 +230,7 @@ class Operations:
         if waiter is None:
             raise self._is_not(op.sequence, "waiting, but admitted already")
         worker, num_planned = self._worker(op.worker), op.num_planned_tokens
-        self._expect_step(worker)
+        self._expect_step(worker.worker_id)
         if num_planned > op.num_new_tokens > 0:
             raise OpError(
                 Code.INVALID_ARGUMENT,
@@ -242,7 +244,7 @@ class Operations:
             self.counters.forked_sequences += 1
         else:
             if waiter.watch is None:
-                waiter.settle(worker.tree)
+                worker.tree.refresh(waiter)
             node, depth = (waiter.root, 0) if op.no_reuse else waiter.place()
             new_tokens, copies = op.num_new_tokens, not op.no_reuse
             sequence, copy_from, host_blocks, num_cached_tokens = worker.admit(waiter, node, depth, new_tokens, copies)
@@ -250,7 +252,7 @@ class Operations:
             if num_cached_tokens % worker.tree.block_size:
                 self.counters.copied_blocks += 1
                 self.counters.copied_host_blocks += not copy_from
-        waiter.leave(worker.tree)
+        worker.tree.unsubscribe(waiter)
         del self.waiting[op.sequence]
         self.admitted[op.sequence] = sequence
         self._touched[op.worker] = worker
@@ -273,7 +275,7 @@ class Operations:
 
     def _swap_out(self, op: pb.SwapOutOp, result: pb.CacheOpResult) -> None:
         (sequence,) = self._all_admitted([op.sequence])
-        worker = sequence.worker
+        worker = self.workers[sequence.worker_id]
         swapped = self.swapped[op.sequence] = worker.swap_out(sequence)
         del self.admitted[op.sequence]
         self._touched[worker.worker_id] = worker
@@ -285,8 +287,8 @@ class Operations:
         swapped = self.swapped.get(op.sequence)
         if swapped is None:
             raise self._is_not(op.sequence, "swapped out")
-        worker = swapped.worker
-        self._expect_step(worker)
+        worker = self.workers[swapped.worker_id]
+        self._expect_step(worker.worker_id)
         sequence, num_cached = worker.swap_in(swapped)
         self.admitted[op.sequence] = sequence
         del self.swapped[op.sequence]
@@ -301,37 +303,39 @@ class Operations:
 
     def _extend(self, op: pb.ExtendOp, result: pb.CacheOpResult) -> None:
         sequences = self._all_admitted(op.sequences[:])
-        workers = [sequence.worker for sequence in sequences]
-        alike = workers.count(workers[0]) if workers else 0
-        needed = Counter(workers) if alike < len(workers) else dict.fromkeys(workers[:1], alike)
-        for worker, num_blocks in needed.items():
+        worker_ids = [sequence.worker_id for sequence in sequences]
+        alike = worker_ids.count(worker_ids[0]) if worker_ids else 0
+        needed = Counter(worker_ids) if alike < len(worker_ids) else dict.fromkeys(worker_ids[:1], alike)
+        for worker_id, num_blocks in needed.items():
             try:
-                worker.check_room(num_blocks)
+                self.workers[worker_id].check_room(num_blocks)
             except OpError:
-                self._stepless.update(worker.worker_id for worker in needed)
+                self._stepless.update(needed)
                 raise
         taken = {}
-        for worker, num_blocks in needed.items():
-            taken[worker] = worker.device.take(num_blocks)
-            self._touched[worker.worker_id] = worker
+        for worker_id, num_blocks in needed.items():
+            worker = self._touched[worker_id] = self.workers[worker_id]
+            taken[worker_id] = worker.device.take(num_blocks)
         if len(taken) == 1:
             (block_ids,) = taken.values()
         else:
-            grants = {worker: iter(blocks) for worker, blocks in taken.items()}
-            block_ids = array("i", (next(grants[worker]) for worker in workers))
+            grants = {worker_id: iter(blocks) for worker_id, blocks in taken.items()}
+            block_ids = array("i", (next(grants[worker_id]) for worker_id in worker_ids))
         for sequence, block in zip(sequences, block_ids, strict=True):
             sequence.table.append(block)
         result.extend.block_ids = pack_int32(block_ids)
 
     def _commit(self, op: pb.CommitOp, _: pb.CacheOpResult) -> None:
         token_ids = op.token_ids
-        entries = checked_commits(op, len(token_ids), self._all_admitted)
+        block_size = self.tree.block_size if self.tree is not None else 0  # without a worker there is no sequence
+        entries = checked_commits(op, len(token_ids), block_size, self._all_admitted)
+        workers, touched = self.workers, self._touched
         if op.planned:
             for entry in entries:
-                self._expect_step(entry[0].worker)
+                self._expect_step(entry[0].worker_id)
             for sequence, _none, computed in entries:
-                sequence.worker.plan(sequence, computed)
-                self._touched[sequence.worker.worker_id] = sequence.worker
+                worker = touched[sequence.worker_id] = workers[sequence.worker_id]
+                worker.plan(sequence, computed)
             return
         start = 0
         for sequence, num_new, computed in entries:
@@ -341,12 +345,11 @@ class Operations:
                 sequence.num_tokens += num_new
                 start = end
             sequence.num_computed_tokens = computed
-            worker = sequence.worker
+            worker = touched[sequence.worker_id] = workers[sequence.worker_id]
             if sequence.unwritten:
                 worker.written(sequence)
-            if worker.prefix_caching and computed // worker.tree.block_size > sequence.node.end:
+            if worker.prefix_caching and computed // block_size > sequence.node.end:
                 worker.store(sequence)
-            self._touched[worker.worker_id] = worker
 
     def _free(self, op: pb.FreeOp, _: pb.CacheOpResult) -> None:
         sequence_ids = op.sequences[:]
@@ -364,22 +367,22 @@ class Operations:
             waiter = self.waiting.pop(sequence_id, None)
             if waiter is not None:
                 if self.tree is not None:
-                    waiter.leave(self.tree)
+                    self.tree.unsubscribe(waiter)
                     self.tree.leave(waiter.root)
             elif (swapped := self.swapped.pop(sequence_id, None)) is not None:
-                swapped.worker.forget_swapped(swapped)
-                swapped.worker.tree.leave(swapped.root)
-                self._touched[swapped.worker.worker_id] = swapped.worker
+                worker = self._touched[swapped.worker_id] = self.workers[swapped.worker_id]
+                worker.forget_swapped(swapped)
+                worker.tree.leave(swapped.root)
             else:
                 sequence = self.admitted.pop(sequence_id)
-                sequence.worker.release(sequence, discard)
-                sequence.worker.tree.leave(sequence.root)
-                self._touched[sequence.worker.worker_id] = sequence.worker
+                worker = self._touched[sequence.worker_id] = self.workers[sequence.worker_id]
+                worker.release(sequence, discard)
+                worker.tree.leave(sequence.root)
 
-    def _expect_step(self, worker: Worker) -> None:
+    def _expect_step(self, worker_id: int) -> None:
         """Raises OpError(ABORTED) if the worker gets no step out of this exchange."""
-        if worker.worker_id in self._stepless:
-            raise OpError(Code.ABORTED, f"worker {worker.worker_id}: an ExtendOp of this exchange was refused")
+        if worker_id in self._stepless:
+            raise OpError(Code.ABORTED, f"worker {worker_id}: an ExtendOp of this exchange was refused")
 
     def _all_admitted(self, sequence_ids: list[int]) -> list[Sequence]:
         try:

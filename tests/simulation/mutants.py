@@ -17,7 +17,7 @@ from cache_svc.core.memory.eviction import EvictionQueue
 from cache_svc.core.memory.memory import Memory
 from cache_svc.core.operations import Operations
 from cache_svc.core.sequences.worker_blocks import Worker as CachedWorker
-from cache_svc.core.tree.tree import Holding, PrefixNode
+from cache_svc.core.tree.nodes import Holding, PrefixNode
 from paceline.v1.inference_pb2 import Submission
 from scheduler_svc.core.cache.link import CacheLink
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 
 from sortedcontainers import SortedDict
 
 from cache_svc.core.retention import DEFAULT_RETENTION
-from cache_svc.core.tree.tree import Holding
+from cache_svc.core.tree.nodes import Holding, Rank
 
 PROTECTED_REUSES = 2
 FEW_EXPIRIES = 64
@@ -41,15 +41,6 @@ STRATEGIES: dict[str, Callable[[Holding], float]] = {
     "fifo": lambda holding: holding.serial,
     "priority": lambda holding: holding.priority,
 }
-
-
-class Rank(OrderedDict[Holding, None]):
-    """What is equal to the strategy, least recently used first. (A linked list in C; a plain dict finds its oldest key
-    by a scan over everything deleted before it.)"""
-
-    def __init__(self, key: tuple[int, float]) -> None:
-        super().__init__()
-        self.key = key  # retention, and the strategy's rank
 
 
 class EvictionQueue:

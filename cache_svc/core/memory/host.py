@@ -20,7 +20,8 @@ from array import array
 
 from cache_svc.core.memory.memory import Memory
 from cache_svc.core.memory.shares import TENANT_SHARE, TOTAL_SHARE
-from cache_svc.core.tree.tree import Holding, PrefixNode, PrefixTree, Tail
+from cache_svc.core.tree.nodes import Holding, PrefixNode, Tail
+from cache_svc.core.tree.tree import PrefixTree
 
 
 class HostMemory(Memory):

@@ -24,21 +24,25 @@ from __future__ import annotations
 
 import math
 from array import array
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from cache_svc.core.memory.eviction import EvictionQueue
 from cache_svc.core.memory.pool import BlockPool
 from cache_svc.core.memory.shares import TENANT_SHARE, TOTAL_SHARE, RetentionShares
+from cache_svc.core.packing import TOKEN_BYTES
 from cache_svc.core.retention import DEFAULT_RETENTION, Range
-from cache_svc.core.tree.tree import TOKEN_BYTES, Holding, PrefixNode, PrefixTree, Tail, subtree
-
-if TYPE_CHECKING:
-    from cache_svc.core.memory.host import HostMemory
-    from cache_svc.core.tree.events import Recorder
-
+from cache_svc.core.tree.events import Recorder
+from cache_svc.core.tree.nodes import Holding, PrefixNode, Tail, subtree
+from cache_svc.core.tree.tree import PrefixTree
 
 # The priority of a use that is nobody's request's: it changes that of no block.
 NO_REQUEST = -math.inf
+
+
+class LowerTier(Protocol):
+    """A memory that takes in what another one evicts."""
+
+    def take_in(self, evicted: list[Holding]) -> None: ...
 
 
 class Memory:
@@ -81,7 +85,7 @@ class Memory:
         self.queue = EvictionQueue(eviction)
         self.shares = RetentionShares(index, num_blocks, *retained)
         self.events: Recorder | None = None  # who is told what is held here; None if it is kept for nobody
-        self.lower: HostMemory | None = None  # takes in what is evicted here
+        self.lower: LowerTier | None = None  # takes in what is evicted here
         self._num_stored = 0
         # Blocks that are to be copied before anything else is written: nobody gets them in this exchange.
         self.sources: set[int] = set()

@@ -15,17 +15,13 @@ blocks those with the lowest priority, of equal ones those that were asked for f
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from sortedcontainers import SortedDict
 
-if TYPE_CHECKING:
-    from cache_svc.core.tree.tree import Holding, PrefixNode
+from cache_svc.core.tree.nodes import Holding, PrefixNode, RetentionKey
 
 TENANT_SHARE = 0.25
 TOTAL_SHARE = 0.5
-
-Key = tuple[int, int, int, int]  # retention, turn, what ends deeper first; and the serial, of tails of one node
 
 
 class TenantShare:
@@ -37,7 +33,7 @@ class TenantShare:
         self.name = name
         self.shares = shares
         self.num_blocks = 0  # that it pays for
-        self.retained: SortedDict[Key, Holding] = SortedDict()  # the first falls back first
+        self.retained: SortedDict[RetentionKey, Holding] = SortedDict()  # the first falls back first
 
     def add(self, holding: Holding, turn: int) -> None:
         """The holding is retained for the tenant from now on."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cache_svc.core.errors import Code, OpError
+from cache_svc.core.packing import TOKEN_BYTES
 from cache_svc.core.sequences.sequence import Sequence
-from cache_svc.core.tree.tree import TOKEN_BYTES
 from paceline.v1 import cache_pb2 as pb
 
 
 def checked_commits(
-    op: pb.CommitOp, num_token_bytes: int, all_admitted: Callable[[list[int]], list[Sequence]]
+    op: pb.CommitOp, num_token_bytes: int, block_size: int, all_admitted: Callable[[list[int]], list[Sequence]]
 ) -> list[tuple[Sequence, int, int]]:
     """The entries, all of them valid in their order (a sequence may stand more than once). Raises OpError."""
     # Lists, since protobuf's repeated fields are slow to iterate.
@@ -34,7 +34,7 @@ def checked_commits(
     repeated = len(set(sequence_ids)) < len(entries)
     so_far: dict[int, tuple[int, int]] = {}  # of repeated ones: tokens, computed tokens after the entries before
     for sequence, num_new, computed in entries:
-        known, before, block_size = sequence.num_tokens, sequence.num_computed_tokens, sequence.worker.tree.block_size
+        known, before = sequence.num_tokens, sequence.num_computed_tokens
         if repeated:
             known, before = so_far.get(sequence.sequence_id, (known, before))
             so_far[sequence.sequence_id] = known + num_new, computed

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cache_svc.core.sequences.worker_blocks import Worker
-from cache_svc.core.tree.subscriptions import Waiter
-from cache_svc.core.tree.tree import PrefixNode, PrefixTree
+from cache_svc.core.tree.nodes import PrefixNode, Waiter
+from cache_svc.core.tree.tree import PrefixTree
 
 # Worker id; tokens on the device; of these, those in blocks that live sequences use; tokens on the host behind those.
 Match = tuple[int, int, int, int]

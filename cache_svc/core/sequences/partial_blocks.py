@@ -10,13 +10,11 @@ is evicted goes to the host as any block does, and is found and copied from ther
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 from cache_svc.core.memory.memory import Memory
-from cache_svc.core.tree.tree import TOKEN_BYTES, Holding, PrefixNode, Tail
-
-if TYPE_CHECKING:
-    from cache_svc.core.sequences.sequence import Sequence
+from cache_svc.core.packing import TOKEN_BYTES
+from cache_svc.core.sequences.sequence import Sequence
+from cache_svc.core.tree.nodes import Holding, PrefixNode, Tail
 
 FEW = 8  # so many children are looked at one by one
 

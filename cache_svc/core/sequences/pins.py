@@ -14,8 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cache_svc.core.errors import Code, OpError
-from cache_svc.core.sequences.worker_blocks import Worker, check_token_bytes
-from cache_svc.core.tree.tree import TOKEN_BYTES, Namespace, PrefixNode, PrefixTree
+from cache_svc.core.packing import TOKEN_BYTES, check_token_bytes
+from cache_svc.core.sequences.worker_blocks import Worker
+from cache_svc.core.tree.nodes import Namespace, PrefixNode
+from cache_svc.core.tree.tree import PrefixTree
 
 DEFAULT_SHARE = 0.5
 MAX_PINS = 256

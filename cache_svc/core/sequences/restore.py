@@ -22,9 +22,12 @@ from collections.abc import Callable, Container, Iterable
 from itertools import chain
 
 from cache_svc.core.errors import Code, OpError
-from cache_svc.core.sequences.sequence import Sequence, SwappedSequence, read_terms, unpack_int32
-from cache_svc.core.sequences.worker_blocks import Worker, check_token_bytes
-from cache_svc.core.tree.tree import TOKEN_BYTES, Namespace, PrefixNode, PrefixTree, Root
+from cache_svc.core.packing import TOKEN_BYTES, check_token_bytes, unpack_int32
+from cache_svc.core.request_metadata import read_terms
+from cache_svc.core.sequences.sequence import Sequence, SwappedSequence
+from cache_svc.core.sequences.worker_blocks import Worker
+from cache_svc.core.tree.nodes import Namespace, PrefixNode, Root
+from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
 Refusals = dict[int, OpError]  # by place among the claims
@@ -302,7 +305,7 @@ def _prune(tree: PrefixTree, claims: list[Claim]) -> None:
 
 
 def _hold(worker: Worker, claim: Claim, chosen: dict[PrefixNode, array[int]]) -> Sequence:
-    sequence = Sequence(claim, worker, claim.table, claim.node, claim.num_computed_tokens)
+    sequence = Sequence(claim, worker.worker_id, claim.table, claim.node, claim.num_computed_tokens)
     for node in _way(claim.node):
         blocks = chosen[node]
         holding = node.holdings.get(worker.index)
@@ -320,6 +323,12 @@ def _hold(worker: Worker, claim: Claim, chosen: dict[PrefixNode, array[int]]) ->
 
 def _swap(worker: Worker, claim: Claim, host_blocks: array[int]) -> SwappedSequence:
     swapped = worker.swapped[claim.sequence_id] = SwappedSequence(
-        claim.sequence_id, worker, claim.token_ids, claim.num_computed_tokens, host_blocks, claim.root, claim.terms
+        claim.sequence_id,
+        worker.worker_id,
+        claim.token_ids,
+        claim.num_computed_tokens,
+        host_blocks,
+        claim.root,
+        claim.terms,
     )
     return swapped

@@ -2,56 +2,29 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Protocol
 
-from cache_svc.core.errors import Code, OpError
-from cache_svc.core.retention import Range, read_ranges
-from cache_svc.core.tree.tree import TOKEN_BYTES, PrefixNode, Root
-from paceline.v1.common_pb2 import RetentionRange
-
-if TYPE_CHECKING:
-    from cache_svc.core.sequences.restore import Claim
-    from cache_svc.core.sequences.worker_blocks import Worker
-    from cache_svc.core.tree.subscriptions import Waiter
+from cache_svc.core.packing import TOKEN_BYTES
+from cache_svc.core.request_metadata import Terms
+from cache_svc.core.tree.nodes import PrefixNode, Root
 
 
-def pack_int32(values: array[int]) -> bytes:
-    """Packed little-endian int32, as block ids and token ids travel."""
-    if sys.byteorder == "big":
-        values = values[:]
-        values.byteswap()
-    return values.tobytes()
+class KnownSequence(Protocol):
+    """What a Sequence is made from: one that waits, one that is swapped out, one that is restored."""
 
+    @property
+    def sequence_id(self) -> int: ...
 
-def unpack_int32(packed: bytes) -> array[int]:
-    """The reverse. ValueError if the bytes are not a whole number of int32."""
-    values = array("i", packed)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
+    @property
+    def token_ids(self) -> bytes: ...
 
+    @property
+    def root(self) -> Root: ...
 
-class Terms(NamedTuple):
-    """What a request asked for, of how its blocks are kept."""
-
-    priority: float = 0.0
-    retention: tuple[Range, ...] = ()
-    tenant: str = ""  # what is retained counts against its share
-
-
-NO_TERMS = Terms()
-
-
-def read_terms(priority: float, retention: Iterable[RetentionRange], tenant: str) -> Terms:
-    """Raises OpError(INVALID_ARGUMENT)."""
-    if not math.isfinite(priority):  # what compares with nothing has no place in the order of eviction
-        raise OpError(Code.INVALID_ARGUMENT, f"priority: {priority} is not a finite number")
-    return Terms(priority, read_ranges(retention), tenant)
+    @property
+    def terms(self) -> Terms: ...
 
 
 class Sequence:
@@ -82,19 +55,19 @@ class Sequence:
         "terms",
         "tokens",
         "unwritten",
-        "worker",
+        "worker_id",
     )
 
     def __init__(
         self,
-        known: Waiter | SwappedSequence | Claim,
-        worker: Worker,
+        known: KnownSequence,
+        worker_id: int,
         table: array[int],
         node: PrefixNode,
         num_computed_tokens: int,
     ) -> None:
         self.sequence_id = known.sequence_id
-        self.worker = worker
+        self.worker_id = worker_id
         self.tokens = known.token_ids  # not copied, as most get more of them once at the most, when they leave
         self.root = known.root
         self.num_tokens = len(known.token_ids) // TOKEN_BYTES
@@ -118,7 +91,7 @@ class SwappedSequence:
     """
 
     sequence_id: int
-    worker: Worker
+    worker_id: int
     token_ids: bytes
     num_computed_tokens: int
     host_blocks: array[int]

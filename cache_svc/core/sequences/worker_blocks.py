@@ -9,10 +9,11 @@ from cache_svc.core.errors import Code, OpError
 from cache_svc.core.memory.host import HostMemory
 from cache_svc.core.memory.memory import Memory
 from cache_svc.core.memory.shares import TENANT_SHARE, TOTAL_SHARE
+from cache_svc.core.packing import TOKEN_BYTES
 from cache_svc.core.sequences.partial_blocks import keep_tail
-from cache_svc.core.sequences.sequence import Sequence, SwappedSequence
-from cache_svc.core.tree.subscriptions import Waiter
-from cache_svc.core.tree.tree import TOKEN_BYTES, PrefixNode, PrefixTree
+from cache_svc.core.sequences.sequence import KnownSequence, Sequence, SwappedSequence
+from cache_svc.core.tree.nodes import PrefixNode, Waiter
+from cache_svc.core.tree.tree import PrefixTree
 
 Counters = tuple[int, int, int, int, int, int, int]
 
@@ -107,9 +108,7 @@ class Worker:
         self.host.leave_tree()
         self.device.leave_tree()
 
-    def admit(
-        self, known: Waiter | SwappedSequence, node: PrefixNode, depth: int, num_new_tokens: int, copies: bool
-    ) -> Admission:
+    def admit(self, known: KnownSequence, node: PrefixNode, depth: int, num_new_tokens: int, copies: bool) -> Admission:
         """A table for the longest prefix that is stored here and so many tokens after it (0: all), in new blocks.
 
         `node` and `depth` are where the tree's walk for the tokens ends. With `copies`, what has to be copied counts as
@@ -174,16 +173,14 @@ class Worker:
                 return host_block, host_count, True
         return block, count, False
 
-    def _table_size(self, known: Waiter | SwappedSequence, cached: int, num_copied: int, num_new_tokens: int) -> int:
+    def _table_size(self, known: KnownSequence, cached: int, num_copied: int, num_new_tokens: int) -> int:
         num_blocks = -(-len(known.token_ids) // self.tree.block_bytes)
         if not num_new_tokens:
             return num_blocks
         return min(num_blocks, cached - (-(num_copied + num_new_tokens) // self.tree.block_size))
 
-    def _begin(
-        self, known: Waiter | SwappedSequence, table: array[int], node: PrefixNode, num_computed_tokens: int
-    ) -> Sequence:
-        sequence = self.sequences[known.sequence_id] = Sequence(known, self, table, node, num_computed_tokens)
+    def _begin(self, known: KnownSequence, table: array[int], node: PrefixNode, num_computed_tokens: int) -> Sequence:
+        sequence = self.sequences[known.sequence_id] = Sequence(known, self.worker_id, table, node, num_computed_tokens)
         if node.parent is not None:
             sequence.unwritten = node.holdings[self.index].unwritten
         if known.terms.retention:
@@ -200,7 +197,7 @@ class Worker:
         num_shared = len(token_ids) // TOKEN_BYTES - 1
         shared_bytes = num_shared * TOKEN_BYTES
         begins = waiter.root is parent.root and parent.tokens[:shared_bytes] == token_ids[:shared_bytes]
-        if parent.worker is not self or not begins or parent.num_computed_tokens < num_shared:
+        if parent.worker_id != self.worker_id or not begins or parent.num_computed_tokens < num_shared:
             raise OpError(
                 Code.FAILED_PRECONDITION,
                 f"sequence {waiter.sequence_id} cannot fork sequence {parent.sequence_id}, which has not computed the "
@@ -320,7 +317,7 @@ class Worker:
             )
         swapped = SwappedSequence(
             sequence.sequence_id,
-            self,
+            self.worker_id,
             sequence.tokens,
             sequence.num_computed_tokens,
             self.host.take(num_blocks),
@@ -364,9 +361,3 @@ def _check_written(sequence: Sequence) -> None:
         raise OpError(
             Code.FAILED_PRECONDITION, f"sequence {sequence.sequence_id} has planned tokens, not committed yet"
         )
-
-
-def check_token_bytes(token_ids: bytes) -> None:
-    """OpError(INVALID_ARGUMENT) unless these are packed int32."""
-    if len(token_ids) % TOKEN_BYTES:
-        raise OpError(Code.INVALID_ARGUMENT, f"token_ids: {len(token_ids)} bytes is not a whole number of int32")

@@ -19,7 +19,8 @@ from array import array
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 
-from cache_svc.core.tree.tree import Holding, Namespace, PrefixNode, PrefixTree, Root, Tail
+from cache_svc.core.tree.nodes import Holding, Namespace, PrefixNode, Root, Tail
+from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
 ID_BYTES = 8

@@ -18,142 +18,15 @@ last holder has no children left: it is unhooked at once, and nothing has to be 
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterator
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cache_svc.core.retention import DEFAULT_RETENTION
+from cache_svc.core.packing import TOKEN_BYTES, common_tokens
+from cache_svc.core.tree.nodes import Holding, Namespace, PrefixNode, Root, Tail, Waiter, Watch
 
-if TYPE_CHECKING:
-    from cache_svc.core.memory.eviction import Rank
-    from cache_svc.core.memory.shares import Key, TenantShare
-    from cache_svc.core.tree.subscriptions import Waiter, Watch
-
-TOKEN_BYTES = 4
-NO_KEY = (0, 0, 0, 0)
 # Longer runs become several nodes: to split one costs a copy of it.
 MAX_NODE_TOKENS = 2048
 NEAREST_TRIED = 8
 COVERING_TRIED = 64
-NO_CHILDREN: Any = MappingProxyType({})  # most nodes are leaves: a dict for each would be memory to fetch and to free
-
-
-class Holding:
-    """A node in one memory: `blocks[i]` there has the KV of the node's block i."""
-
-    __slots__ = (
-        "blocks",
-        "claims",
-        "duration_ms",
-        "expires_ms",
-        "node",
-        "num_children",
-        "num_reuses",
-        "owner",
-        "owner_key",
-        "priority",
-        "queue",
-        "retention",
-        "serial",
-        "turn",
-        "unwritten",
-        "users",
-    )
-
-    def __init__(self, node: PrefixNode, blocks: array[int], serial: int) -> None:
-        self.node = node
-        self.blocks = blocks
-        self.users = 1  # sequences that run with it
-        self.unwritten = False  # who is to write it has a place in a step, and the step has not been sent
-        self.num_children = 0  # of the node, in the same memory
-        # What says when it is evicted (eviction.py).
-        self.serial = serial  # counts up with what the memory stores
-        self.num_reuses = 0  # by sequences that were admitted since it was stored
-        self.priority = 0.0  # the highest of the requests that used it
-        self.retention = DEFAULT_RETENTION
-        self.duration_ms = 0  # that the retention lasts from the last use on; 0: for ever
-        self.expires_ms = 0
-        # The tenant that it is retained for, and the tenants that pay for it (shares.py).
-        self.owner: TenantShare | None = None
-        self.owner_key: Key = NO_KEY
-        self.claims: dict[TenantShare, int] | None = None
-        self.turn = 0  # counts up with what falls out of use
-        self.queue: Rank | None = None  # in which it stands
-
-    def split(self, front: PrefixNode, num_blocks: int) -> Holding:
-        """Its first blocks as a holding of `front`, which is its node's parent now; it keeps the others."""
-        holding = Holding(front, self.blocks[:num_blocks], self.serial)
-        self.blocks = self.blocks[num_blocks:]
-        holding.users, holding.num_children, holding.unwritten = self.users, 1, self.unwritten
-        holding.num_reuses, holding.priority = self.num_reuses, self.priority
-        holding.retention, holding.duration_ms = self.retention, self.duration_ms
-        holding.expires_ms, holding.turn = self.expires_ms, self.turn
-        if self.claims:
-            holding.claims = dict.fromkeys(self.claims, 1)
-            if (owner := self.owner) is not None and owner.is_retained(self):
-                holding.claims[owner] += 1
-                owner.add_front(holding, self)
-        return holding
-
-
-class PrefixNode:
-    """Places in the tree are counted in blocks from the root: this node's blocks are start ... end - 1."""
-
-    __slots__ = (
-        "children",
-        "end",
-        "first_keys",
-        "holdings",
-        "key",
-        "num_tails",
-        "parent",
-        "prefix_ids",
-        "start",
-        "watches",
-    )
-
-    def __init__(self, parent: PrefixNode | None, key: bytes, end: int) -> None:
-        self.parent = parent
-        self.key = key
-        # Known here, as the parent may grow once this one has left the tree.
-        self.start: int = parent.end if parent is not None else end
-        self.end: int = end
-        # By the tokens of their first block (a tail: by all it has).
-        self.children: dict[bytes, PrefixNode] = NO_CHILDREN
-        self.num_tails = 0  # of the children
-        # The keys of children that begin with a token, sorted; once somebody has asked.
-        self.first_keys: dict[bytes, list[bytes]] | None = None
-        self.holdings: dict[int, Holding] = {}  # by memory index
-        self.watches: dict[int, Watch] | None = None  # waiting sequences whose match ends in this node, by where
-        self.prefix_ids: array[int] | None = None  # of its blocks, once somebody has asked (events.py)
-
-
-class Tail(PrefixNode):
-    """The block that a sequence had begun when it ended: fewer tokens than a block has. No walk gets here, as no whole
-    block has its key, so it is a leaf. It is found as the beginning of any other block is (`nearest`), to be copied."""
-
-    __slots__ = ()
-
-
-class Namespace(NamedTuple):
-    """What sequences must have in common, besides equal tokens, to share KV."""
-
-    model: str = ""
-    lora: str = ""
-    cache_salt: str = ""
-
-
-class Root(PrefixNode):
-    """Of the tree of one namespace; or (None) of one that nobody else finds."""
-
-    __slots__ = ("namespace", "users")
-
-    def __init__(self, namespace: Namespace | None) -> None:
-        super().__init__(None, b"", 0)
-        self.namespace = namespace
-        self.users = 0  # sequences of the namespace, waiting, running or swapped out
 
 
 class PrefixTree:
@@ -384,6 +257,31 @@ class PrefixTree:
             node = node.parent
         return node if node.end == depth else self.split(node, depth)
 
+    # ------------------------------------------------------------------------------------------- subscriptions
+
+    def subscribe(self, waiter: Waiter) -> None:
+        """There is a (new) tree."""
+        waiter.root = waiter.node = self.enter(waiter.namespace)
+        self.stale[waiter.sequence_id] = waiter
+
+    def refresh(self, waiter: Waiter) -> None:
+        """Find the place in the tree anew, from the present one."""
+        self.unsubscribe(waiter)
+        node, depth = waiter.node, waiter.depth
+        while node.parent is not None and (not node.holdings or depth <= node.start):
+            node, depth = node.parent, min(depth, node.start)
+        waiter.node, waiter.depth = node, depth = self.walk(waiter.token_ids, node, min(depth, node.end))
+        waiter.wanted = self.next_tokens(waiter.token_ids, depth)
+        watch = node.watches.get(depth) if node.watches else None
+        waiter.watch = watch or Watch(node, depth)
+        waiter.watch.join(waiter)
+
+    def unsubscribe(self, waiter: Waiter) -> None:
+        """Watch nothing: it waits no more, or is about to be settled anew."""
+        self.stale.pop(waiter.sequence_id, None)
+        if waiter.watch is not None:
+            waiter.watch.leave(waiter)
+
 
 def _first_keys(node: PrefixNode) -> dict[bytes, list[bytes]]:
     if node.first_keys is None:
@@ -403,21 +301,3 @@ def _most_in_common(node: PrefixNode, key: bytes) -> int:
                 most = max(most, common_tokens(other, key))
                 break
     return most
-
-
-def common_tokens(one: bytes, other: bytes) -> int:
-    """How many tokens two byte strings have in common from the first on."""
-    size = min(len(one), len(other))
-    differ = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
-    if not differ:
-        return size // TOKEN_BYTES
-    return ((differ & -differ).bit_length() - 1) // (8 * TOKEN_BYTES)
-
-
-def subtree(*roots: PrefixNode) -> Iterator[PrefixNode]:
-    """Every node below these, parents before children."""
-    stack = [node for root in roots for node in root.children.values()]
-    while stack:
-        node = stack.pop()
-        yield node
-        stack.extend(node.children.values())

@@ -6,7 +6,8 @@ from hashlib import blake2b
 
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.tree.events import EventLog, Watcher
-from cache_svc.core.tree.tree import PrefixTree, Tail
+from cache_svc.core.tree.nodes import Tail
+from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
 State = dict[tuple[int, int], dict[int, int]]  # worker and tier: prefix id -> block

@@ -9,7 +9,7 @@ from typing import Any
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import OpError
 from cache_svc.core.memory.memory import Memory
-from cache_svc.core.tree.tree import subtree
+from cache_svc.core.tree.nodes import subtree
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 
@@ -144,7 +144,7 @@ class Garbage:
         parent = self.core.admitted[rng.choice(list(self.core.admitted))]
         shared = max(0, rng.randrange(parent.num_computed_tokens + 1) - rng.choice([0, 0, 0, -1]))
         tokens = bytes(parent.tokens[: shared * 4]) + d.pack([rng.randrange(2)])
-        worker = rng.choice([parent.worker.worker_id] * 5 + [self.worker()])
+        worker = rng.choice([parent.worker_id] * 5 + [self.worker()])
         match = pb.MatchOp(sequence=sequence, token_ids=tokens)
         match.namespace.cache_salt = parent.root.namespace.cache_salt
         return [pb.CacheOp(match=match), d.fork_op(sequence, worker, parent.sequence_id)]
@@ -164,7 +164,7 @@ class Garbage:
             commit.token_ids += d.pack(new)
             computed = rng.choice([0, 1, 8, UINT32])
             if (known := admitted.get(sequence_id)) is not None and rng.randrange(5):
-                room = len(known.table) * known.worker.tree.block_size
+                room = len(known.table) * self.core.workers[known.worker_id].tree.block_size
                 most = min(known.num_tokens + len(new), room)
                 computed = max(known.num_computed_tokens + rng.choice([0, 0, 0, -1]), most + rng.choice([0, 0, -1, 1]))
             commit.num_computed_tokens.append(min(max(computed, 0), UINT32))

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from cache_svc.core.errors import Code
 from cache_svc.core.memory.eviction import STRATEGIES
 from cache_svc.core.tree import tree
-from cache_svc.core.tree.tree import subtree
+from cache_svc.core.tree.nodes import subtree
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 from tests.unit.cache.model import Model, ModelRefusal, Result

@@ -8,7 +8,7 @@ import pytest
 
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import Code, InvariantError, LinkError
-from cache_svc.core.tree.tree import subtree
+from cache_svc.core.tree.nodes import subtree
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 from tests.unit.cache.driver import Driver, Refused

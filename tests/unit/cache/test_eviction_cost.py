@@ -13,7 +13,8 @@ import pytest
 from cache_svc.core.memory.eviction import STRATEGIES
 from cache_svc.core.memory.host import HostMemory
 from cache_svc.core.memory.memory import Memory
-from cache_svc.core.tree.tree import Namespace, PrefixTree
+from cache_svc.core.tree.nodes import Namespace
+from cache_svc.core.tree.tree import PrefixTree
 
 BLOCK_SIZE, RUN, EVICTED = 16, 16, 64  # tokens; blocks of a sequence's own; blocks that are evicted at once
 FEW, MANY = 250, 4_000  # sequences

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from cache_svc.core.errors import Code
-from cache_svc.core.tree.tree import subtree
+from cache_svc.core.tree.nodes import subtree
 from tests.unit.cache import driver as d
 from tests.unit.cache.driver import Driver, Refused
 

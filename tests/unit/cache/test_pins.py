@@ -12,7 +12,7 @@ from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import Code, OpError
 from cache_svc.core.sequences import pins
 from cache_svc.core.sequences.pins import Pin
-from cache_svc.core.tree.tree import Namespace
+from cache_svc.core.tree.nodes import Namespace
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 from tests.unit.cache.follower import Follower, stored_in

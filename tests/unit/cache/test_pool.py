@@ -7,7 +7,8 @@ from array import array
 
 from cache_svc.core.memory.memory import Memory
 from cache_svc.core.memory.pool import BlockPool
-from cache_svc.core.tree.tree import Namespace, PrefixNode, PrefixTree
+from cache_svc.core.tree.nodes import Namespace, PrefixNode
+from cache_svc.core.tree.tree import PrefixTree
 
 
 def test_the_last_block_given_back_goes_out_first() -> None:

@@ -78,14 +78,14 @@ class RestoreMachine(CacheMachine):
         core = link.core
         for sequence_id in rng.sample(sorted(core.admitted), len(core.admitted)):
             sequence = core.admitted[sequence_id]
-            if sequence.worker.device.available_blocks:
+            if core.workers[sequence.worker_id].device.available_blocks:
                 link.extend(sequence_id)
             computed = min(len(sequence.table) * self.block_size, sequence.num_tokens + 2)
             link.commit(sequence_id, [0, 1], computed)
             if rng.random() < 0.5:
                 forked = [*d.unpack(bytes(sequence.tokens))[: rng.randrange(computed + 1)], 9]
                 salt = sequence.root.namespace.cache_salt
-                op = d.fork_op(1000 + sequence_id, sequence.worker.worker_id, sequence_id)
+                op = d.fork_op(1000 + sequence_id, sequence.worker_id, sequence_id)
                 link.exchange(d.match_op(1000 + sequence_id, forked, salt=salt), op)
         for sequence_id in sorted(core.swapped):
             link.exchange(d.swap_in_op(sequence_id))

@@ -12,7 +12,7 @@ import pytest
 
 from cache_svc.core import admin
 from cache_svc.core.retention import DEFAULT_RETENTION
-from cache_svc.core.tree.tree import Holding
+from cache_svc.core.tree.nodes import Holding
 from paceline.v1.common_pb2 import RetentionRange, SamplingParams
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker

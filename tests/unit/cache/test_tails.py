@@ -6,7 +6,8 @@ import pytest
 
 from cache_svc.core import admin
 from cache_svc.core.memory.eviction import STRATEGIES
-from cache_svc.core.tree.tree import COVERING_TRIED, Namespace
+from cache_svc.core.tree.nodes import Namespace
+from cache_svc.core.tree.tree import COVERING_TRIED
 from tests.unit.cache import driver as d
 from tests.unit.cache.driver import Driver
 from tests.unit.cache.test_reuse import admitted, link

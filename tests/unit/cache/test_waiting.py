@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache_svc.core.tree.subscriptions import Waiter
+from cache_svc.core.tree.nodes import Waiter
 from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
@@ -57,21 +57,21 @@ def test_only_if_it_is_more_than_was_known(monkeypatch: pytest.MonkeyPatch) -> N
     for s in range(1, 100):
         cache.match(s, [0, s, *LONG])
     cache.run(1000, [0, 1000, *LONG])
-    settled: list[int] = []
-    settle = Waiter.settle
+    refreshed: list[int] = []
+    refresh = PrefixTree.refresh
 
-    def noted(waiter: Waiter, tree: PrefixTree) -> None:
-        settled.append(waiter.sequence_id)
-        settle(waiter, tree)
+    def noted(tree: PrefixTree, waiter: Waiter) -> None:
+        refreshed.append(waiter.sequence_id)
+        refresh(tree, waiter)
 
-    monkeypatch.setattr(Waiter, "settle", noted)
+    monkeypatch.setattr(PrefixTree, "refresh", noted)
     cache.exchange(d.match_op(1001, [0, 2000, *LONG]), d.admit_op(1001, 0))
     assert told(cache.exchange(d.commit_op([(1001, [], 42)]))) == {}
-    assert settled == [1001]
+    assert refreshed == [1001]
     cache.match(1002, [0, 50, 60, *LONG])
     cache.admit(1002, 0)
     assert told(cache.exchange(d.commit_op([(1002, [], 43)]))) == {50: {0: (2, 0, 0)}}
-    assert settled == [1001, 1002, 50]
+    assert refreshed == [1001, 1002, 50]
 
 
 def test_two_that_are_planned_together_hide_nothing_from_each_other() -> None:
@@ -96,7 +96,7 @@ def test_nobody_is_asked_about_parts_of_blocks_where_nobody_copies_them(monkeypa
     cache = link(partial_reuse=False)
     cache.match(1, [*LONG[:12], 5, 5])
     cache.start(2, LONG)
-    monkeypatch.setattr(Waiter, "settle", None)
+    monkeypatch.setattr(PrefixTree, "refresh", None)
     assert told(cache.exchange(d.commit_op([(2, [], 40)]))) == {}
 
 
