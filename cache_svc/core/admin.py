@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import Code, OpError
 from cache_svc.core.sequences.pins import Pin
-from cache_svc.core.sequences.worker_blocks import Worker
+from cache_svc.core.sequences.worker_blocks import WorkerBlocks
 from cache_svc.core.tree.nodes import Namespace
 
 UNNAMED = Namespace()
@@ -64,6 +64,6 @@ def forget_unused(
     return forgotten
 
 
-def pinned_tokens(pin: Pin) -> list[tuple[Worker, int]]:
+def pinned_tokens(pin: Pin) -> list[tuple[WorkerBlocks, int]]:
     """By worker, how many tokens of the prefix are pinned there."""
     return [(worker, node.end * worker.tree.block_size) for worker, node in pin.places.items()]

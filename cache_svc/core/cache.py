@@ -11,7 +11,7 @@ from cache_svc.core.messages import add_matches, pool_counters
 from cache_svc.core.operations import Operations
 from cache_svc.core.packing import pack_int32
 from cache_svc.core.sequences.pins import DEFAULT_SHARE
-from cache_svc.core.sequences.worker_blocks import Worker
+from cache_svc.core.sequences.worker_blocks import WorkerBlocks
 from cache_svc.core.tree.events import EventLog
 from paceline.v1 import cache_pb2 as pb
 
@@ -113,32 +113,32 @@ class CacheCore(Operations):
                 response.pools.append(pool_counters(worker.worker_id, counters))
         self._touched.clear()
 
-    def _report_demotions(self, worker: Worker, response: pb.CacheServiceLinkResponse) -> None:
+    def _report_demotions(self, worker: WorkerBlocks, response: pb.CacheServiceLinkResponse) -> None:
         moves = worker.host.moves
         self.counters.demoted_blocks += len(moves)
-        self.counters.demoted_tails += worker.host.moved_tails
+        self.counters.demoted_tails += worker.host.moved_partial_blocks
         response.demotions.add(
             worker=worker.worker_id,
             device_blocks=pack_int32(array("i", moves.values())),
             host_blocks=pack_int32(array("i", moves)),
         )
         moves.clear()
-        worker.host.moved_tails = 0
+        worker.host.moved_partial_blocks = 0
 
     def _report_matches(self, response: pb.CacheServiceLinkResponse) -> None:
         """As it is now, of those that were asked for or whose place has changed: what differs from the last report."""
         tree, asked = self.tree, self._asked
         if tree is not None and tree.stale:
-            for waiter in list(tree.stale.values())[:MAX_REFRESHED]:
-                tree.refresh(waiter)
-                asked.setdefault(waiter.sequence_id, False)
+            for subscription in list(tree.stale.values())[:MAX_REFRESHED]:
+                tree.refresh(subscription)
+                asked.setdefault(subscription.sequence_id, False)
         for sequence_id, always in asked.items():
             if sequence_id not in self.waiting:  # admitted or freed since
                 continue
-            waiter = self.waiting[sequence_id]
-            if tree is not None and waiter.watch is None:
-                tree.refresh(waiter)
-            before = waiter.reported
-            if self._matches(waiter) != before or always:
-                add_matches(response.match_updates.add(sequence=sequence_id).matches, waiter.reported)
+            subscription = self.waiting[sequence_id]
+            if tree is not None and subscription.point is None:
+                tree.refresh(subscription)
+            before = subscription.reported
+            if self._matches(subscription) != before or always:
+                add_matches(response.match_updates.add(sequence=sequence_id).matches, subscription.reported)
         asked.clear()

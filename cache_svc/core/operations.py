@@ -15,15 +15,15 @@ from cache_svc.core.counters import CacheCounters
 from cache_svc.core.errors import Code, OpError
 from cache_svc.core.messages import add_matches
 from cache_svc.core.packing import TOKEN_BYTES, check_token_bytes, pack_int32
-from cache_svc.core.request_metadata import NO_TERMS, read_terms
+from cache_svc.core.request_metadata import NO_METADATA, read_metadata
 from cache_svc.core.sequences.commits import checked_commits
-from cache_svc.core.sequences.matching import Match, matches_of
+from cache_svc.core.sequences.matching import MatchedTokens, matches_of
 from cache_svc.core.sequences.pins import Pins
 from cache_svc.core.sequences.restore import restore
 from cache_svc.core.sequences.sequence import Sequence, SwappedSequence
-from cache_svc.core.sequences.worker_blocks import Worker
+from cache_svc.core.sequences.worker_blocks import WorkerBlocks
 from cache_svc.core.tree.events import EventLog
-from cache_svc.core.tree.nodes import Namespace, Waiter
+from cache_svc.core.tree.nodes import Namespace, PrefixSubscription
 from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
@@ -64,23 +64,23 @@ class Operations:
         """No workers, no sequences."""
         self.events.clear()
         self.tree: PrefixTree | None = None  # there while there is a worker: the first one says the block size
-        self.workers: dict[int, Worker] = {}
-        self.waiting: dict[int, Waiter] = {}  # matched, not admitted
+        self.workers: dict[int, WorkerBlocks] = {}
+        self.waiting: dict[int, PrefixSubscription] = {}  # matched, not admitted
         self.admitted: dict[int, Sequence] = {}
         self.pins = Pins(self.max_pinned_share)
         self.swapped: dict[int, SwappedSequence] = {}
-        self._touched: dict[int, Worker] = {}  # by worker id: counters may have changed in this exchange
+        self._touched: dict[int, WorkerBlocks] = {}  # by worker id: counters may have changed in this exchange
         self._stepless: set[int] = set()  # workers of which an ExtendOp was refused in this exchange
-        self._claims: dict[int, list[pb.RestoredSequence]] = {}  # of incomplete RestoreOps, by worker id
+        self._incomplete_restores: dict[int, list[pb.RestoredSequence]] = {}  # of incomplete RestoreOps, by worker id
         self._asked: dict[int, bool] = {}  # by RematchOps of this exchange; whether the answer is due in any case
 
-    def touch(self, workers: Iterable[Worker]) -> None:
+    def touch(self, workers: Iterable[WorkerBlocks]) -> None:
         """Their counters may have changed between exchanges: the scheduler is to hear of it."""
         for worker in workers:
             self._touched[worker.worker_id] = worker
             worker.shown = worker.counters()
 
-    def _count_evictions(self, worker: Worker) -> None:
+    def _count_evictions(self, worker: WorkerBlocks) -> None:
         evicted = worker.device.evicted_blocks_total, worker.host.evicted_blocks_total
         self.counters.evicted_blocks += evicted[0] - worker.counted_evictions[0]
         self.counters.evicted_host_blocks += evicted[1] - worker.counted_evictions[1]
@@ -99,8 +99,8 @@ class Operations:
             raise OpError(Code.INVALID_ARGUMENT, "block_size: must be at least 1 token")
         if self.tree is None:
             self.tree = PrefixTree(op.block_size)
-            for waiter in self.waiting.values():
-                self.tree.subscribe(waiter)
+            for subscription in self.waiting.values():
+                self.tree.subscribe(subscription)
         elif self.tree.block_size != op.block_size:
             raise OpError(
                 Code.FAILED_PRECONDITION,
@@ -108,7 +108,7 @@ class Operations:
             )
         numbers = {worker.number for worker in self.workers.values()}
         number = next(number for number in itertools.count() if number not in numbers)
-        worker = self.workers[op.worker] = Worker(
+        worker = self.workers[op.worker] = WorkerBlocks(
             op.worker,
             number,
             self.tree,
@@ -140,23 +140,23 @@ class Operations:
             del self.swapped[sequence_id]
             worker.tree.leave(swapped.root)
         del self.workers[op.worker]
-        self._claims.pop(op.worker, None)
+        self._incomplete_restores.pop(op.worker, None)
         self._touched.pop(op.worker, None)
         if not self.workers:
             self.tree = None
-            for waiter in self.waiting.values():
-                self._asked.setdefault(waiter.sequence_id, False)
-                waiter.depth, waiter.watch = 0, None
+            for subscription in self.waiting.values():
+                self._asked.setdefault(subscription.sequence_id, False)
+                subscription.depth, subscription.point = 0, None
 
     def _restore(self, op: pb.RestoreOp, result: pb.CacheOpResult) -> None:
         worker = self._worker(op.worker)
         if not worker.is_untouched:
-            self._claims.pop(op.worker, None)
+            self._incomplete_restores.pop(op.worker, None)
             raise OpError(Code.FAILED_PRECONDITION, f"worker {op.worker} has handed out blocks already")
         result.restore.SetInParent()
-        claimed = [*self._claims.pop(op.worker, ()), *op.sequences]
+        claimed = [*self._incomplete_restores.pop(op.worker, ()), *op.sequences]
         if op.incomplete:
-            self._claims[op.worker] = claimed
+            self._incomplete_restores[op.worker] = claimed
             return
         sequences, swapped, refused = restore(worker, claimed, self._is_known)
         self.admitted.update((sequence.sequence_id, sequence) for sequence in sequences)
@@ -186,7 +186,7 @@ class Operations:
     def _is_known(self, sequence_id: int) -> bool:
         return sequence_id in self.waiting or sequence_id in self.admitted or sequence_id in self.swapped
 
-    def _worker(self, worker_id: int) -> Worker:
+    def _worker(self, worker_id: int) -> WorkerBlocks:
         worker = self.workers.get(worker_id)
         if worker is None:
             raise OpError(Code.NOT_FOUND, f"worker {worker_id} is not known")
@@ -201,16 +201,16 @@ class Operations:
         check_token_bytes(token_ids)
         if not token_ids:
             raise OpError(Code.INVALID_ARGUMENT, "token_ids: a sequence has at least one token")
-        terms, names = NO_TERMS, op.namespace
+        metadata, names = NO_METADATA, op.namespace
         if op.priority or op.retention:
-            terms = read_terms(op.priority, op.retention, op.tenant)
+            metadata = read_metadata(op.priority, op.retention, op.tenant)
         namespace = Namespace(names.model, names.lora, names.cache_salt)
-        waiter = self.waiting[op.sequence] = Waiter(op.sequence, token_ids, namespace, terms)
+        subscription = self.waiting[op.sequence] = PrefixSubscription(op.sequence, token_ids, namespace, metadata)
         result.match.SetInParent()
         if self.tree is not None:
-            self.tree.subscribe(waiter)
-            self.tree.refresh(waiter)
-            add_matches(result.match.matches, self._matches(waiter))
+            self.tree.subscribe(subscription)
+            self.tree.refresh(subscription)
+            add_matches(result.match.matches, self._matches(subscription))
 
     def _rematch(self, op: pb.RematchOp, _: pb.CacheOpResult) -> None:
         sequence_ids = op.sequences[:]
@@ -220,14 +220,16 @@ class Operations:
         for sequence_id in sequence_ids:
             self._asked[sequence_id] = op.always or self._asked.get(sequence_id, False)
 
-    def _matches(self, waiter: Waiter) -> list[Match]:
+    def _matches(self, subscription: PrefixSubscription) -> list[MatchedTokens]:
         """For the report that is about to be made; `reported` keeps them."""
-        waiter.reported = matches_of(waiter, self.tree, self.workers.values()) if self.tree is not None else []
-        return waiter.reported
+        subscription.reported = (
+            matches_of(subscription, self.tree, self.workers.values()) if self.tree is not None else []
+        )
+        return subscription.reported
 
     def _admit(self, op: pb.AdmitOp, result: pb.CacheOpResult) -> None:
-        waiter = self.waiting.get(op.sequence)
-        if waiter is None:
+        subscription = self.waiting.get(op.sequence)
+        if subscription is None:
             raise self._is_not(op.sequence, "waiting, but admitted already")
         worker, num_planned = self._worker(op.worker), op.num_planned_tokens
         self._expect_step(worker.worker_id)
@@ -239,20 +241,22 @@ class Operations:
         host_blocks = array("i")
         if op.fork_of:
             (parent,) = self._all_admitted([op.fork_of])
-            sequence, copy_from = worker.fork(waiter, parent)
+            sequence, copy_from = worker.fork(subscription, parent)
             num_cached_tokens = sequence.num_computed_tokens
             self.counters.forked_sequences += 1
         else:
-            if waiter.watch is None:
-                worker.tree.refresh(waiter)
-            node, depth = (waiter.root, 0) if op.no_reuse else waiter.place()
+            if subscription.point is None:
+                worker.tree.refresh(subscription)
+            node, depth = (subscription.root, 0) if op.no_reuse else subscription.place()
             new_tokens, copies = op.num_new_tokens, not op.no_reuse
-            sequence, copy_from, host_blocks, num_cached_tokens = worker.admit(waiter, node, depth, new_tokens, copies)
+            sequence, copy_from, host_blocks, num_cached_tokens = worker.admit(
+                subscription, node, depth, new_tokens, copies
+            )
             sequence.alone = op.no_reuse
             if num_cached_tokens % worker.tree.block_size:
                 self.counters.copied_blocks += 1
                 self.counters.copied_host_blocks += not copy_from
-        worker.tree.unsubscribe(waiter)
+        worker.tree.unsubscribe(subscription)
         del self.waiting[op.sequence]
         self.admitted[op.sequence] = sequence
         self._touched[op.worker] = worker
@@ -364,11 +368,11 @@ class Operations:
 
     def _let_go(self, sequence_ids: list[int], discard: bool = False) -> None:
         for sequence_id in sequence_ids:
-            waiter = self.waiting.pop(sequence_id, None)
-            if waiter is not None:
+            subscription = self.waiting.pop(sequence_id, None)
+            if subscription is not None:
                 if self.tree is not None:
-                    self.tree.unsubscribe(waiter)
-                    self.tree.leave(waiter.root)
+                    self.tree.unsubscribe(subscription)
+                    self.tree.leave(subscription.root)
             elif (swapped := self.swapped.pop(sequence_id, None)) is not None:
                 worker = self._touched[swapped.worker_id] = self.workers[swapped.worker_id]
                 worker.forget_swapped(swapped)

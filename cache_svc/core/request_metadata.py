@@ -11,7 +11,7 @@ from cache_svc.core.retention import Range, read_ranges
 from paceline.v1.common_pb2 import RetentionRange
 
 
-class Terms(NamedTuple):
+class RequestMetadata(NamedTuple):
     """What a request asked for, of how its blocks are kept."""
 
     priority: float = 0.0
@@ -19,11 +19,11 @@ class Terms(NamedTuple):
     tenant: str = ""  # what is retained counts against its share
 
 
-NO_TERMS = Terms()
+NO_METADATA = RequestMetadata()
 
 
-def read_terms(priority: float, retention: Iterable[RetentionRange], tenant: str) -> Terms:
+def read_metadata(priority: float, retention: Iterable[RetentionRange], tenant: str) -> RequestMetadata:
     """Raises OpError(INVALID_ARGUMENT)."""
     if not math.isfinite(priority):  # what compares with nothing has no place in the order of eviction
         raise OpError(Code.INVALID_ARGUMENT, f"priority: {priority} is not a finite number")
-    return Terms(priority, read_ranges(retention), tenant)
+    return RequestMetadata(priority, read_ranges(retention), tenant)

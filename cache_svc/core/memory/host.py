@@ -20,14 +20,14 @@ from array import array
 
 from cache_svc.core.memory.memory import Memory
 from cache_svc.core.memory.shares import TENANT_SHARE, TOTAL_SHARE
-from cache_svc.core.tree.nodes import Holding, PrefixNode, Tail
+from cache_svc.core.tree.nodes import BlockResidency, PartialBlock, PrefixNode
 from cache_svc.core.tree.tree import PrefixTree
 
 
 class HostMemory(Memory):
     """`above` is the index of the worker's device."""
 
-    __slots__ = ("above", "moved_tails", "moves", "orphans")
+    __slots__ = ("above", "moved_partial_blocks", "moves", "orphans")
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class HostMemory(Memory):
         super().__init__(index, tree, num_blocks, True, eviction, retained)
         self.above = above
         self.moves: dict[int, int] = {}  # of this exchange: device blocks, by the host block that they are copied to
-        self.moved_tails = 0  # of these
+        self.moved_partial_blocks = 0  # of these
         self.orphans: dict[PrefixNode, int] = {}  # of nodes that are not held here: how many of their children are
 
     def take(self, count: int) -> array[int]:
@@ -53,63 +53,65 @@ class HostMemory(Memory):
 
     # ------------------------------------------------------------------------------------------ down from the device
 
-    def take_in(self, evicted: list[Holding]) -> None:
+    def take_in(self, evicted: list[BlockResidency]) -> None:
         """What the device has evicted just now, children before their parents: keep it, or drop it. Parents are seen
         to first, for what is below them is worth nothing without them. None of it is evicted for another."""
         index = self.index
-        known = {holding for gone in evicted if (holding := gone.node.holdings.get(index)) is not None}
-        for holding in known:
-            self.use(holding)
+        known = {residency for gone in evicted if (residency := gone.node.residencies.get(index)) is not None}
+        for residency in known:
+            self.use(residency)
         batch = {gone.node for gone in evicted}
-        kept: list[tuple[Holding, Holding]] = []
+        kept: list[tuple[BlockResidency, BlockResidency]] = []
         tenants: set[str] = set()
         for gone in reversed(evicted):
-            holding = gone.node.holdings.get(index) or self._copy(gone, batch)
-            if holding is not None:
-                kept.append((holding, gone))
-        for holding, gone in reversed(kept):
-            if holding.node.holdings.get(index) is not holding:
+            residency = gone.node.residencies.get(index) or self._copy(gone, batch)
+            if residency is not None:
+                kept.append((residency, gone))
+        for residency, gone in reversed(kept):
+            if residency.node.residencies.get(index) is not residency:
                 continue  # dropped with a parent
-            holding.num_reuses = max(holding.num_reuses, gone.num_reuses)
-            holding.priority = max(holding.priority, gone.priority)
+            residency.num_reuses = max(residency.num_reuses, gone.num_reuses)
+            residency.priority = max(residency.priority, gone.priority)
             tenant = gone.owner.name if gone.owner is not None else ""
             self.shares.next_turn()
-            self.set_retention(holding, gone.retention, gone.duration_ms, tenant)
-            holding.expires_ms = gone.expires_ms
+            self.set_retention(residency, gone.retention, gone.duration_ms, tenant)
+            residency.expires_ms = gone.expires_ms
             tenants.add(tenant)
-            holding.users -= 1
-            self.cached_blocks += len(holding.blocks)
-            self._join(holding, batch)
-            self.queue.add(holding, renew=False)
-            parent = holding.node.parent
-            if holding in known and parent is not None and self.above in parent.holdings:
+            residency.users -= 1
+            self.cached_blocks += len(residency.blocks)
+            self._join(residency, batch)
+            self.queue.add(residency, renew=False)
+            parent = residency.node.parent
+            if residency in known and parent is not None and self.above in parent.residencies:
                 self._refresh(parent)
         for tenant in sorted(tenants):
             self.enforce_shares(tenant)
 
-    def _join(self, holding: Holding, batch: set[PrefixNode]) -> None:
+    def _join(self, residency: BlockResidency, batch: set[PrefixNode]) -> None:
         """What the device evicts block by block, from the end of a run, becomes a run again, if nothing tells the parts
         from each other and they are to be evicted one after the other anyhow."""
-        node = holding.node
-        if len(node.children) != 1 or len(node.holdings) != 1 or node.num_tails:
+        node = residency.node
+        if len(node.children) != 1 or len(node.residencies) != 1 or node.num_partial_blocks:
             return
         (child,) = node.children.values()
-        below = child.holdings.get(self.index)
-        if below is None or len(child.holdings) != 1 or child in batch:
+        below = child.residencies.get(self.index)
+        if below is None or len(child.residencies) != 1 or child in batch:
             return
-        known = [(one.num_reuses, one.priority, one.retention, one.duration_ms, one.owner) for one in (holding, below)]
+        known = [
+            (one.num_reuses, one.priority, one.retention, one.duration_ms, one.owner) for one in (residency, below)
+        ]
         is_short = child.end - node.start <= self.tree.max_node_blocks
-        if is_short and known[0] == known[1] and not holding.duration_ms and self.queue.is_last(below, of=holding):
+        if is_short and known[0] == known[1] and not residency.duration_ms and self.queue.is_last(below, of=residency):
             self.queue.forget(below)
             self.tree.absorb(node, child)
 
-    def _copy(self, gone: Holding, batch: set[PrefixNode]) -> Holding | None:
+    def _copy(self, gone: BlockResidency, batch: set[PrefixNode]) -> BlockResidency | None:
         """Hold the node of something that the device has lost, or as much of its beginning as there is room for."""
         node, size = gone.node, len(gone.blocks)
         parent = node.parent
         assert parent is not None
-        wanted = parent.parent is None or self.above in parent.holdings or self.index in parent.holdings
-        if isinstance(node, Tail) and wanted:
+        wanted = parent.parent is None or self.above in parent.residencies or self.index in parent.residencies
+        if isinstance(node, PartialBlock) and wanted:
             wanted = self.tree.covering(parent, node.key, self.index) == (None, True)
         count = min(size, max(0, self.available_blocks)) if wanted else 0
         blocks = self._take_below(parent, count)
@@ -117,27 +119,27 @@ class HostMemory(Memory):
         if 0 < count < size:
             node = self.tree.split(node, node.start + count)
         if count:
-            if isinstance(node, Tail):
+            if isinstance(node, PartialBlock):
                 self.drop_covered(node.key, parent)
-                self.moved_tails += 1
-            holding = self.hold(node, blocks, gone.priority)
-            holding.num_children = self.orphans.pop(node, 0)
-            if parent.parent is not None and self.index not in parent.holdings:
+                self.moved_partial_blocks += 1
+            residency = self.hold(node, blocks, gone.priority)
+            residency.num_children = self.orphans.pop(node, 0)
+            if parent.parent is not None and self.index not in parent.residencies:
                 self.orphans[parent] = self.orphans.get(parent, 0) + 1
             self.moves.update(zip(blocks, gone.blocks[:count], strict=True))
         if count < size:
             self._drop_below(gone.node, batch)
-        return holding if count else None
+        return residency if count else None
 
     def _take_below(self, parent: PrefixNode, count: int) -> array[int]:
         """So many blocks, or as many as can be had without evicting the parent, nor what has children in the batch."""
-        above = parent.holdings.get(self.index)
+        above = parent.residencies.get(self.index)
         if above is None:
             return self.take(count)
         above.num_children += 1
         blocks = self.take(count)
         above.num_children -= 1
-        if not (above.num_children or above.users) and above.queue is None:
+        if not (above.num_children or above.users) and above.bucket is None:
             self.queue.add(above, first=True)
         return blocks
 
@@ -145,15 +147,15 @@ class HostMemory(Memory):
         """Nothing leads to what is held below the node any more. Nodes of the batch stay in the tree for the moment."""
         below = [node]
         for above in below:
-            below += [child for child in above.children.values() if self.index in child.holdings]
+            below += [child for child in above.children.values() if self.index in child.residencies]
         dropped = array("i")
         for node in reversed(below[1:]):
-            holding = node.holdings[self.index]
-            dropped += holding.blocks
-            if not holding.users:
-                self.cached_blocks -= len(holding.blocks)
-            self._let_go(holding)
-            if not node.holdings and node not in batch:
+            residency = node.residencies[self.index]
+            dropped += residency.blocks
+            if not residency.users:
+                self.cached_blocks -= len(residency.blocks)
+            self._let_go(residency)
+            if not node.residencies and node not in batch:
                 self.tree.remove(node)
         self.evicted_blocks_total += len(dropped)
         if dropped:
@@ -161,9 +163,9 @@ class HostMemory(Memory):
             self._withhold(dropped)
             self.pool.give_back(dropped)
 
-    def _let_go(self, holding: Holding) -> None:
-        super()._let_go(holding)
-        parent = holding.node.parent
+    def _let_go(self, residency: BlockResidency) -> None:
+        super()._let_go(residency)
+        parent = residency.node.parent
         assert parent is not None
         count = self.orphans.get(parent)
         if count is not None and count > 1:
@@ -174,17 +176,17 @@ class HostMemory(Memory):
     def _refresh(self, node: PrefixNode) -> None:
         """What is held of the way to the node stands behind what was used before now, children before their parents."""
         while node.parent is not None:
-            holding = node.holdings.get(self.index)
-            if holding is not None:
-                self.queue.remove(holding)
-                self.queue.add(holding, renew=False)
+            residency = node.residencies.get(self.index)
+            if residency is not None:
+                self.queue.remove(residency)
+                self.queue.add(residency, renew=False)
             node = node.parent
 
     # -------------------------------------------------------------------------------------------- up to the device
 
     def behind(self, node: PrefixNode, depth: int, device_end: PrefixNode) -> tuple[PrefixNode, int]:
         """Of the way to a place in the tree, where what is held of it ends. The device has it up to `device_end`."""
-        while node is not device_end and self.index not in node.holdings:
+        while node is not device_end and self.index not in node.residencies:
             assert node.parent is not None
             node = node.parent
             depth = node.end
@@ -196,17 +198,17 @@ class HostMemory(Memory):
         path = []
         start = device_end.end
         while node.parent is not None:
-            holding = node.holdings.get(self.index)
-            if holding is not None:
-                self.queue.use(holding)
-                holding.num_reuses += 1
-                holding.priority = max(holding.priority, priority)
-                self.queue.add(holding)
+            residency = node.residencies.get(self.index)
+            if residency is not None:
+                self.queue.use(residency)
+                residency.num_reuses += 1
+                residency.priority = max(residency.priority, priority)
+                self.queue.add(residency)
                 if node.end > start:
-                    path.append(holding)
+                    path.append(residency)
             node = node.parent
         blocks = array("i")
-        for holding in reversed(path):
-            blocks += holding.blocks
+        for residency in reversed(path):
+            blocks += residency.blocks
         self.sources.update(blocks)
         return blocks

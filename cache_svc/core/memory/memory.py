@@ -32,7 +32,7 @@ from cache_svc.core.memory.shares import TENANT_SHARE, TOTAL_SHARE, RetentionSha
 from cache_svc.core.packing import TOKEN_BYTES
 from cache_svc.core.retention import DEFAULT_RETENTION, Range
 from cache_svc.core.tree.events import Recorder
-from cache_svc.core.tree.nodes import Holding, PrefixNode, Tail, subtree
+from cache_svc.core.tree.nodes import BlockResidency, PartialBlock, PrefixNode, subtree
 from cache_svc.core.tree.tree import PrefixTree
 
 # The priority of a use that is nobody's request's: it changes that of no block.
@@ -42,7 +42,7 @@ NO_REQUEST = -math.inf
 class LowerTier(Protocol):
     """A memory that takes in what another one evicts."""
 
-    def take_in(self, evicted: list[Holding]) -> None: ...
+    def take_in(self, evicted: list[BlockResidency]) -> None: ...
 
 
 class Memory:
@@ -113,22 +113,22 @@ class Memory:
         if len(blocks) == count:
             return blocks
         evicted = []
-        while (missing := count - len(blocks)) > 0 and (holding := self.queue.pop()) is not None:
-            if len(holding.blocks) > missing:
-                self.tree.split(holding.node, holding.node.end - missing)  # it goes from its end
-            gone = holding.blocks[::-1]
+        while (missing := count - len(blocks)) > 0 and (residency := self.queue.pop()) is not None:
+            if len(residency.blocks) > missing:
+                self.tree.split(residency.node, residency.node.end - missing)  # it goes from its end
+            gone = residency.blocks[::-1]
             self.evicted_blocks_total += len(gone)
             self.cached_blocks -= len(gone)
-            self._let_go(holding)  # the node stays in the tree for the moment
+            self._let_go(residency)  # the node stays in the tree for the moment
             if self.sources:
                 self._withhold(gone)
             blocks += gone
-            evicted.append(holding)
+            evicted.append(residency)
         if self.lower is not None:
             self.lower.take_in(evicted)
-        for holding in evicted:
-            if not holding.node.holdings:
-                self.tree.remove(holding.node)
+        for residency in evicted:
+            if not residency.node.residencies:
+                self.tree.remove(residency.node)
         return blocks
 
     def _withhold(self, blocks: array[int]) -> None:
@@ -148,58 +148,62 @@ class Memory:
             self.withheld = array("i")
         self.sources.clear()
 
-    def hold(self, node: PrefixNode, blocks: array[int], priority: float = 0.0) -> Holding:
+    def hold(self, node: PrefixNode, blocks: array[int], priority: float = 0.0) -> BlockResidency:
         """From now on this memory holds the node, for one user."""
         self._num_stored += 1
-        holding = node.holdings[self.index] = Holding(node, blocks, self._num_stored)
-        holding.priority = priority
+        residency = node.residencies[self.index] = BlockResidency(node, blocks, self._num_stored)
+        residency.priority = priority
         if self.shares.orphans:
-            self.shares.adopt(holding)
+            self.shares.adopt(residency)
         parent = node.parent
-        if parent is not None and (above := parent.holdings.get(self.index)) is not None:
+        if parent is not None and (above := parent.residencies.get(self.index)) is not None:
             above.num_children += 1
-        if parent is not None and parent.num_tails and not isinstance(node, Tail):
+        if parent is not None and parent.num_partial_blocks and not isinstance(node, PartialBlock):
             self.drop_covered(node.key, parent)
         if self.events is not None:
-            self.events.stored(holding)
-        return holding
+            self.events.stored(residency)
+        return residency
 
     def drop_covered(self, key: bytes, parent: PrefixNode) -> None:
         """A child of the parent that is held from now on begins with these tokens: a tail that has no others goes."""
         index, children = self.index, parent.children
         ends = range(TOKEN_BYTES, min(len(key), self.tree.block_bytes), TOKEN_BYTES)
         if len(children) < len(ends):
-            tails = [tail for tail in children.values() if isinstance(tail, Tail) and key.startswith(tail.key)]
+            partials = [
+                partial
+                for partial in children.values()
+                if isinstance(partial, PartialBlock) and key.startswith(partial.key)
+            ]
         else:
-            tails = [tail for end in ends if isinstance(tail := children.get(key[:end]), Tail)]
-        for tail in tails:
-            if (holding := tail.holdings.get(index)) is not None:
+            partials = [partial for end in ends if isinstance(partial := children.get(key[:end]), PartialBlock)]
+        for partial in partials:
+            if (residency := partial.residencies.get(index)) is not None:
                 self.cached_blocks -= 1
-                dropped = holding.blocks
-                self._forget(holding)
+                dropped = residency.blocks
+                self._forget(residency)
                 self._withhold(dropped)
                 self.pool.give_back(dropped)
 
-    def use(self, holding: Holding, priority: float = NO_REQUEST) -> None:
+    def use(self, residency: BlockResidency, priority: float = NO_REQUEST) -> None:
         """One user more, of a request of that priority."""
-        if not holding.users:
-            self.cached_blocks -= len(holding.blocks)
-            self.queue.use(holding)
-        holding.users += 1
-        holding.priority = max(holding.priority, priority)
+        if not residency.users:
+            self.cached_blocks -= len(residency.blocks)
+            self.queue.use(residency)
+        residency.users += 1
+        residency.priority = max(residency.priority, priority)
 
     def use_path(self, node: PrefixNode, priority: float = NO_REQUEST) -> array[int]:
         """One user more of the node and all above it; returns the blocks from the root to its end."""
         path = []
         while node.parent is not None:
-            holding = node.holdings[self.index]
-            self.use(holding, priority)
-            holding.num_reuses += 1
-            path.append(holding)
+            residency = node.residencies[self.index]
+            self.use(residency, priority)
+            residency.num_reuses += 1
+            path.append(residency)
             node = node.parent
         blocks = array("i")
-        for holding in reversed(path):
-            blocks += holding.blocks
+        for residency in reversed(path):
+            blocks += residency.blocks
         return blocks
 
     def retain(self, node: PrefixNode, ranges: tuple[Range, ...], tenant: str) -> None:
@@ -215,90 +219,90 @@ class Memory:
             if first:
                 self.tree.cut(below, first)
             while below.parent is not None and below.end > first:
-                self.set_retention(below.holdings[self.index], one.priority, one.duration_ms, tenant)
+                self.set_retention(below.residencies[self.index], one.priority, one.duration_ms, tenant)
                 below = below.parent
         self.enforce_shares(tenant)
 
     def set_retention(
-        self, holding: Holding, priority: int, duration_ms: int, tenant: str, turn: int | None = None
+        self, residency: BlockResidency, priority: int, duration_ms: int, tenant: str, turn: int | None = None
     ) -> None:
         """As a request of the tenant says, now or in that turn. Another tenant's retention is not lowered. `shares` is
         not enforced."""
-        owner = holding.owner
-        if owner is not None and owner.is_retained(holding):
-            if owner.name != tenant and priority <= holding.retention:
+        owner = residency.owner
+        if owner is not None and owner.is_retained(residency):
+            if owner.name != tenant and priority <= residency.retention:
                 return
-            owner.release(holding)
-        holding.retention, holding.duration_ms = priority, duration_ms
+            owner.release(residency)
+        residency.retention, residency.duration_ms = priority, duration_ms
         if priority > DEFAULT_RETENTION:
-            self.shares.retain(holding, tenant, turn)
+            self.shares.retain(residency, tenant, turn)
 
     def enforce_shares(self, tenant: str) -> None:
         """What the tenant has retained beyond its share falls back, block by block."""
         share = self.shares.tenants.get(tenant)
         while share is not None and (excess := self.shares.excess(share)) and share.retained:
-            holding = share.retained.peekitem(0)[1]
-            keeps_children = holding.claims is not None and holding.claims[share] > 1
-            if not keeps_children and len(holding.blocks) > excess:
-                self.tree.split(holding.node, holding.node.end - excess)  # its front part stays retained
-            self.queue.fall_back(holding)
+            residency = share.retained.peekitem(0)[1]
+            keeps_children = residency.claims is not None and residency.claims[share] > 1
+            if not keeps_children and len(residency.blocks) > excess:
+                self.tree.split(residency.node, residency.node.end - excess)  # its front part stays retained
+            self.queue.fall_back(residency)
 
     def leave_path(self, node: PrefixNode) -> None:
         """One user less of the node and all above it, from the tail to the head."""
         while node.parent is not None:
-            holding, node = node.holdings[self.index], node.parent
-            holding.users -= 1
-            if holding.users:
+            residency, node = node.residencies[self.index], node.parent
+            residency.users -= 1
+            if residency.users:
                 continue
-            if self.keeps and not holding.unwritten:
-                self.cached_blocks += len(holding.blocks)
-                self.queue.add(holding)
+            if self.keeps and not residency.unwritten:
+                self.cached_blocks += len(residency.blocks)
+                self.queue.add(residency)
             else:
-                self.pool.give_back(holding.blocks[::-1])
-                self._forget(holding)
+                self.pool.give_back(residency.blocks[::-1])
+                self._forget(residency)
 
-    def _forget(self, holding: Holding) -> None:
-        self._let_go(holding)
-        if not holding.node.holdings:
-            self.tree.remove(holding.node)
+    def _forget(self, residency: BlockResidency) -> None:
+        self._let_go(residency)
+        if not residency.node.residencies:
+            self.tree.remove(residency.node)
 
-    def _let_go(self, holding: Holding) -> None:
-        node, index = holding.node, self.index
+    def _let_go(self, residency: BlockResidency) -> None:
+        node, index = residency.node, self.index
         parent = node.parent
         assert parent is not None
-        assert not holding.num_children, "children are forgotten before their parents"
+        assert not residency.num_children, "children are forgotten before their parents"
         if self.events is not None:
-            self.events.removed(holding)
-        self.queue.forget(holding)
-        if holding.owner is not None:
-            holding.owner.release(holding)
-        del node.holdings[index]
-        if (above := parent.holdings.get(index)) is not None:
+            self.events.removed(residency)
+        self.queue.forget(residency)
+        if residency.owner is not None:
+            residency.owner.release(residency)
+        del node.residencies[index]
+        if (above := parent.residencies.get(index)) is not None:
             above.num_children -= 1
-            if not (above.num_children or above.users) and above.queue is None:
+            if not (above.num_children or above.users) and above.bucket is None:
                 self.queue.add(above, first=True)
 
     def held(self, node: PrefixNode, depth: int) -> tuple[PrefixNode, int, int]:
         """Of the way to a place in the tree: the last node of which this memory holds something, how many blocks of the
         way it holds, and how many of these are in use."""
         index = self.index
-        while node.parent is not None and index not in node.holdings:
+        while node.parent is not None and index not in node.residencies:
             node = node.parent
             depth = node.end
-        last, live = node, depth
-        while node.parent is not None and not node.holdings[index].users:
+        last, referenced = node, depth
+        while node.parent is not None and not node.residencies[index].users:
             node = node.parent
-            live = node.end
-        return last, depth, live
+            referenced = node.end
+        return last, depth, referenced
 
     def forget_unused(self, *tops: PrefixNode) -> int:
         """Nobody wants what is cached in these nodes and below, and has no user; returns how many blocks that was."""
         dropped = array("i")
         for node in reversed([*tops, *subtree(*tops)]):
-            holding = node.holdings.get(self.index)
-            if holding is not None and not holding.users:
-                dropped += holding.blocks
-                self._forget(holding)
+            residency = node.residencies.get(self.index)
+            if residency is not None and not residency.users:
+                dropped += residency.blocks
+                self._forget(residency)
         num_blocks = len(dropped)
         self.cached_blocks -= num_blocks
         if dropped:
@@ -310,5 +314,5 @@ class Memory:
     def leave_tree(self) -> None:
         """The memory is gone, and all that it holds."""
         for node in reversed(list(subtree(*self.tree.roots.values()))):
-            if node.holdings.pop(self.index, None) is not None and not node.holdings:
+            if node.residencies.pop(self.index, None) is not None and not node.residencies:
                 self.tree.remove(node)

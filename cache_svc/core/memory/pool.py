@@ -45,7 +45,7 @@ class BlockPool:
         """These are free; the last one is the next to go out."""
         self._given_back += blocks
 
-    def claim(self, blocks: set[int]) -> None:
+    def take_listed(self, blocks: set[int]) -> None:
         """Take just these, out of a pool that nobody has touched."""
         assert self.first_untouched == 1, "blocks were handed out before"
         self.first_untouched = max(blocks, default=0) + 1

@@ -18,7 +18,7 @@ from collections import Counter
 
 from sortedcontainers import SortedDict
 
-from cache_svc.core.tree.nodes import Holding, PrefixNode, RetentionKey
+from cache_svc.core.tree.nodes import BlockResidency, PrefixNode, RetentionKey
 
 TENANT_SHARE = 0.25
 TOTAL_SHARE = 0.5
@@ -33,71 +33,71 @@ class TenantShare:
         self.name = name
         self.shares = shares
         self.num_blocks = 0  # that it pays for
-        self.retained: SortedDict[RetentionKey, Holding] = SortedDict()  # the first falls back first
+        self.retained: SortedDict[RetentionKey, BlockResidency] = SortedDict()  # the first falls back first
 
-    def add(self, holding: Holding, turn: int) -> None:
+    def add(self, residency: BlockResidency, turn: int) -> None:
         """The holding is retained for the tenant from now on."""
-        holding.owner, holding.owner_key = self, (holding.retention, turn, -holding.node.end, holding.serial)
-        self.retained[holding.owner_key] = holding
-        self.claim(holding)
+        residency.owner, residency.owner_key = self, (residency.retention, turn, -residency.node.end, residency.serial)
+        self.retained[residency.owner_key] = residency
+        self.claim(residency)
 
-    def add_front(self, front: Holding, back: Holding) -> None:
+    def add_front(self, front: BlockResidency, back: BlockResidency) -> None:
         """A retained holding was split; the claims of the front part are there."""
         retention, turn, _, serial = back.owner_key
         front.owner, front.owner_key = self, (retention, turn, -front.node.end, serial)
         self.retained[front.owner_key] = front
 
-    def absorb(self, holding: Holding, below: Holding) -> None:
+    def absorb(self, residency: BlockResidency, below: BlockResidency) -> None:
         """Undo that: `below` becomes a part of the holding."""
-        del self.retained[holding.owner_key]
-        holding.owner_key = below.owner_key
-        self.retained[holding.owner_key] = holding
+        del self.retained[residency.owner_key]
+        residency.owner_key = below.owner_key
+        self.retained[residency.owner_key] = residency
 
-    def release(self, holding: Holding) -> None:
+    def release(self, residency: BlockResidency) -> None:
         """The holding is retained no more. `owner` still names this tenant."""
-        if self.retained.get(holding.owner_key) is not holding:
+        if self.retained.get(residency.owner_key) is not residency:
             return
-        del self.retained[holding.owner_key]
-        self._disclaim(holding)
+        del self.retained[residency.owner_key]
+        self._disclaim(residency)
         if not self.retained:
             self.shares.tenants.pop(self.name, None)
 
-    def claim(self, holding: Holding, count: int = 1) -> None:
+    def claim(self, residency: BlockResidency, count: int = 1) -> None:
         """More claims on the holding; if they are the first, one more on the holding above."""
         shares = self.shares
         while True:
-            if holding.claims is None:
-                holding.claims = {}
-            before = holding.claims.get(self, 0)
-            holding.claims[self] = before + count
+            if residency.claims is None:
+                residency.claims = {}
+            before = residency.claims.get(self, 0)
+            residency.claims[self] = before + count
             if before:
                 return
-            self.num_blocks += len(holding.blocks)
-            shares.num_blocks += len(holding.blocks)
-            parent, count = holding.node.parent, 1
+            self.num_blocks += len(residency.blocks)
+            shares.num_blocks += len(residency.blocks)
+            parent, count = residency.node.parent, 1
             if parent is None or parent.parent is None:
                 return
-            above = parent.holdings.get(shares.index)
+            above = parent.residencies.get(shares.index)
             if above is None:
                 shares.orphans.setdefault(parent, Counter())[self] += 1
                 return
-            holding = above
+            residency = above
 
-    def _disclaim(self, holding: Holding) -> None:
+    def _disclaim(self, residency: BlockResidency) -> None:
         """One claim less on the holding; if it was the last, one less on the holding above."""
         shares = self.shares
         while True:
-            assert holding.claims is not None
-            holding.claims[self] -= 1
-            if holding.claims[self]:
+            assert residency.claims is not None
+            residency.claims[self] -= 1
+            if residency.claims[self]:
                 return
-            del holding.claims[self]
-            self.num_blocks -= len(holding.blocks)
-            shares.num_blocks -= len(holding.blocks)
-            parent = holding.node.parent
+            del residency.claims[self]
+            self.num_blocks -= len(residency.blocks)
+            shares.num_blocks -= len(residency.blocks)
+            parent = residency.node.parent
             if parent is None or parent.parent is None:
                 return
-            above = parent.holdings.get(shares.index)
+            above = parent.residencies.get(shares.index)
             if above is None:
                 orphans = shares.orphans[parent]
                 orphans[self] -= 1
@@ -106,10 +106,10 @@ class TenantShare:
                 if not orphans:
                     del shares.orphans[parent]
                 return
-            holding = above
+            residency = above
 
-    def is_retained(self, holding: Holding) -> bool:
-        return self.retained.get(holding.owner_key) is holding
+    def is_retained(self, residency: BlockResidency) -> bool:
+        return self.retained.get(residency.owner_key) is residency
 
 
 class RetentionShares:
@@ -126,21 +126,21 @@ class RetentionShares:
         self.orphans: dict[PrefixNode, Counter[TenantShare]] = {}  # claims of children of nodes that are not held here
         self._turn = 0
 
-    def adopt(self, holding: Holding) -> None:
+    def adopt(self, residency: BlockResidency) -> None:
         """The node of what is held from now on may have children with claims."""
-        for share, count in self.orphans.pop(holding.node, {}).items():
-            share.claim(holding, count)
+        for share, count in self.orphans.pop(residency.node, {}).items():
+            share.claim(residency, count)
 
     def next_turn(self) -> None:
         """What is retained from now on was asked for later than what was before."""
         self._turn += 1
 
-    def retain(self, holding: Holding, tenant: str, turn: int | None = None) -> None:
+    def retain(self, residency: BlockResidency, tenant: str, turn: int | None = None) -> None:
         """The holding has a retention above the default one, asked for now or in that turn."""
         share = self.tenants.get(tenant)
         if share is None:
             share = self.tenants[tenant] = TenantShare(tenant, self)
-        share.add(holding, self._turn if turn is None else turn)
+        share.add(residency, self._turn if turn is None else turn)
 
     def excess(self, share: TenantShare) -> int:
         """Blocks by which the tenant is beyond what it may have."""

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cache_svc.core.sequences.worker_blocks import Worker
-from cache_svc.core.tree.nodes import PrefixNode, Waiter
+from cache_svc.core.sequences.worker_blocks import WorkerBlocks
+from cache_svc.core.tree.nodes import PrefixNode, PrefixSubscription
 from cache_svc.core.tree.tree import PrefixTree
 
 # Worker id; tokens on the device; of these, those in blocks that live sequences use; tokens on the host behind those.
-Match = tuple[int, int, int, int]
+MatchedTokens = tuple[int, int, int, int]
 
 
-def matches_of(waiter: Waiter, tree: PrefixTree, workers: Iterable[Worker]) -> list[Match]:
+def matches_of(
+    subscription: PrefixSubscription, tree: PrefixTree, workers: Iterable[WorkerBlocks]
+) -> list[MatchedTokens]:
     """One way up from where the walk ended meets every worker's depth: the first time a worker is met says how far it
     goes. The waiter is settled. Workers that have nothing are left out."""
     held: dict[int, tuple[PrefixNode, int]] = {}
-    live: dict[int, int] = {}
-    node, depth = waiter.place()
+    referenced: dict[int, int] = {}
+    node, depth = subscription.place()
     while node.parent is not None:
-        for index, holding in node.holdings.items():
+        for index, residency in node.residencies.items():
             if index not in held:
                 held[index] = node, depth
-            if holding.users and index not in live:
-                live[index] = depth
+            if residency.users and index not in referenced:
+                referenced[index] = depth
         node = node.parent
         depth = node.end
-    nothing = waiter.root, 0
+    nothing = subscription.root, 0
     block_size = tree.block_size
     matches = []
     for worker in workers:
@@ -38,11 +40,11 @@ def matches_of(waiter: Waiter, tree: PrefixTree, workers: Iterable[Worker]) -> l
             host_node, host_depth = behind
             num_host_tokens = (host_depth - depth) * block_size
         if worker.partial_reuse:
-            _, num_copied, on_host = worker.nearest(node, depth, host_node, host_depth, waiter.token_ids)
+            _, num_copied, on_host = worker.nearest(node, depth, host_node, host_depth, subscription.token_ids)
             if on_host:
                 num_host_tokens += num_copied
             else:
                 num_tokens += num_copied
         if num_tokens or num_host_tokens:
-            matches.append((worker.worker_id, num_tokens, live.get(index, 0) * block_size, num_host_tokens))
+            matches.append((worker.worker_id, num_tokens, referenced.get(index, 0) * block_size, num_host_tokens))
     return matches

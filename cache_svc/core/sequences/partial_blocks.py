@@ -14,12 +14,12 @@ import sys
 from cache_svc.core.memory.memory import Memory
 from cache_svc.core.packing import TOKEN_BYTES
 from cache_svc.core.sequences.sequence import Sequence
-from cache_svc.core.tree.nodes import Holding, PrefixNode, Tail
+from cache_svc.core.tree.nodes import BlockResidency, PartialBlock, PrefixNode
 
 FEW = 8  # so many children are looked at one by one
 
 
-def keep_tail(device: Memory, sequence: Sequence) -> bool:
+def keep_partial_block(device: Memory, sequence: Sequence) -> bool:
     """Whether the block behind the sequence's whole ones, in which computed tokens end, is the cache's from now on. The
     sequence is about to leave, and still uses its path."""
     tree, node = device.tree, sequence.node
@@ -32,16 +32,18 @@ def keep_tail(device: Memory, sequence: Sequence) -> bool:
         if not is_known:
             return False
         if covering is not None:
-            if isinstance(covering.node, Tail):
-                device.use(covering, sequence.terms.priority)
+            if isinstance(covering.node, PartialBlock):
+                device.use(covering, sequence.metadata.priority)
                 _leave(device, covering, sequence)
             return False
         device.drop_covered(key, node)
-    tail: PrefixNode = node.children.get(key) or tree.grow_tail(node, key)  # it is there if another memory holds it
-    device.hold(tail, sequence.table[node.end : node.end + 1], sequence.terms.priority)
-    if node.watches:
-        tree.can_be_copied(tail)
-    _leave(device, tail.holdings[device.index], sequence)
+    partial: PrefixNode = node.children.get(key) or tree.grow_partial_block(
+        node, key
+    )  # it is there if another memory holds it
+    device.hold(partial, sequence.table[node.end : node.end + 1], sequence.metadata.priority)
+    if node.points:
+        tree.can_be_copied(partial)
+    _leave(device, partial.residencies[device.index], sequence)
     return True
 
 
@@ -51,16 +53,16 @@ def _has_relatives(node: PrefixNode, key: bytes) -> bool:
     return len(children) > FEW or any(key.startswith(other) or other.startswith(key) for other in children)
 
 
-def _leave(device: Memory, holding: Holding, sequence: Sequence) -> None:
+def _leave(device: Memory, residency: BlockResidency, sequence: Sequence) -> None:
     """The sequence uses it no more, and nobody else did."""
-    terms = sequence.terms
-    for one in terms.retention:
-        if one.start <= holding.node.start * device.tree.block_size < (one.end or sys.maxsize):
+    metadata = sequence.metadata
+    for one in metadata.retention:
+        if one.start <= residency.node.start * device.tree.block_size < (one.end or sys.maxsize):
             turn = None  # that of the block before it, so that it falls back first
-            if (before := sequence.node.holdings.get(device.index)) is not None and before.retention == one.priority:
+            if (before := sequence.node.residencies.get(device.index)) is not None and before.retention == one.priority:
                 turn = before.owner_key[1]
-            device.set_retention(holding, one.priority, one.duration_ms, terms.tenant, turn)
-            device.enforce_shares(terms.tenant)
-    holding.users = 0
+            device.set_retention(residency, one.priority, one.duration_ms, metadata.tenant, turn)
+            device.enforce_shares(metadata.tenant)
+    residency.users = 0
     device.cached_blocks += 1
-    device.queue.add(holding)
+    device.queue.add(residency)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from cache_svc.core.errors import Code, OpError
 from cache_svc.core.packing import TOKEN_BYTES, check_token_bytes
-from cache_svc.core.sequences.worker_blocks import Worker
+from cache_svc.core.sequences.worker_blocks import WorkerBlocks
 from cache_svc.core.tree.nodes import Namespace, PrefixNode
 from cache_svc.core.tree.tree import PrefixTree
 
@@ -31,7 +31,7 @@ class Pin:
     name: str
     namespace: Namespace
     expires_ms: int  # by the clock of the one who pins; 0: never
-    places: dict[Worker, PrefixNode] = field(default_factory=dict)
+    places: dict[WorkerBlocks, PrefixNode] = field(default_factory=dict)
 
 
 class Pins:
@@ -44,7 +44,7 @@ class Pins:
     def pin(
         self,
         tree: PrefixTree | None,
-        workers: Sequence[Worker],
+        workers: Sequence[WorkerBlocks],
         name: str,
         token_ids: bytes,
         namespace: Namespace,
@@ -62,7 +62,7 @@ class Pins:
                 f"token_ids: {num_tokens} tokens, and only whole blocks of {tree.block_size} can be pinned",
             )
         namespace = _the_only_model(tree, namespace)
-        found: dict[Worker, tuple[PrefixNode, int]] = {}
+        found: dict[WorkerBlocks, tuple[PrefixNode, int]] = {}
         if (root := tree.roots.get(namespace)) is not None:
             # A match never has the last token; here it may.
             node, depth = tree.walk(token_ids + bytes(TOKEN_BYTES), root, 0)
@@ -92,7 +92,7 @@ class Pins:
         if len(self.by_name) >= MAX_PINS:
             raise OpError(Code.RESOURCE_EXHAUSTED, f"there are {MAX_PINS} pins, which is the limit")
 
-    def _check_share(self, worker: Worker, node: PrefixNode, depth: int) -> None:
+    def _check_share(self, worker: WorkerBlocks, node: PrefixNode, depth: int) -> None:
         pinned = self._pinned_nodes(worker)
         more = 0
         while node.parent is not None and node not in pinned:
@@ -122,13 +122,13 @@ class Pins:
         over = [pin.name for pin in self.by_name.values() if pin.expires_ms and pin.expires_ms <= now_ms]
         return [self.unpin(name) for name in over]
 
-    def forget_worker(self, worker: Worker) -> None:
+    def forget_worker(self, worker: WorkerBlocks) -> None:
         """It is gone, and its blocks are."""
         for pin in list(self.by_name.values()):
             if pin.places.pop(worker, None) is not None and not pin.places:
                 del self.by_name[pin.name]
 
-    def give_up(self, worker: Worker) -> bool:
+    def give_up(self, worker: WorkerBlocks) -> bool:
         """Unpin all that is pinned there, for somebody has no room beside it; whether anything was."""
         places = self.places(worker)
         for node in places:
@@ -136,19 +136,19 @@ class Pins:
         self.forget_worker(worker)
         return bool(places)
 
-    def max_blocks(self, worker: Worker) -> int:
+    def max_blocks(self, worker: WorkerBlocks) -> int:
         """So many may be pinned there."""
         return int(worker.device.num_blocks * self._share)
 
-    def num_blocks(self, worker: Worker) -> int:
+    def num_blocks(self, worker: WorkerBlocks) -> int:
         """So many are pinned there."""
         return _num_blocks(self._pinned_nodes(worker))
 
-    def places(self, worker: Worker) -> list[PrefixNode]:
+    def places(self, worker: WorkerBlocks) -> list[PrefixNode]:
         """The ends of what is pinned there, one for each pin."""
         return [pin.places[worker] for pin in self.by_name.values() if worker in pin.places]
 
-    def _pinned_nodes(self, worker: Worker) -> set[PrefixNode]:
+    def _pinned_nodes(self, worker: WorkerBlocks) -> set[PrefixNode]:
         nodes: set[PrefixNode] = set()
         for node in self.places(worker):
             while node.parent is not None and node not in nodes:

@@ -23,9 +23,9 @@ from itertools import chain
 
 from cache_svc.core.errors import Code, OpError
 from cache_svc.core.packing import TOKEN_BYTES, check_token_bytes, unpack_int32
-from cache_svc.core.request_metadata import read_terms
+from cache_svc.core.request_metadata import read_metadata
 from cache_svc.core.sequences.sequence import Sequence, SwappedSequence
-from cache_svc.core.sequences.worker_blocks import Worker
+from cache_svc.core.sequences.worker_blocks import WorkerBlocks
 from cache_svc.core.tree.nodes import Namespace, PrefixNode, Root
 from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
@@ -33,12 +33,13 @@ from paceline.v1 import cache_pb2 as pb
 Refusals = dict[int, OpError]  # by place among the claims
 
 
-class Claim:
+class RestoreEntry:
     """One sequence as its scheduler knows it. The `num_whole` first blocks of its table are computed and never written
     again; of these, the first `num_stored` are to be stored below `top`."""
 
     __slots__ = (
         "host_blocks",
+        "metadata",
         "namespace",
         "node",
         "num_computed_tokens",
@@ -48,7 +49,6 @@ class Claim:
         "root",
         "sequence_id",
         "table",
-        "terms",
         "token_ids",
         "top",
     )
@@ -56,20 +56,20 @@ class Claim:
     root: Root  # of its namespace, once it is accepted
     node: PrefixNode
 
-    def __init__(self, place: int, claimed: pb.RestoredSequence, worker: Worker) -> None:
+    def __init__(self, place: int, message: pb.RestoredSequence, worker: WorkerBlocks) -> None:
         """Raises OpError if it contradicts itself or the worker's size."""
-        check_token_bytes(claimed.token_ids)
-        names = claimed.namespace
+        check_token_bytes(message.token_ids)
+        names = message.namespace
         self.place = place
-        self.sequence_id = claimed.sequence
-        self.token_ids = claimed.token_ids
-        self.num_computed_tokens = claimed.num_computed_tokens
+        self.sequence_id = message.sequence
+        self.token_ids = message.token_ids
+        self.num_computed_tokens = message.num_computed_tokens
         self.namespace = Namespace(names.model, names.lora, names.cache_salt)
-        self.terms = read_terms(claimed.priority, claimed.retention, claimed.tenant)
-        self.table = _blocks("block_table", claimed.block_table, worker.device.num_blocks)
+        self.metadata = read_metadata(message.priority, message.retention, message.tenant)
+        self.table = _blocks("block_table", message.block_table, worker.device.num_blocks)
         self.host_blocks: array[int] | None = None
-        if claimed.HasField("host_blocks"):
-            self.host_blocks = _blocks("host_blocks", claimed.host_blocks, worker.host.num_blocks)
+        if message.HasField("host_blocks"):
+            self.host_blocks = _blocks("host_blocks", message.host_blocks, worker.host.num_blocks)
         self._check(worker.tree.block_size)
         self.num_whole = self.num_computed_tokens // worker.tree.block_size
         self.num_stored = self.num_whole if worker.prefix_caching else 0
@@ -112,29 +112,29 @@ def _blocks(field: str, packed: bytes, num_blocks: int) -> array[int]:
 
 
 def restore(
-    worker: Worker, claimed: list[pb.RestoredSequence], is_known: Callable[[int], bool]
+    worker: WorkerBlocks, restored: list[pb.RestoredSequence], is_known: Callable[[int], bool]
 ) -> tuple[list[Sequence], list[SwappedSequence], Refusals]:
     """Put sequences back onto a worker that has handed out no block yet: those that run, those that are swapped out,
     and what was refused. `is_known` says which ids are taken."""
     refused: Refusals = {}
     while True:
-        claims = _accepted(worker, claimed, is_known, refused)
-        running = [claim for claim in claims if claim.host_blocks is None]
-        for claim in running:
-            claim.node = _grow_way(worker.tree, claim)
+        entries = _accepted(worker, restored, is_known, refused)
+        running = [entry for entry in entries if entry.host_blocks is None]
+        for entry in running:
+            entry.node = _grow_way(worker.tree, entry)
         chosen, conflicts = _choose(running)
         if not conflicts:
             break
         # They are gone when all is looked at again; and as fewer share now, nothing new stands against the rest.
         refused.update(conflicts)
-        _prune(worker.tree, claims)
-    sequences = [_hold(worker, claim, chosen) for claim in running]
+        _prune(worker.tree, entries)
+    sequences = [_hold(worker, entry, chosen) for entry in running]
     for sequence in sequences:
-        if sequence.terms.retention:
-            worker.device.retain(sequence.node, sequence.terms.retention, sequence.terms.tenant)
-    worker.device.pool.claim(set(chain.from_iterable(claim.table for claim in running)))
-    swapped = [_swap(worker, claim, claim.host_blocks) for claim in claims if claim.host_blocks is not None]
-    worker.host.pool.claim(set(chain.from_iterable(one.host_blocks for one in swapped)))
+        if sequence.metadata.retention:
+            worker.device.retain(sequence.node, sequence.metadata.retention, sequence.metadata.tenant)
+    worker.device.pool.take_listed(set(chain.from_iterable(entry.table for entry in running)))
+    swapped = [_swap(worker, entry, entry.host_blocks) for entry in entries if entry.host_blocks is not None]
+    worker.host.pool.take_listed(set(chain.from_iterable(one.host_blocks for one in swapped)))
     return sequences, swapped, refused
 
 
@@ -142,59 +142,59 @@ def restore(
 
 
 def _accepted(
-    worker: Worker, claimed: list[pb.RestoredSequence], is_known: Callable[[int], bool], refused: Refusals
-) -> list[Claim]:
+    worker: WorkerBlocks, restored: list[pb.RestoredSequence], is_known: Callable[[int], bool], refused: Refusals
+) -> list[RestoreEntry]:
     """The claims that agree with those before them; what does not is added to those that are refused."""
-    books = _Books(worker)
-    for place, one in enumerate(claimed):
+    validator = RestoreValidator(worker)
+    for place, one in enumerate(restored):
         if place in refused:
             continue
         try:
-            if is_known(one.sequence) or one.sequence in books.sequence_ids:
+            if is_known(one.sequence) or one.sequence in validator.sequence_ids:
                 raise OpError(Code.ALREADY_EXISTS, f"sequence {one.sequence} is known already")
-            books.enter(Claim(place, one, worker))
+            validator.enter(RestoreEntry(place, one, worker))
         except OpError as error:
             refused[place] = error
-    return books.claims
+    return validator.entries
 
 
-class _Books:
+class RestoreValidator:
     """Who has claimed which blocks so far."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: WorkerBlocks) -> None:
         self._worker = worker
-        self.claims: list[Claim] = []
+        self.entries: list[RestoreEntry] = []
         self.sequence_ids: set[int] = set()
-        self._owners: dict[int, Claim] = {}  # the first ones, by device block
+        self._owners: dict[int, RestoreEntry] = {}  # the first ones, by device block
         self._on_host: set[int] = set()
-        self._families: dict[PrefixNode, list[Claim]] = {}  # without prefix caching: by the tops of their trees
+        self._families: dict[PrefixNode, list[RestoreEntry]] = {}  # without prefix caching: by the tops of their trees
 
-    def enter(self, claim: Claim) -> None:
+    def enter(self, entry: RestoreEntry) -> None:
         """Raises OpError, having changed nothing, if it conflicts with one that is in."""
         tree = self._worker.tree
-        if claim.host_blocks is not None:
-            if taken := self._on_host.intersection(claim.host_blocks):
+        if entry.host_blocks is not None:
+            if taken := self._on_host.intersection(entry.host_blocks):
                 raise OpError(Code.FAILED_PRECONDITION, f"host_blocks: block {min(taken)} is claimed by another one")
-            self._on_host.update(claim.host_blocks)
-            claim.root = tree.enter(claim.namespace)
+            self._on_host.update(entry.host_blocks)
+            entry.root = tree.enter(entry.namespace)
         else:
-            shared = {} if self._owners.keys().isdisjoint(claim.table) else self._shared(claim)
-            claim.root = tree.enter(claim.namespace)
+            shared = {} if self._owners.keys().isdisjoint(entry.table) else self._shared(entry)
+            entry.root = tree.enter(entry.namespace)
             if self._worker.prefix_caching:
-                claim.top = claim.root
+                entry.top = entry.root
             else:
-                self._join_families(claim, shared)
-            for block in claim.table if shared else ():
-                self._owners.setdefault(block, claim)
+                self._join_families(entry, shared)
+            for block in entry.table if shared else ():
+                self._owners.setdefault(block, entry)
             if not shared:
-                self._owners.update(dict.fromkeys(claim.table, claim))
-        self.claims.append(claim)
-        self.sequence_ids.add(claim.sequence_id)
+                self._owners.update(dict.fromkeys(entry.table, entry))
+        self.entries.append(entry)
+        self.sequence_ids.add(entry.sequence_id)
 
-    def _shared(self, claim: Claim) -> dict[Claim, int]:
+    def _shared(self, entry: RestoreEntry) -> dict[RestoreEntry, int]:
         """With whom it has blocks in common, and where the last of them ends. Raises OpError if it cannot have."""
-        shared: dict[Claim, int] = {}
-        for at, block in enumerate(claim.table):
+        shared: dict[RestoreEntry, int] = {}
+        for at, block in enumerate(entry.table):
             owner = self._owners.get(block)
             if owner is None:
                 continue
@@ -202,29 +202,29 @@ class _Books:
                 raise _taken(block, owner, "at another place in its table")
             if at >= owner.num_whole:
                 raise _taken(block, owner, "which has not computed all of it, so it is private")
-            if at >= claim.num_whole:
+            if at >= entry.num_whole:
                 raise _taken(block, owner, "and is not all computed by this one")
             shared[owner] = at + 1
         block_bytes = self._worker.tree.block_bytes
         for owner, end in shared.items():
-            if owner.namespace != claim.namespace:
+            if owner.namespace != entry.namespace:
                 raise _taken(owner.table[end - 1], owner, "which has another namespace")
-            if owner.token_ids[: end * block_bytes] != claim.token_ids[: end * block_bytes]:
+            if owner.token_ids[: end * block_bytes] != entry.token_ids[: end * block_bytes]:
                 raise _taken(owner.table[end - 1], owner, "for other tokens")
         return shared
 
-    def _join_families(self, claim: Claim, shared: dict[Claim, int]) -> None:
-        self._families[claim.top] = [claim]
+    def _join_families(self, entry: RestoreEntry, shared: dict[RestoreEntry, int]) -> None:
+        self._families[entry.top] = [entry]
         for owner, end in shared.items():
-            owner.num_stored, claim.num_stored = max(owner.num_stored, end), max(claim.num_stored, end)
-            if owner.top is not claim.top:
+            owner.num_stored, entry.num_stored = max(owner.num_stored, end), max(entry.num_stored, end)
+            if owner.top is not entry.top:
                 family = self._families.pop(owner.top)
-                self._families[claim.top] += family
+                self._families[entry.top] += family
                 for member in family:
-                    member.top = claim.top
+                    member.top = entry.top
 
 
-def _taken(block: int, owner: Claim, how: str) -> OpError:
+def _taken(block: int, owner: RestoreEntry, how: str) -> OpError:
     message = f"block_table: block {block} is claimed by sequence {owner.sequence_id}, {how}"
     return OpError(Code.FAILED_PRECONDITION, message)
 
@@ -232,9 +232,9 @@ def _taken(block: int, owner: Claim, how: str) -> OpError:
 # ----------------------------------------------------------------------------------------------- the way to the blocks
 
 
-def _grow_way(tree: PrefixTree, claim: Claim) -> PrefixNode:
+def _grow_way(tree: PrefixTree, entry: RestoreEntry) -> PrefixNode:
     """The node that ends where what is to be stored of it ends; nodes that are missing are made, without holders."""
-    node, depth, tokens, end = claim.top, 0, claim.token_ids, claim.num_stored
+    node, depth, tokens, end = entry.top, 0, entry.token_ids, entry.num_stored
     while depth < end:
         begin = depth * tree.block_bytes
         child = node.children.get(tokens[begin : begin + tree.block_bytes])
@@ -258,16 +258,16 @@ def _way(node: PrefixNode) -> list[PrefixNode]:
     return nodes[::-1]
 
 
-def _choose(claims: list[Claim]) -> tuple[dict[PrefixNode, array[int]], Refusals]:
+def _choose(entries: list[RestoreEntry]) -> tuple[dict[PrefixNode, array[int]], Refusals]:
     """The block of every place on these ways. Refused are those that share one where another one is shared, too (all
     but one of them, who keeps it to himself)."""
-    shared = _claimed_twice(claim.table for claim in claims)
+    shared = _in_several_tables(entry.table for entry in entries)
     chosen: dict[PrefixNode, array[int]] = {}
-    alone: dict[int, Claim] = {}  # who keeps a block that should be stored, and cannot be
+    alone: dict[int, RestoreEntry] = {}  # who keeps a block that should be stored, and cannot be
     conflicts: Refusals = {}
-    for claim in claims:
-        for node in _way(claim.node):
-            own = claim.table[node.start : node.end]
+    for entry in entries:
+        for node in _way(entry.node):
+            own = entry.table[node.start : node.end]
             blocks = chosen.setdefault(node, own)
             if blocks == own:
                 continue
@@ -276,13 +276,13 @@ def _choose(claims: list[Claim]) -> tuple[dict[PrefixNode, array[int]], Refusals
                     continue
                 if stored not in shared:
                     blocks[at] = block
-                elif alone.setdefault(block, claim) is not claim:
+                elif alone.setdefault(block, entry) is not entry:
                     message = f"block_table: block {block} has the same tokens as block {stored}, and both are shared"
-                    conflicts[claim.place] = OpError(Code.FAILED_PRECONDITION, message)
+                    conflicts[entry.place] = OpError(Code.FAILED_PRECONDITION, message)
     return chosen, conflicts
 
 
-def _claimed_twice(tables: Iterable[array[int]]) -> Container[int]:
+def _in_several_tables(tables: Iterable[array[int]]) -> Container[int]:
     once: set[int] = set()
     twice: set[int] = set()
     for table in tables:
@@ -291,44 +291,44 @@ def _claimed_twice(tables: Iterable[array[int]]) -> Container[int]:
     return twice
 
 
-def _prune(tree: PrefixTree, claims: list[Claim]) -> None:
+def _prune(tree: PrefixTree, entries: list[RestoreEntry]) -> None:
     """These are to be looked at again: nothing stays of the ways that were made for them."""
-    nodes = {node for claim in claims if claim.host_blocks is None for node in _way(claim.node)}
+    nodes = {node for entry in entries if entry.host_blocks is None for node in _way(entry.node)}
     for node in sorted(nodes, key=lambda node: node.end, reverse=True):
-        if not node.holdings:  # it has no children either: what hangs on it here ends deeper, and is gone
+        if not node.residencies:  # it has no children either: what hangs on it here ends deeper, and is gone
             tree.remove(node)
-    for claim in claims:
-        tree.leave(claim.root)
+    for entry in entries:
+        tree.leave(entry.root)
 
 
 # -------------------------------------------------------------------------------------------------------- what is done
 
 
-def _hold(worker: Worker, claim: Claim, chosen: dict[PrefixNode, array[int]]) -> Sequence:
-    sequence = Sequence(claim, worker.worker_id, claim.table, claim.node, claim.num_computed_tokens)
-    for node in _way(claim.node):
+def _hold(worker: WorkerBlocks, entry: RestoreEntry, chosen: dict[PrefixNode, array[int]]) -> Sequence:
+    sequence = Sequence(entry, worker.worker_id, entry.table, entry.node, entry.num_computed_tokens)
+    for node in _way(entry.node):
         blocks = chosen[node]
-        holding = node.holdings.get(worker.index)
-        if holding is None:
-            worker.device.hold(node, blocks, claim.terms.priority)
+        residency = node.residencies.get(worker.index)
+        if residency is None:
+            worker.device.hold(node, blocks, entry.metadata.priority)
             worker.tree.can_be_copied(node)
         else:
-            worker.device.use(holding, claim.terms.priority)
-        own = claim.table[node.start : node.end]
+            worker.device.use(residency, entry.metadata.priority)
+        own = entry.table[node.start : node.end]
         if own != blocks:
             sequence.duplicates.extend(block for block, stored in zip(own, blocks, strict=True) if block != stored)
-    worker.sequences[claim.sequence_id] = sequence
+    worker.sequences[entry.sequence_id] = sequence
     return sequence
 
 
-def _swap(worker: Worker, claim: Claim, host_blocks: array[int]) -> SwappedSequence:
-    swapped = worker.swapped[claim.sequence_id] = SwappedSequence(
-        claim.sequence_id,
+def _swap(worker: WorkerBlocks, entry: RestoreEntry, host_blocks: array[int]) -> SwappedSequence:
+    swapped = worker.swapped[entry.sequence_id] = SwappedSequence(
+        entry.sequence_id,
         worker.worker_id,
-        claim.token_ids,
-        claim.num_computed_tokens,
+        entry.token_ids,
+        entry.num_computed_tokens,
         host_blocks,
-        claim.root,
-        claim.terms,
+        entry.root,
+        entry.metadata,
     )
     return swapped

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cache_svc.core.packing import TOKEN_BYTES
-from cache_svc.core.request_metadata import Terms
+from cache_svc.core.request_metadata import RequestMetadata
 from cache_svc.core.tree.nodes import PrefixNode, Root
 
 
@@ -24,7 +24,7 @@ class KnownSequence(Protocol):
     def root(self) -> Root: ...
 
     @property
-    def terms(self) -> Terms: ...
+    def metadata(self) -> RequestMetadata: ...
 
 
 class Sequence:
@@ -45,6 +45,7 @@ class Sequence:
     __slots__ = (
         "alone",
         "duplicates",
+        "metadata",
         "node",
         "num_begun_tokens",
         "num_computed_tokens",
@@ -52,7 +53,6 @@ class Sequence:
         "root",
         "sequence_id",
         "table",
-        "terms",
         "tokens",
         "unwritten",
         "worker_id",
@@ -79,7 +79,7 @@ class Sequence:
         # With which it was admitted, some of them perhaps yet to be copied; who has more has seen the copy made.
         self.num_begun_tokens = num_computed_tokens
         self.duplicates = array("i")
-        self.terms = known.terms
+        self.metadata = known.metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class SwappedSequence:
     num_computed_tokens: int
     host_blocks: array[int]
     root: Root
-    terms: Terms
+    metadata: RequestMetadata
 
     @property
     def num_tokens(self) -> int:

@@ -10,15 +10,15 @@ from cache_svc.core.memory.host import HostMemory
 from cache_svc.core.memory.memory import Memory
 from cache_svc.core.memory.shares import TENANT_SHARE, TOTAL_SHARE
 from cache_svc.core.packing import TOKEN_BYTES
-from cache_svc.core.sequences.partial_blocks import keep_tail
+from cache_svc.core.sequences.partial_blocks import keep_partial_block
 from cache_svc.core.sequences.sequence import KnownSequence, Sequence, SwappedSequence
-from cache_svc.core.tree.nodes import PrefixNode, Waiter
+from cache_svc.core.tree.nodes import PrefixNode, PrefixSubscription
 from cache_svc.core.tree.tree import PrefixTree
 
-Counters = tuple[int, int, int, int, int, int, int]
+PoolCounts = tuple[int, int, int, int, int, int, int]
 
 
-class Admission(NamedTuple):
+class AdmitGrant(NamedTuple):
     """`copy_from` (0: none) is a device block whose content belongs into the first new block of the table; the content
     of `host_blocks` into as many, from the first new one on. The cached tokens are there when that is done."""
 
@@ -28,7 +28,7 @@ class Admission(NamedTuple):
     num_cached_tokens: int
 
 
-class Worker:
+class WorkerBlocks:
     """`number` is unique among the workers of the moment. With `host_tier`, what the device evicts goes to the host."""
 
     __slots__ = (
@@ -77,10 +77,10 @@ class Worker:
             self.device.lower = self.host
         self.swapped: dict[int, SwappedSequence] = {}
         self.counted_evictions = 0, 0  # of blocks of the device, and of the host
-        self.reported: Counters | None = None  # what the scheduler knows
-        self.shown: Counters | None = None  # what the metrics show
+        self.reported: PoolCounts | None = None  # what the scheduler knows
+        self.shown: PoolCounts | None = None  # what the metrics show
 
-    def counters(self) -> Counters:
+    def counters(self) -> PoolCounts:
         """Free, cached, used blocks; blocks evicted since the worker was added; free, cached, used host blocks."""
         device, host = self.device, self.host
         free, cached = device.free_blocks, device.cached_blocks
@@ -108,7 +108,9 @@ class Worker:
         self.host.leave_tree()
         self.device.leave_tree()
 
-    def admit(self, known: KnownSequence, node: PrefixNode, depth: int, num_new_tokens: int, copies: bool) -> Admission:
+    def admit(
+        self, known: KnownSequence, node: PrefixNode, depth: int, num_new_tokens: int, copies: bool
+    ) -> AdmitGrant:
         """A table for the longest prefix that is stored here and so many tokens after it (0: all), in new blocks.
 
         `node` and `depth` are where the tree's walk for the tokens ends. With `copies`, what has to be copied counts as
@@ -118,15 +120,15 @@ class Worker:
         """
         tree, device = self.tree, self.device
         last, end = node, depth
-        node, cached, live = device.held(node, depth)
+        node, cached, referenced = device.held(node, depth)
         if not copies:
             node, cached = self._written_part(node, cached)
-            live = min(live, cached)
+            referenced = min(referenced, cached)
         reached = cached  # blocks from the root, with those of the host
         if copies and self.host_tier:
             last, reached = self.host.behind(last, end, node)
         # What the hit takes out of the unused blocks cannot be evicted for the rest.
-        available = device.available_blocks - (cached - live)
+        available = device.available_blocks - (cached - referenced)
         source, num_copied, on_host = 0, 0, False
         if copies and self.partial_reuse:
             source, num_copied, on_host = self.nearest(node, cached, last, reached, known.token_ids)
@@ -142,12 +144,12 @@ class Worker:
             )
         if cached < node.end:
             node = tree.split(node, cached)
-        table = device.use_path(node, known.terms.priority)
+        table = device.use_path(node, known.metadata.priority)
         host_blocks = array("i")
         if reached > cached:
             if reached < last.end:
                 last = tree.split(last, reached)
-            host_blocks = self.host.reuse(last, node, known.terms.priority)
+            host_blocks = self.host.reuse(last, node, known.metadata.priority)
         num_begun_tokens = cached * tree.block_size
         if source and on_host:
             self.host.sources.add(source)
@@ -158,7 +160,7 @@ class Worker:
             num_begun_tokens += num_copied
         table += device.take(num_blocks - cached)
         sequence = self._begin(known, table, node, num_begun_tokens)
-        return Admission(sequence, source, host_blocks, reached * tree.block_size + num_copied)
+        return AdmitGrant(sequence, source, host_blocks, reached * tree.block_size + num_copied)
 
     def nearest(
         self, node: PrefixNode, depth: int, host_node: PrefixNode, host_depth: int, token_ids: bytes
@@ -182,26 +184,26 @@ class Worker:
     def _begin(self, known: KnownSequence, table: array[int], node: PrefixNode, num_computed_tokens: int) -> Sequence:
         sequence = self.sequences[known.sequence_id] = Sequence(known, self.worker_id, table, node, num_computed_tokens)
         if node.parent is not None:
-            sequence.unwritten = node.holdings[self.index].unwritten
-        if known.terms.retention:
-            self.device.retain(node, known.terms.retention, known.terms.tenant)
+            sequence.unwritten = node.residencies[self.index].unwritten
+        if known.metadata.retention:
+            self.device.retain(node, known.metadata.retention, known.metadata.tenant)
         return sequence
 
-    def fork(self, waiter: Waiter, parent: Sequence) -> tuple[Sequence, int]:
+    def fork(self, subscription: PrefixSubscription, parent: Sequence) -> tuple[Sequence, int]:
         """A table for tokens of which the parent has computed all but the last: its whole blocks, which nobody writes
         any more, and a new one for the rest. Also the block whose content belongs into that new one (0: none).
 
         Raises OpError, having changed nothing: FAILED_PRECONDITION if the parent is not such a one, RESOURCE_EXHAUSTED.
         """
-        token_ids = waiter.token_ids
+        token_ids = subscription.token_ids
         num_shared = len(token_ids) // TOKEN_BYTES - 1
         shared_bytes = num_shared * TOKEN_BYTES
-        begins = waiter.root is parent.root and parent.tokens[:shared_bytes] == token_ids[:shared_bytes]
+        begins = subscription.root is parent.root and parent.tokens[:shared_bytes] == token_ids[:shared_bytes]
         if parent.worker_id != self.worker_id or not begins or parent.num_computed_tokens < num_shared:
             raise OpError(
                 Code.FAILED_PRECONDITION,
-                f"sequence {waiter.sequence_id} cannot fork sequence {parent.sequence_id}, which has not computed the "
-                f"first {num_shared} tokens of it on worker {self.worker_id}",
+                f"sequence {subscription.sequence_id} cannot fork sequence {parent.sequence_id}, "
+                f"which has not computed the first {num_shared} tokens of it on worker {self.worker_id}",
             )
         _check_written(parent)
         num_whole, rest = divmod(num_shared, self.tree.block_size)
@@ -214,8 +216,8 @@ class Worker:
         if not self.prefix_caching:
             self.store(parent)  # in a tree of the family's own: nobody else finds it
         node = self.tree.cut(parent.node, num_whole)
-        table = self.device.use_path(node, waiter.terms.priority) + self.device.take(1)
-        return self._begin(waiter, table, node, num_shared), parent.table[num_whole] if rest else 0
+        table = self.device.use_path(node, subscription.metadata.priority) + self.device.take(1)
+        return self._begin(subscription, table, node, num_shared), parent.table[num_whole] if rest else 0
 
     def plan(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """The next step is to compute so many of its tokens: whoever is admitted from now on can share them."""
@@ -225,7 +227,7 @@ class Worker:
 
     def _written_part(self, node: PrefixNode, depth: int) -> tuple[PrefixNode, int]:
         """Of a place that the device holds, without what steps are still to write that have not been sent."""
-        while node.parent is not None and node.holdings[self.index].unwritten:
+        while node.parent is not None and node.residencies[self.index].unwritten:
             node = node.parent
             depth = node.end
         return node, depth
@@ -234,16 +236,16 @@ class Worker:
         """The step has been sent that computes what was planned for it, or for those with whom it shares."""
         sequence.unwritten = False
         node = sequence.node
-        while node.parent is not None and (holding := node.holdings[self.index]).unwritten:
-            holding.unwritten = False
-            if node.watches or node.parent.watches:
+        while node.parent is not None and (residency := node.residencies[self.index]).unwritten:
+            residency.unwritten = False
+            if node.points or node.parent.points:
                 self.tree.can_be_copied(node)
             node = node.parent
 
     def store(self, sequence: Sequence) -> None:
         """Put every whole computed block that is not in the tree yet into it, up to what others are just to write."""
         tree, device, tokens, table = self.tree, self.device, sequence.tokens, sequence.table
-        node, block_bytes, terms = sequence.node, tree.block_bytes, sequence.terms
+        node, block_bytes, metadata = sequence.node, tree.block_bytes, sequence.metadata
         depth, end = node.end, sequence.num_computed_tokens // tree.block_size
         while depth < end:
             begin = depth * block_bytes
@@ -251,35 +253,35 @@ class Worker:
             if child is None:
                 reached = min(end, depth + tree.max_node_blocks)
                 child = tree.grow(node, tokens[begin : reached * block_bytes])
-                device.hold(child, table[depth:reached], terms.priority).unwritten = sequence.unwritten
-                if node.watches and not sequence.unwritten:
+                device.hold(child, table[depth:reached], metadata.priority).unwritten = sequence.unwritten
+                if node.points and not sequence.unwritten:
                     tree.can_be_copied(child)
             else:
                 reached = tree.follow(child, tokens, end)
                 if reached < child.end:
                     child = tree.split(child, reached)
-                holding = child.holdings.get(self.index)
-                if holding is not None and (holding.unwritten or sequence.alone):
+                residency = child.residencies.get(self.index)
+                if residency is not None and (residency.unwritten or sequence.alone):
                     break  # whoever is to write it may be taken out of the step, and then it holds nothing
-                if holding is None:
-                    device.hold(child, table[depth:reached], terms.priority).unwritten = sequence.unwritten
+                if residency is None:
+                    device.hold(child, table[depth:reached], metadata.priority).unwritten = sequence.unwritten
                     if not sequence.unwritten:
                         tree.can_be_copied(child)
                 else:
                     # Equal blocks are here already: ours stay private, theirs must not go while we hold what is below.
-                    device.use(holding, terms.priority)
+                    device.use(residency, metadata.priority)
                     sequence.duplicates += table[depth:reached]
             node, depth = child, reached
         stored, sequence.node = node is not sequence.node, node
-        if stored and terms.retention:
-            device.retain(node, terms.retention, terms.tenant)
+        if stored and metadata.retention:
+            device.retain(node, metadata.retention, metadata.tenant)
 
     def release(self, sequence: Sequence, discard: bool = False) -> None:
         """The sequence leaves the device, from the tail to the head, so that eviction meets children before parents.
         With `discard`, nothing is kept of it (nor of what is behind it) that has no other user."""
         private = sequence.duplicates + sequence.table[sequence.node.end :]
         kept = self.partial_reuse and not (discard or sequence.unwritten)
-        if kept and keep_tail(self.device, sequence):
+        if kept and keep_partial_block(self.device, sequence):
             del private[len(sequence.duplicates)]
         private.reverse()
         self.device.pool.give_back(private)
@@ -292,8 +294,8 @@ class Worker:
         """Of the way to the node, what has no user, and what is cached behind that."""
         top = None
         while node.parent is not None:
-            holding = node.holdings.get(self.index)
-            if holding is not None and not holding.users:
+            residency = node.residencies.get(self.index)
+            if residency is not None and not residency.users:
                 top = node
             node = node.parent
         if top is not None:
@@ -322,7 +324,7 @@ class Worker:
             sequence.num_computed_tokens,
             self.host.take(num_blocks),
             sequence.root,
-            sequence.terms,
+            sequence.metadata,
         )
         self.release(sequence)
         self.swapped[swapped.sequence_id] = swapped

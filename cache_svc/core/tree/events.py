@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 
-from cache_svc.core.tree.nodes import Holding, Namespace, PrefixNode, Root, Tail
+from cache_svc.core.tree.nodes import BlockResidency, Namespace, PartialBlock, PrefixNode, Root
 from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
@@ -41,25 +41,25 @@ class Recorder:
         self.worker_id = worker_id
         self.tier = tier
 
-    def stored(self, holding: Holding) -> None:
+    def stored(self, residency: BlockResidency) -> None:
         """It is held from now on, and so is what comes before it."""
-        if not self._log.is_on or isinstance(holding.node, Tail):
+        if not self._log.is_on or isinstance(residency.node, PartialBlock):
             return
-        node = holding.node
-        parent, block_bytes = node.parent, len(node.key) // len(holding.blocks)
+        node = residency.node
+        parent, block_bytes = node.parent, len(node.key) // len(residency.blocks)
         assert parent is not None
         ids = prefix_ids(node, block_bytes)
         assert parent.prefix_ids is not None  # since its child's are known
         event = pb.WatchEventsResponse()
-        self._fill(event, holding.blocks, ids, parent.prefix_ids[-1], node.start, node.key, _namespace(node))
+        self._fill(event, residency.blocks, ids, parent.prefix_ids[-1], node.start, node.key, _namespace(node))
         self._log.record(event)
 
-    def removed(self, holding: Holding) -> None:
+    def removed(self, residency: BlockResidency) -> None:
         """It is about to be forgotten; its node is still in its place."""
-        if not self._log.is_on or isinstance(holding.node, Tail):
+        if not self._log.is_on or isinstance(residency.node, PartialBlock):
             return
-        ids = prefix_ids(holding.node, len(holding.node.key) // len(holding.blocks))
-        removed = pb.BlockRemoved(worker=self.worker_id, block_ids=holding.blocks, prefix_ids=ids, tier=self.tier)
+        ids = prefix_ids(residency.node, len(residency.node.key) // len(residency.blocks))
+        removed = pb.BlockRemoved(worker=self.worker_id, block_ids=residency.blocks, prefix_ids=ids, tier=self.tier)
         self._log.record(pb.WatchEventsResponse(removed=removed))
 
     def _fill(
@@ -159,9 +159,9 @@ class EventLog:
         stack = [(top, node) for top, root in tops for node in root.children.values()]
         while stack:
             parent, node = stack.pop()
-            if isinstance(node, Tail):
+            if isinstance(node, PartialBlock):
                 continue
-            held = [(index, holding.blocks) for index, holding in node.holdings.items()]
+            held = [(index, residency.blocks) for index, residency in node.residencies.items()]
             run = _Run(parent, node.key, node.prefix_ids, held)
             runs.append(run)
             stack += [(run, child) for child in node.children.values()]

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from cache_svc.core.packing import common_tokens
-from cache_svc.core.request_metadata import Terms
+from cache_svc.core.request_metadata import RequestMetadata
 from cache_svc.core.retention import DEFAULT_RETENTION
 
 RetentionKey = tuple[
@@ -25,20 +25,21 @@ class RetentionOwner(Protocol):
 
     name: str
 
-    def is_retained(self, holding: Holding) -> bool: ...
+    def is_retained(self, residency: BlockResidency) -> bool: ...
 
-    def add_front(self, front: Holding, back: Holding) -> None: ...
+    def add_front(self, front: BlockResidency, back: BlockResidency) -> None: ...
 
-    def absorb(self, holding: Holding, below: Holding) -> None: ...
+    def absorb(self, residency: BlockResidency, below: BlockResidency) -> None: ...
 
-    def release(self, holding: Holding) -> None: ...
+    def release(self, residency: BlockResidency) -> None: ...
 
 
-class Holding:
+class BlockResidency:
     """A node in one memory: `blocks[i]` there has the KV of the node's block i."""
 
     __slots__ = (
         "blocks",
+        "bucket",
         "claims",
         "duration_ms",
         "expires_ms",
@@ -48,7 +49,6 @@ class Holding:
         "owner",
         "owner_key",
         "priority",
-        "queue",
         "retention",
         "serial",
         "turn",
@@ -74,25 +74,25 @@ class Holding:
         self.owner_key: RetentionKey = NO_KEY
         self.claims: dict[RetentionOwner, int] | None = None
         self.turn = 0  # counts up with what falls out of use
-        self.queue: Rank | None = None  # in which it stands
+        self.bucket: EvictionBucket | None = None  # in which it stands
 
-    def split(self, front: PrefixNode, num_blocks: int) -> Holding:
+    def split(self, front: PrefixNode, num_blocks: int) -> BlockResidency:
         """Its first blocks as a holding of `front`, which is its node's parent now; it keeps the others."""
-        holding = Holding(front, self.blocks[:num_blocks], self.serial)
+        residency = BlockResidency(front, self.blocks[:num_blocks], self.serial)
         self.blocks = self.blocks[num_blocks:]
-        holding.users, holding.num_children, holding.unwritten = self.users, 1, self.unwritten
-        holding.num_reuses, holding.priority = self.num_reuses, self.priority
-        holding.retention, holding.duration_ms = self.retention, self.duration_ms
-        holding.expires_ms, holding.turn = self.expires_ms, self.turn
+        residency.users, residency.num_children, residency.unwritten = self.users, 1, self.unwritten
+        residency.num_reuses, residency.priority = self.num_reuses, self.priority
+        residency.retention, residency.duration_ms = self.retention, self.duration_ms
+        residency.expires_ms, residency.turn = self.expires_ms, self.turn
         if self.claims:
-            holding.claims = dict.fromkeys(self.claims, 1)
+            residency.claims = dict.fromkeys(self.claims, 1)
             if (owner := self.owner) is not None and owner.is_retained(self):
-                holding.claims[owner] += 1
-                owner.add_front(holding, self)
-        return holding
+                residency.claims[owner] += 1
+                owner.add_front(residency, self)
+        return residency
 
 
-class Rank(OrderedDict[Holding, None]):
+class EvictionBucket(OrderedDict[BlockResidency, None]):
     """What is equal to the strategy, least recently used first. (A linked list in C; a plain dict finds its oldest key
     by a scan over everything deleted before it.)"""
 
@@ -108,13 +108,13 @@ class PrefixNode:
         "children",
         "end",
         "first_keys",
-        "holdings",
         "key",
-        "num_tails",
+        "num_partial_blocks",
         "parent",
+        "points",
         "prefix_ids",
+        "residencies",
         "start",
-        "watches",
     )
 
     def __init__(self, parent: PrefixNode | None, key: bytes, end: int) -> None:
@@ -125,15 +125,17 @@ class PrefixNode:
         self.end: int = end
         # By the tokens of their first block (a tail: by all it has).
         self.children: dict[bytes, PrefixNode] = NO_CHILDREN
-        self.num_tails = 0  # of the children
+        self.num_partial_blocks = 0  # of the children
         # The keys of children that begin with a token, sorted; once somebody has asked.
         self.first_keys: dict[bytes, list[bytes]] | None = None
-        self.holdings: dict[int, Holding] = {}  # by memory index
-        self.watches: dict[int, Watch] | None = None  # waiting sequences whose match ends in this node, by where
+        self.residencies: dict[int, BlockResidency] = {}  # by memory index
+        self.points: dict[int, SubscriptionPoint] | None = (
+            None  # waiting sequences whose match ends in this node, by where
+        )
         self.prefix_ids: array[int] | None = None  # of its blocks, once somebody has asked (events.py)
 
 
-class Tail(PrefixNode):
+class PartialBlock(PrefixNode):
     """The block that a sequence had begun when it ended: fewer tokens than a block has. No walk gets here, as no whole
     block has its key, so it is a leaf. It is found as the beginning of any other block is (`nearest`), to be copied."""
 
@@ -159,7 +161,7 @@ class Root(PrefixNode):
         self.users = 0  # sequences of the namespace, waiting, running or swapped out
 
 
-class Watch:
+class SubscriptionPoint:
     """One place of the tree, and who waits there: by the tokens that come next, as many as a block has, or fewer if a
     match can have no more; and by id."""
 
@@ -168,39 +170,39 @@ class Watch:
     def __init__(self, node: PrefixNode, depth: int) -> None:
         self.node = node
         self.depth = depth
-        self.waiting: dict[bytes, dict[int, Waiter]] = {}
+        self.waiting: dict[bytes, dict[int, PrefixSubscription]] = {}
         self._in_order: list[bytes] | None = None  # what is waited for; once a block was stored behind here
-        if node.watches is None:
-            node.watches = {}
-        node.watches[depth] = self
+        if node.points is None:
+            node.points = {}
+        node.points[depth] = self
 
     def move(self, node: PrefixNode) -> None:
         """The place belongs to another node now."""
         self._unhook()
         self.node = node
-        if node.watches is None:
-            node.watches = {}
-        node.watches[self.depth] = self
+        if node.points is None:
+            node.points = {}
+        node.points[self.depth] = self
 
-    def join(self, waiter: Waiter) -> None:
-        group = self.waiting.get(waiter.wanted)
+    def join(self, subscription: PrefixSubscription) -> None:
+        group = self.waiting.get(subscription.wanted)
         if group is None:
-            group = self.waiting[waiter.wanted] = {}
+            group = self.waiting[subscription.wanted] = {}
             if self._in_order is not None:
-                insort(self._in_order, waiter.wanted)
-        group[waiter.sequence_id] = waiter
+                insort(self._in_order, subscription.wanted)
+        group[subscription.sequence_id] = subscription
 
-    def leave(self, waiter: Waiter) -> None:
-        group = self.waiting[waiter.wanted]
-        del group[waiter.sequence_id]
+    def leave(self, subscription: PrefixSubscription) -> None:
+        group = self.waiting[subscription.wanted]
+        del group[subscription.sequence_id]
         if not group:
-            self._drop_group(waiter.wanted)
+            self._drop_group(subscription.wanted)
 
-    def drop(self, wanted: bytes) -> dict[int, Waiter]:
+    def drop(self, wanted: bytes) -> dict[int, PrefixSubscription]:
         """Nobody waits here for that block any more; returns those who did."""
         return self._drop_group(wanted) if wanted in self.waiting else {}
 
-    def drop_nearest(self, key: bytes, num_known: int) -> dict[int, Waiter]:
+    def drop_nearest(self, key: bytes, num_known: int) -> dict[int, PrefixSubscription]:
         """Those wait here no more whose next tokens have more than so many in common with a block's; returns them. In
         order of tokens they stand side by side, so that nobody else is looked at."""
         in_order = self._in_order
@@ -211,73 +213,73 @@ class Watch:
             begin -= 1
         while end < len(in_order) and common_tokens(in_order[end], key) > num_known:
             end += 1
-        nearest: dict[int, Waiter] = {}
+        nearest: dict[int, PrefixSubscription] = {}
         for wanted in in_order[begin:end]:
             nearest |= self._drop_group(wanted)
         return nearest
 
-    def drop_all(self) -> dict[int, Waiter]:
+    def drop_all(self) -> dict[int, PrefixSubscription]:
         """The place is gone; returns everybody."""
-        everybody: dict[int, Waiter] = {}
+        everybody: dict[int, PrefixSubscription] = {}
         for group in self.waiting.values():
             everybody |= group
         self.waiting, self._in_order = {}, None
-        for waiter in everybody.values():
-            waiter.watch = None
+        for subscription in everybody.values():
+            subscription.point = None
         return everybody
 
-    def _drop_group(self, wanted: bytes) -> dict[int, Waiter]:
+    def _drop_group(self, wanted: bytes) -> dict[int, PrefixSubscription]:
         group = self.waiting.pop(wanted)
         if self._in_order is not None:
             del self._in_order[bisect_left(self._in_order, wanted)]
-        for waiter in group.values():
-            waiter.watch = None
+        for subscription in group.values():
+            subscription.point = None
         if not self.waiting:
             self._unhook()
         return group
 
     def _unhook(self) -> None:
-        watches = self.node.watches
-        assert watches is not None
-        del watches[self.depth]
-        if not watches:
-            self.node.watches = None
+        points = self.node.points
+        assert points is not None
+        del points[self.depth]
+        if not points:
+            self.node.points = None
 
 
-class Waiter:
+class PrefixSubscription:
     """`node` and `depth` are where its match ended when it was last looked at: the longest stored prefix, on whichever
     worker."""
 
     __slots__ = (
         "depth",
+        "metadata",
         "namespace",
         "node",
+        "point",
         "reported",
         "root",
         "sequence_id",
-        "terms",
         "token_ids",
         "wanted",
-        "watch",
     )
 
     root: Root  # these two as long as there is a tree
     node: PrefixNode
 
-    def __init__(self, sequence_id: int, token_ids: bytes, namespace: Namespace, terms: Terms) -> None:
+    def __init__(self, sequence_id: int, token_ids: bytes, namespace: Namespace, metadata: RequestMetadata) -> None:
         self.sequence_id = sequence_id
         self.token_ids = token_ids
         self.namespace = namespace
-        self.terms = terms
+        self.metadata = metadata
         self.depth = 0
-        self.watch: Watch | None = None
+        self.point: SubscriptionPoint | None = None
         self.wanted = b""
         self.reported: list[tuple[int, int, int, int]] = []  # what the scheduler knows (matching.py)
 
     def place(self) -> tuple[PrefixNode, int]:
         """Where its match ends, of one that is settled."""
-        assert self.watch is not None
-        return self.watch.node, self.depth
+        assert self.point is not None
+        return self.point.node, self.depth
 
 
 def subtree(*roots: PrefixNode) -> Iterator[PrefixNode]:

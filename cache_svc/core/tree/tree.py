@@ -21,7 +21,15 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 from cache_svc.core.packing import TOKEN_BYTES, common_tokens
-from cache_svc.core.tree.nodes import Holding, Namespace, PrefixNode, Root, Tail, Waiter, Watch
+from cache_svc.core.tree.nodes import (
+    BlockResidency,
+    Namespace,
+    PartialBlock,
+    PrefixNode,
+    PrefixSubscription,
+    Root,
+    SubscriptionPoint,
+)
 
 # Longer runs become several nodes: to split one costs a copy of it.
 MAX_NODE_TOKENS = 2048
@@ -40,7 +48,7 @@ class PrefixTree:
         self.max_node_blocks = max(1, MAX_NODE_TOKENS // block_size)
         self.roots: dict[Namespace, Root] = {}
         self.partial_reuse = False  # whether any worker copies what a block begins with
-        self.stale: dict[int, Waiter] = {}  # waiting sequences whose match has changed, by id
+        self.stale: dict[int, PrefixSubscription] = {}  # waiting sequences whose match has changed, by id
 
     def enter(self, namespace: Namespace) -> Root:
         """Where the walks of one more sequence begin."""
@@ -117,9 +125,9 @@ class PrefixTree:
         if depth < node.end:
             at = depth - node.start
             common = common_tokens(node.key[at * block_bytes : (at + 1) * block_bytes], rest)
-            holding = node.holdings.get(index)
-            if common and holding is not None and not holding.unwritten:
-                return holding.blocks[at], common
+            residency = node.residencies.get(index)
+            if common and residency is not None and not residency.unwritten:
+                return residency.blocks[at], common
             return 0, 0
         keys = _first_keys(node).get(rest[:TOKEN_BYTES])
         if keys is None:  # as mostly
@@ -130,34 +138,34 @@ class PrefixTree:
                 common = common_tokens(key, rest)
                 if common <= best[1]:
                     break
-                held = node.children[key].holdings.get(index)
+                held = node.children[key].residencies.get(index)
                 if held is not None and not held.unwritten:  # a copy is made before the step writes anything
                     best = held.blocks[0], common
                     break
         return best
 
-    def covering(self, node: PrefixNode, tail: bytes, index: int) -> tuple[Holding | None, bool]:
+    def covering(self, node: PrefixNode, partial: bytes, index: int) -> tuple[BlockResidency | None, bool]:
         """What a memory holds of the node's children that begin with all these tokens: the first in order of tokens.
         And whether that is known: the search is given up behind COVERING_TRIED that the memory does not hold, for there
         may be thousands (all that begins as a prompt of one token does)."""
-        keys = _first_keys(node).get(tail[:TOKEN_BYTES], [])
-        place = bisect_left(keys, tail)
+        keys = _first_keys(node).get(partial[:TOKEN_BYTES], [])
+        place = bisect_left(keys, partial)
         for key in keys[place : place + COVERING_TRIED]:
-            if not key.startswith(tail):
+            if not key.startswith(partial):
                 return None, True
-            if (holding := node.children[key].holdings.get(index)) is not None:
-                return holding, True
+            if (residency := node.children[key].residencies.get(index)) is not None:
+                return residency, True
         return None, place + COVERING_TRIED >= len(keys)
 
-    def grow_tail(self, parent: PrefixNode, key: bytes) -> Tail:
+    def grow_partial_block(self, parent: PrefixNode, key: bytes) -> PartialBlock:
         """As `grow`, of less than a block."""
         if not parent.children:
             parent.children = {}
-        tail = parent.children[key] = Tail(parent, key, parent.end + 1)
-        parent.num_tails += 1
+        partial = parent.children[key] = PartialBlock(parent, key, parent.end + 1)
+        parent.num_partial_blocks += 1
         if parent.first_keys is not None:
             insort(parent.first_keys.setdefault(key[:TOKEN_BYTES], []), key)
-        return tail
+        return partial
 
     def grow(self, parent: PrefixNode, key: bytes) -> PrefixNode:
         """A child of `parent` that was not there. It is held by nobody yet."""
@@ -168,26 +176,26 @@ class PrefixTree:
         node = parent.children[first] = PrefixNode(parent, key, parent.end + len(key) // block_bytes)
         if parent.first_keys is not None:
             insort(parent.first_keys.setdefault(first[:TOKEN_BYTES], []), first)
-        watch = parent.watches.get(parent.end) if parent.watches else None
-        if watch is not None:
-            self.stale.update(watch.drop(first))
+        point = parent.points.get(parent.end) if parent.points else None
+        if point is not None:
+            self.stale.update(point.drop(first))
         return node
 
     def can_be_copied(self, node: PrefixNode) -> None:
         """From now on: whoever waits and could use the beginning of a block, where he had less of it, is stale."""
         parent = node.parent
         assert parent is not None
-        if not self.partial_reuse or not (parent.watches or node.watches):
+        if not self.partial_reuse or not (parent.points or node.points):
             return
         block_bytes = self.block_bytes
-        if parent.watches and (watch := parent.watches.get(parent.end)) is not None:
+        if parent.points and (point := parent.points.get(parent.end)) is not None:
             first = node.key[:block_bytes]
-            if nearest := watch.drop_nearest(first, _most_in_common(parent, first)):
+            if nearest := point.drop_nearest(first, _most_in_common(parent, first)):
                 self.stale.update(nearest)
-        for depth, watch in list((node.watches or {}).items()):
+        for depth, point in list((node.points or {}).items()):
             if depth < node.end:
                 begin = (depth - node.start) * block_bytes
-                self.stale.update(watch.drop_nearest(node.key[begin : begin + block_bytes], 0))
+                self.stale.update(point.drop_nearest(node.key[begin : begin + block_bytes], 0))
 
     def split(self, node: PrefixNode, depth: int) -> PrefixNode:
         """Cut a node in two at a place within it; returns the front part. The node itself becomes the back part, so
@@ -201,33 +209,37 @@ class PrefixTree:
         parent.children[node.key[:block_bytes]] = front
         node.key, node.parent, node.start = node.key[cut:], front, depth
         front.children = {node.key[:block_bytes]: node}
-        for index, holding in node.holdings.items():
-            front.holdings[index] = holding.split(front, num_blocks)
+        for index, residency in node.residencies.items():
+            front.residencies[index] = residency.split(front, num_blocks)
         if node.prefix_ids is not None:
             front.prefix_ids, node.prefix_ids = node.prefix_ids[:num_blocks], node.prefix_ids[num_blocks:]
-        if node.watches:
-            for watch in [watch for at, watch in node.watches.items() if at <= depth]:
-                watch.move(front)
+        if node.points:
+            for point in [point for at, point in node.points.items() if at <= depth]:
+                point.move(front)
         return front
 
     def absorb(self, node: PrefixNode, child: PrefixNode) -> None:
         """Undo a split: the node's only child, which the same memories hold, becomes a part of it."""
         node.key += child.key
         node.end = child.end
-        node.children, node.first_keys, node.num_tails = child.children, child.first_keys, child.num_tails
+        node.children, node.first_keys, node.num_partial_blocks = (
+            child.children,
+            child.first_keys,
+            child.num_partial_blocks,
+        )
         for below in node.children.values():
             below.parent = node
-        for index, holding in node.holdings.items():
-            other = child.holdings[index]
-            holding.blocks, holding.num_children = holding.blocks + other.blocks, other.num_children
-            holding.claims = other.claims
+        for index, residency in node.residencies.items():
+            other = child.residencies[index]
+            residency.blocks, residency.num_children = residency.blocks + other.blocks, other.num_children
+            residency.claims = other.claims
             if other.owner is not None and other.owner.is_retained(other):
-                other.owner.absorb(holding, other)
+                other.owner.absorb(residency, other)
         ids = node.prefix_ids, child.prefix_ids
         node.prefix_ids = ids[0] + ids[1] if ids[0] is not None and ids[1] is not None else None
-        for watch in list((child.watches or {}).values()):
-            watch.move(node)
-        child.holdings = {}
+        for point in list((child.points or {}).values()):
+            point.move(node)
+        child.residencies = {}
 
     def remove(self, node: PrefixNode) -> None:
         """A node that nobody holds any more leaves the tree."""
@@ -236,17 +248,17 @@ class PrefixTree:
         assert not node.children, "a node without holders has no children"
         first = node.key[: self.block_bytes]
         del parent.children[first]
-        if parent.num_tails:
-            parent.num_tails -= isinstance(node, Tail)
+        if parent.num_partial_blocks:
+            parent.num_partial_blocks -= isinstance(node, PartialBlock)
         if parent.first_keys is not None:
             keys = parent.first_keys[first[:TOKEN_BYTES]]
             del keys[bisect_left(keys, first)]
             if not keys:
                 del parent.first_keys[first[:TOKEN_BYTES]]
-        if node.watches:
-            for watch in node.watches.values():
-                self.stale.update(watch.drop_all())
-            node.watches = None
+        if node.points:
+            for point in node.points.values():
+                self.stale.update(point.drop_all())
+            node.points = None
         if parent.parent is None:
             assert isinstance(parent, Root)
             self._forget_empty(parent)
@@ -259,28 +271,30 @@ class PrefixTree:
 
     # ------------------------------------------------------------------------------------------- subscriptions
 
-    def subscribe(self, waiter: Waiter) -> None:
+    def subscribe(self, subscription: PrefixSubscription) -> None:
         """There is a (new) tree."""
-        waiter.root = waiter.node = self.enter(waiter.namespace)
-        self.stale[waiter.sequence_id] = waiter
+        subscription.root = subscription.node = self.enter(subscription.namespace)
+        self.stale[subscription.sequence_id] = subscription
 
-    def refresh(self, waiter: Waiter) -> None:
+    def refresh(self, subscription: PrefixSubscription) -> None:
         """Find the place in the tree anew, from the present one."""
-        self.unsubscribe(waiter)
-        node, depth = waiter.node, waiter.depth
-        while node.parent is not None and (not node.holdings or depth <= node.start):
+        self.unsubscribe(subscription)
+        node, depth = subscription.node, subscription.depth
+        while node.parent is not None and (not node.residencies or depth <= node.start):
             node, depth = node.parent, min(depth, node.start)
-        waiter.node, waiter.depth = node, depth = self.walk(waiter.token_ids, node, min(depth, node.end))
-        waiter.wanted = self.next_tokens(waiter.token_ids, depth)
-        watch = node.watches.get(depth) if node.watches else None
-        waiter.watch = watch or Watch(node, depth)
-        waiter.watch.join(waiter)
+        subscription.node, subscription.depth = node, depth = self.walk(
+            subscription.token_ids, node, min(depth, node.end)
+        )
+        subscription.wanted = self.next_tokens(subscription.token_ids, depth)
+        point = node.points.get(depth) if node.points else None
+        subscription.point = point or SubscriptionPoint(node, depth)
+        subscription.point.join(subscription)
 
-    def unsubscribe(self, waiter: Waiter) -> None:
+    def unsubscribe(self, subscription: PrefixSubscription) -> None:
         """Watch nothing: it waits no more, or is about to be settled anew."""
-        self.stale.pop(waiter.sequence_id, None)
-        if waiter.watch is not None:
-            waiter.watch.leave(waiter)
+        self.stale.pop(subscription.sequence_id, None)
+        if subscription.point is not None:
+            subscription.point.leave(subscription)
 
 
 def _first_keys(node: PrefixNode) -> dict[bytes, list[bytes]]:
@@ -297,7 +311,7 @@ def _most_in_common(node: PrefixNode, key: bytes) -> int:
     place = bisect_left(keys, key)
     for side in (keys[place + 1 : place + 1 + NEAREST_TRIED], keys[max(0, place - NEAREST_TRIED) : place][::-1]):
         for other in side:
-            if not all(holding.unwritten for holding in node.children[other].holdings.values()):
+            if not all(residency.unwritten for residency in node.children[other].residencies.values()):
                 most = max(most, common_tokens(other, key))
                 break
     return most

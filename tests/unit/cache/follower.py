@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.tree.events import EventLog, Watcher
-from cache_svc.core.tree.nodes import Tail
+from cache_svc.core.tree.nodes import PartialBlock
 from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
@@ -38,15 +38,15 @@ def stored_in(core: CacheCore) -> State:
         for begin in range(0, len(node.key), tree.block_bytes):
             parent = chained(parent, node.key[begin : begin + tree.block_bytes])
             ids.append(parent)
-        for index, holding in node.holdings.items():
-            state.setdefault(memories[index], {}).update(zip(ids, holding.blocks, strict=True))
+        for index, residency in node.residencies.items():
+            state.setdefault(memories[index], {}).update(zip(ids, residency.blocks, strict=True))
         for child in node.children.values():
-            if not isinstance(child, Tail):
+            if not isinstance(child, PartialBlock):
                 go_down(child, parent)
 
     for namespace, root in tree.roots.items() if tree else ():
         for child in root.children.values():
-            if not isinstance(child, Tail):
+            if not isinstance(child, PartialBlock):
                 go_down(child, namespace_id(*namespace))
     return state
 

@@ -211,12 +211,21 @@ def digest(core: CacheCore) -> object:
     stored = {}
     for root in core.tree.roots.values() if core.tree is not None else ():
         for node in subtree(root):
-            for index, holding in node.holdings.items():
-                kept = holding.users, holding.retention, holding.duration_ms, holding.num_reuses, holding.priority
-                for at, block in enumerate(holding.blocks):
+            for index, residency in node.residencies.items():
+                kept = (
+                    residency.users,
+                    residency.retention,
+                    residency.duration_ms,
+                    residency.num_reuses,
+                    residency.priority,
+                )
+                for at, block in enumerate(residency.blocks):
                     stored[index, block] = root.namespace, node.start + at, kept
     return (
-        {s: (waiter.token_ids, waiter.namespace, waiter.terms) for s, waiter in core.waiting.items()},
+        {
+            s: (subscription.token_ids, subscription.namespace, subscription.metadata)
+            for s, subscription in core.waiting.items()
+        },
         {
             s: (bytes(one.tokens), list(one.table), one.num_computed_tokens, list(one.duplicates), one.node.end)
             for s, one in core.admitted.items()
@@ -229,5 +238,5 @@ def digest(core: CacheCore) -> object:
 
 
 def _of_memory(memory: Memory) -> object:
-    order = [block for holding in memory.queue.upcoming(memory.index) for block in reversed(holding.blocks)]
+    order = [block for residency in memory.queue.upcoming(memory.index) for block in reversed(residency.blocks)]
     return memory.pool.given_back(), memory.pool.first_untouched, order, set(memory.sources), list(memory.withheld)

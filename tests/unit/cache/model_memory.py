@@ -57,7 +57,7 @@ class ModelMemory:
         """Without its last block, which may be a part of one."""
         return prefix[: 1 + (len(prefix) - 2) // self.block_size * self.block_size]
 
-    def is_tail(self, prefix: Prefix) -> bool:
+    def is_partial_block(self, prefix: Prefix) -> bool:
         return (len(prefix) - 1) % self.block_size > 0
 
     def behind(self, prefix: Prefix) -> list[Prefix]:
@@ -116,8 +116,10 @@ class ModelMemory:
 
     def store(self, prefix: Prefix, block: int) -> None:
         self.num_stored += 1
-        for tail in [p for p in self.behind(self.above(prefix)) if self.is_tail(p) and prefix[: len(p)] == p]:
-            self.forget([tail])
+        for partial in [
+            p for p in self.behind(self.above(prefix)) if self.is_partial_block(p) and prefix[: len(p)] == p
+        ]:
+            self.forget([partial])
         self.stored[prefix], self.kept[prefix] = block, Kept(self.num_stored)
 
     def use(self, prefix: Prefix, priority: float, again: bool) -> None:
@@ -205,7 +207,7 @@ class ModelWorker(ModelMemory):
             if prefix in host.stored:
                 continue
             reached = len(before) == 1 or before in self.stored or before in host.stored
-            if self.is_tail(prefix) and any(p[: len(prefix)] == prefix for p in host.behind(before)):
+            if self.is_partial_block(prefix) and any(p[: len(prefix)] == prefix for p in host.behind(before)):
                 continue
             for copy in host.take(1, prefix) if reached and host.available > 0 else ():
                 host.store(prefix, copy)
@@ -230,16 +232,16 @@ class ModelWorker(ModelMemory):
         self.use(prefix, priority, again)
         self.users.setdefault(prefix, set()).add(sequence)
 
-    def keep_tail(self, tail: Prefix, block: int, priority: float, retention: Retention) -> None:
+    def keep_partial_block(self, partial: Prefix, block: int, priority: float, retention: Retention) -> None:
         """The beginning of a block that nobody uses any more; not if there is one that begins with all of it."""
-        covering = sorted(p for p in self.behind(self.above(tail)) if p[: len(tail)] == tail)
+        covering = sorted(p for p in self.behind(self.above(partial)) if p[: len(partial)] == partial)
         if not covering:
-            self.store(tail, block)
-            self.users[tail] = set()
-            covering = [tail]
-        if self.is_tail(covering[0]):
+            self.store(partial, block)
+            self.users[partial] = set()
+            covering = [partial]
+        if self.is_partial_block(covering[0]):
             self.use(covering[0], priority, again=False)
-            first = len(self.above(tail)) - 1
+            first = len(self.above(partial)) - 1
             for start, end, kept, duration_ms in retention:
                 if start <= first < (end or 10**9):
                     self.kept[covering[0]].retention, self.kept[covering[0]].duration_ms = kept, duration_ms

@@ -32,7 +32,7 @@ ranges = st.builds(
     st.lists(st.tuples(st.sampled_from([0, 35, 80]), st.sampled_from([0, 0, 5, 20])), min_size=1, max_size=3),
 )
 salts = st.sampled_from(["", "", "", "pepper"])
-terms = st.one_of(
+metadata = st.one_of(
     st.just((0.0, (), "")), st.tuples(st.sampled_from([0.0, 1.0, -2.0]), st.one_of(st.just(()), ranges), salts)
 )
 
@@ -155,7 +155,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def compare_states(self) -> None:
         core = self.link.core
-        assert {s: d.unpack(waiter.token_ids) for s, waiter in core.waiting.items()} == self.model.waiting
+        assert {s: d.unpack(subscription.token_ids) for s, subscription in core.waiting.items()} == self.model.waiting
         assert core.admitted.keys() == self.model.running.keys()
         for sequence_id, sequence in core.admitted.items():
             expected = self.model.running[sequence_id]
@@ -172,7 +172,7 @@ class CacheMachine(RuleBasedStateMachine):
             worker = core.workers[worker_id]
             for memory, model in ((worker.device, model_worker), (worker.host, model_worker.host)):
                 order, pool = memory.queue.upcoming(memory.index), memory.pool
-                cached = [block for holding in order for block in reversed(holding.blocks)]
+                cached = [block for residency in order for block in reversed(residency.blocks)]
                 assert cached == [model.stored[prefix] for prefix in model.eviction_order()]
                 untouched = list(range(pool.num_blocks, pool.first_untouched - 1, -1))
                 assert untouched + pool.given_back() == model.free
@@ -205,7 +205,7 @@ class CacheMachine(RuleBasedStateMachine):
         tokens=tokens,
         new_tokens=st.integers(0, 8),
         planned=st.sampled_from([0, 0, 1, 3, 9]),
-        terms=terms,
+        metadata=metadata,
         data=st.data(),
         hold=held,
     )
@@ -214,13 +214,13 @@ class CacheMachine(RuleBasedStateMachine):
         tokens: list[int],
         new_tokens: int,
         planned: int,
-        terms: tuple[float, d.Retention, str],
+        metadata: tuple[float, d.Retention, str],
         data: st.DataObject,
         hold: bool,
     ) -> None:
         sequence = next(s for s in range(1, 100) if s not in self.everything())
         worker = data.draw(st.sampled_from(sorted(self.model.workers)))
-        self.do(d.match_op(sequence, tokens, *terms), self.model.match, sequence, tokens, *terms, hold=True)
+        self.do(d.match_op(sequence, tokens, *metadata), self.model.match, sequence, tokens, *metadata, hold=True)
         op = d.admit_op(sequence, worker, new_tokens, planned)
         self.do(op, self.model.admit, sequence, worker, new_tokens, planned, hold=hold)
 
@@ -235,14 +235,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.do(d.commit_op(entries, planned=True), self.model.commit, entries, True, hold=hold)
 
     @precondition(lambda self: self.model.workers)
-    @rule(tokens=tokens, made=tokens, terms=terms, data=st.data())
+    @rule(tokens=tokens, made=tokens, metadata=metadata, data=st.data())
     def run(
-        self, tokens: list[int], made: list[int], terms: tuple[float, d.Retention, str], data: st.DataObject
+        self, tokens: list[int], made: list[int], metadata: tuple[float, d.Retention, str], data: st.DataObject
     ) -> None:
         """From beginning to end, what it makes fitting into its blocks."""
         sequence = next(s for s in range(1, 100) if s not in self.everything())
         worker = data.draw(st.sampled_from(sorted(self.model.workers)))
-        self.do(d.match_op(sequence, tokens, *terms), self.model.match, sequence, tokens, *terms, hold=True)
+        self.do(d.match_op(sequence, tokens, *metadata), self.model.match, sequence, tokens, *metadata, hold=True)
         self.do(d.admit_op(sequence, worker), self.model.admit, sequence, worker)
         if sequence in self.model.running:
             room = len(self.model.running[sequence].table) * self.block_size - len(tokens)
@@ -277,8 +277,8 @@ class CacheMachine(RuleBasedStateMachine):
         parent = data.draw(st.sampled_from(sorted(filter(None, self.model.running))))
         known = self.model.running[parent]
         shared = data.draw(st.integers(0, known.computed + (data.draw(st.integers(0, 9)) == 9)))
-        tokens, terms = [*known.tokens[:shared], last], (0.0, (), known.terms.salt)
-        self.do(d.match_op(sequence, tokens, *terms), self.model.match, sequence, tokens, *terms, hold=True)
+        tokens, metadata = [*known.tokens[:shared], last], (0.0, (), known.metadata.salt)
+        self.do(d.match_op(sequence, tokens, *metadata), self.model.match, sequence, tokens, *metadata, hold=True)
         op = d.fork_op(sequence, known.worker, parent)
         self.do(op, self.model.fork, sequence, known.worker, parent, hold=hold)
 

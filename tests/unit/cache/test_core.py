@@ -410,7 +410,7 @@ def test_debug_mode_notices_damage(link: Driver, damage: str) -> None:
     device, node = link.core.workers[0].device, link.core.admitted[3].node
     match damage:
         case "users":
-            node.holdings[0].users += 1
+            node.residencies[0].users += 1
         case "lost block":
             device.pool.take(1)
         case "lost node":

@@ -32,7 +32,7 @@ def filled(eviction: str, num_sequences: int) -> Memory:
         memory.hold(prompt, memory.take(RUN))
     for place, run in enumerate(runs[4:]):
         prompt = prompts[place % 4]
-        memory.use(prompt.holdings[0])
+        memory.use(prompt.residencies[0])
         leaf = tree.grow(prompt, run)
         memory.hold(leaf, memory.take(RUN), priority=place % 7)
         memory.leave_path(leaf)
@@ -95,6 +95,6 @@ def test_nor_does_demoting_on_what_others_have_behind_the_same_beginning(evictio
         device.leave_path(own)
         device.take(device.free_blocks)
         costs.append(bytecodes(device, 1) + bytecodes(device, 1))
-        assert prompt.holdings[host.index].num_children == 1
+        assert prompt.residencies[host.index].num_children == 1
         assert not host.orphans
     assert costs[0] == costs[1]

@@ -325,6 +325,8 @@ def test_what_comes_and_goes_keeps_the_priority_that_its_requests_gave_it() -> N
         cache.run(sequence + 1, FILL)
     host = cache.core.workers[0].host
     held = [
-        node.holdings[host.index] for node in subtree(*cache.core.tree.roots.values()) if host.index in node.holdings
+        node.residencies[host.index]
+        for node in subtree(*cache.core.tree.roots.values())
+        if host.index in node.residencies
     ]
-    assert {holding.priority for holding in held if holding.node.key == d.pack(A)} == {-2.0}
+    assert {residency.priority for residency in held if residency.node.key == d.pack(A)} == {-2.0}

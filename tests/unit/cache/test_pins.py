@@ -259,8 +259,8 @@ class PinMachine(RuleBasedStateMachine):
             root = self.core.tree.roots[Namespace()]
             node, depth = self.core.tree.walk(d.pack([*prompt, 5]), root, 0)
             for worker, num_tokens in held.items():
-                _, cached, live = self.core.workers[worker].device.held(node, depth)
-                assert min(cached, live) * self.core.tree.block_size >= num_tokens
+                _, cached, referenced = self.core.workers[worker].device.held(node, depth)
+                assert min(cached, referenced) * self.core.tree.block_size >= num_tokens
 
     @rule(prompt=tokens, data=st.data())
     def start(self, prompt: list[int], data: st.DataObject) -> None:

@@ -35,7 +35,7 @@ def test_blocks_are_handed_out_free_first_then_evicted_oldest_node_first_from_it
     cached(memory, b"dddd")
     assert (memory.free_blocks, memory.cached_blocks, memory.used_blocks, memory.available_blocks) == (2, 4, 0, 6)
     assert list(memory.take(3)) == [5, 6, 3]
-    assert [list(holding.blocks) for holding in memory.queue.upcoming(0)] == [[1, 2], [4]]
+    assert [list(residency.blocks) for residency in memory.queue.upcoming(0)] == [[1, 2], [4]]
     assert list(memory.take(3)) == [2, 1, 4]
     assert memory.evicted_blocks_total == 4
     assert not memory.available_blocks

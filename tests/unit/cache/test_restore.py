@@ -162,8 +162,8 @@ def test_terms_and_namespaces() -> None:
     link = make(claim, d.restored(2, A[:8], 8, [3, 4]), num_blocks=4)
     assert link.probe(A[:8]) == {0: (8, 8)}
     link.free(1, 2)
-    holdings = link.core.workers[0].device.queue.upcoming(0)
-    assert [(list(one.blocks), one.retention, one.priority) for one in holdings] == [
+    residencies = link.core.workers[0].device.queue.upcoming(0)
+    assert [(list(one.blocks), one.retention, one.priority) for one in residencies] == [
         ([2], 35, 3.0),
         ([3, 4], 35, 0.0),
         ([1], 80, 3.0),
@@ -379,4 +379,4 @@ def test_what_is_restored_as_cached_is_retained_from_then_on() -> None:
         link.now_ms = now_ms
         link.exchange()
         device = link.core.workers[0].device
-        assert {holding.retention for holding in device.queue.upcoming(device.index)} == {priority}
+        assert {residency.retention for residency in device.queue.upcoming(device.index)} == {priority}

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from cache_svc.core.sequences.worker_blocks import Worker
+from cache_svc.core.sequences.worker_blocks import WorkerBlocks
 from paceline.v1 import cache_pb2 as pb
 from paceline.v1.common_pb2 import RetentionRange
 from tests.unit.cache import driver as d
@@ -15,7 +15,7 @@ from tests.unit.cache.test_against_model import CacheMachine
 Tables = dict[int, tuple[bytes, int, list[int]]]  # by sequence: tokens, how many are computed, blocks
 
 
-def claims_of(worker: Worker) -> list[pb.RestoredSequence]:
+def claims_of(worker: WorkerBlocks) -> list[pb.RestoredSequence]:
     claims = []
     for sequence in [*worker.sequences.values(), *worker.swapped.values()]:
         namespace = sequence.root.namespace
@@ -24,9 +24,9 @@ def claims_of(worker: Worker) -> list[pb.RestoredSequence]:
             sequence=sequence.sequence_id,
             num_computed_tokens=sequence.num_computed_tokens,
             namespace=pb.CacheNamespace(**namespace._asdict()),
-            priority=sequence.terms.priority,
+            priority=sequence.metadata.priority,
         )
-        for one in sequence.terms.retention:
+        for one in sequence.metadata.retention:
             fields = {"start": one.start, "end": one.end, "priority": one.priority, "duration_ms": one.duration_ms}
             claim.retention.append(RetentionRange(**fields))
         claims.append(claim)
@@ -37,7 +37,7 @@ def claims_of(worker: Worker) -> list[pb.RestoredSequence]:
     return claims
 
 
-def tables(worker: Worker) -> tuple[Tables, Tables]:
+def tables(worker: WorkerBlocks) -> tuple[Tables, Tables]:
     """Of what runs, and of what is swapped out."""
     return (
         {i: (bytes(s.tokens), s.num_computed_tokens, list(s.table)) for i, s in worker.sequences.items()},

@@ -12,7 +12,7 @@ import pytest
 
 from cache_svc.core import admin
 from cache_svc.core.retention import DEFAULT_RETENTION
-from cache_svc.core.tree.nodes import Holding
+from cache_svc.core.tree.nodes import BlockResidency
 from paceline.v1.common_pb2 import RetentionRange, SamplingParams
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
@@ -78,12 +78,12 @@ def test_of_one_tenant_the_lowest_priority_falls_back_first() -> None:
     stored(cache, 2, prompt(2, 6), retention=[(0, 0, 60, 0)])
     stored(cache, 3, prompt(3, 4), retention=[(0, 0, 90, 0)])
     kept: Counter[int] = Counter()
-    for holding in holdings(cache):
-        kept[holding.retention] += len(holding.blocks)
+    for residency in residencies(cache):
+        kept[residency.retention] += len(residency.blocks)
     assert kept == {90: 10, DEFAULT_RETENTION: 6}
 
 
-def holdings(cache: Driver) -> list[Holding]:
+def residencies(cache: Driver) -> list[BlockResidency]:
     worker = cache.core.workers[0]
     return worker.device.queue.upcoming(worker.device.index)
 
@@ -126,9 +126,9 @@ def test_another_tenants_retention_is_not_lowered() -> None:
     cache = link(num_blocks=40)
     stored(cache, 1, prompt(1, 4), retention=[(0, 0, 80, 0)], tenant="a")
     stored(cache, 2, prompt(1, 4), retention=[(0, 0, 0, 0)], tenant="b")
-    assert {h.retention for h in holdings(cache)} == {80}
+    assert {h.retention for h in residencies(cache)} == {80}
     stored(cache, 3, prompt(1, 4), retention=[(0, 0, 0, 0)], tenant="a")
-    assert {h.retention for h in holdings(cache)} == {0}
+    assert {h.retention for h in residencies(cache)} == {0}
     assert retained_blocks(cache, "a") == 0
 
 
@@ -137,7 +137,7 @@ def test_what_is_over_counts_no_more() -> None:
     stored(cache, 1, prompt(1, 8), retention=[(0, 0, 80, 50)])
     cache.now_ms = 100
     stored(cache, 2, prompt(2, 8))
-    assert {h.retention for h in holdings(cache)} == {DEFAULT_RETENTION, 100}
+    assert {h.retention for h in residencies(cache)} == {DEFAULT_RETENTION, 100}
     assert retained_blocks(cache) == 8
 
 

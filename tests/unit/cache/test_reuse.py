@@ -188,8 +188,8 @@ def keeps(cache: Driver, *prompts: Sequence[int]) -> list[bool]:
     return [0 in cache.probe(prompt) for prompt in prompts]
 
 
-def stored(cache: Driver, sequence: int, prompt: Sequence[int], **terms: object) -> None:
-    cache.one(d.match_op(sequence, prompt, **terms))  # type: ignore[arg-type]
+def stored(cache: Driver, sequence: int, prompt: Sequence[int], **metadata: object) -> None:
+    cache.one(d.match_op(sequence, prompt, **metadata))  # type: ignore[arg-type]
     cache.admit(sequence, 0)
     cache.commit(sequence, [], len(prompt))
     cache.free(sequence)
@@ -316,7 +316,7 @@ def test_a_retention_that_ends_while_its_block_stands_nowhere() -> None:
     cache.now_ms = 20
     cache.run(3, B[:4])
     device = cache.core.workers[0].device
-    foretold = [block for holding in device.queue.upcoming(device.index) for block in holding.blocks]
+    foretold = [block for residency in device.queue.upcoming(device.index) for block in residency.blocks]
     cache.start(4, [7] * 4)  # takes the free one
     assert foretold == [cache.extend(4)[0] for _ in range(3)] == [2, 1, 3]
 
@@ -352,5 +352,5 @@ def test_uses_of_what_is_retained_are_not_remembered() -> None:
     assert len(cache.core.workers[0].device.queue._expiries) < 100
     cache.now_ms = hour
     cache.exchange()
-    retentions = {holding.retention for holding in cache.core.workers[0].device.queue.upcoming(0)}
+    retentions = {residency.retention for residency in cache.core.workers[0].device.queue.upcoming(0)}
     assert retentions == {DEFAULT_RETENTION}

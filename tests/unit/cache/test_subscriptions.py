@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache_svc.core.tree.nodes import Waiter
+from cache_svc.core.tree.nodes import PrefixSubscription
 from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
@@ -60,9 +60,9 @@ def test_only_if_it_is_more_than_was_known(monkeypatch: pytest.MonkeyPatch) -> N
     refreshed: list[int] = []
     refresh = PrefixTree.refresh
 
-    def noted(tree: PrefixTree, waiter: Waiter) -> None:
-        refreshed.append(waiter.sequence_id)
-        refresh(tree, waiter)
+    def noted(tree: PrefixTree, subscription: PrefixSubscription) -> None:
+        refreshed.append(subscription.sequence_id)
+        refresh(tree, subscription)
 
     monkeypatch.setattr(PrefixTree, "refresh", noted)
     cache.exchange(d.match_op(1001, [0, 2000, *LONG]), d.admit_op(1001, 0))
