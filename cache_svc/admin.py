@@ -1,4 +1,4 @@
-"""CacheAdminService: pins, a reset, and how full the cache is. A call is over before the next exchange begins."""
+"""CacheAdminService: pins, a reset, fill levels. A call runs between two exchanges."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def now_ms() -> int:
-    """The clock by which pins end."""
+    """The clock of pin expiry."""
     return time.monotonic_ns() // 1_000_000
 
 

@@ -1,4 +1,4 @@
-"""What the cache service can be told."""
+"""The settings of the cache service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DESIGN §5, asserted over the whole state. Recounts everything from the sequences; trusts no counter."""
+"""Asserts the invariants of the whole state. Recounts everything from the sequences and trusts no counter."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _check_sequence(sequence: Sequence, worker: WorkerBlocks) -> None:
 
 
 def _path(node: PrefixNode) -> list[PrefixNode]:
-    """From the root, which is left out, to the node."""
+    """The nodes from the root to this one, without the root."""
     path = []
     while node.parent is not None:
         path.append(node)
@@ -110,14 +110,13 @@ def _check_subscription(subscription: PrefixSubscription, tree: PrefixTree) -> N
 
 
 def _residencies(worker: WorkerBlocks, index: int) -> list[BlockResidency]:
-    """Everything that this memory of the worker holds: in the tree, and in those that families of forks have of their
-    own."""
+    """All residencies of one memory of the worker, including those in the private trees of forks."""
     tops = _tops(worker.tree, worker.sequences.values())
     return [node.residencies[index] for node in subtree(*tops) if index in node.residencies]
 
 
 def _tops(tree: PrefixTree, sequences: Iterable[Sequence]) -> list[PrefixNode]:
-    """The roots of all there is, each once."""
+    """All roots, each once."""
     return list(dict.fromkeys([*tree.roots.values(), *(_root(sequence.node) for sequence in sequences)]))
 
 
@@ -128,7 +127,7 @@ def _root(node: PrefixNode) -> PrefixNode:
 
 
 def _check_device(worker: WorkerBlocks, pins: Pins) -> None:
-    """Users recounted."""
+    """Recounts the users of each node."""
     name = f"worker {worker.worker_id}'s device"
     users: Counter[int] = Counter()
     private: list[int] = []
@@ -148,7 +147,7 @@ def _check_device(worker: WorkerBlocks, pins: Pins) -> None:
 
 
 def _check_memory(name: str, memory: Memory, residencies: list[BlockResidency], private: list[int]) -> None:
-    """Each block in one state; a stored block is never one that somebody still writes."""
+    """Each block has one state, and no stored block is still being written."""
     pool = memory.pool
     stored = [block for residency in residencies for block in residency.blocks]
     withheld = list(memory.withheld)
@@ -169,7 +168,7 @@ def _check_memory(name: str, memory: Memory, residencies: list[BlockResidency], 
 
 
 def _check_shares(name: str, memory: Memory, residencies: list[BlockResidency]) -> None:
-    """Claims recounted: each tenant pays for what it retains and for what that keeps from being evicted."""
+    """Recounts claims: a tenant pays for what it retains and for all that this keeps from eviction."""
     shares = memory.shares
     owners = {
         residency: residency.owner
@@ -199,7 +198,7 @@ def _check_shares(name: str, memory: Memory, residencies: list[BlockResidency]) 
 
 
 def check_no_copies_due(workers: dict[int, WorkerBlocks]) -> None:
-    """Those that an exchange has asked for come before all that the next one grants."""
+    """All copies of an exchange must be done before the next one."""
     for worker in workers.values():
         for memory in (worker.device, worker.host):
             due = bool(memory.sources or memory.withheld or worker.host.moves)
@@ -207,7 +206,7 @@ def check_no_copies_due(workers: dict[int, WorkerBlocks]) -> None:
 
 
 def _check_host(worker: WorkerBlocks) -> None:
-    """Nobody uses what is stored there; a swapped-out sequence has blocks of its own."""
+    """No sequence uses a stored node of the host. A swapped-out sequence has blocks of its own."""
     name = f"worker {worker.worker_id}'s host"
     for swapped in worker.swapped.values():
         num_blocks = -(-swapped.num_computed_tokens // worker.tree.block_size)

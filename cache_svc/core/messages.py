@@ -1,4 +1,4 @@
-"""What the core reports, as messages."""
+"""Builds the messages that the core reports."""
 
 from __future__ import annotations
 

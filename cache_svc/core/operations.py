@@ -1,6 +1,6 @@
-"""What each operation of an exchange does to the state: workers come and go, sequences wait, run, are swapped out.
+"""The handlers of the operations: they change workers, and sequences that wait, run or are swapped out.
 
-A handler either does all of its operation or raises OpError and has changed nothing.
+A handler does its whole operation, or it raises OpError and has changed nothing.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from cache_svc.core.tree.nodes import Namespace, PrefixSubscription
 from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
-MAX_NUM_BLOCKS = 2**31 - 1  # block ids travel as int32
+MAX_NUM_BLOCKS = 2**31 - 1  # block ids are int32 in messages
 MAX_NAMED_IN_ERROR = 8
 
 
 class Operations:
-    """All blocks of all workers, and the handlers of the operations, by their names in CacheOp."""
+    """The blocks of all workers, and a handler for each operation in CacheOp."""
 
     now_ms: int  # of the exchange
 
@@ -61,21 +61,21 @@ class Operations:
         self.reset()
 
     def reset(self) -> None:
-        """No workers, no sequences."""
+        """Removes all workers and sequences."""
         self.events.clear()
-        self.tree: PrefixTree | None = None  # there while there is a worker: the first one says the block size
+        self.tree: PrefixTree | None = None  # None without a worker; the first worker sets the block size
         self.workers: dict[int, WorkerBlocks] = {}
         self.waiting: dict[int, PrefixSubscription] = {}  # matched, not admitted
         self.admitted: dict[int, Sequence] = {}
         self.pins = Pins(self.max_pinned_share)
         self.swapped: dict[int, SwappedSequence] = {}
-        self._touched: dict[int, WorkerBlocks] = {}  # by worker id: counters may have changed in this exchange
-        self._stepless: set[int] = set()  # workers of which an ExtendOp was refused in this exchange
-        self._incomplete_restores: dict[int, list[pb.RestoredSequence]] = {}  # of incomplete RestoreOps, by worker id
-        self._asked: dict[int, bool] = {}  # by RematchOps of this exchange; whether the answer is due in any case
+        self._touched: dict[int, WorkerBlocks] = {}  # by worker id; their counters may have changed in this exchange
+        self._stepless: set[int] = set()  # workers with a refused ExtendOp in this exchange
+        self._incomplete_restores: dict[int, list[pb.RestoredSequence]] = {}  # from incomplete RestoreOps, by worker id
+        self._asked: dict[int, bool] = {}  # sequence -> whether to report it even if nothing has changed
 
     def touch(self, workers: Iterable[WorkerBlocks]) -> None:
-        """Their counters may have changed between exchanges: the scheduler is to hear of it."""
+        """The counters of these workers may have changed between exchanges. The next exchange reports them."""
         for worker in workers:
             self._touched[worker.worker_id] = worker
             worker.shown = worker.counters()
@@ -164,7 +164,7 @@ class Operations:
         if op.cached:
             known: list[Sequence | SwappedSequence] = [*sequences, *swapped]
             for sequence in sequences:
-                sequence.num_begun_tokens = 0  # no copy is on its way: all that is claimed is in its blocks
+                sequence.num_begun_tokens = 0  # no copy is pending: all computed tokens are in its blocks
             self._let_go([one.sequence_id for one in known])
         self._touched[op.worker] = worker
         self.counters.restored_sequences += len(sequences) + len(swapped)
@@ -221,7 +221,7 @@ class Operations:
             self._asked[sequence_id] = op.always or self._asked.get(sequence_id, False)
 
     def _matches(self, subscription: PrefixSubscription) -> list[MatchedTokens]:
-        """For the report that is about to be made; `reported` keeps them."""
+        """Computes the matches for a report, and stores them as `reported`."""
         subscription.reported = (
             matches_of(subscription, self.tree, self.workers.values()) if self.tree is not None else []
         )
@@ -384,7 +384,7 @@ class Operations:
                 worker.tree.leave(sequence.root)
 
     def _expect_step(self, worker_id: int) -> None:
-        """Raises OpError(ABORTED) if the worker gets no step out of this exchange."""
+        """Raises OpError(ABORTED) if the worker gets no step from this exchange."""
         if worker_id in self._stepless:
             raise OpError(Code.ABORTED, f"worker {worker_id}: an ExtendOp of this exchange was refused")
 

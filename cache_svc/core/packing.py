@@ -1,4 +1,4 @@
-"""Token ids and block ids as they travel: packed little-endian int32."""
+"""Token ids and block ids as messages carry them: packed little-endian int32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOKEN_BYTES = 4
 
 
 def pack_int32(values: array[int]) -> bytes:
-    """Packed little-endian int32, as block ids and token ids travel."""
+    """Packs token ids or block ids for a message."""
     if sys.byteorder == "big":
         values = values[:]
         values.byteswap()
@@ -19,7 +19,7 @@ def pack_int32(values: array[int]) -> bytes:
 
 
 def unpack_int32(packed: bytes) -> array[int]:
-    """The reverse. ValueError if the bytes are not a whole number of int32."""
+    """The reverse of pack_int32. Raises ValueError if the bytes are not a whole number of int32."""
     values = array("i", packed)
     if sys.byteorder == "big":
         values.byteswap()
@@ -27,13 +27,13 @@ def unpack_int32(packed: bytes) -> array[int]:
 
 
 def check_token_bytes(token_ids: bytes) -> None:
-    """OpError(INVALID_ARGUMENT) unless these are packed int32."""
+    """Raises OpError(INVALID_ARGUMENT) if the bytes are not a whole number of int32."""
     if len(token_ids) % TOKEN_BYTES:
         raise OpError(Code.INVALID_ARGUMENT, f"token_ids: {len(token_ids)} bytes is not a whole number of int32")
 
 
 def common_tokens(one: bytes, other: bytes) -> int:
-    """How many tokens two byte strings have in common from the first on."""
+    """The number of equal tokens at the beginning of two packed runs."""
     size = min(len(one), len(other))
     differ = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
     if not differ:

@@ -1,4 +1,4 @@
-"""What a request says of how the cache keeps its blocks."""
+"""The parts of a request's metadata that decide how long the cache keeps its blocks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from paceline.v1.common_pb2 import RetentionRange
 
 
 class RequestMetadata(NamedTuple):
-    """What a request asked for, of how its blocks are kept."""
+    """Priority, retention and tenant of a request."""
 
     priority: float = 0.0
     retention: tuple[Range, ...] = ()
-    tenant: str = ""  # what is retained counts against its share
+    tenant: str = ""  # retained blocks count against the share of this tenant
 
 
 NO_METADATA = RequestMetadata()
@@ -24,6 +24,6 @@ NO_METADATA = RequestMetadata()
 
 def read_metadata(priority: float, retention: Iterable[RetentionRange], tenant: str) -> RequestMetadata:
     """Raises OpError(INVALID_ARGUMENT)."""
-    if not math.isfinite(priority):  # what compares with nothing has no place in the order of eviction
+    if not math.isfinite(priority):  # NaN has no place in the eviction order
         raise OpError(Code.INVALID_ARGUMENT, f"priority: {priority} is not a finite number")
     return RequestMetadata(priority, read_ranges(retention), tenant)

@@ -1,21 +1,20 @@
-"""In which order a memory gives up what nobody uses.
+"""The order in which a memory evicts unused nodes.
 
-Strategies (named as in SGLang; least recently used first within what they hold equal):
+Strategies, with SGLang's names. Nodes that a strategy ranks equal go least recently used first.
 
     lru        the least recently used                             (the default of vLLM, SGLang, TensorRT-LLM)
     lfu        the least often reused
-    slru       what was never reused or once; then the rest        (segmented LRU, as in SGLang: protected from 2 on)
-    fifo       what was stored first, however often it is used
-    priority   the lowest priority of the requests that used it, the highest of these counting
+    slru       never reused or once; then the rest                 (segmented LRU, as in SGLang: protected from 2 on)
+    fifo       the first stored, however often it is used
+    priority   the lowest priority; a node has the highest priority of the requests that used it
 
-Before the strategy comes what requests asked for (TensorRT-LLM's KvCacheRetentionConfig; see retention.py): blocks go
-in order of their retention priority, and have DEFAULT_RETENTION if nobody asked, or once the time is over for which it
-was asked, counted from when they fell out of use.
+The retention priority comes before the strategy (TensorRT-LLM's KvCacheRetentionConfig, see retention.py). It is
+DEFAULT_RETENTION if no request has set it, and again when its duration is over. The duration counts from the last use.
 
-A parent never goes before its children. Least recently used first gives that by itself (why: memory.py), other orders
-do not: what is met in its turn while children of it are held is set aside, and comes back, first of its equals, when
-the last of them has gone. So whatever is set aside is set aside once for each time that it fell out of use, and finding
-the next victim is O(1) amortised for lru, O(log ranks) for the others (fifo has as many ranks as nodes).
+A parent never goes before its children. For lru this holds by itself (memory.py shows why). For the other strategies
+the queue sets a node aside if its turn comes while children of it are held. The node returns, first among its equals,
+when its last child has gone. So a node is set aside at most once per use. The next victim costs O(1) amortised for lru,
+and O(log buckets) for the others (fifo has one bucket per node).
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ STRATEGIES: dict[str, Callable[[BlockResidency], float]] = {
 
 
 class EvictionQueue:
-    """The unused holdings of one memory. Raises KeyError for a strategy that there is not.
+    """The unused residencies of one memory. Raises KeyError for an unknown strategy.
 
-    It is to be told the time (`expire`) before anything else.
+    Call `expire` first, since the queue has no clock.
     """
 
     __slots__ = ("_buckets", "_count", "_expiries", "_lowest", "_most_expiries", "_now_ms", "_rank_of")
@@ -56,16 +55,16 @@ class EvictionQueue:
     def __init__(self, strategy: str) -> None:
         self._rank_of = STRATEGIES[strategy]
         self._count = itertools.count()
-        self._expiries: list[
-            tuple[int, int, int, BlockResidency]
-        ] = []  # a heap, the first to expire first; of equals by turn
-        self._most_expiries = FEW_EXPIRIES  # with so many, those are thrown out that concern nobody any more
+        self._expiries: list[tuple[int, int, int, BlockResidency]] = []  # a heap by expiry time, then by turn
+        self._most_expiries = FEW_EXPIRIES  # at this length, entries that are no longer due are removed
         self._buckets: SortedDict[tuple[int, float], EvictionBucket] = SortedDict()
-        self._lowest: EvictionBucket | None = None  # of these, as it is looked at most
+        self._lowest: EvictionBucket | None = None  # the first of the buckets, because it is needed most often
 
     def add(self, residency: BlockResidency, first: bool = False, renew: bool = True) -> None:
-        """Its last user has left; or (first) it was set aside, and its last child has gone. With `renew`, the time that
-        it is retained for begins now."""
+        """Adds a residency: its last user has left, or (`first`) it was set aside and its last child has gone.
+
+        With `renew`, the duration of its retention begins now.
+        """
         if not first:
             residency.turn = next(self._count)
         if residency.duration_ms:
@@ -81,7 +80,7 @@ class EvictionQueue:
             bucket.move_to_end(residency, last=False)
 
     def is_last(self, residency: BlockResidency, of: BlockResidency) -> bool:
-        """Whether it stands where the other one, to be added now, would come next."""
+        """Whether it stands directly before the place where `of` would be added now."""
         bucket = residency.bucket
         return bucket is not None and bucket.key == self._key(of) and next(reversed(bucket)) is residency
 
@@ -92,13 +91,13 @@ class EvictionQueue:
             self._end_retention(residency)
 
     def forget(self, residency: BlockResidency) -> None:
-        """It is gone."""
+        """The memory holds it no more."""
         if residency.bucket is not None:
             self.remove(residency)
-        residency.users = GONE  # no expiry finds it unused
+        residency.users = GONE  # so that no expiry finds it unused
 
     def remove(self, residency: BlockResidency) -> None:
-        """It stands here no more, if it did: it may have been set aside."""
+        """Removes a residency, if the queue contains it. It may have been set aside."""
         bucket = residency.bucket
         if bucket is None:
             return
@@ -108,7 +107,7 @@ class EvictionQueue:
             self._drop(bucket)
 
     def pop(self) -> BlockResidency | None:
-        """The next one to be evicted, if there is one. It stands here no more."""
+        """Removes and returns the next residency to evict. None if there is none."""
         while (bucket := self._lowest) is not None:
             residency, _ = bucket.popitem(last=False)
             residency.bucket = None
@@ -119,12 +118,12 @@ class EvictionQueue:
         return None
 
     def _drop(self, bucket: EvictionBucket) -> None:
-        """Nobody stands there."""
+        """Removes an empty bucket."""
         del self._buckets[bucket.key]
         self._lowest = self._buckets.peekitem(0)[1] if self._buckets else None
 
     def expire(self, now_ms: int) -> None:
-        """Time has passed: what was retained long enough stands with the others."""
+        """Sets the time, and ends the retentions that are due."""
         self._now_ms = now_ms
         while self._expiries and self._expiries[0][0] <= now_ms:
             expires_ms, _, _, residency = heapq.heappop(self._expiries)
@@ -134,7 +133,7 @@ class EvictionQueue:
                 self.add(residency)
 
     def fall_back(self, residency: BlockResidency) -> None:
-        """Its tenant has too much retained: it stands with the others, as if just used."""
+        """Ends a retention because its tenant has too many retained blocks. The residency counts as just used."""
         stands = residency.bucket is not None
         self.remove(residency)
         self._end_retention(residency)
@@ -148,11 +147,12 @@ class EvictionQueue:
             if len(self._expiries) >= self._most_expiries:
                 self._forget_expiries()
             heapq.heappush(self._expiries, (residency.expires_ms, residency.turn, next(self._count), residency))
-        else:  # while it stood nowhere
+        else:  # the duration ended while it was set aside
             self._end_retention(residency)
 
     def _forget_expiries(self) -> None:
-        """Those of what was used since, or is gone: else each use would be remembered as long as it is retained for."""
+        """Removes the entries of residencies that were used since, or are gone. Otherwise each use would leave an entry
+        for the whole duration."""
         due = {one[3]: one for one in self._expiries if _is_due(one[3], one[0])}
         self._expiries = list(due.values())
         heapq.heapify(self._expiries)
@@ -164,7 +164,7 @@ class EvictionQueue:
             residency.owner.release(residency)
 
     def upcoming(self, memory_index: int) -> list[BlockResidency]:
-        """Everything that can be evicted, the next one first. For checks and tests: costs time for all there is."""
+        """All residencies that can be evicted, in order. For checks and tests: the cost grows with the whole queue."""
         queues = {key: deque(bucket) for key, bucket in self._buckets.items()}
         standing = {residency for queue in queues.values() for residency in queue}
         children: dict[BlockResidency, int] = {}
@@ -183,7 +183,8 @@ class EvictionQueue:
                 children[above] = children.get(above, above.num_children) - 1
                 if not (children[above] or above.users or above in standing):
                     retention, bucket = self._key(above)
-                    if above.duration_ms and above.expires_ms <= self._now_ms:  # while it stood nowhere
+                    # the duration ended while it was set aside
+                    if above.duration_ms and above.expires_ms <= self._now_ms:
                         retention = DEFAULT_RETENTION
                     queues.setdefault((retention, bucket), deque()).appendleft(above)
                     standing.add(above)
@@ -194,5 +195,6 @@ class EvictionQueue:
 
 
 def _is_due(residency: BlockResidency, expires_ms: int) -> bool:
-    """Whether a retention is to end then: not if it was used since, nor twice."""
+    """Whether the retention ends at this time. False if the residency was used since, or if the retention has ended
+    already."""
     return residency.duration_ms > 0 and residency.expires_ms == expires_ms and not residency.users

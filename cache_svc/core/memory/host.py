@@ -1,17 +1,17 @@
-"""A worker's host memory: blocks of sequences that are swapped out, and what its device had to evict.
+"""The host memory of one worker: blocks of swapped-out sequences, and blocks that its device has evicted.
 
-What the device evicts is kept here for a second chance, its blocks copied (`moves`), and what is needed again is copied
-back into new device blocks (`reuse`). So of what a worker has of any path in the tree, the device has the beginning
-and the host what comes behind it (and maybe some of the beginning, too: what is copied back stays here, so that it
-need not be copied again when the device evicts it once more). No path has a gap:
+The host keeps copies of evicted blocks (`moves`). A sequence that needs them again gets them copied back into new
+device blocks (`reuse`). So on every path in the tree the device has the beginning, and the host has what follows. The
+host may have some of the beginning too: a copied-back block stays here, so that the device can evict it again without a
+copy. No path has a gap:
 
-  * what the device evicts, and there is no room for here, is dropped, and with it all that only the host has below it;
-  * what is evicted here has no children here (eviction.py), and if the device does not have it, no children there.
+  * if the device evicts a node and the host has no room, the node is dropped, with all nodes below it;
+  * a node that the host evicts has no children here (eviction.py), and none on the device unless the device holds it.
 
-Nobody uses a node here. A sequence that is swapped out has blocks of its own, outside of the tree.
+No sequence uses a node here. A swapped-out sequence has blocks of its own, outside the tree.
 
-The order of copies: those of one exchange to the host are made before those from it, which are made before anything
-else happens on the worker. Hence a block that is to be copied from is no target in the same exchange (`sources`).
+Order of copies in one exchange: first those to the host, then those from the host, then everything else on the worker.
+So a block that a copy reads must not be the target of another copy in the same exchange (`sources`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cache_svc.core.tree.tree import PrefixTree
 
 
 class HostMemory(Memory):
-    """`above` is the index of the worker's device."""
+    """`above` is the memory index of the worker's device."""
 
     __slots__ = ("above", "moved_partial_blocks", "moves", "orphans")
 
@@ -40,9 +40,9 @@ class HostMemory(Memory):
     ) -> None:
         super().__init__(index, tree, num_blocks, True, eviction, retained)
         self.above = above
-        self.moves: dict[int, int] = {}  # of this exchange: device blocks, by the host block that they are copied to
-        self.moved_partial_blocks = 0  # of these
-        self.orphans: dict[PrefixNode, int] = {}  # of nodes that are not held here: how many of their children are
+        self.moves: dict[int, int] = {}  # copies of this exchange: host block -> device block
+        self.moved_partial_blocks = 0  # partial blocks among them
+        self.orphans: dict[PrefixNode, int] = {}  # nodes not held here -> how many of their children are held here
 
     def take(self, count: int) -> array[int]:
         blocks = super().take(count)
@@ -54,8 +54,11 @@ class HostMemory(Memory):
     # ------------------------------------------------------------------------------------------ down from the device
 
     def take_in(self, evicted: list[BlockResidency]) -> None:
-        """What the device has evicted just now, children before their parents: keep it, or drop it. Parents are seen
-        to first, for what is below them is worth nothing without them. None of it is evicted for another."""
+        """Keeps or drops the nodes that the device has just evicted. `evicted` lists children before their parents.
+
+        It handles parents first, because a child is worth nothing without its parent. It evicts none of these nodes for
+        another one of them.
+        """
         index = self.index
         known = {residency for gone in evicted if (residency := gone.node.residencies.get(index)) is not None}
         for residency in known:
@@ -88,8 +91,8 @@ class HostMemory(Memory):
             self.enforce_shares(tenant)
 
     def _join(self, residency: BlockResidency, batch: set[PrefixNode]) -> None:
-        """What the device evicts block by block, from the end of a run, becomes a run again, if nothing tells the parts
-        from each other and they are to be evicted one after the other anyhow."""
+        """Joins a node with its child into one run again, after the device has evicted a run block by block from its
+        end. They must have equal properties and stand next to each other in the eviction order."""
         node = residency.node
         if len(node.children) != 1 or len(node.residencies) != 1 or node.num_partial_blocks:
             return
@@ -106,7 +109,7 @@ class HostMemory(Memory):
             self.tree.absorb(node, child)
 
     def _copy(self, gone: BlockResidency, batch: set[PrefixNode]) -> BlockResidency | None:
-        """Hold the node of something that the device has lost, or as much of its beginning as there is room for."""
+        """Holds the node that the device has lost, or as much of its beginning as there is room for."""
         node, size = gone.node, len(gone.blocks)
         parent = node.parent
         assert parent is not None
@@ -132,7 +135,7 @@ class HostMemory(Memory):
         return residency if count else None
 
     def _take_below(self, parent: PrefixNode, count: int) -> array[int]:
-        """So many blocks, or as many as can be had without evicting the parent, nor what has children in the batch."""
+        """Takes at most `count` blocks, without evicting the parent or a node with children in the batch."""
         above = parent.residencies.get(self.index)
         if above is None:
             return self.take(count)
@@ -144,7 +147,7 @@ class HostMemory(Memory):
         return blocks
 
     def _drop_below(self, node: PrefixNode, batch: set[PrefixNode]) -> None:
-        """Nothing leads to what is held below the node any more. Nodes of the batch stay in the tree for the moment."""
+        """Forgets all held nodes below a node that is held no more. Nodes of the batch stay in the tree."""
         below = [node]
         for above in below:
             below += [child for child in above.children.values() if self.index in child.residencies]
@@ -174,7 +177,7 @@ class HostMemory(Memory):
             del self.orphans[parent]
 
     def _refresh(self, node: PrefixNode) -> None:
-        """What is held of the way to the node stands behind what was used before now, children before their parents."""
+        """Moves the held nodes on the path to the end of the eviction order, children before their parents."""
         while node.parent is not None:
             residency = node.residencies.get(self.index)
             if residency is not None:
@@ -185,7 +188,7 @@ class HostMemory(Memory):
     # -------------------------------------------------------------------------------------------- up to the device
 
     def behind(self, node: PrefixNode, depth: int, device_end: PrefixNode) -> tuple[PrefixNode, int]:
-        """Of the way to a place in the tree, where what is held of it ends. The device has it up to `device_end`."""
+        """Returns where the held part of a path ends. The device holds the path up to `device_end`."""
         while node is not device_end and self.index not in node.residencies:
             assert node.parent is not None
             node = node.parent
@@ -193,8 +196,10 @@ class HostMemory(Memory):
         return node, depth
 
     def reuse(self, node: PrefixNode, device_end: PrefixNode, priority: float) -> array[int]:
-        """The blocks behind `device_end` up to the end of the node, which are to be copied from in this exchange. That
-        is a use of all of the way to there that is held."""
+        """Returns the blocks from `device_end` to the end of the node. Copies read them in this exchange.
+
+        This counts as a use of every held node on the path.
+        """
         path = []
         start = device_end.end
         while node.parent is not None:

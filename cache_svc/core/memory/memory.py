@@ -1,23 +1,23 @@
-"""The blocks of one memory, and what of the prefix tree it holds.
+"""The blocks of one memory, and the nodes of the prefix tree that it holds.
 
 Each block is in exactly one of three states:
 
-    free    no user, content worthless             in the pool
-    cached  no user, content in the tree           in a holding without users
-    used    content in the tree, with users        in a holding with users
-            or not, with one user                  in the table of one sequence
+    free    no user, no content                    in the pool
+    cached  no user, content in the tree           in a residency without users
+    used    content in the tree, with users        in a residency with users
+            or not in the tree, with one user      in the table of one sequence
 
-Which of the unused ones goes first is the business of eviction.py. With the default, least recently used first, a
-parent never stands before its children there. Say node P is the parent of node C, and the memory holds both.
+eviction.py decides which unused node goes first. With the default strategy, least recently used first, a parent never
+stands before its children. Proof, for a node P and its child C that the memory both holds:
 
-  1. Whoever uses C uses P: a sequence takes a path from the root, extends it one node at a time, and lets it go whole.
-  2. So the last user of C that left did use P, and left C before it left P (`leave_path` goes from the tail to the
-     head), and nobody has used C since. P's last user left no earlier than that one did.
-  3. Hence if neither is in use, C came to stand among the unused before P, and eviction takes the oldest first.
+  1. Every user of C uses P: a sequence takes a path from the root, extends it node by node, and leaves it as a whole.
+  2. So the last user of C also used P. It left C before P, since `leave_path` goes from the end of the path to
+     the root. No sequence has used C since. The last user of P left at the same time or later.
+  3. So if both are unused, C entered the queue before P, and eviction takes the oldest entry first.
 
-The front part of an unused node that is split does not stand there at all until the rest is evicted; then it stands
-first, where it would stand if it had been a node of its own from the beginning. What is held, and what is live, stays
-connected to the root. check_invariants asserts it.
+When an unused node is split, its front part is not in the queue until the back part is evicted. It then enters first,
+where it would stand if it had been a node of its own from the beginning. The held nodes are always connected to the
+root, and so are the used ones. check_invariants asserts it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from cache_svc.core.tree.events import Recorder
 from cache_svc.core.tree.nodes import BlockResidency, PartialBlock, PrefixNode, subtree
 from cache_svc.core.tree.tree import PrefixTree
 
-# The priority of a use that is nobody's request's: it changes that of no block.
+# The priority of a use that belongs to no request. It changes no block's priority.
 NO_REQUEST = -math.inf
 
 
 class LowerTier(Protocol):
-    """A memory that takes in what another one evicts."""
+    """A memory that takes in the nodes that another memory evicts."""
 
     def take_in(self, evicted: list[BlockResidency]) -> None: ...
 
 
 class Memory:
-    """`index` names it in the nodes' holdings. `keeps`: whether what has no user is kept for reuse."""
+    """`index` names the memory in `node.residencies`. `keeps`: whether unused nodes are kept for reuse."""
 
     __slots__ = (
         "_num_stored",
@@ -74,7 +74,7 @@ class Memory:
         eviction: str = "lru",
         retained: tuple[float, float] = (TENANT_SHARE, TOTAL_SHARE),
     ) -> None:
-        """`retained`: shares of the blocks that may be retained for one tenant, and for all."""
+        """`retained`: shares of the blocks that may be retained, for one tenant and for all tenants."""
         self.index = index
         self.tree = tree
         self.num_blocks = num_blocks
@@ -84,12 +84,12 @@ class Memory:
         self.evicted_blocks_total = 0
         self.queue = EvictionQueue(eviction)
         self.shares = RetentionShares(index, num_blocks, *retained)
-        self.events: Recorder | None = None  # who is told what is held here; None if it is kept for nobody
-        self.lower: LowerTier | None = None  # takes in what is evicted here
+        self.events: Recorder | None = None  # None if the memory keeps nothing for reuse
+        self.lower: LowerTier | None = None  # takes in the nodes that are evicted here
         self._num_stored = 0
-        # Blocks that are to be copied before anything else is written: nobody gets them in this exchange.
+        # Blocks that the copies of this exchange read. They are not granted before its end.
         self.sources: set[int] = set()
-        self.withheld = array("i")  # what was evicted of them
+        self.withheld = array("i")  # evicted or freed blocks among them
 
     @property
     def free_blocks(self) -> int:
@@ -97,7 +97,7 @@ class Memory:
 
     @property
     def available_blocks(self) -> int:
-        """How many blocks `take` can hand out: free ones and cached ones (sources may be among the latter)."""
+        """How many blocks `take` can hand out: free and cached ones, without the sources."""
         return self.pool.num_free + self.cached_blocks - len(self.sources)
 
     @property
@@ -105,9 +105,9 @@ class Memory:
         return self.num_blocks - self.pool.num_free - self.cached_blocks
 
     def take(self, count: int) -> array[int]:
-        """Blocks with no content: free ones, then cached ones, which are evicted.
+        """Takes blocks without content: free blocks first, then cached ones, which it evicts.
 
-        The caller has made sure that there are as many (`available_blocks`); else it gets fewer.
+        The caller checks `available_blocks` first. With fewer than `count` available, the result is shorter.
         """
         blocks = self.pool.take(count)
         if len(blocks) == count:
@@ -115,11 +115,11 @@ class Memory:
         evicted = []
         while (missing := count - len(blocks)) > 0 and (residency := self.queue.pop()) is not None:
             if len(residency.blocks) > missing:
-                self.tree.split(residency.node, residency.node.end - missing)  # it goes from its end
+                self.tree.split(residency.node, residency.node.end - missing)  # a node is evicted from its end
             gone = residency.blocks[::-1]
             self.evicted_blocks_total += len(gone)
             self.cached_blocks -= len(gone)
-            self._let_go(residency)  # the node stays in the tree for the moment
+            self._let_go(residency)  # the node itself stays in the tree for now
             if self.sources:
                 self._withhold(gone)
             blocks += gone
@@ -138,18 +138,18 @@ class Memory:
             self.withheld.append(block)
 
     def give_back_later(self, blocks: array[int]) -> None:
-        """These are free, but are to be copied from in this exchange."""
+        """Frees these blocks at the end of the exchange, because copies of the exchange read them."""
         self.withheld += blocks
 
     def end_exchange(self) -> None:
-        """The copies that this exchange has asked for come before all that the next one grants."""
+        """Frees the withheld blocks: the copies of this exchange come before everything that the next one grants."""
         if self.withheld:
             self.pool.give_back(self.withheld)
             self.withheld = array("i")
         self.sources.clear()
 
     def hold(self, node: PrefixNode, blocks: array[int], priority: float = 0.0) -> BlockResidency:
-        """From now on this memory holds the node, for one user."""
+        """The memory holds the node from now on, with one user."""
         self._num_stored += 1
         residency = node.residencies[self.index] = BlockResidency(node, blocks, self._num_stored)
         residency.priority = priority
@@ -165,7 +165,8 @@ class Memory:
         return residency
 
     def drop_covered(self, key: bytes, parent: PrefixNode) -> None:
-        """A child of the parent that is held from now on begins with these tokens: a tail that has no others goes."""
+        """A child of `parent` begins with these tokens from now on. Drops the partial blocks that have only tokens of
+        it."""
         index, children = self.index, parent.children
         ends = range(TOKEN_BYTES, min(len(key), self.tree.block_bytes), TOKEN_BYTES)
         if len(children) < len(ends):
@@ -185,7 +186,7 @@ class Memory:
                 self.pool.give_back(dropped)
 
     def use(self, residency: BlockResidency, priority: float = NO_REQUEST) -> None:
-        """One user more, of a request of that priority."""
+        """Adds a user, with the priority of its request."""
         if not residency.users:
             self.cached_blocks -= len(residency.blocks)
             self.queue.use(residency)
@@ -193,7 +194,7 @@ class Memory:
         residency.priority = max(residency.priority, priority)
 
     def use_path(self, node: PrefixNode, priority: float = NO_REQUEST) -> array[int]:
-        """One user more of the node and all above it; returns the blocks from the root to its end."""
+        """Adds a user to the node and all nodes above it. Returns the blocks from the root to its end."""
         path = []
         while node.parent is not None:
             residency = node.residencies[self.index]
@@ -207,8 +208,11 @@ class Memory:
         return blocks
 
     def retain(self, node: PrefixNode, ranges: tuple[Range, ...], tenant: str) -> None:
-        """Set how long the node and those above it are kept, all of which are in use. Nodes that are only partly within
-        a range are split. What goes beyond the tenant's share falls back, block by block."""
+        """Sets the retention of the nodes on a path, all of which must be in use. Splits nodes at the borders of a
+        range.
+
+        If the tenant then exceeds its share, retentions end block by block.
+        """
         block_size = self.tree.block_size
         self.shares.next_turn()
         for one in ranges:
@@ -226,8 +230,10 @@ class Memory:
     def set_retention(
         self, residency: BlockResidency, priority: int, duration_ms: int, tenant: str, turn: int | None = None
     ) -> None:
-        """As a request of the tenant says, now or in that turn. Another tenant's retention is not lowered. `shares` is
-        not enforced."""
+        """Sets a retention for a tenant, requested now or in that turn. Never lowers that of another tenant.
+
+        Does not enforce the tenant's share.
+        """
         owner = residency.owner
         if owner is not None and owner.is_retained(residency):
             if owner.name != tenant and priority <= residency.retention:
@@ -238,17 +244,17 @@ class Memory:
             self.shares.retain(residency, tenant, turn)
 
     def enforce_shares(self, tenant: str) -> None:
-        """What the tenant has retained beyond its share falls back, block by block."""
+        """Ends retentions of the tenant, block by block, until it is within its share."""
         share = self.shares.tenants.get(tenant)
         while share is not None and (excess := self.shares.excess(share)) and share.retained:
             residency = share.retained.peekitem(0)[1]
             keeps_children = residency.claims is not None and residency.claims[share] > 1
             if not keeps_children and len(residency.blocks) > excess:
-                self.tree.split(residency.node, residency.node.end - excess)  # its front part stays retained
+                self.tree.split(residency.node, residency.node.end - excess)  # the front part stays retained
             self.queue.fall_back(residency)
 
     def leave_path(self, node: PrefixNode) -> None:
-        """One user less of the node and all above it, from the tail to the head."""
+        """Removes a user from the node and all nodes above it, from the end of the path to the root."""
         while node.parent is not None:
             residency, node = node.residencies[self.index], node.parent
             residency.users -= 1
@@ -283,8 +289,8 @@ class Memory:
                 self.queue.add(above, first=True)
 
     def held(self, node: PrefixNode, depth: int) -> tuple[PrefixNode, int, int]:
-        """Of the way to a place in the tree: the last node of which this memory holds something, how many blocks of the
-        way it holds, and how many of these are in use."""
+        """For the path to a place, returns the last held node on it, how many of its blocks are held, and how many of
+        those are in use."""
         index = self.index
         while node.parent is not None and index not in node.residencies:
             node = node.parent
@@ -296,7 +302,7 @@ class Memory:
         return last, depth, referenced
 
     def forget_unused(self, *tops: PrefixNode) -> int:
-        """Nobody wants what is cached in these nodes and below, and has no user; returns how many blocks that was."""
+        """Forgets the unused nodes among these and below them. Returns the number of blocks."""
         dropped = array("i")
         for node in reversed([*tops, *subtree(*tops)]):
             residency = node.residencies.get(self.index)
@@ -312,7 +318,7 @@ class Memory:
         return num_blocks
 
     def leave_tree(self) -> None:
-        """The memory is gone, and all that it holds."""
+        """The memory is gone: the tree forgets all that it holds."""
         for node in reversed(list(subtree(*self.tree.roots.values()))):
             if node.residencies.pop(self.index, None) is not None and not node.residencies:
                 self.tree.remove(node)

@@ -1,15 +1,15 @@
-"""How much of a memory tenants may have retained: blocks that are kept longer than others because a request said so.
+"""How many blocks of a memory tenants may retain, that is, keep longer than others.
 
-A retention above DEFAULT_RETENTION belongs to the tenant that asked for it. A block that is retained keeps everything
-before it from being evicted (children go first), so a tenant pays for the whole way from the root to the blocks that it
-retains, and for each block once. At most `tenant_share` of a memory's blocks are kept so for one tenant, and at most
-`total_share` for all of them: tenants are named by clients, and the rest serves all other requests.
+A retention above DEFAULT_RETENTION belongs to the tenant that asked for it. A retained block keeps all blocks before it
+from being evicted, because children go first. So a tenant pays for the whole path from the root to its retained blocks,
+and for each block once. Limits: `tenant_share` of a memory's blocks for one tenant, and `total_share` for all tenants
+together. Clients choose tenant names freely, so the second limit protects all other requests.
 
-What goes beyond falls back to DEFAULT_RETENTION, and is evicted like everything else: of the tenant's own retained
-blocks those with the lowest priority, of equal ones those that were asked for first. Nothing is refused.
+Beyond a limit, retentions of the tenant end: those with the lowest priority first, and among equal ones those that were
+requested first. The blocks then have DEFAULT_RETENTION. No request is refused.
 
-    claims   by tenant: 1 if the holding itself is retained for it, and 1 for each child that it has a claim on.
-             A tenant pays for each holding on which it has a claim.
+    claims   by tenant: 1 if the residency itself is retained for it, plus 1 for each child on which it has a claim.
+             A tenant pays for each residency on which it has a claim.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ TOTAL_SHARE = 0.5
 
 
 class TenantShare:
-    """What one memory retains for one tenant."""
+    """The blocks that one memory retains for one tenant."""
 
     __slots__ = ("name", "num_blocks", "retained", "shares")
 
     def __init__(self, name: str, shares: RetentionShares) -> None:
         self.name = name
         self.shares = shares
-        self.num_blocks = 0  # that it pays for
-        self.retained: SortedDict[RetentionKey, BlockResidency] = SortedDict()  # the first falls back first
+        self.num_blocks = 0  # the blocks that it pays for
+        self.retained: SortedDict[RetentionKey, BlockResidency] = SortedDict()  # in the order in which retentions end
 
     def add(self, residency: BlockResidency, turn: int) -> None:
-        """The holding is retained for the tenant from now on."""
+        """Retains the residency for the tenant."""
         residency.owner, residency.owner_key = self, (residency.retention, turn, -residency.node.end, residency.serial)
         self.retained[residency.owner_key] = residency
         self.claim(residency)
 
     def add_front(self, front: BlockResidency, back: BlockResidency) -> None:
-        """A retained holding was split; the claims of the front part are there."""
+        """A retained residency was split. `front` has its claims already."""
         retention, turn, _, serial = back.owner_key
         front.owner, front.owner_key = self, (retention, turn, -front.node.end, serial)
         self.retained[front.owner_key] = front
 
     def absorb(self, residency: BlockResidency, below: BlockResidency) -> None:
-        """Undo that: `below` becomes a part of the holding."""
+        """Undoes add_front: `below` becomes a part of the residency."""
         del self.retained[residency.owner_key]
         residency.owner_key = below.owner_key
         self.retained[residency.owner_key] = residency
 
     def release(self, residency: BlockResidency) -> None:
-        """The holding is retained no more. `owner` still names this tenant."""
+        """Ends the retention of the residency. `owner` still names this tenant."""
         if self.retained.get(residency.owner_key) is not residency:
             return
         del self.retained[residency.owner_key]
@@ -63,7 +63,7 @@ class TenantShare:
             self.shares.tenants.pop(self.name, None)
 
     def claim(self, residency: BlockResidency, count: int = 1) -> None:
-        """More claims on the holding; if they are the first, one more on the holding above."""
+        """Adds claims to the residency. If they are its first ones, adds one to the residency above."""
         shares = self.shares
         while True:
             if residency.claims is None:
@@ -84,7 +84,7 @@ class TenantShare:
             residency = above
 
     def _disclaim(self, residency: BlockResidency) -> None:
-        """One claim less on the holding; if it was the last, one less on the holding above."""
+        """Removes one claim from the residency. If it was the last one, removes one from the residency above."""
         shares = self.shares
         while True:
             assert residency.claims is not None
@@ -113,7 +113,7 @@ class TenantShare:
 
 
 class RetentionShares:
-    """All tenants of one memory, which `index` names, of so many blocks."""
+    """The shares of all tenants in one memory."""
 
     __slots__ = ("_turn", "index", "max_blocks", "max_tenant_blocks", "num_blocks", "orphans", "tenants")
 
@@ -121,27 +121,27 @@ class RetentionShares:
         self.index = index
         self.max_tenant_blocks = int(num_blocks * tenant_share)
         self.max_blocks = int(num_blocks * total_share)
-        self.num_blocks = 0  # of all tenants; what several pay for counts for each
+        self.num_blocks = 0  # of all tenants; a block that several tenants pay for counts for each
         self.tenants: dict[str, TenantShare] = {}
         self.orphans: dict[PrefixNode, Counter[TenantShare]] = {}  # claims of children of nodes that are not held here
         self._turn = 0
 
     def adopt(self, residency: BlockResidency) -> None:
-        """The node of what is held from now on may have children with claims."""
+        """The residency is new. It takes over the claims of its node's children."""
         for share, count in self.orphans.pop(residency.node, {}).items():
             share.claim(residency, count)
 
     def next_turn(self) -> None:
-        """What is retained from now on was asked for later than what was before."""
+        """Retentions from now on count as requested later than those before."""
         self._turn += 1
 
     def retain(self, residency: BlockResidency, tenant: str, turn: int | None = None) -> None:
-        """The holding has a retention above the default one, asked for now or in that turn."""
+        """Retains the residency for a tenant, requested now or in that turn."""
         share = self.tenants.get(tenant)
         if share is None:
             share = self.tenants[tenant] = TenantShare(tenant, self)
         share.add(residency, self._turn if turn is None else turn)
 
     def excess(self, share: TenantShare) -> int:
-        """Blocks by which the tenant is beyond what it may have."""
+        """The number of blocks by which the tenant exceeds its limits."""
         return max(share.num_blocks - self.max_tenant_blocks, self.num_blocks - self.max_blocks, 0)

@@ -1,4 +1,4 @@
-"""What each worker has of a waiting sequence."""
+"""How much of a waiting sequence each worker has."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from cache_svc.core.sequences.worker_blocks import WorkerBlocks
 from cache_svc.core.tree.nodes import PrefixNode, PrefixSubscription
 from cache_svc.core.tree.tree import PrefixTree
 
-# Worker id; tokens on the device; of these, those in blocks that live sequences use; tokens on the host behind those.
+# Worker id; tokens on the device; of these, tokens in blocks that running sequences use; then tokens on the host.
 MatchedTokens = tuple[int, int, int, int]
 
 
 def matches_of(
     subscription: PrefixSubscription, tree: PrefixTree, workers: Iterable[WorkerBlocks]
 ) -> list[MatchedTokens]:
-    """One way up from where the walk ended meets every worker's depth: the first time a worker is met says how far it
-    goes. The waiter is settled. Workers that have nothing are left out."""
+    """Returns the matches of all workers that have any. The subscription must not be stale.
+
+    One walk up from the end of the match finds the depth of every worker: a worker's depth is where the walk first
+    meets it.
+    """
     held: dict[int, tuple[PrefixNode, int]] = {}
     referenced: dict[int, int] = {}
     node, depth = subscription.place()

@@ -1,10 +1,12 @@
-"""The last block of a sequence that ends, kept though it is not full: reuse loses nothing to block size.
+"""Keeps the last block of an ended sequence even if it is not full, so that reuse loses no tokens to the block size.
 
-A tail (tree.Tail) is evictable content like any other, found by `PrefixTree.nearest` and copied, never by a walk.
-It hangs where the whole blocks of its sequence end; it falls out of use before they do, so it is evicted before them.
-No memory holds a tail of which another block there has all tokens: such a one is not kept, or is dropped when the other
-is stored (Memory.hold); nor one of which too many blocks would have to be looked at to know (PrefixTree.covering). What
-is evicted goes to the host as any block does, and is found and copied from there.
+A partial block (tree.nodes.PartialBlock) is evictable like any other block. `PrefixTree.nearest` finds it, and it is
+reused by copying; no walk reaches it. It is a child of the node where the whole blocks of its sequence end. It loses
+its last user before they do, so it is evicted before them.
+
+A memory holds no partial block of which another block there has all tokens. Such a partial block is not kept, or it is
+dropped when the other block is stored (Memory.hold). It is also not kept if finding this out would cost too much
+(PrefixTree.covering). An evicted partial block goes to the host like any block, and is found and copied from there.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ from cache_svc.core.packing import TOKEN_BYTES
 from cache_svc.core.sequences.sequence import Sequence
 from cache_svc.core.tree.nodes import BlockResidency, PartialBlock, PrefixNode
 
-FEW = 8  # so many children are looked at one by one
+FEW = 8  # up to this number, the children are compared one by one
 
 
 def keep_partial_block(device: Memory, sequence: Sequence) -> bool:
-    """Whether the block behind the sequence's whole ones, in which computed tokens end, is the cache's from now on. The
-    sequence is about to leave, and still uses its path."""
+    """Gives the block with the last computed tokens to the cache, if it is not full. Returns whether the cache took it.
+
+    The sequence is about to leave and still uses its path.
+    """
     tree, node = device.tree, sequence.node
     begin, end = node.end * tree.block_size, sequence.num_computed_tokens
     if not begin < end < begin + tree.block_size or end <= sequence.num_begun_tokens:
@@ -39,7 +43,7 @@ def keep_partial_block(device: Memory, sequence: Sequence) -> bool:
         device.drop_covered(key, node)
     partial: PrefixNode = node.children.get(key) or tree.grow_partial_block(
         node, key
-    )  # it is there if another memory holds it
+    )  # the node exists if another memory holds it
     device.hold(partial, sequence.table[node.end : node.end + 1], sequence.metadata.priority)
     if node.points:
         tree.can_be_copied(partial)
@@ -48,17 +52,17 @@ def keep_partial_block(device: Memory, sequence: Sequence) -> bool:
 
 
 def _has_relatives(node: PrefixNode, key: bytes) -> bool:
-    """Whether there may be a child that begins with these tokens, or with which they begin."""
+    """Whether a child may begin with these tokens, or these tokens with a child."""
     children = node.children
     return len(children) > FEW or any(key.startswith(other) or other.startswith(key) for other in children)
 
 
 def _leave(device: Memory, residency: BlockResidency, sequence: Sequence) -> None:
-    """The sequence uses it no more, and nobody else did."""
+    """Ends the only use of a partial block."""
     metadata = sequence.metadata
     for one in metadata.retention:
         if one.start <= residency.node.start * device.tree.block_size < (one.end or sys.maxsize):
-            turn = None  # that of the block before it, so that it falls back first
+            turn = None  # the turn of the block before it, so that this retention ends first
             if (before := sequence.node.residencies.get(device.index)) is not None and before.retention == one.priority:
                 turn = before.owner_key[1]
             device.set_retention(residency, one.priority, one.duration_ms, metadata.tenant, turn)

@@ -1,18 +1,18 @@
-"""What a scheduler claims of a worker after the cache has forgotten everything: its sequences, put back as they were.
+"""Restores the sequences of a worker from the scheduler's records, after the cache has lost its state.
 
-Tables alone do not say which of several equal blocks was the stored one, and they need not: any will do that leaves
-every sequence its own table. Two rules make the choice. A block that several sequences have in their tables must be
-the stored one of its place, for only what is stored has more than one user. Where no block is shared, the first
-claimant's is stored, and the others keep theirs to themselves (Sequence.duplicates).
+The block tables do not say which of several equal blocks was the stored one. Any choice is right that leaves every
+sequence its own table. Two rules make the choice. A block in the tables of several sequences must be the stored one,
+because only stored blocks have more than one user. Where no block is shared, the block of the first sequence is stored,
+and the other sequences keep theirs as private duplicates (Sequence.duplicates).
 
     A  [ a b | c ]    a and b are shared: stored. Of the equal blocks c and g, c is stored:
     B  [ a b | d ]    C comes later, and keeps e, f and g, of equal content, as duplicates of a, b and c.
     C  [ e f | g ]
 
-Hence nothing is stored before everything has been looked at: first claims are checked against those before them, then
-each gets its way through the tree, of nodes that nobody holds yet; then every place on these ways gets its block; and
-only then it is held, used, and counted. Without prefix caching there is nothing to be found again, so only what is
-shared is stored (by forks), in a tree of the family's own, as Worker.fork does.
+So nothing is stored before all entries are known. The steps are: check each entry against those before it; make the
+nodes of its path, which no memory holds yet; choose the block of every place on these paths; then hold the nodes and
+count their users. Without prefix caching only shared blocks (of forks) are stored, in a private tree for each family of
+forks, as WorkerBlocks.fork does.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ from cache_svc.core.tree.nodes import Namespace, PrefixNode, Root
 from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
-Refusals = dict[int, OpError]  # by place among the claims
+Refusals = dict[int, OpError]  # by position among the entries
 
 
 class RestoreEntry:
-    """One sequence as its scheduler knows it. The `num_whole` first blocks of its table are computed and never written
-    again; of these, the first `num_stored` are to be stored below `top`."""
+    """One sequence to restore, as the scheduler knows it.
+
+    The first `num_whole` blocks of its table are computed and never written again. The first `num_stored` of these are
+    to be stored below `top`.
+    """
 
     __slots__ = (
         "host_blocks",
@@ -53,11 +56,11 @@ class RestoreEntry:
         "top",
     )
 
-    root: Root  # of its namespace, once it is accepted
+    root: Root  # set when the entry is accepted
     node: PrefixNode
 
     def __init__(self, place: int, message: pb.RestoredSequence, worker: WorkerBlocks) -> None:
-        """Raises OpError if it contradicts itself or the worker's size."""
+        """Raises OpError if the entry contradicts itself or the worker's size."""
         check_token_bytes(message.token_ids)
         names = message.namespace
         self.place = place
@@ -98,7 +101,7 @@ class RestoreEntry:
 
 
 def _blocks(field: str, packed: bytes, num_blocks: int) -> array[int]:
-    """Raises OpError unless these are different blocks that there are."""
+    """Raises OpError unless these are different blocks of the memory."""
     if len(packed) % 4:
         raise OpError(Code.INVALID_ARGUMENT, f"{field}: {len(packed)} bytes is not a whole number of int32")
     blocks = unpack_int32(packed)
@@ -114,8 +117,8 @@ def _blocks(field: str, packed: bytes, num_blocks: int) -> array[int]:
 def restore(
     worker: WorkerBlocks, restored: list[pb.RestoredSequence], is_known: Callable[[int], bool]
 ) -> tuple[list[Sequence], list[SwappedSequence], Refusals]:
-    """Put sequences back onto a worker that has handed out no block yet: those that run, those that are swapped out,
-    and what was refused. `is_known` says which ids are taken."""
+    """Restores sequences on a worker that has handed out no block. Returns the running ones, the swapped-out ones, and
+    the refusals. `is_known` says whether an id is taken."""
     refused: Refusals = {}
     while True:
         entries = _accepted(worker, restored, is_known, refused)
@@ -125,7 +128,7 @@ def restore(
         chosen, conflicts = _choose(running)
         if not conflicts:
             break
-        # They are gone when all is looked at again; and as fewer share now, nothing new stands against the rest.
+        # The next round runs without them. It has fewer shared blocks, so it finds no new conflict with the rest.
         refused.update(conflicts)
         _prune(worker.tree, entries)
     sequences = [_hold(worker, entry, chosen) for entry in running]
@@ -144,7 +147,7 @@ def restore(
 def _accepted(
     worker: WorkerBlocks, restored: list[pb.RestoredSequence], is_known: Callable[[int], bool], refused: Refusals
 ) -> list[RestoreEntry]:
-    """The claims that agree with those before them; what does not is added to those that are refused."""
+    """Returns the entries that agree with those before them. Adds the others to `refused`."""
     validator = RestoreValidator(worker)
     for place, one in enumerate(restored):
         if place in refused:
@@ -159,18 +162,19 @@ def _accepted(
 
 
 class RestoreValidator:
-    """Who has claimed which blocks so far."""
+    """Checks each entry against the accepted ones."""
 
     def __init__(self, worker: WorkerBlocks) -> None:
         self._worker = worker
         self.entries: list[RestoreEntry] = []
         self.sequence_ids: set[int] = set()
-        self._owners: dict[int, RestoreEntry] = {}  # the first ones, by device block
+        self._owners: dict[int, RestoreEntry] = {}  # by device block: the first entry that lists it
         self._on_host: set[int] = set()
-        self._families: dict[PrefixNode, list[RestoreEntry]] = {}  # without prefix caching: by the tops of their trees
+        # without prefix caching: the forks of a family, by the top of their tree
+        self._families: dict[PrefixNode, list[RestoreEntry]] = {}
 
     def enter(self, entry: RestoreEntry) -> None:
-        """Raises OpError, having changed nothing, if it conflicts with one that is in."""
+        """Accepts an entry. Raises OpError, having changed nothing, if it conflicts with an accepted one."""
         tree = self._worker.tree
         if entry.host_blocks is not None:
             if taken := self._on_host.intersection(entry.host_blocks):
@@ -192,7 +196,8 @@ class RestoreValidator:
         self.sequence_ids.add(entry.sequence_id)
 
     def _shared(self, entry: RestoreEntry) -> dict[RestoreEntry, int]:
-        """With whom it has blocks in common, and where the last of them ends. Raises OpError if it cannot have."""
+        """Returns the entries with which this one shares blocks, and where the last shared block ends. Raises OpError
+        if it cannot share them."""
         shared: dict[RestoreEntry, int] = {}
         for at, block in enumerate(entry.table):
             owner = self._owners.get(block)
@@ -229,11 +234,11 @@ def _taken(block: int, owner: RestoreEntry, how: str) -> OpError:
     return OpError(Code.FAILED_PRECONDITION, message)
 
 
-# ----------------------------------------------------------------------------------------------- the way to the blocks
+# ------------------------------------------------------------------------------------------------ paths to the blocks
 
 
 def _grow_way(tree: PrefixTree, entry: RestoreEntry) -> PrefixNode:
-    """The node that ends where what is to be stored of it ends; nodes that are missing are made, without holders."""
+    """Returns the node where the stored part of the entry ends. Makes the missing nodes, without residencies."""
     node, depth, tokens, end = entry.top, 0, entry.token_ids, entry.num_stored
     while depth < end:
         begin = depth * tree.block_bytes
@@ -250,7 +255,7 @@ def _grow_way(tree: PrefixTree, entry: RestoreEntry) -> PrefixNode:
 
 
 def _way(node: PrefixNode) -> list[PrefixNode]:
-    """From the root, which is left out, to the node."""
+    """The nodes from the root to this one, without the root."""
     nodes = []
     while node.parent is not None:
         nodes.append(node)
@@ -259,11 +264,11 @@ def _way(node: PrefixNode) -> list[PrefixNode]:
 
 
 def _choose(entries: list[RestoreEntry]) -> tuple[dict[PrefixNode, array[int]], Refusals]:
-    """The block of every place on these ways. Refused are those that share one where another one is shared, too (all
-    but one of them, who keeps it to himself)."""
+    """Chooses the block of every place on these paths. Refuses an entry whose shared block has the same place as
+    another shared block, except for the first such entry, which keeps its block as a duplicate."""
     shared = _in_several_tables(entry.table for entry in entries)
     chosen: dict[PrefixNode, array[int]] = {}
-    alone: dict[int, RestoreEntry] = {}  # who keeps a block that should be stored, and cannot be
+    alone: dict[int, RestoreEntry] = {}  # shared blocks that cannot be stored -> the entry that keeps them
     conflicts: Refusals = {}
     for entry in entries:
         for node in _way(entry.node):
@@ -292,16 +297,16 @@ def _in_several_tables(tables: Iterable[array[int]]) -> Container[int]:
 
 
 def _prune(tree: PrefixTree, entries: list[RestoreEntry]) -> None:
-    """These are to be looked at again: nothing stays of the ways that were made for them."""
+    """Removes the nodes of these entries before the next round."""
     nodes = {node for entry in entries if entry.host_blocks is None for node in _way(entry.node)}
     for node in sorted(nodes, key=lambda node: node.end, reverse=True):
-        if not node.residencies:  # it has no children either: what hangs on it here ends deeper, and is gone
+        if not node.residencies:  # its children end deeper, so they are removed already
             tree.remove(node)
     for entry in entries:
         tree.leave(entry.root)
 
 
-# -------------------------------------------------------------------------------------------------------- what is done
+# ------------------------------------------------------------------------------------------------------------ storing
 
 
 def _hold(worker: WorkerBlocks, entry: RestoreEntry, chosen: dict[PrefixNode, array[int]]) -> Sequence:

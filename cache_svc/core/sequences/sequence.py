@@ -12,7 +12,7 @@ from cache_svc.core.tree.nodes import PrefixNode, Root
 
 
 class KnownSequence(Protocol):
-    """What a Sequence is made from: one that waits, one that is swapped out, one that is restored."""
+    """The data that a Sequence is made from. A waiting, a swapped-out and a restored sequence all have it."""
 
     @property
     def sequence_id(self) -> int: ...
@@ -28,18 +28,19 @@ class KnownSequence(Protocol):
 
 
 class Sequence:
-    """An admitted sequence. (One that waits is nothing but its tokens.)
+    """An admitted sequence. (A waiting sequence has no blocks: see PrefixSubscription.)
 
         table   [ b0 b1 b2 | b3 | b4 b5 ]     one block id per `block_size` tokens, append-only
                   reused     own
-                            ^ node            the tree's node that ends where the whole computed blocks end (or
-                                              before that, where it met what another one was just to write)
+                            ^ node            the tree's node where the whole computed blocks end (or an earlier node,
+                                              if the next one is about to be written by another sequence)
 
-    What the step is to compute for which it was granted counts as computed. Until that step has been sent, the sequence
-    and those with whom it shares are `unwritten`.
-    The sequence uses that node and all above it. Their blocks are those of the table, unless equal ones of another
-    sequence got there first: then it uses both, and its own stay outside of the tree (`duplicates`). One that reuses
-    nothing (`alone`) would need room for both to run at all: its node ends before such blocks.
+    Tokens count as computed when the step is granted that computes them. Until that step is sent, the sequence is
+    `unwritten`, and so are the sequences that share its new blocks.
+
+    The sequence uses `node` and all nodes above it. Their blocks are those of the table, unless another sequence stored
+    equal blocks first. Then the sequence uses both, and its own blocks stay outside the tree (`duplicates`). A sequence
+    that was admitted without reuse (`alone`) may not have room for both, so its node ends before such blocks.
     """
 
     __slots__ = (
@@ -68,7 +69,7 @@ class Sequence:
     ) -> None:
         self.sequence_id = known.sequence_id
         self.worker_id = worker_id
-        self.tokens = known.token_ids  # not copied, as most get more of them once at the most, when they leave
+        self.tokens = known.token_ids  # not copied: most sequences get more tokens at most once, when they leave
         self.root = known.root
         self.num_tokens = len(known.token_ids) // TOKEN_BYTES
         self.table = table
@@ -76,7 +77,7 @@ class Sequence:
         self.num_computed_tokens = num_computed_tokens
         self.alone = False
         self.unwritten = False
-        # With which it was admitted, some of them perhaps yet to be copied; who has more has seen the copy made.
+        # Its tokens at admission. The copy of a block's beginning may be pending until the sequence has computed more.
         self.num_begun_tokens = num_computed_tokens
         self.duplicates = array("i")
         self.metadata = known.metadata
@@ -84,10 +85,9 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class SwappedSequence:
-    """A sequence that had to leave the device and is to come back to the same worker.
+    """A sequence that was swapped out and returns to the same worker.
 
-    It holds no device block and no node, so nobody is kept from anything by it but from its host blocks: one for each
-    block with computed tokens.
+    It has no device block and no node. It has one host block for each block with computed tokens.
     """
 
     sequence_id: int

@@ -1,4 +1,15 @@
-"""The data of the prefix tree: nodes, which memories hold them, and the subscriptions of waiting sequences."""
+"""The data of the prefix tree: nodes, the memories that hold them, and the subscriptions of waiting sequences.
+
+A waiting sequence subscribes to the place in the tree where its match ends. The tree calls this subscription stale when
+the place changes: when the next block of the sequence is stored there, when a block is stored that begins with more of
+its tokens than the best block until then, or when the node leaves the tree. Marking a subscription stale does no other
+work. `PrefixTree.refresh` finds the new place later, starting from the old one and not from the root.
+
+A subscription therefore knows the longest match on any worker: exactly in whole blocks, and at least in tokens. It
+misses these changes: another worker begins or ceases to hold the node, the node gets its first user or loses its last
+one, the node moves between device and host, or a block leaves of which the sequence could have copied the beginning. A
+RematchOp reports them. It looks at the holders of the nodes up to the root and compares no tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +24,13 @@ from cache_svc.core.packing import common_tokens
 from cache_svc.core.request_metadata import RequestMetadata
 from cache_svc.core.retention import DEFAULT_RETENTION
 
-RetentionKey = tuple[
-    int, int, int, int
-]  # retention, turn, what ends deeper first; and the serial, of tails of one node
+RetentionKey = tuple[int, int, int, int]  # retention, turn, minus the end of the node, serial number
 NO_KEY = (0, 0, 0, 0)
-NO_CHILDREN: Any = MappingProxyType({})  # most nodes are leaves: a dict for each would be memory to fetch and to free
+NO_CHILDREN: Any = MappingProxyType({})  # most nodes are leaves: an empty dict for each of them costs memory and time
 
 
 class RetentionOwner(Protocol):
-    """A tenant that a memory retains nodes for (memory/shares.py)."""
+    """A tenant for which a memory retains nodes. `memory.shares.TenantShare` implements it."""
 
     name: str
 
@@ -35,7 +44,7 @@ class RetentionOwner(Protocol):
 
 
 class BlockResidency:
-    """A node in one memory: `blocks[i]` there has the KV of the node's block i."""
+    """One node in one memory: `blocks[i]` of that memory has the KV of the node's block i."""
 
     __slots__ = (
         "blocks",
@@ -59,25 +68,25 @@ class BlockResidency:
     def __init__(self, node: PrefixNode, blocks: array[int], serial: int) -> None:
         self.node = node
         self.blocks = blocks
-        self.users = 1  # sequences that run with it
-        self.unwritten = False  # who is to write it has a place in a step, and the step has not been sent
-        self.num_children = 0  # of the node, in the same memory
-        # What says when it is evicted (eviction.py).
-        self.serial = serial  # counts up with what the memory stores
-        self.num_reuses = 0  # by sequences that were admitted since it was stored
-        self.priority = 0.0  # the highest of the requests that used it
+        self.users = 1  # running sequences and pins that use the node here
+        self.unwritten = False  # True until the step is sent that writes these blocks
+        self.num_children = 0  # children of the node that the same memory holds
+        # These fields decide when the node is evicted (memory/eviction.py).
+        self.serial = serial  # counts the nodes that the memory has stored
+        self.num_reuses = 0  # how often an admitted sequence has reused it since it was stored
+        self.priority = 0.0  # the highest priority among the requests that used it
         self.retention = DEFAULT_RETENTION
-        self.duration_ms = 0  # that the retention lasts from the last use on; 0: for ever
+        self.duration_ms = 0  # how long the retention lasts after the last use; 0: for ever
         self.expires_ms = 0
-        # The tenant that it is retained for, and the tenants that pay for it (shares.py).
+        # The tenant that it is retained for, and the tenants that pay for it (memory/shares.py).
         self.owner: RetentionOwner | None = None
         self.owner_key: RetentionKey = NO_KEY
         self.claims: dict[RetentionOwner, int] | None = None
-        self.turn = 0  # counts up with what falls out of use
-        self.bucket: EvictionBucket | None = None  # in which it stands
+        self.turn = 0  # counts the times that a residency of the memory lost its last user
+        self.bucket: EvictionBucket | None = None  # the bucket of the eviction queue that contains it
 
     def split(self, front: PrefixNode, num_blocks: int) -> BlockResidency:
-        """Its first blocks as a holding of `front`, which is its node's parent now; it keeps the others."""
+        """Returns the residency of `front`, the node's new parent, with the first blocks. This one keeps the rest."""
         residency = BlockResidency(front, self.blocks[:num_blocks], self.serial)
         self.blocks = self.blocks[num_blocks:]
         residency.users, residency.num_children, residency.unwritten = self.users, 1, self.unwritten
@@ -93,16 +102,18 @@ class BlockResidency:
 
 
 class EvictionBucket(OrderedDict[BlockResidency, None]):
-    """What is equal to the strategy, least recently used first. (A linked list in C; a plain dict finds its oldest key
-    by a scan over everything deleted before it.)"""
+    """Unused residencies that the eviction strategy ranks equal, least recently used first.
+
+    An OrderedDict is a linked list in C. A plain dict finds its oldest key by scanning over all deleted ones before it.
+    """
 
     def __init__(self, key: tuple[int, float]) -> None:
         super().__init__()
-        self.key = key  # retention, and the strategy's rank
+        self.key = key  # retention priority, and the strategy's rank
 
 
 class PrefixNode:
-    """Places in the tree are counted in blocks from the root: this node's blocks are start ... end - 1."""
+    """A run of whole blocks, start ... end - 1, counted from the root."""
 
     __slots__ = (
         "children",
@@ -120,30 +131,31 @@ class PrefixNode:
     def __init__(self, parent: PrefixNode | None, key: bytes, end: int) -> None:
         self.parent = parent
         self.key = key
-        # Known here, as the parent may grow once this one has left the tree.
+        # A copy of the parent's end, because the parent may grow after this node has left the tree.
         self.start: int = parent.end if parent is not None else end
         self.end: int = end
-        # By the tokens of their first block (a tail: by all it has).
+        # By the tokens of the child's first block. A partial block: by all its tokens.
         self.children: dict[bytes, PrefixNode] = NO_CHILDREN
-        self.num_partial_blocks = 0  # of the children
-        # The keys of children that begin with a token, sorted; once somebody has asked.
+        self.num_partial_blocks = 0  # how many of the children are partial blocks
+        # By first token, the sorted keys of the children that begin with it. None until a search needs it.
         self.first_keys: dict[bytes, list[bytes]] | None = None
         self.residencies: dict[int, BlockResidency] = {}  # by memory index
-        self.points: dict[int, SubscriptionPoint] | None = (
-            None  # waiting sequences whose match ends in this node, by where
-        )
-        self.prefix_ids: array[int] | None = None  # of its blocks, once somebody has asked (events.py)
+        self.points: dict[int, SubscriptionPoint] | None = None  # by depth: subscriptions to places in this node
+        self.prefix_ids: array[int] | None = None  # one id per block; None until an event needs them (events.py)
 
 
 class PartialBlock(PrefixNode):
-    """The block that a sequence had begun when it ended: fewer tokens than a block has. No walk gets here, as no whole
-    block has its key, so it is a leaf. It is found as the beginning of any other block is (`nearest`), to be copied."""
+    """The last block of an ended sequence, with fewer tokens than a whole block.
+
+    It is always a leaf, because no walk reaches it: its key is shorter than a block. `PrefixTree.nearest` finds it,
+    like the beginning of a whole block, and it is reused by copying.
+    """
 
     __slots__ = ()
 
 
 class Namespace(NamedTuple):
-    """What sequences must have in common, besides equal tokens, to share KV."""
+    """Sequences share KV only if these fields are equal, besides their tokens."""
 
     model: str = ""
     lora: str = ""
@@ -151,19 +163,21 @@ class Namespace(NamedTuple):
 
 
 class Root(PrefixNode):
-    """Of the tree of one namespace; or (None) of one that nobody else finds."""
+    """The root of one namespace's tree. `namespace` None: a private tree, which no walk of another sequence reaches."""
 
     __slots__ = ("namespace", "users")
 
     def __init__(self, namespace: Namespace | None) -> None:
         super().__init__(None, b"", 0)
         self.namespace = namespace
-        self.users = 0  # sequences of the namespace, waiting, running or swapped out
+        self.users = 0  # sequences of the namespace: waiting, running or swapped out
 
 
 class SubscriptionPoint:
-    """One place of the tree, and who waits there: by the tokens that come next, as many as a block has, or fewer if a
-    match can have no more; and by id."""
+    """One place in the tree, and the subscriptions to it: by the tokens that come next, then by sequence id.
+
+    The next tokens are as many as a block has, or fewer where a match may have no more.
+    """
 
     __slots__ = ("_in_order", "depth", "node", "waiting")
 
@@ -171,13 +185,13 @@ class SubscriptionPoint:
         self.node = node
         self.depth = depth
         self.waiting: dict[bytes, dict[int, PrefixSubscription]] = {}
-        self._in_order: list[bytes] | None = None  # what is waited for; once a block was stored behind here
+        self._in_order: list[bytes] | None = None  # the keys of `waiting`, sorted; None until drop_nearest needs them
         if node.points is None:
             node.points = {}
         node.points[depth] = self
 
     def move(self, node: PrefixNode) -> None:
-        """The place belongs to another node now."""
+        """The place belongs to another node from now on."""
         self._unhook()
         self.node = node
         if node.points is None:
@@ -199,12 +213,14 @@ class SubscriptionPoint:
             self._drop_group(subscription.wanted)
 
     def drop(self, wanted: bytes) -> dict[int, PrefixSubscription]:
-        """Nobody waits here for that block any more; returns those who did."""
+        """Removes and returns the subscriptions that wait for exactly this block."""
         return self._drop_group(wanted) if wanted in self.waiting else {}
 
     def drop_nearest(self, key: bytes, num_known: int) -> dict[int, PrefixSubscription]:
-        """Those wait here no more whose next tokens have more than so many in common with a block's; returns them. In
-        order of tokens they stand side by side, so that nobody else is looked at."""
+        """Removes and returns the subscriptions that have more than `num_known` next tokens in common with a block.
+
+        In sorted order these stand side by side, so the search looks at no others.
+        """
         in_order = self._in_order
         if in_order is None:
             in_order = self._in_order = sorted(self.waiting)
@@ -219,7 +235,7 @@ class SubscriptionPoint:
         return nearest
 
     def drop_all(self) -> dict[int, PrefixSubscription]:
-        """The place is gone; returns everybody."""
+        """The place is gone: removes and returns all subscriptions."""
         everybody: dict[int, PrefixSubscription] = {}
         for group in self.waiting.values():
             everybody |= group
@@ -247,7 +263,7 @@ class SubscriptionPoint:
 
 
 class PrefixSubscription:
-    """`node` and `depth` are where its match ended when it was last looked at: the longest stored prefix, on whichever
+    """A waiting sequence. `node` and `depth` say where its match ended at the last refresh: the longest prefix on any
     worker."""
 
     __slots__ = (
@@ -263,7 +279,7 @@ class PrefixSubscription:
         "wanted",
     )
 
-    root: Root  # these two as long as there is a tree
+    root: Root  # `root` and `node` are set while there is a tree
     node: PrefixNode
 
     def __init__(self, sequence_id: int, token_ids: bytes, namespace: Namespace, metadata: RequestMetadata) -> None:
@@ -274,16 +290,17 @@ class PrefixSubscription:
         self.depth = 0
         self.point: SubscriptionPoint | None = None
         self.wanted = b""
-        self.reported: list[tuple[int, int, int, int]] = []  # what the scheduler knows (matching.py)
+        # the matches that the scheduler knows (sequences/matching.py)
+        self.reported: list[tuple[int, int, int, int]] = []
 
     def place(self) -> tuple[PrefixNode, int]:
-        """Where its match ends, of one that is settled."""
+        """Where the match ends. The subscription must not be stale."""
         assert self.point is not None
         return self.point.node, self.depth
 
 
 def subtree(*roots: PrefixNode) -> Iterator[PrefixNode]:
-    """Every node below these, parents before children."""
+    """Yields every node below these, parents before children."""
     stack = [node for root in roots for node in root.children.values()]
     while stack:
         node = stack.pop()

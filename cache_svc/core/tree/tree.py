@@ -1,19 +1,21 @@
-"""The prefix tree: which tokens are stored where. A radix tree over whole blocks, one for all workers.
+"""The prefix tree: a radix tree over whole blocks, one for all workers.
 
-A node is a run of whole blocks of tokens that come after everything on the way from the root to it. Its key is these
-very tokens, and a child is found by the tokens of its first block, so equal hashes cannot serve wrong KV. Runs are cut
-(`split`) where sequences part, and where what is known of them differs, so that everything about a node holds for all
-of it: a memory (memory.py) holds a whole node or nothing of it, and who uses a node uses all of it.
+A node is a run of whole blocks. They come after all blocks on the path from the root to the node. The key of a node is
+its tokens themselves, and a parent finds a child by the tokens of the child's first block, so a hash collision cannot
+serve wrong KV. The tree splits a run where two sequences part, and where the parts of a run get different properties.
+So everything about a node holds for all of it: a memory holds a whole node or nothing of it, and a sequence uses a
+whole node or nothing of it.
 
-Two facts carry everything here. For any one memory, going down a path,
+Two facts hold for every memory, on every path downwards:
 
-  * nodes it holds come first, nodes it does not hold come after;
-  * of these, nodes in use come first, nodes only cached come after.
+  * the nodes that the memory holds come before the nodes that it does not hold;
+  * among the held nodes, the nodes in use come before the nodes that are only cached.
 
-The first holds because a sequence commits its blocks from the first on, and because eviction takes leaves before their
-parents (shown in memory.py). The second because a sequence that uses a node uses all nodes above it. Hence one walk
-down by tokens, the same for all workers, and then one way up that meets each worker's depth. And a node that loses its
-last holder has no children left: it is unhooked at once, and nothing has to be swept.
+The first fact holds because a sequence commits its blocks in order, and because eviction takes children before their
+parents (memory/memory.py shows why). The second one holds because a sequence that uses a node uses all nodes above it.
+
+So one walk down by tokens serves all workers. One walk up from its end finds the depth of each worker. A node that
+loses its last holder has no children left: the tree removes it at once, and needs no sweep.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ from cache_svc.core.tree.nodes import (
     SubscriptionPoint,
 )
 
-# Longer runs become several nodes: to split one costs a copy of it.
+# A longer run becomes several nodes, because a split copies the node's tokens.
 MAX_NODE_TOKENS = 2048
 NEAREST_TRIED = 8
 COVERING_TRIED = 64
 
 
 class PrefixTree:
-    """Blocks of `block_size` tokens each; a tree for each namespace, so that no walk gets from one into another."""
+    """Blocks of `block_size` tokens. Each namespace has its own tree, so no walk crosses into another one."""
 
     __slots__ = ("block_bytes", "block_size", "max_node_blocks", "partial_reuse", "roots", "stale")
 
@@ -47,11 +49,11 @@ class PrefixTree:
         self.block_bytes = block_size * TOKEN_BYTES
         self.max_node_blocks = max(1, MAX_NODE_TOKENS // block_size)
         self.roots: dict[Namespace, Root] = {}
-        self.partial_reuse = False  # whether any worker copies what a block begins with
-        self.stale: dict[int, PrefixSubscription] = {}  # waiting sequences whose match has changed, by id
+        self.partial_reuse = False  # whether any worker copies the beginning of a block
+        self.stale: dict[int, PrefixSubscription] = {}  # subscriptions to refresh, by sequence id
 
     def enter(self, namespace: Namespace) -> Root:
-        """Where the walks of one more sequence begin."""
+        """Returns the root for the walks of one more sequence."""
         root = self.roots.get(namespace)
         if root is None:
             root = self.roots[namespace] = Root(namespace)
@@ -59,7 +61,7 @@ class PrefixTree:
         return root
 
     def leave(self, root: Root) -> None:
-        """The sequence has ended. A namespace with no sequences and nothing stored is forgotten."""
+        """The sequence has ended. The tree forgets a namespace that has no sequences and no blocks."""
         root.users -= 1
         self._forget_empty(root)
 
@@ -68,18 +70,19 @@ class PrefixTree:
             del self.roots[root.namespace]
 
     def max_match(self, token_ids: bytes) -> int:
-        """Blocks that a match may have: never the one with the last token, as a model needs one to compute."""
+        """The most blocks that a match may have. The block with the last token is excluded: a model must compute one
+        token."""
         return (len(token_ids) // TOKEN_BYTES - 1) // self.block_size
 
     def next_tokens(self, token_ids: bytes, depth: int) -> bytes:
-        """Of that block, the tokens that a match may have: all but the last one of the sequence."""
+        """The tokens that a match may have of the block at `depth`: never the last token of the sequence."""
         begin = depth * self.block_bytes
         return token_ids[begin : min(begin + self.block_bytes, len(token_ids) - TOKEN_BYTES)]
 
     def walk(self, token_ids: bytes, node: PrefixNode, depth: int) -> tuple[PrefixNode, int]:
-        """Where the longest stored prefix ends, on whichever worker: a node, and how many blocks from the root.
+        """Returns where the longest prefix stored on any worker ends: a node, and the depth in blocks from the root.
 
-        `node` and `depth` are a place on the way to it: a root and 0, or one that an earlier walk found.
+        `node` and `depth` are a place on the path: the root and 0, or the result of an earlier walk.
         """
         limit, block_bytes = self.max_match(token_ids), self.block_bytes
         while depth < limit:
@@ -95,8 +98,8 @@ class PrefixTree:
         return node, depth
 
     def follow(self, node: PrefixNode, token_ids: bytes, limit: int) -> int:
-        """How many blocks of the tokens the tree has along this node (of which the parent's path has all), up to
-        the node's end or the limit."""
+        """Returns the depth up to which this node has the tokens: at most the node's end or `limit`. The parent's path
+        must have all tokens before the node."""
         block_bytes, start = self.block_bytes, node.start
         begin = start * block_bytes
         if node.end <= limit and token_ids.startswith(node.key, begin):
@@ -113,11 +116,12 @@ class PrefixTree:
         return start + low
 
     def nearest(self, node: PrefixNode, depth: int, token_ids: bytes, index: int) -> tuple[int, int]:
-        """Behind a match of `depth` blocks that ends in `node`: the block of a memory that begins with the most tokens
-        that come next in the sequence (0: none does), and how many; never the last token.
+        """Finds the block of a memory that begins with the most tokens of those that come next in the sequence.
 
-        Of children in order of their tokens the neighbours of the sequence's own share the most with it. The search is
-        given up, on each side, behind NEAREST_TRIED of them that the memory does not hold.
+        The match of the sequence has `depth` blocks and ends in `node`. Returns the block id (0: no block has a token
+        in common) and the number of common tokens, never counting the last token of the sequence. Among children sorted
+        by tokens, the neighbours of the sequence's own block have the most in common with it. On each side the search
+        stops after NEAREST_TRIED children that the memory does not hold.
         """
         block_bytes, rest = self.block_bytes, self.next_tokens(token_ids, depth)
         if not rest:
@@ -130,7 +134,7 @@ class PrefixTree:
                 return residency.blocks[at], common
             return 0, 0
         keys = _first_keys(node).get(rest[:TOKEN_BYTES])
-        if keys is None:  # as mostly
+        if keys is None:  # the usual case
             return 0, 0
         place, best = bisect_left(keys, rest), (0, 0)
         for side in (keys[place : place + NEAREST_TRIED], keys[max(0, place - NEAREST_TRIED) : place][::-1]):
@@ -139,15 +143,19 @@ class PrefixTree:
                 if common <= best[1]:
                     break
                 held = node.children[key].residencies.get(index)
-                if held is not None and not held.unwritten:  # a copy is made before the step writes anything
+                if held is not None and not held.unwritten:  # the copy is made before the step writes anything
                     best = held.blocks[0], common
                     break
         return best
 
     def covering(self, node: PrefixNode, partial: bytes, index: int) -> tuple[BlockResidency | None, bool]:
-        """What a memory holds of the node's children that begin with all these tokens: the first in order of tokens.
-        And whether that is known: the search is given up behind COVERING_TRIED that the memory does not hold, for there
-        may be thousands (all that begins as a prompt of one token does)."""
+        """Finds the residency, in one memory, of a child of the node that begins with all these tokens: the first in
+        token order.
+
+        The second value says whether the result is certain. The search stops after COVERING_TRIED children that the
+        memory does not hold, because there may be thousands: every child begins with a partial block of one common
+        token.
+        """
         keys = _first_keys(node).get(partial[:TOKEN_BYTES], [])
         place = bisect_left(keys, partial)
         for key in keys[place : place + COVERING_TRIED]:
@@ -158,7 +166,7 @@ class PrefixTree:
         return None, place + COVERING_TRIED >= len(keys)
 
     def grow_partial_block(self, parent: PrefixNode, key: bytes) -> PartialBlock:
-        """As `grow`, of less than a block."""
+        """Like `grow`, for less than a block."""
         if not parent.children:
             parent.children = {}
         partial = parent.children[key] = PartialBlock(parent, key, parent.end + 1)
@@ -168,7 +176,7 @@ class PrefixTree:
         return partial
 
     def grow(self, parent: PrefixNode, key: bytes) -> PrefixNode:
-        """A child of `parent` that was not there. It is held by nobody yet."""
+        """Adds a child to `parent`. No memory holds it yet, and no child with the same first block may exist."""
         block_bytes = self.block_bytes
         first = key[:block_bytes]
         if not parent.children:
@@ -182,7 +190,8 @@ class PrefixTree:
         return node
 
     def can_be_copied(self, node: PrefixNode) -> None:
-        """From now on: whoever waits and could use the beginning of a block, where he had less of it, is stale."""
+        """The node's blocks can be copied from now on. Marks the subscriptions stale that can use more of them than of
+        any block before."""
         parent = node.parent
         assert parent is not None
         if not self.partial_reuse or not (parent.points or node.points):
@@ -198,8 +207,10 @@ class PrefixTree:
                 self.stale.update(point.drop_nearest(node.key[begin : begin + block_bytes], 0))
 
     def split(self, node: PrefixNode, depth: int) -> PrefixNode:
-        """Cut a node in two at a place within it; returns the front part. The node itself becomes the back part, so
-        that whoever uses both keeps what he has."""
+        """Splits a node in two at a depth within it, and returns the front part.
+
+        The node itself becomes the back part, so a sequence whose path ends there keeps its node.
+        """
         parent = node.parent
         assert parent is not None
         num_blocks = depth - parent.end
@@ -219,7 +230,7 @@ class PrefixTree:
         return front
 
     def absorb(self, node: PrefixNode, child: PrefixNode) -> None:
-        """Undo a split: the node's only child, which the same memories hold, becomes a part of it."""
+        """Undoes a split: the node takes over its only child. Both must be held by the same memories."""
         node.key += child.key
         node.end = child.end
         node.children, node.first_keys, node.num_partial_blocks = (
@@ -242,7 +253,7 @@ class PrefixTree:
         child.residencies = {}
 
     def remove(self, node: PrefixNode) -> None:
-        """A node that nobody holds any more leaves the tree."""
+        """Removes a node that no memory holds."""
         parent = node.parent
         assert parent is not None
         assert not node.children, "a node without holders has no children"
@@ -264,7 +275,7 @@ class PrefixTree:
             self._forget_empty(parent)
 
     def cut(self, node: PrefixNode, depth: int) -> PrefixNode:
-        """The node on the way to this one that ends there; it is made if there is none."""
+        """Returns the node on the path to this one that ends at `depth`. Splits a node if none ends there."""
         while node.start >= depth and node.parent is not None:
             node = node.parent
         return node if node.end == depth else self.split(node, depth)
@@ -272,12 +283,12 @@ class PrefixTree:
     # ------------------------------------------------------------------------------------------- subscriptions
 
     def subscribe(self, subscription: PrefixSubscription) -> None:
-        """There is a (new) tree."""
+        """Gives a waiting sequence its root in this tree. Its match is unknown until the first refresh."""
         subscription.root = subscription.node = self.enter(subscription.namespace)
         self.stale[subscription.sequence_id] = subscription
 
     def refresh(self, subscription: PrefixSubscription) -> None:
-        """Find the place in the tree anew, from the present one."""
+        """Finds the end of the match again, starting from the present place, and subscribes to it."""
         self.unsubscribe(subscription)
         node, depth = subscription.node, subscription.depth
         while node.parent is not None and (not node.residencies or depth <= node.start):
@@ -291,7 +302,7 @@ class PrefixTree:
         subscription.point.join(subscription)
 
     def unsubscribe(self, subscription: PrefixSubscription) -> None:
-        """Watch nothing: it waits no more, or is about to be settled anew."""
+        """Ends the subscription: the sequence waits no more, or a refresh follows."""
         self.stale.pop(subscription.sequence_id, None)
         if subscription.point is not None:
             subscription.point.leave(subscription)
@@ -306,7 +317,7 @@ def _first_keys(node: PrefixNode) -> dict[bytes, list[bytes]]:
 
 
 def _most_in_common(node: PrefixNode, key: bytes) -> int:
-    """How many tokens a child's first block shares with the nearest others that are written."""
+    """Of all written siblings: the most tokens that a child's first block has in common with one of its neighbours."""
     keys, most = _first_keys(node)[key[:TOKEN_BYTES]], 0
     place = bisect_left(keys, key)
     for side in (keys[place + 1 : place + 1 + NEAREST_TRIED], keys[max(0, place - NEAREST_TRIED) : place][::-1]):
