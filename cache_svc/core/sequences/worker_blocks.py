@@ -12,7 +12,7 @@ from cache_svc.core.memory.shares import TENANT_SHARE, TOTAL_SHARE
 from cache_svc.core.packing import TOKEN_BYTES
 from cache_svc.core.sequences.partial_blocks import keep_partial_block
 from cache_svc.core.sequences.sequence import KnownSequence, Sequence, SwappedSequence
-from cache_svc.core.tree.nodes import PrefixNode, PrefixSubscription
+from cache_svc.core.tree.nodes import PrefixNode, PrefixSubscription, Root
 from cache_svc.core.tree.tree import PrefixTree
 
 PoolCounts = tuple[int, int, int, int, int, int, int]
@@ -125,7 +125,8 @@ class WorkerBlocks:
         """
         tree, device = self.tree, self.device
         last, end = node, depth
-        node, cached, referenced = device.held(node, depth)
+        # Without prefix caching the sequence gets a private tree: no walk may find the blocks that its forks share.
+        node, cached, referenced = device.held(node, depth) if self.prefix_caching else (Root(None), 0, 0)
         if not copies:
             node, cached = self._written_part(node, cached)
             referenced = min(referenced, cached)

@@ -247,6 +247,19 @@ def test_without_prefix_caching_nothing_is_matched_or_kept(link: Driver) -> None
     assert link.core.counters.prefix_query_tokens == 16
 
 
+def test_no_other_sequence_finds_what_forks_share_without_prefix_caching() -> None:
+    """A fork stores its parent's blocks, so that both use them: in a private tree, which no other walk reaches."""
+    link = Driver()
+    link.add_worker(0, num_blocks=16, prefix_caching=False)
+    link.start(1, A[:12])
+    link.commit(1, [], 12)
+    link.match(2, A[:9])
+    link.one(d.fork_op(2, 0, 1))
+    assert link.match(3, A[:12]) == {}
+    assert link.admit(3, 0)[0] == 0
+    assert link.pools[0] == (16 - 3 - 1 - 3, 0, 3 + 1 + 3, 0)
+
+
 # ---------------------------------------------------------------------------------------------------- workers
 
 
