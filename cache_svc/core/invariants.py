@@ -31,7 +31,7 @@ def check_state(
     pins: Pins,
 ) -> None:
     """Raises InvariantError naming the first contradiction."""
-    _require(bool(workers) == (tree is not None), "the tree is there exactly while there is a worker")
+    _require(bool(workers) == (tree is not None), "there is a tree without a worker, or a worker without a tree")
     num_known = len(waiting.keys() | admitted.keys() | swapped.keys())
     _require(len(waiting) + len(admitted) + len(swapped) == num_known, "a sequence is in two states")
     by_worker = {sequence_id: s for worker in workers.values() for sequence_id, s in worker.sequences.items()}
@@ -40,7 +40,7 @@ def check_state(
         _require(here, f"worker {worker.worker_id} has a sequence of another worker")
     _require(by_worker == admitted, "the workers' sequences are not the admitted ones")
     off_device = {sequence_id: s for worker in workers.values() for sequence_id, s in worker.swapped.items()}
-    _require(off_device == swapped, "the workers' swapped sequences are not those that are swapped out")
+    _require(off_device == swapped, "the workers' swapped sequences are not the swapped ones")
     _require(len({worker.number for worker in workers.values()}) == len(workers), "two workers have one number")
     if tree is None:
         return
@@ -48,7 +48,7 @@ def check_state(
         _check_sequence(sequence, workers[sequence.worker_id])
     for subscription in waiting.values():
         _check_subscription(subscription, tree)
-    _require(tree.stale.keys() <= waiting.keys(), "a place is stale of a sequence that does not wait")
+    _require(tree.stale.keys() <= waiting.keys(), "a subscription is stale, and its sequence does not wait")
     for worker in workers.values():
         _check_device(worker, pins)
         _check_host(worker)
@@ -77,7 +77,7 @@ def _check_sequence(sequence: Sequence, worker: WorkerBlocks) -> None:
     _require(all(worker.index in node.residencies for node in path), f"{name}: uses a node that is not held")
     held = [block for node in path for block in node.residencies[worker.index].blocks]
     own = [block for block, shared in zip(sequence.table, held, strict=False) if block != shared]
-    _require(list(sequence.duplicates) == own, f"{name}: duplicates are not its own blocks of what is stored")
+    _require(list(sequence.duplicates) == own, f"{name}: its duplicates are not its private blocks of stored nodes")
 
 
 def _path(node: PrefixNode) -> list[PrefixNode]:
@@ -92,20 +92,22 @@ def _path(node: PrefixNode) -> list[PrefixNode]:
 def _check_subscription(subscription: PrefixSubscription, tree: PrefixTree) -> None:
     name = f"waiting sequence {subscription.sequence_id}"
     if subscription.sequence_id in tree.stale:
-        _require(subscription.point is None, f"{name}: is stale and watches")
+        _require(subscription.point is None, f"{name}: is stale and subscribed to a place")
         return
     node, depth = subscription.place()
     _require(
         (node, depth) == tree.walk(subscription.token_ids, subscription.root, 0),
-        f"{name}: its place is not where a walk ends",
+        f"{name}: a walk ends at another place",
     )
-    _require((node.points or {}).get(depth) is subscription.point, f"{name}: its node does not know of its watch")
+    _require(
+        (node.points or {}).get(depth) is subscription.point, f"{name}: its node does not know its subscription point"
+    )
     assert subscription.point is not None
-    watched = subscription.point.waiting.get(subscription.wanted, {}).get(subscription.sequence_id)
-    _require(watched is subscription, f"{name}: its watch does not know of it")
+    group_member = subscription.point.waiting.get(subscription.wanted, {}).get(subscription.sequence_id)
+    _require(group_member is subscription, f"{name}: its subscription point does not know it")
     _require(
         subscription.wanted == tree.next_tokens(subscription.token_ids, depth),
-        f"{name}: waits for other tokens than its next",
+        f"{name}: its subscription is for other tokens than the next ones",
     )
 
 
@@ -157,14 +159,17 @@ def _check_memory(name: str, memory: Memory, residencies: list[BlockResidency], 
     _require(sorted(states) == list(range(1, handed_out + 1)), f"{name}: a block is lost, or in two states")
     _require(handed_out <= pool.num_blocks, f"{name}: block {handed_out} is beyond the pool")
     unused = [residency for residency in residencies if not residency.users]
-    _require(memory.keeps or not unused, f"{name}: keeps what nobody uses")
+    _require(memory.keeps or not unused, f"{name}: keeps a node without users")
     cached = sum(len(residency.blocks) for residency in unused)
     _require(memory.cached_blocks == cached, f"{name}: cached_blocks is {memory.cached_blocks}, not {cached}")
     used = len(private) + len(stored) - cached + len(withheld)
     _require(memory.used_blocks == used, f"{name}: used_blocks is {memory.used_blocks}, not {used}")
     _check_shares(name, memory, residencies)
     order = memory.queue.upcoming(memory.index)
-    _require(len(order) == len(unused) and set(order) == set(unused), f"{name}: what is unused is not to be evicted")
+    _require(
+        len(order) == len(unused) and set(order) == set(unused),
+        f"{name}: the eviction order is not made of the unused nodes",
+    )
 
 
 def _check_shares(name: str, memory: Memory, residencies: list[BlockResidency]) -> None:
@@ -177,7 +182,9 @@ def _check_shares(name: str, memory: Memory, residencies: list[BlockResidency]) 
     }
     for residency in residencies:
         is_retained = residency.retention > DEFAULT_RETENTION
-        _require(is_retained == (residency in owners), f"{name}: what is retained has no owner, or the reverse")
+        _require(
+            is_retained == (residency in owners), f"{name}: a residency is retained without an owner, or the reverse"
+        )
         claims: Counter[RetentionOwner] = Counter()
         if residency in owners:
             claims[owners[residency]] += 1
@@ -215,13 +222,13 @@ def _check_host(worker: WorkerBlocks) -> None:
             len(swapped.host_blocks) == num_blocks, f"{name}: sequence {swapped.sequence_id} has wrong host blocks"
         )
     residencies = _residencies(worker, worker.host.index)
-    _require(worker.host_tier or not residencies, f"{name}: keeps what was evicted")
-    _require(not any(residency.users for residency in residencies), f"{name}: somebody uses a node there")
+    _require(worker.host_tier or not residencies, f"{name}: holds nodes without a host tier")
+    _require(not any(residency.users for residency in residencies), f"{name}: a node there has a user")
     above = Counter(residency.node.parent for residency in residencies)
     orphans = {
         node: n for node, n in above.items() if node and node.parent and worker.host.index not in node.residencies
     }
-    _require(worker.host.orphans == orphans, f"{name}: wrong number of children of what is not held there")
+    _require(worker.host.orphans == orphans, f"{name}: wrong number of children of nodes that are not held there")
     private = [block for swapped in worker.swapped.values() for block in swapped.host_blocks]
     _check_memory(name, worker.host, residencies, private)
 
@@ -251,7 +258,7 @@ def _check_node(node: PrefixNode, root: PrefixNode, tree: PrefixTree, indexes: s
     _require(parent is not None and node.start == parent.end, "a node does not start where its parent ends")
     num_blocks = node.end - node.start
     num_partial_blocks = sum(isinstance(child, PartialBlock) for child in node.children.values())
-    _require(node.num_partial_blocks == num_partial_blocks, "wrong number of tails")
+    _require(node.num_partial_blocks == num_partial_blocks, "wrong number of partial blocks")
     if isinstance(node, PartialBlock):
         _check_partial_block(node, tree)
     else:
@@ -262,12 +269,13 @@ def _check_node(node: PrefixNode, root: PrefixNode, tree: PrefixTree, indexes: s
     _require(bool(node.residencies), "a node without holders is left in the tree")
     _require(node.residencies.keys() <= indexes, "a node is held by a worker that is gone")
     for index, residency in node.residencies.items():
-        _require(residency.node is node and len(residency.blocks) == num_blocks, "a holding is not that of its node")
+        _require(residency.node is node and len(residency.blocks) == num_blocks, "a residency is not that of its node")
         children = [child.residencies[index] for child in node.children.values() if index in child.residencies]
         _require(residency.num_children == len(children), "wrong number of children that a memory holds")
-        _require(bool(residency.users) or not residency.unwritten, "what nobody is left to write is stored")
+        _require(bool(residency.users) or not residency.unwritten, "an unwritten node has no user to write it")
         _require(
-            not residency.unwritten or all(child.unwritten for child in children), "a child of what is not written is"
+            not residency.unwritten or all(child.unwritten for child in children),
+            "a written node has an unwritten parent",
         )
         _require(residency.users >= max((child.users for child in children), default=0), "a child has more users")
         if parent is not root:
@@ -280,12 +288,12 @@ def _check_node(node: PrefixNode, root: PrefixNode, tree: PrefixTree, indexes: s
 def _check_partial_block(partial: PartialBlock, tree: PrefixTree) -> None:
     _require(
         0 < len(partial.key) < tree.block_bytes and partial.end - partial.start == 1,
-        "a tail is not a part of a block",
+        "a partial block has the size of a whole one",
     )
-    _require(not (partial.children or partial.points), "something comes after a tail")
+    _require(not (partial.children or partial.points), "a partial block has children or subscriptions")
     assert partial.parent is not None
     for index, residency in partial.residencies.items():
-        _require(not residency.users, "a tail is in use")
+        _require(not residency.users, "a partial block is in use")
         for key, other in partial.parent.children.items():
             covers = other is not partial and key.startswith(partial.key) and index in other.residencies
-            _require(not covers, "a tail is kept, though another block has all of it")
+            _require(not covers, "a partial block is kept, though another block has all its tokens")

@@ -124,7 +124,7 @@ def restore(
         entries = _accepted(worker, restored, is_known, refused)
         running = [entry for entry in entries if entry.host_blocks is None]
         for entry in running:
-            entry.node = _grow_way(worker.tree, entry)
+            entry.node = _grow_path(worker.tree, entry)
         chosen, conflicts = _choose(running)
         if not conflicts:
             break
@@ -237,7 +237,7 @@ def _taken(block: int, owner: RestoreEntry, how: str) -> OpError:
 # ------------------------------------------------------------------------------------------------ paths to the blocks
 
 
-def _grow_way(tree: PrefixTree, entry: RestoreEntry) -> PrefixNode:
+def _grow_path(tree: PrefixTree, entry: RestoreEntry) -> PrefixNode:
     """Returns the node where the stored part of the entry ends. Makes the missing nodes, without residencies."""
     node, depth, tokens, end = entry.top, 0, entry.token_ids, entry.num_stored
     while depth < end:
@@ -254,7 +254,7 @@ def _grow_way(tree: PrefixTree, entry: RestoreEntry) -> PrefixNode:
     return node
 
 
-def _way(node: PrefixNode) -> list[PrefixNode]:
+def _path(node: PrefixNode) -> list[PrefixNode]:
     """The nodes from the root to this one, without the root."""
     nodes = []
     while node.parent is not None:
@@ -271,7 +271,7 @@ def _choose(entries: list[RestoreEntry]) -> tuple[dict[PrefixNode, array[int]], 
     alone: dict[int, RestoreEntry] = {}  # shared blocks that cannot be stored -> the entry that keeps them
     conflicts: Refusals = {}
     for entry in entries:
-        for node in _way(entry.node):
+        for node in _path(entry.node):
             own = entry.table[node.start : node.end]
             blocks = chosen.setdefault(node, own)
             if blocks == own:
@@ -298,7 +298,7 @@ def _in_several_tables(tables: Iterable[array[int]]) -> Container[int]:
 
 def _prune(tree: PrefixTree, entries: list[RestoreEntry]) -> None:
     """Removes the nodes of these entries before the next round."""
-    nodes = {node for entry in entries if entry.host_blocks is None for node in _way(entry.node)}
+    nodes = {node for entry in entries if entry.host_blocks is None for node in _path(entry.node)}
     for node in sorted(nodes, key=lambda node: node.end, reverse=True):
         if not node.residencies:  # its children end deeper, so they are removed already
             tree.remove(node)
@@ -311,7 +311,7 @@ def _prune(tree: PrefixTree, entries: list[RestoreEntry]) -> None:
 
 def _hold(worker: WorkerBlocks, entry: RestoreEntry, chosen: dict[PrefixNode, array[int]]) -> Sequence:
     sequence = Sequence(entry, worker.worker_id, entry.table, entry.node, entry.num_computed_tokens)
-    for node in _way(entry.node):
+    for node in _path(entry.node):
         blocks = chosen[node]
         residency = node.residencies.get(worker.index)
         if residency is None:

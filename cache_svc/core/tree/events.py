@@ -280,5 +280,5 @@ def _namespace(node: PrefixNode) -> Namespace:
     while node.parent is not None:
         node = node.parent
     assert isinstance(node, Root)
-    assert node.namespace is not None, "nobody is told of trees that nobody else finds"
+    assert node.namespace is not None, "no events are recorded about private trees"
     return node.namespace

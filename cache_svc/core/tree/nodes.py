@@ -236,13 +236,13 @@ class SubscriptionPoint:
 
     def drop_all(self) -> dict[int, PrefixSubscription]:
         """The place is gone: removes and returns all subscriptions."""
-        everybody: dict[int, PrefixSubscription] = {}
+        dropped: dict[int, PrefixSubscription] = {}
         for group in self.waiting.values():
-            everybody |= group
+            dropped |= group
         self.waiting, self._in_order = {}, None
-        for subscription in everybody.values():
+        for subscription in dropped.values():
             subscription.point = None
-        return everybody
+        return dropped
 
     def _drop_group(self, wanted: bytes) -> dict[int, PrefixSubscription]:
         group = self.waiting.pop(wanted)
