@@ -264,8 +264,8 @@ def _path(node: PrefixNode) -> list[PrefixNode]:
 
 
 def _choose(entries: list[RestoreEntry]) -> tuple[dict[PrefixNode, array[int]], Refusals]:
-    """Chooses the block of every place on these paths. Refuses an entry whose shared block has the same place as
-    another shared block, except for the first such entry, which keeps its block as a duplicate."""
+    """Chooses the block of every place on these paths. If two shared blocks have the same place,
+    one is stored. The first entry with the other block keeps it as a duplicate; later ones are refused."""
     shared = _in_several_tables(entry.table for entry in entries)
     chosen: dict[PrefixNode, array[int]] = {}
     alone: dict[int, RestoreEntry] = {}  # shared blocks that cannot be stored -> the entry that keeps them

@@ -209,7 +209,7 @@ class PrefixTree:
     def split(self, node: PrefixNode, depth: int) -> PrefixNode:
         """Splits a node in two at a depth within it, and returns the front part.
 
-        The node itself becomes the back part, so a sequence whose path ends there keeps its node.
+        The node itself becomes the back part, so a sequence with a path that ends there keeps its node.
         """
         parent = node.parent
         assert parent is not None

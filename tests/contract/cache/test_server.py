@@ -246,7 +246,7 @@ async def test_a_core_that_contradicts_itself_ends_the_link_and_not_the_service(
 
 
 async def test_a_cache_that_stops_does_not_wait_for_its_link_to_end() -> None:
-    """It never does. Whoever starts the next cache waits for this one to be gone, and so do all requests."""
+    """A link never ends by itself. The next cache cannot start before it, and all requests wait for that."""
     async with running(drain_s=60.0) as server:
         call = server.link()
         await ask(call, 1, d.add_worker_op(0, 8, 4))

@@ -1,4 +1,4 @@
-"""Rebuilds what is stored where from events alone, and says of each event whether it can be."""
+"""Rebuilds the stored blocks from events alone, and checks each event against them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def namespace_id(model: str = "", lora: str = "", salt: str = "") -> int:
 
 
 def stored_in(core: CacheCore) -> State:
-    """What the tree says, walked down with no help of nodes' ids."""
+    """The state that the tree has, without the ids of its nodes."""
     tree, state = core.tree, State()
     memories = {}
     for worker in core.workers.values():
@@ -60,7 +60,7 @@ class Follower:
         self._in_snapshot = False
 
     def join(self, log: EventLog, tree: PrefixTree | None) -> None:
-        """Anew, or after what it has seen."""
+        """Joins for the first time, or after the last event seen."""
         self.watcher = log.watch(tree, self.last, lambda watcher: None)
 
     def leave(self) -> None:

@@ -20,8 +20,8 @@ PRIORITIES = [0.0, 1.0, -3.4e38, 1e-45, math.inf, -math.inf, math.nan]
 
 
 class Garbage:
-    """Draws operations: about half of them such as the core could do now, which is what leads to deep states, the rest
-    with anything in any field."""
+    """Draws operations. About half of them are valid now, which leads to deep states; the others have anything in any
+    field."""
 
     def __init__(self, rng: Random, core: CacheCore) -> None:
         self.rng = rng
@@ -115,7 +115,7 @@ class Garbage:
         return op
 
     def _restore(self, worker: int | None = None) -> pb.CacheOp:
-        """Claims that may well agree, as there are few tokens and few blocks."""
+        """Entries that often agree, because there are few tokens and few blocks."""
         rng, tree = self.rng, self.core.tree
         restore = pb.RestoreOp(worker=self.worker() if worker is None else worker, incomplete=not rng.randrange(6))
         restore.cached = not rng.randrange(3)
@@ -125,19 +125,19 @@ class Garbage:
             num_blocks = max(0, -(-len(tokens) // 4 // size) + rng.choice([0, 0, 0, 1, -1]))
             first = rng.choice([1, 1, 5, 0])
             table = [first + i for i in range(num_blocks)] + [rng.randrange(12)] * rng.choice([0, 0, 0, 1])
-            claim = restore.sequences.add(sequence=self._new() if rng.randrange(4) else self.sequence())
-            claim.token_ids, claim.block_table = tokens, d.pack(table)
-            claim.num_computed_tokens = rng.choice([len(tokens) // 4] * 4 + [0, 1, UINT32])
-            claim.priority = rng.choice(PRIORITIES) if not rng.randrange(6) else 0.0
+            entry = restore.sequences.add(sequence=self._new() if rng.randrange(4) else self.sequence())
+            entry.token_ids, entry.block_table = tokens, d.pack(table)
+            entry.num_computed_tokens = rng.choice([len(tokens) // 4] * 4 + [0, 1, UINT32])
+            entry.priority = rng.choice(PRIORITIES) if not rng.randrange(6) else 0.0
             if not rng.randrange(5):
-                claim.host_blocks = d.pack(table)
+                entry.host_blocks = d.pack(table)
         return pb.CacheOp(restore=restore)
 
     def _fork(self) -> pb.CacheOp:
         return d.fork_op(self.sequence(self.core.waiting), self.worker(), self.sequence(self.core.admitted))
 
     def _branch(self) -> list[pb.CacheOp]:
-        """A fork of something that may have computed enough."""
+        """A fork of a sequence that may have computed enough tokens."""
         if not self.core.admitted:
             return [self._fork()]
         rng, sequence = self.rng, self._new()
@@ -189,7 +189,7 @@ class Garbage:
 
 
 def watch_refusals(core: CacheCore) -> None:
-    """From now on whatever the core refuses fails with AssertionError if it has changed something."""
+    """From now on a refused operation that has changed the state fails with AssertionError."""
 
     def watched(handler: Any) -> Any:
         def handle(op: Any, result: pb.CacheOpResult) -> None:
@@ -207,7 +207,7 @@ def watch_refusals(core: CacheCore) -> None:
 
 
 def digest(core: CacheCore) -> object:
-    """Everything there is, but how runs are cut into nodes and where the waiting ones stand, which decide nothing."""
+    """The whole state, except the cuts of runs into nodes and the places of subscriptions, which decide nothing."""
     stored = {}
     for root in core.tree.roots.values() if core.tree is not None else ():
         for node in subtree(root):

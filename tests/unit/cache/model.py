@@ -1,5 +1,4 @@
-"""The cache as naive as can be: prefixes are tuples of all their tokens, what is unused is a list, everything is
-searched."""
+"""A naive model of the cache: a prefix is a tuple of all its tokens, unused blocks are a list, searches are linear."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ class ModelSequence:
     tokens: list[int]
     table: list[int]
     computed: int
-    prefixes: list[Prefix]  # those it uses, from the head on
+    prefixes: list[Prefix]  # the prefixes that it uses, shortest first
     metadata: RequestMetadata
     planned: bool = False  # and not committed yet
 
@@ -53,7 +52,7 @@ class ModelSwapped:
 class Model:
     def __init__(self, eviction: str = "lru") -> None:
         self.eviction = eviction
-        self.metadata: dict[int, RequestMetadata] = {}  # of those that wait
+        self.metadata: dict[int, RequestMetadata] = {}  # of waiting sequences
         self.swapped: dict[int, ModelSwapped] = {}
         self.block_size = 0
         self.workers: dict[int, ModelWorker] = {}
@@ -363,7 +362,7 @@ class Model:
         return hit
 
     def _behind(self, worker: ModelWorker, salt: str, tokens: Sequence[int], num_hit: int) -> list[Prefix]:
-        """What the host has behind a hit."""
+        """The blocks on the host that follow a match."""
         behind: list[Prefix] = []
         for end in range((num_hit + 1) * self.block_size, len(tokens), self.block_size):
             prefix = (salt, *tokens[:end])
@@ -375,7 +374,7 @@ class Model:
     def _nearest(
         self, worker: ModelWorker, tokens: Prefix, hit: list[Prefix], behind: list[Prefix]
     ) -> tuple[int, int, int]:
-        """The block that begins with the most tokens that come next, and how many: on the device, or on the host."""
+        """The block that begins with the most of the next tokens, their number, and whether it is on the host."""
         if not worker.partial_reuse:
             return 0, 0, 0
         ends = [1 + len(prefixes) * self.block_size for prefixes in (hit, hit + behind)]

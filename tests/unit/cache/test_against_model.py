@@ -1,4 +1,4 @@
-"""The core does what the naive model does: results, tables, counters, free lists, LRU order, whatever comes."""
+"""The core agrees with the naive model: results, tables, counters, free lists, eviction order, for all operations."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.model = Model(eviction)
         self.ops: list[pb.CacheOp] = []
         self.expected: list[Result] = []
-        self.reported: dict[int, dict[int, tuple[int, int, int]]] = {}  # of each waiting sequence, as last told
+        self.reported: dict[int, dict[int, tuple[int, int, int]]] = {}  # of each waiting sequence: the last report
         self.block_size = block_size
         for worker, blocks in enumerate(num_blocks):
             made = worker, blocks, block_size, True, num_host, partial, tier
@@ -92,7 +92,8 @@ class CacheMachine(RuleBasedStateMachine):
             worker_id: (worker.counters(), worker.host_counters()) for worker_id, worker in self.model.workers.items()
         }
         for pool in response.pools:
-            # A worker removed in the last exchange and added in this one may look as it did: told all the same.
+            # A worker that was removed in the last exchange and added in this one may have the same counters. It is
+            # reported anyway.
             assert self.told(pool.worker) == now[pool.worker]
         told = {pool.worker for pool in response.pools}
         assert all(worker_id in told for worker_id in now if now[worker_id] != known.get(worker_id))
@@ -104,7 +105,7 @@ class CacheMachine(RuleBasedStateMachine):
         return self.link.pools[worker], (free, self.link.cached_host[worker], used)
 
     def check_matches(self, response: pb.CacheServiceLinkResponse) -> None:
-        """A sequence that waits is known to match as far as it does; what is reported of it is the whole truth."""
+        """The longest known match of a waiting sequence is right, and every report is complete."""
         for op, result in zip(self.ops, response.results, strict=True):
             if result.HasField("match"):
                 self.reported[op.match.sequence] = d.tiers(result.match.matches)
@@ -122,7 +123,7 @@ class CacheMachine(RuleBasedStateMachine):
                         assert sequence in updated or not op.rematch.always
         for sequence in list(self.model.waiting) if self.model.workers else ():
             matches = self.model.matches(sequence)
-            # Nobody is told when a part of a block goes, or what concerns only one of several workers (waiting.py).
+            # A subscription misses partial changes of a block, and changes on one of several workers (tree/nodes.py).
             known, longest = (
                 max((device + host for device, _, host in those.values()), default=0)
                 for those in (self.reported[sequence], matches)

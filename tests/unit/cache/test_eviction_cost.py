@@ -1,5 +1,7 @@
-"""Evicting costs what is evicted, whatever else is in the tree. Counted in executed bytecodes: neither the load of the
-machine nor the latency of its memory changes these."""
+"""The cost of an eviction depends on the evicted blocks only, not on the rest of the tree.
+
+The tests count executed bytecodes, which do not change with the machine's load or memory latency.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ FEW, MANY = 250, 4_000  # sequences
 
 
 def filled(eviction: str, num_sequences: int) -> Memory:
-    """A memory full of sequences that nobody uses, each behind one of four system prompts."""
+    """A memory full of unused sequences, each after one of four system prompts."""
     tree = PrefixTree(BLOCK_SIZE)
     root = tree.enter(Namespace())
     memory = Memory(0, tree, (num_sequences + 4) * RUN, True, eviction)
@@ -42,7 +44,7 @@ def filled(eviction: str, num_sequences: int) -> Memory:
 
 
 def bytecodes(memory: Memory, num_blocks: int = EVICTED) -> int:
-    """What it takes to evict so many blocks."""
+    """The bytecodes of evicting EVICTED blocks."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> object:

@@ -1,4 +1,4 @@
-"""Pins keep what is cached of a prefix; a reset forgets what nobody uses."""
+"""Pins keep the cached blocks of a prefix; a reset forgets all unused blocks."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ tokens = st.builds(lambda same, tail: [0] * same + tail, st.integers(0, 8), st.l
 
 
 class PinMachine(RuleBasedStateMachine):
-    """Whatever is done, the invariants hold, a watcher knows all, and what is pinned is there."""
+    """Whatever operations come: the invariants hold, a watcher knows the state, and pinned blocks stay."""
 
     @initialize(
         block_size=st.integers(1, 3),

@@ -53,7 +53,7 @@ def test_a_node_is_cached_when_its_last_user_leaves_and_used_when_one_comes() ->
     assert (memory.cached_blocks, memory.used_blocks) == (2, 0)
 
 
-def test_what_nobody_uses_is_free_at_once_in_a_memory_that_keeps_nothing() -> None:
+def test_unused_blocks_are_free_at_once_in_a_memory_that_keeps_nothing() -> None:
     memory = Memory(0, PrefixTree(1), 3, keeps=False)
     cached(memory, b"aaaabbbb")
     assert (memory.free_blocks, memory.cached_blocks) == (3, 0)

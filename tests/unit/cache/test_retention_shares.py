@@ -1,6 +1,7 @@
-"""No tenant keeps more of a memory than its share: what it asks to be retained beyond that is evicted as usual.
+"""No tenant keeps more of a memory than its share. Blocks that it wants to retain beyond that are evicted as usual.
 
-The driver checks all invariants after every exchange, those of the shares among them."""
+The driver checks all invariants after every exchange, those of the shares among them.
+"""
 
 from __future__ import annotations
 
@@ -183,7 +184,7 @@ def test_whatever_comes_the_shares_hold(seed: int) -> None:
         cache.now_ms += rng.randrange(12)
 
 
-def test_the_scheduler_says_whose_request_it_is() -> None:
+def test_the_scheduler_names_the_tenant() -> None:
     system = LocalSystem()
     system.attach(ToyWorker(block_size=4, num_blocks=40, max_num_seqs=4, max_batched_tokens=256))
     system.open("s")
