@@ -37,7 +37,7 @@ class OurCache:
 
     def __init__(self, block_size: int, num_tokens: int) -> None:
         self.tree = PrefixTree(block_size)
-        self.root = self.tree.enter(Namespace())
+        self.root = self.tree.acquire_root(Namespace())
         self.worker = WorkerBlocks(1, 0, self.tree, -(-num_tokens // block_size), True, False, 0, False, "lru")
         self.device = self.worker.device
         self.ids = count(1)

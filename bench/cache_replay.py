@@ -58,7 +58,7 @@ def bound(requests: Iterable[list[int]]) -> tuple[int, int]:
 def replay(requests: Iterable[list[int]], num_blocks: int, eviction: str) -> int:
     """How many blocks are hits."""
     tree = PrefixTree(block_size=1)
-    root = tree.enter(Namespace())
+    root = tree.acquire_root(Namespace())
     worker = WorkerBlocks(1, 0, tree, num_blocks + 1, True, False, 0, False, eviction)  # + 1: for COMPUTED
     hits = 0
     for number, ids in enumerate(requests):

@@ -135,10 +135,10 @@ class Operations:
         self.pins.forget_worker(worker)
         for sequence_id, sequence in worker.sequences.items():
             del self.admitted[sequence_id]
-            worker.tree.leave(sequence.root)
+            worker.tree.release_root(sequence.root)
         for sequence_id, swapped in worker.swapped.items():
             del self.swapped[sequence_id]
-            worker.tree.leave(swapped.root)
+            worker.tree.release_root(swapped.root)
         del self.workers[op.worker]
         self._incomplete_restores.pop(op.worker, None)
         self._touched.pop(op.worker, None)
@@ -154,11 +154,11 @@ class Operations:
             self._incomplete_restores.pop(op.worker, None)
             raise OpError(Code.FAILED_PRECONDITION, f"worker {op.worker} has handed out blocks already")
         result.restore.SetInParent()
-        claimed = [*self._incomplete_restores.pop(op.worker, ()), *op.sequences]
+        restored = [*self._incomplete_restores.pop(op.worker, ()), *op.sequences]
         if op.incomplete:
-            self._incomplete_restores[op.worker] = claimed
+            self._incomplete_restores[op.worker] = restored
             return
-        sequences, swapped, refused = restore(worker, claimed, self._is_known)
+        sequences, swapped, refused = restore(worker, restored, self._is_known)
         self.admitted.update((sequence.sequence_id, sequence) for sequence in sequences)
         self.swapped.update((sequence.sequence_id, sequence) for sequence in swapped)
         if op.cached:
@@ -169,8 +169,8 @@ class Operations:
         self._touched[op.worker] = worker
         self.counters.restored_sequences += len(sequences) + len(swapped)
         self.counters.refused_claims += len(refused)
-        for place, error in sorted(refused.items()):
-            sequence_id = claimed[place].sequence
+        for position, error in sorted(refused.items()):
+            sequence_id = restored[position].sequence
             result.restore.refused.add(sequence=sequence_id, code=error.code, message=error.message)
 
     def _give_up_pins(self, op: pb.GiveUpPinsOp, _: pb.CacheOpResult) -> None:
@@ -372,16 +372,16 @@ class Operations:
             if subscription is not None:
                 if self.tree is not None:
                     self.tree.unsubscribe(subscription)
-                    self.tree.leave(subscription.root)
+                    self.tree.release_root(subscription.root)
             elif (swapped := self.swapped.pop(sequence_id, None)) is not None:
                 worker = self._touched[swapped.worker_id] = self.workers[swapped.worker_id]
                 worker.forget_swapped(swapped)
-                worker.tree.leave(swapped.root)
+                worker.tree.release_root(swapped.root)
             else:
                 sequence = self.admitted.pop(sequence_id)
                 worker = self._touched[sequence.worker_id] = self.workers[sequence.worker_id]
                 worker.release(sequence, discard)
-                worker.tree.leave(sequence.root)
+                worker.tree.release_root(sequence.root)
 
     def _expect_step(self, worker_id: int) -> None:
         """Raises OpError(ABORTED) if the worker gets no step from this exchange."""

@@ -48,7 +48,7 @@ class RestoreEntry:
         "num_computed_tokens",
         "num_stored",
         "num_whole",
-        "place",
+        "position",
         "root",
         "sequence_id",
         "table",
@@ -59,11 +59,11 @@ class RestoreEntry:
     root: Root  # set when the entry is accepted
     node: PrefixNode
 
-    def __init__(self, place: int, message: pb.RestoredSequence, worker: WorkerBlocks) -> None:
+    def __init__(self, position: int, message: pb.RestoredSequence, worker: WorkerBlocks) -> None:
         """Raises OpError if the entry contradicts itself or the worker's size."""
         check_token_bytes(message.token_ids)
         names = message.namespace
-        self.place = place
+        self.position = position
         self.sequence_id = message.sequence
         self.token_ids = message.token_ids
         self.num_computed_tokens = message.num_computed_tokens
@@ -149,15 +149,15 @@ def _accepted(
 ) -> list[RestoreEntry]:
     """Returns the entries that agree with those before them. Adds the others to `refused`."""
     validator = RestoreValidator(worker)
-    for place, one in enumerate(restored):
-        if place in refused:
+    for position, one in enumerate(restored):
+        if position in refused:
             continue
         try:
             if is_known(one.sequence) or one.sequence in validator.sequence_ids:
                 raise OpError(Code.ALREADY_EXISTS, f"sequence {one.sequence} is known already")
-            validator.enter(RestoreEntry(place, one, worker))
+            validator.accept(RestoreEntry(position, one, worker))
         except OpError as error:
-            refused[place] = error
+            refused[position] = error
     return validator.entries
 
 
@@ -173,17 +173,17 @@ class RestoreValidator:
         # without prefix caching: the forks of a family, by the top of their tree
         self._families: dict[PrefixNode, list[RestoreEntry]] = {}
 
-    def enter(self, entry: RestoreEntry) -> None:
+    def accept(self, entry: RestoreEntry) -> None:
         """Accepts an entry. Raises OpError, having changed nothing, if it conflicts with an accepted one."""
         tree = self._worker.tree
         if entry.host_blocks is not None:
             if taken := self._on_host.intersection(entry.host_blocks):
                 raise OpError(Code.FAILED_PRECONDITION, f"host_blocks: block {min(taken)} is claimed by another one")
             self._on_host.update(entry.host_blocks)
-            entry.root = tree.enter(entry.namespace)
+            entry.root = tree.acquire_root(entry.namespace)
         else:
             shared = {} if self._owners.keys().isdisjoint(entry.table) else self._shared(entry)
-            entry.root = tree.enter(entry.namespace)
+            entry.root = tree.acquire_root(entry.namespace)
             if self._worker.prefix_caching:
                 entry.top = entry.root
             else:
@@ -283,7 +283,7 @@ def _choose(entries: list[RestoreEntry]) -> tuple[dict[PrefixNode, array[int]], 
                     blocks[at] = block
                 elif alone.setdefault(block, entry) is not entry:
                     message = f"block_table: block {block} has the same tokens as block {stored}, and both are shared"
-                    conflicts[entry.place] = OpError(Code.FAILED_PRECONDITION, message)
+                    conflicts[entry.position] = OpError(Code.FAILED_PRECONDITION, message)
     return chosen, conflicts
 
 
@@ -303,7 +303,7 @@ def _prune(tree: PrefixTree, entries: list[RestoreEntry]) -> None:
         if not node.residencies:  # its children end deeper, so they are removed already
             tree.remove(node)
     for entry in entries:
-        tree.leave(entry.root)
+        tree.release_root(entry.root)
 
 
 # ------------------------------------------------------------------------------------------------------------ storing

@@ -52,7 +52,7 @@ class PrefixTree:
         self.partial_reuse = False  # whether any worker copies the beginning of a block
         self.stale: dict[int, PrefixSubscription] = {}  # subscriptions to refresh, by sequence id
 
-    def enter(self, namespace: Namespace) -> Root:
+    def acquire_root(self, namespace: Namespace) -> Root:
         """Returns the root for the walks of one more sequence."""
         root = self.roots.get(namespace)
         if root is None:
@@ -60,7 +60,7 @@ class PrefixTree:
         root.users += 1
         return root
 
-    def leave(self, root: Root) -> None:
+    def release_root(self, root: Root) -> None:
         """The sequence has ended. The tree forgets a namespace that has no sequences and no blocks."""
         root.users -= 1
         self._forget_empty(root)
@@ -284,7 +284,7 @@ class PrefixTree:
 
     def subscribe(self, subscription: PrefixSubscription) -> None:
         """Gives a waiting sequence its root in this tree. Its match is unknown until the first refresh."""
-        subscription.root = subscription.node = self.enter(subscription.namespace)
+        subscription.root = subscription.node = self.acquire_root(subscription.namespace)
         self.stale[subscription.sequence_id] = subscription
 
     def refresh(self, subscription: PrefixSubscription) -> None:

@@ -25,7 +25,7 @@ FEW, MANY = 250, 4_000  # sequences
 def filled(eviction: str, num_sequences: int) -> Memory:
     """A memory full of unused sequences, each after one of four system prompts."""
     tree = PrefixTree(BLOCK_SIZE)
-    root = tree.enter(Namespace())
+    root = tree.acquire_root(Namespace())
     memory = Memory(0, tree, (num_sequences + 4) * RUN, True, eviction)
     rng = np.random.default_rng(1)
     runs = [row.tobytes() for row in rng.integers(0, 1 << 30, (num_sequences + 4, RUN * BLOCK_SIZE), np.int32)]
@@ -83,7 +83,7 @@ def test_nor_does_demoting_on_what_others_have_behind_the_same_beginning(evictio
     costs = []
     for others in (FEW, MANY):
         tree = PrefixTree(BLOCK_SIZE)
-        root = tree.enter(Namespace())
+        root = tree.acquire_root(Namespace())
         device, elsewhere = (Memory(index, tree, 2 * others, True, eviction) for index in (0, 2))
         host = device.lower = HostMemory(1, 0, tree, EVICTED, eviction)
         prompt = tree.grow(root, np.zeros(BLOCK_SIZE, np.int32).tobytes())

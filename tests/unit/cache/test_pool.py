@@ -23,7 +23,7 @@ def test_the_last_block_given_back_goes_out_first() -> None:
 
 
 def cached(memory: Memory, tokens: bytes) -> PrefixNode:
-    node = memory.tree.grow(memory.tree.enter(Namespace()), tokens)
+    node = memory.tree.grow(memory.tree.acquire_root(Namespace()), tokens)
     memory.hold(node, memory.take(node.end))
     memory.leave_path(node)
     return node
