@@ -18,10 +18,11 @@ from bench.peers.cache_work import (
 )
 from bench.peers.quiet import no_collections
 from cache_svc.core.cache import CacheCore
-from cache_svc.core.table import NO_TERMS, Sequence
-from cache_svc.core.tree import Namespace, PrefixNode, PrefixTree
-from cache_svc.core.waiting import Waiter
-from cache_svc.core.worker import Worker
+from cache_svc.core.request_metadata import NO_METADATA
+from cache_svc.core.sequences.sequence import Sequence
+from cache_svc.core.sequences.worker_blocks import WorkerBlocks
+from cache_svc.core.tree.nodes import Namespace, PrefixNode, PrefixSubscription
+from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
 RUNNING, DECODED = 256, 16  # sequences of a step, and how many tokens each has made when the first step is measured
@@ -36,8 +37,8 @@ class OurCache:
 
     def __init__(self, block_size: int, num_tokens: int) -> None:
         self.tree = PrefixTree(block_size)
-        self.root = self.tree.enter(Namespace())
-        self.worker = Worker(1, 0, self.tree, -(-num_tokens // block_size), True, False, 0, False, "lru")
+        self.root = self.tree.acquire_root(Namespace())
+        self.worker = WorkerBlocks(1, 0, self.tree, -(-num_tokens // block_size), True, False, 0, False, "lru")
         self.device = self.worker.device
         self.ids = count(1)
 
@@ -49,20 +50,22 @@ class OurCache:
 
     def to_insert(self, tokens: Tokens) -> Sequence:
         """One that has computed everything itself: it goes down from the root, as SGLang's insert does."""
-        waiter, table = self.waiter(packed(tokens)), self.device.take(len(tokens) // self.tree.block_size)
-        sequence = Sequence(waiter, self.worker, table, self.root, len(tokens))
+        subscription, table = self.subscription(packed(tokens)), self.device.take(len(tokens) // self.tree.block_size)
+        sequence = Sequence(subscription, self.worker.worker_id, table, self.root, len(tokens))
         self.worker.sequences[sequence.sequence_id] = sequence
         return sequence
 
-    def waiter(self, key: bytes) -> Waiter:
-        waiter = Waiter(next(self.ids), key, Namespace(), NO_TERMS)
-        waiter.root = self.root
-        return waiter
+    def subscription(self, key: bytes) -> PrefixSubscription:
+        subscription = PrefixSubscription(next(self.ids), key, Namespace(), NO_METADATA)
+        subscription.root = self.root
+        return subscription
 
     def to_insert_rest(self, tokens: Tokens) -> Sequence:
         """One that was admitted, with what of it is stored."""
         key = packed(tokens)
-        sequence = self.worker.admit(self.waiter(key), *self.tree.walk(key, self.root, 0), 0, copies=False).sequence
+        sequence = self.worker.admit(
+            self.subscription(key), *self.tree.walk(key, self.root, 0), 0, copies=False
+        ).sequence
         sequence.num_computed_tokens = len(tokens)
         return sequence
 

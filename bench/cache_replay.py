@@ -23,10 +23,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from cache_svc.core.table import NO_TERMS
-from cache_svc.core.tree import Namespace, PrefixTree
-from cache_svc.core.waiting import Waiter
-from cache_svc.core.worker import Worker
+from cache_svc.core.request_metadata import NO_METADATA
+from cache_svc.core.sequences.worker_blocks import WorkerBlocks
+from cache_svc.core.tree.nodes import Namespace, PrefixSubscription
+from cache_svc.core.tree.tree import PrefixTree
 
 RESULTS = Path(__file__).parent / "results" / "cache_replay.json"
 BLOCK_TOKENS = 512
@@ -58,14 +58,14 @@ def bound(requests: Iterable[list[int]]) -> tuple[int, int]:
 def replay(requests: Iterable[list[int]], num_blocks: int, eviction: str) -> int:
     """How many blocks are hits."""
     tree = PrefixTree(block_size=1)
-    root = tree.enter(Namespace())
-    worker = Worker(1, 0, tree, num_blocks + 1, True, False, 0, False, eviction)  # + 1: for COMPUTED
+    root = tree.acquire_root(Namespace())
+    worker = WorkerBlocks(1, 0, tree, num_blocks + 1, True, False, 0, False, eviction)  # + 1: for COMPUTED
     hits = 0
     for number, ids in enumerate(requests):
         tokens = np.array(ids, np.int32).tobytes() + COMPUTED
-        waiter = Waiter(number, tokens, Namespace(), NO_TERMS)
-        waiter.root = root
-        sequence = worker.admit(waiter, *tree.walk(tokens, root, 0), num_new_tokens=0, copies=False).sequence
+        subscription = PrefixSubscription(number, tokens, Namespace(), NO_METADATA)
+        subscription.root = root
+        sequence = worker.admit(subscription, *tree.walk(tokens, root, 0), num_new_tokens=0, copies=False).sequence
         hits += sequence.num_computed_tokens
         sequence.num_computed_tokens = len(ids)
         worker.store(sequence)

@@ -1,4 +1,4 @@
-"""CacheAdminService: pins, a reset, and how full the cache is. A call is over before the next exchange begins."""
+"""CacheAdminService: pins, a reset, fill levels. A call runs between two exchanges."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import grpc
 from cache_svc.core import admin
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import OpError
-from cache_svc.core.pins import Pin
-from cache_svc.core.tree import Namespace
+from cache_svc.core.sequences.pins import Pin
+from cache_svc.core.tree.nodes import Namespace
 from paceline.v1 import cache_pb2 as pb
 from paceline.v1 import cache_pb2_grpc
 from services.runtime.logs import get_logger
@@ -25,7 +25,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def now_ms() -> int:
-    """The clock by which pins end."""
+    """The clock of pin expiry."""
     return time.monotonic_ns() // 1_000_000
 
 

@@ -1,4 +1,4 @@
-"""CacheService.WatchEvents: carries the core's events to those who watch."""
+"""CacheService.WatchEvents: sends the core's events to watchers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import grpc
 
 from cache_svc.core.cache import CacheCore
-from cache_svc.core.events import Watcher
+from cache_svc.core.tree.events import Watcher
 from paceline.v1 import cache_pb2 as pb
 from services.runtime.logs import get_logger
 
 MAX_WATCHERS = 64
-# A long snapshot is not to take the whole loop: so many messages, then others have time.
+# After this many messages of a long snapshot, other tasks of the event loop get time.
 PAUSE_EVERY = 32
 PAUSE_S = 0.001
 
@@ -33,7 +33,7 @@ class _Stream:
     def wake(self, watcher: Watcher) -> None:
         self.woken.set()
         if watcher.is_behind:
-            # It may be waiting for a reader who never comes.
+            # The task may be blocked on a client that does not read.
             self.cut(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"read too slowly: event {watcher.number} is not kept any more; watch again for a snapshot",
@@ -46,7 +46,7 @@ class _Stream:
 
 
 class EventStreams:
-    """Everybody who watches one core. Each is served by its own task, which waits for its reader alone."""
+    """The watchers of one core. Each has its own task, so a slow client delays no other watcher."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core
@@ -54,13 +54,13 @@ class EventStreams:
         self._closing = False
 
     def close(self) -> None:
-        """No more events: the server stops, and would wait for its watchers."""
+        """Ends all streams: the server is stopping and would otherwise wait for them."""
         self._closing = True
         for stream in self._streams:
             stream.cut(grpc.StatusCode.UNAVAILABLE, "the cache is stopping")
 
     async def serve(self, request: pb.WatchEventsRequest, context: Context) -> None:
-        """Until the watcher has gone, is cut, or the server stops."""
+        """Runs until the watcher leaves, is cut, or the server stops."""
         if self._closing:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the cache is stopping")
         if len(self._streams) >= MAX_WATCHERS:
@@ -85,7 +85,7 @@ class EventStreams:
 
     @staticmethod
     async def _send(watcher: Watcher, stream: _Stream, context: Context) -> None:
-        await context.send_initial_metadata(())  # from now on nothing is missed
+        await context.send_initial_metadata(())  # no event is missed from now on
         num_sent = 0
         while True:
             event = watcher.take()

@@ -1,6 +1,6 @@
 """The cache's Prometheus series.
 
-Everything but the duration is read from the core when it is scraped, so an exchange pays for one observation only.
+A scrape reads everything but the duration from the core, so an exchange pays for one observation only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EXCHANGE_DURATION = Histogram(
 
 
 class CacheCollector(Collector):
-    """Reads the core from the thread that answers /metrics: single integers, and pool counters of whole exchanges."""
+    """Reads the core in the thread that answers /metrics: integers, and pool counters of whole exchanges."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core

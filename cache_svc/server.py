@@ -1,4 +1,4 @@
-"""The cache's gRPC shell: moves exchanges between the link and the core, one scheduler at a time."""
+"""The gRPC shell of the cache: passes exchanges from the link to the core, one scheduler at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cache_svc.admin import ADMIN_SERVICE_NAME, CacheAdmin, now_ms
 from cache_svc.core.admin import expire_pins
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import LinkError
-from cache_svc.core.events import EventLog
+from cache_svc.core.tree.events import EventLog
 from cache_svc.event_stream import EventStreams
 from cache_svc.metrics import EXCHANGE_DURATION, CacheCollector
 from cache_svc.settings import CacheSettings
@@ -29,10 +29,10 @@ from services.runtime.service import Addresses
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
 
-# A scheduler may be silent for so many times what others may: nobody waits for its end (another one just takes over),
-# and with its link the prefix tree goes.
+# A scheduler may be silent for this many heartbeat timeouts. No other process waits for the link to end (a new
+# scheduler takes over at once), and the prefix tree is lost with the link.
 PATIENCE = 4.0
-# What short calls get to end after SIGTERM; a link never does by itself.
+# How long short calls may take to end after SIGTERM. A link never ends by itself.
 LAST_CALLS_S = 0.2
 
 log = get_logger("cache_svc.server")
@@ -50,13 +50,13 @@ class _Link:
         self.superseded = False
 
     def supersede(self) -> None:
-        """Stop serving it. Its task executes no further exchange and ends its stream with ABORTED."""
+        """Ends the link: its task executes no further exchange and ends its stream with ABORTED."""
         self.superseded = True
         self._task.cancel()
 
 
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
-    """CacheService over one core. The core belongs to the youngest link and is empty when there is none."""
+    """CacheService over one core. The core belongs to the newest link, and is empty without a link."""
 
     def __init__(self, core: CacheCore, heartbeat_timeout_s: float) -> None:
         self._core = core
@@ -65,18 +65,18 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self._current: _Link | None = None
         self._fence = Fence()
 
-    # The generated type knows generators only. In a coroutine that writes, every wait is where superseding can end it.
+    # The generated type allows only generators. In a coroutine that writes, superseding can end every wait.
     async def Link(  # type: ignore[override]
         self,
         request_iterator: AsyncIterator[pb.CacheServiceLinkRequest],
         context: _Context,
     ) -> None:
-        """See cache.proto. Ends with ABORTED when a newer link begins, with FAILED_PRECONDITION when an exchange is
-        out of order, with PERMISSION_DENIED when the scheduler has been succeeded by another one, with INTERNAL when
-        the core contradicts itself, with DEADLINE_EXCEEDED when the scheduler is silent.
-        """
-        # Now, while nothing can supersede it: after a first write that is cut short gRPC can send neither these nor the
-        # status, and the scheduler would wait for ever. And before the fence: from there to its place it must not wait.
+        """See cache.proto. Ends with ABORTED when a newer link begins, FAILED_PRECONDITION when an exchange is out of
+        order, PERMISSION_DENIED when another scheduler has succeeded this one, INTERNAL when the core contradicts
+        itself, and DEADLINE_EXCEEDED when the scheduler is silent."""
+        # The initial metadata goes out now, while no newer link can supersede this one. If a first write is cut short,
+        # gRPC can send neither the metadata nor the status, and the scheduler waits for ever. It also goes out before
+        # the fence check, because there must be no wait between that check and the assignment of `_current`.
         await context.send_initial_metadata(())
         try:
             self._fence.check(from_metadata(context.invocation_metadata() or ()))
@@ -106,13 +106,13 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 self._current = None
                 self._core.reset()
             log.info("link closed", peer=link.peer)
-        if fault is not None:  # only here, where it cannot be superseded any more: aborting is done once
+        if fault is not None:  # only here: nothing can supersede the link any more, and a stream is aborted once
             await context.abort(*fault)
 
     async def _serve_living(
         self, link: _Link, requests: AsyncIterator[pb.CacheServiceLinkRequest], context: _Context
     ) -> tuple[grpc.StatusCode, str] | None:
-        """As _serve(), with heartbeats beside it, if the scheduler reads them; until it is silent."""
+        """Like _serve(), with heartbeats if the scheduler reads them. Ends when the scheduler is silent."""
         clock = asyncio.get_running_loop().time
         watch = Watch(PATIENCE * self._heartbeat_timeout_s, clock(), opened=True)
         writing = asyncio.Lock()  # gRPC takes one message at a time
@@ -154,7 +154,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def _serve(
         self, requests: AsyncIterator[pb.CacheServiceLinkRequest], context: _Context, writing: asyncio.Lock
     ) -> tuple[grpc.StatusCode, str] | None:
-        """Until the client has said its last, or with what is wrong."""
+        """Runs until the client has sent its last exchange. Returns an error, if any."""
         async for request in requests:
             started_s = time.perf_counter()
             try:
@@ -164,7 +164,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             except LinkError as error:
                 return grpc.StatusCode.FAILED_PRECONDITION, str(error)
             except Exception:
-                # The state is lost with the link; the scheduler connects again and adds everything anew.
+                # The state is lost with the link. The scheduler connects again and restores everything.
                 log.exception("exchange failed", epoch=request.epoch, exchange=request.exchange)
                 return grpc.StatusCode.INTERNAL, f"exchange {request.exchange} failed inside the cache"
             EXCHANGE_DURATION.observe(time.perf_counter() - started_s)
@@ -184,12 +184,12 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 async def serve(
     settings: CacheSettings, stop: asyncio.Event, *, on_ready: Callable[[Addresses], None] | None = None
 ) -> None:
-    """Serve until `stop` is set. The link is ended soon then: what it knows is the scheduler's to tell the next cache,
-    and until there is one no step is planned.
+    """Serves until `stop` is set. The link then ends soon: the scheduler restores the state in the next cache, and
+    plans no step until there is one.
 
     Raises OSError (metrics) or RuntimeError (gRPC) if a port is taken.
     """
-    # Microseconds, so that no number comes again after a restart: see WatchEventsResponse.
+    # In microseconds, so that no number repeats after a restart: see WatchEventsResponse.
     events = EventLog(settings.event_buffer, first_number=time.time_ns() // 1000)
     core = CacheCore(
         debug=settings.debug,

@@ -1,11 +1,11 @@
-"""What the cache service can be told."""
+"""The settings of the cache service."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
-from cache_svc.core.eviction import STRATEGIES
-from cache_svc.core.shares import TENANT_SHARE, TOTAL_SHARE
+from cache_svc.core.memory.eviction import STRATEGIES
+from cache_svc.core.memory.shares import TENANT_SHARE, TOTAL_SHARE
 from services.runtime.settings import ServiceSettings
 
 

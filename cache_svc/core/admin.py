@@ -1,21 +1,18 @@
-"""What operators ask of a core, between its exchanges: pins, a reset, how full it is.
+"""Operator calls between the exchanges of a core: pins, a reset, fill levels.
 
-Whatever these change of a worker's counters, the scheduler hears of it with its next exchange. Times are by the cache's
-own clock, which has nothing to do with the scheduler's that comes with exchanges.
+If a call changes a worker's counters, the scheduler learns of it in its next exchange. Times are by the cache's own
+clock. It has no relation to the scheduler's clock, which comes with exchanges.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import Code, OpError
-from cache_svc.core.pins import Pin
-from cache_svc.core.tree import Namespace
-from cache_svc.core.worker import Worker
-
-if TYPE_CHECKING:
-    from cache_svc.core.cache import CacheCore
+from cache_svc.core.sequences.pins import Pin
+from cache_svc.core.sequences.worker_blocks import WorkerBlocks
+from cache_svc.core.tree.nodes import Namespace
 
 UNNAMED = Namespace()
 
@@ -29,8 +26,10 @@ def pin(
     ttl_ms: int = 0,
     now_ms: int = 0,
 ) -> Pin:
-    """Keep what is cached now of a prefix on these workers (none named: all) for so long (0: for ever). Raises OpError,
-    having changed nothing."""
+    """Pins the cached part of a prefix on these workers (none named: all workers) for `ttl_ms` (0: for ever).
+
+    Raises OpError, having changed nothing.
+    """
     unknown = sorted(set(worker_ids) - core.workers.keys())
     if unknown:
         raise OpError(Code.NOT_FOUND, f"workers: {', '.join(map(str, unknown[:8]))} not known")
@@ -46,7 +45,7 @@ def unpin(core: CacheCore, name: str) -> None:
 
 
 def expire_pins(core: CacheCore, now_ms: int) -> None:
-    """Time has passed."""
+    """Removes the expired pins."""
     for over in core.pins.expire(now_ms):
         core.touch(over.places)
 
@@ -54,19 +53,19 @@ def expire_pins(core: CacheCore, now_ms: int) -> None:
 def forget_unused(
     core: CacheCore, model: str | None = None, lora: str | None = None, cache_salt: str | None = None
 ) -> dict[int, int]:
-    """Forget what is cached and has no user, of the namespaces that have these names (None: whichever); how many blocks
-    by worker."""
+    """Forgets the unused blocks of the namespaces with these names (None: any name). Returns the number of blocks by
+    worker."""
     wanted = model, lora, cache_salt
     forgotten = dict.fromkeys(core.workers, 0)
     for namespace, root in list(core.tree.roots.items()) if core.tree is not None else ():
         if all(name is None or name == known for name, known in zip(wanted, namespace, strict=True)):
             for worker in core.workers.values():
-                worker.host.forget_unused(root)  # first: what is there may be behind what the device has
+                worker.host.forget_unused(root)  # first, because its nodes may be below those of the device
                 forgotten[worker.worker_id] += worker.device.forget_unused(root)
     core.touch(core.workers.values())
     return forgotten
 
 
-def pinned_tokens(pin: Pin) -> list[tuple[Worker, int]]:
-    """By worker, how many tokens of the prefix are pinned there."""
+def pinned_tokens(pin: Pin) -> list[tuple[WorkerBlocks, int]]:
+    """Returns, for each worker, how many tokens of the prefix are pinned there."""
     return [(worker, node.end * worker.tree.block_size) for worker, node in pin.places.items()]

@@ -1,25 +1,28 @@
-"""The cache's state machine: operations in, results and pool counters out. No clock, no socket, no chance."""
+"""The cache's state machine: operations in, results and pool counters out. No clock, no socket, no randomness."""
 
 from __future__ import annotations
 
 from array import array
 
 from cache_svc.core.errors import Code, LinkError, OpError
-from cache_svc.core.events import EventLog
 from cache_svc.core.invariants import check_no_copies_due, check_state
+from cache_svc.core.memory.shares import TENANT_SHARE, TOTAL_SHARE
 from cache_svc.core.messages import add_matches, pool_counters
 from cache_svc.core.operations import Operations
-from cache_svc.core.pins import DEFAULT_SHARE
-from cache_svc.core.shares import TENANT_SHARE, TOTAL_SHARE
-from cache_svc.core.table import pack_int32
-from cache_svc.core.waiting import MAX_SETTLED
-from cache_svc.core.worker import Worker
+from cache_svc.core.packing import pack_int32
+from cache_svc.core.sequences.pins import DEFAULT_SHARE
+from cache_svc.core.sequences.worker_blocks import WorkerBlocks
+from cache_svc.core.tree.events import EventLog
 from paceline.v1 import cache_pb2 as pb
+
+# The most stale subscriptions that one exchange refreshes by itself. Thousands of sequences may wait for one prefix,
+# and refreshing all of them would delay a step. The others follow in the next exchanges.
+MAX_REFRESHED = 256
 
 
 class CacheCore(Operations):
-    """Exchanges of operations over one link. `debug` checks every invariant after every operation (slow); `eviction`
-    names one of eviction.STRATEGIES."""
+    """Executes the exchanges of one link. `debug` checks every invariant after every operation, which is slow.
+    `eviction` is one of eviction.STRATEGIES."""
 
     def __init__(
         self,
@@ -30,21 +33,21 @@ class CacheCore(Operations):
         max_tenant_retained_share: float = TENANT_SHARE,
         max_retained_share: float = TOTAL_SHARE,
     ) -> None:
-        """Shares are of the blocks of each memory; those of retention are for one tenant, and for all (shares.py)."""
+        """Shares are of the blocks of each memory. See memory/shares.py for those of retention."""
         super().__init__(eviction, events, max_pinned_share, (max_tenant_retained_share, max_retained_share))
         self.debug = debug
 
     def reset(self) -> None:
-        """A new link: no workers, no sequences, and the next exchange is number 1."""
+        """A new link begins: no workers, no sequences, and the next exchange is number 1."""
         super().reset()
         self.last_exchange = 0
         self.epoch = 0  # of the first exchange
 
     def exchange(self, request: pb.CacheServiceLinkRequest) -> pb.CacheServiceLinkResponse:
-        """Execute the operations in order; a failed one has an error for its result and has changed nothing.
+        """Executes the operations in order. A failed operation has an error as its result and has changed nothing.
 
-        Raises LinkError, having changed nothing, if this is not the exchange after the last one or is of another epoch
-        than the first one, and InvariantError in debug mode.
+        Raises LinkError, having changed nothing, if the exchange is not the one after the last, or if its epoch differs
+        from that of the first one. Raises InvariantError in debug mode.
         """
         if request.exchange != self.last_exchange + 1:
             raise LinkError(f"exchange {request.exchange} came where {self.last_exchange + 1} was expected")
@@ -84,14 +87,13 @@ class CacheCore(Operations):
         return response
 
     def check_invariants(self, amid_exchange: bool = False) -> None:
-        """Raises InvariantError if the state contradicts itself. Costs time proportional to all there is."""
+        """Raises InvariantError if the state contradicts itself. The cost grows with the whole state."""
         check_state(self.tree, self.workers, self.waiting, self.admitted, self.swapped, self.pins)
         if not amid_exchange:
             check_no_copies_due(self.workers)
 
     def pool_counters(self) -> list[pb.PoolCounters]:
-        """The counters of every worker as of the last exchange or admin call. May be called from another thread at any
-        time."""
+        """The counters of every worker after the last exchange or admin call. Any thread may call this at any time."""
         return [
             pool_counters(worker.worker_id, worker.shown)
             for worker in list(self.workers.values())
@@ -99,7 +101,7 @@ class CacheCore(Operations):
         ]
 
     def present_counters(self) -> list[pb.PoolCounters]:
-        """The counters of every worker as they are between exchanges."""
+        """The present counters of every worker. Call it between exchanges."""
         return [pool_counters(worker.worker_id, worker.counters()) for worker in self.workers.values()]
 
     def _report_pools(self, response: pb.CacheServiceLinkResponse) -> None:
@@ -111,32 +113,33 @@ class CacheCore(Operations):
                 response.pools.append(pool_counters(worker.worker_id, counters))
         self._touched.clear()
 
-    def _report_demotions(self, worker: Worker, response: pb.CacheServiceLinkResponse) -> None:
+    def _report_demotions(self, worker: WorkerBlocks, response: pb.CacheServiceLinkResponse) -> None:
         moves = worker.host.moves
         self.counters.demoted_blocks += len(moves)
-        self.counters.demoted_tails += worker.host.moved_tails
+        self.counters.demoted_tails += worker.host.moved_partial_blocks
         response.demotions.add(
             worker=worker.worker_id,
             device_blocks=pack_int32(array("i", moves.values())),
             host_blocks=pack_int32(array("i", moves)),
         )
         moves.clear()
-        worker.host.moved_tails = 0
+        worker.host.moved_partial_blocks = 0
 
     def _report_matches(self, response: pb.CacheServiceLinkResponse) -> None:
-        """As it is now, of those that were asked for or whose place has changed: what differs from the last report."""
+        """Reports the matches that differ from the last report: those that were asked for, and those of stale
+        subscriptions."""
         tree, asked = self.tree, self._asked
         if tree is not None and tree.stale:
-            for waiter in list(tree.stale.values())[:MAX_SETTLED]:
-                waiter.settle(tree)
-                asked.setdefault(waiter.sequence_id, False)
+            for subscription in list(tree.stale.values())[:MAX_REFRESHED]:
+                tree.refresh(subscription)
+                asked.setdefault(subscription.sequence_id, False)
         for sequence_id, always in asked.items():
             if sequence_id not in self.waiting:  # admitted or freed since
                 continue
-            waiter = self.waiting[sequence_id]
-            if tree is not None and waiter.watch is None:
-                waiter.settle(tree)
-            before = waiter.reported
-            if self._matches(waiter) != before or always:
-                add_matches(response.match_updates.add(sequence=sequence_id).matches, waiter.reported)
+            subscription = self.waiting[sequence_id]
+            if tree is not None and subscription.point is None:
+                tree.refresh(subscription)
+            before = subscription.reported
+            if self._matches(subscription) != before or always:
+                add_matches(response.match_updates.add(sequence=sequence_id).matches, subscription.reported)
         asked.clear()

@@ -1,4 +1,4 @@
-"""What the cache has done so far."""
+"""Totals of what the cache has done."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Totals since the core was made; a reset does not set them back."""
+    """Totals since the core was made; a reset keeps them. Each has the name of its metric (cache_svc/metrics.py)."""
 
     exchanges: int = 0
     evicted_blocks: int = 0  # of devices
-    evicted_host_blocks: int = 0  # also when what leads to them found no room there
-    # Of admitted sequences on workers with prefix caching: their tokens, and how many of them were reused.
+    evicted_host_blocks: int = 0  # also those for which a block above found no room on the host
+    # Of sequences admitted on workers with prefix caching: their tokens, and how many of these were reused.
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
-    # Copied from the device to the host when they were evicted; and back when they were needed again.
+    # Copied from the device to the host at their eviction, and back for a later sequence.
     demoted_blocks: int = 0
-    demoted_tails: int = 0  # of these, blocks that were begun and not filled
+    demoted_tails: int = 0  # partial blocks among the demoted blocks
     promoted_blocks: int = 0
     forked_sequences: int = 0
-    sharing_sequences: int = 0  # that share what the same step is to compute for others
-    copied_blocks: int = 0  # of which a sequence reused the beginning, on the device or the host
-    copied_host_blocks: int = 0  # of these, on the host
+    sharing_sequences: int = 0  # sequences that share blocks which the same step computes for others
+    copied_blocks: int = 0  # blocks of which a sequence copied the beginning, on the device or the host
+    copied_host_blocks: int = 0  # those of the host among them
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
     refused_ops: int = 0
-    pins_given_up: int = 0  # of a worker, all at once
+    pins_given_up: int = 0  # how often a worker gave up all its pins
     restored_sequences: int = 0
-    refused_claims: int = 0  # to be restored
+    refused_claims: int = 0  # restore entries that were refused

@@ -1,4 +1,4 @@
-"""What an operation answers when it cannot be done, and what ends a whole link."""
+"""The errors of one operation, of a whole link, and of the core itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Code(IntEnum):
 
 
 class OpError(Exception):
-    """One operation is refused. It has changed nothing."""
+    """One operation is refused and has changed nothing."""
 
     def __init__(self, code: Code, message: str) -> None:
         super().__init__(message)
@@ -26,8 +26,8 @@ class OpError(Exception):
 
 
 class LinkError(Exception):
-    """The stream of exchanges is broken: nothing that follows on this link can be trusted."""
+    """The sequence of exchanges is broken. Nothing that follows on this link can be trusted."""
 
 
 class InvariantError(AssertionError):
-    """The core's state contradicts itself: a bug of the core."""
+    """The core's state contradicts itself. This is a bug of the core."""

@@ -1,4 +1,4 @@
-"""DESIGN §5, asserted over the whole state. Recounts everything from the sequences; trusts no counter."""
+"""Asserts the invariants of the whole state. Recounts everything from the sequences and trusts no counter."""
 
 from __future__ import annotations
 
@@ -6,40 +6,49 @@ from collections import Counter
 from collections.abc import Iterable
 
 from cache_svc.core.errors import InvariantError
-from cache_svc.core.memory import Memory
-from cache_svc.core.pins import Pins
+from cache_svc.core.memory.memory import Memory
 from cache_svc.core.retention import DEFAULT_RETENTION
-from cache_svc.core.shares import TenantShare
-from cache_svc.core.table import Sequence, SwappedSequence
-from cache_svc.core.tree import Holding, PrefixNode, PrefixTree, Tail, subtree
-from cache_svc.core.waiting import Waiter
-from cache_svc.core.worker import Worker
+from cache_svc.core.sequences.pins import Pins
+from cache_svc.core.sequences.sequence import Sequence, SwappedSequence
+from cache_svc.core.sequences.worker_blocks import WorkerBlocks
+from cache_svc.core.tree.nodes import (
+    BlockResidency,
+    PartialBlock,
+    PrefixNode,
+    PrefixSubscription,
+    RetentionOwner,
+    subtree,
+)
+from cache_svc.core.tree.tree import PrefixTree
 
 
 def check_state(
     tree: PrefixTree | None,
-    workers: dict[int, Worker],
-    waiting: dict[int, Waiter],
+    workers: dict[int, WorkerBlocks],
+    waiting: dict[int, PrefixSubscription],
     admitted: dict[int, Sequence],
     swapped: dict[int, SwappedSequence],
     pins: Pins,
 ) -> None:
     """Raises InvariantError naming the first contradiction."""
-    _require(bool(workers) == (tree is not None), "the tree is there exactly while there is a worker")
+    _require(bool(workers) == (tree is not None), "there is a tree without a worker, or a worker without a tree")
     num_known = len(waiting.keys() | admitted.keys() | swapped.keys())
     _require(len(waiting) + len(admitted) + len(swapped) == num_known, "a sequence is in two states")
     by_worker = {sequence_id: s for worker in workers.values() for sequence_id, s in worker.sequences.items()}
+    for worker in workers.values():
+        here = all(sequence.worker_id == worker.worker_id for sequence in worker.sequences.values())
+        _require(here, f"worker {worker.worker_id} has a sequence of another worker")
     _require(by_worker == admitted, "the workers' sequences are not the admitted ones")
     off_device = {sequence_id: s for worker in workers.values() for sequence_id, s in worker.swapped.items()}
-    _require(off_device == swapped, "the workers' swapped sequences are not those that are swapped out")
+    _require(off_device == swapped, "the workers' swapped sequences are not the swapped ones")
     _require(len({worker.number for worker in workers.values()}) == len(workers), "two workers have one number")
     if tree is None:
         return
     for sequence in admitted.values():
-        _check_sequence(sequence)
-    for waiter in waiting.values():
-        _check_waiter(waiter, tree)
-    _require(tree.stale.keys() <= waiting.keys(), "a place is stale of a sequence that does not wait")
+        _check_sequence(sequence, workers[sequence.worker_id])
+    for subscription in waiting.values():
+        _check_subscription(subscription, tree)
+    _require(tree.stale.keys() <= waiting.keys(), "a subscription is stale, and its sequence does not wait")
     for worker in workers.values():
         _check_device(worker, pins)
         _check_host(worker)
@@ -51,9 +60,9 @@ def _require(holds: bool, message: str) -> None:
         raise InvariantError(message)
 
 
-def _check_sequence(sequence: Sequence) -> None:
+def _check_sequence(sequence: Sequence, worker: WorkerBlocks) -> None:
     name = f"sequence {sequence.sequence_id}"
-    worker, tree = sequence.worker, sequence.worker.tree
+    tree = worker.tree
     whole_computed = sequence.num_computed_tokens // tree.block_size
     _require(sequence.num_computed_tokens <= sequence.num_tokens, f"{name}: computed more tokens than it has")
     _require(whole_computed <= len(sequence.table), f"{name}: computed more tokens than its blocks hold")
@@ -65,14 +74,14 @@ def _check_sequence(sequence: Sequence) -> None:
     tokens = b"".join(node.key for node in path)
     _require(sequence.tokens.startswith(tokens), f"{name}: its nodes are not those of its tokens")
     _require(len(tokens) == sequence.node.end * tree.block_bytes, f"{name}: its nodes end at a wrong place")
-    _require(all(worker.index in node.holdings for node in path), f"{name}: uses a node that is not held")
-    held = [block for node in path for block in node.holdings[worker.index].blocks]
+    _require(all(worker.index in node.residencies for node in path), f"{name}: uses a node that is not held")
+    held = [block for node in path for block in node.residencies[worker.index].blocks]
     own = [block for block, shared in zip(sequence.table, held, strict=False) if block != shared]
-    _require(list(sequence.duplicates) == own, f"{name}: duplicates are not its own blocks of what is stored")
+    _require(list(sequence.duplicates) == own, f"{name}: its duplicates are not its private blocks of stored nodes")
 
 
 def _path(node: PrefixNode) -> list[PrefixNode]:
-    """From the root, which is left out, to the node."""
+    """The nodes from the root to this one, without the root."""
     path = []
     while node.parent is not None:
         path.append(node)
@@ -80,33 +89,36 @@ def _path(node: PrefixNode) -> list[PrefixNode]:
     return path[::-1]
 
 
-def _check_waiter(waiter: Waiter, tree: PrefixTree) -> None:
-    name = f"waiting sequence {waiter.sequence_id}"
-    if waiter.sequence_id in tree.stale:
-        _require(waiter.watch is None, f"{name}: is stale and watches")
+def _check_subscription(subscription: PrefixSubscription, tree: PrefixTree) -> None:
+    name = f"waiting sequence {subscription.sequence_id}"
+    if subscription.sequence_id in tree.stale:
+        _require(subscription.point is None, f"{name}: is stale and subscribed to a place")
         return
-    node, depth = waiter.place()
+    node, depth = subscription.place()
     _require(
-        (node, depth) == tree.walk(waiter.token_ids, waiter.root, 0), f"{name}: its place is not where a walk ends"
+        (node, depth) == tree.walk(subscription.token_ids, subscription.root, 0),
+        f"{name}: a walk ends at another place",
     )
-    _require((node.watches or {}).get(depth) is waiter.watch, f"{name}: its node does not know of its watch")
-    assert waiter.watch is not None
-    watched = waiter.watch.waiting.get(waiter.wanted, {}).get(waiter.sequence_id)
-    _require(watched is waiter, f"{name}: its watch does not know of it")
     _require(
-        waiter.wanted == tree.next_tokens(waiter.token_ids, depth), f"{name}: waits for other tokens than its next"
+        (node.points or {}).get(depth) is subscription.point, f"{name}: its node does not know its subscription point"
+    )
+    assert subscription.point is not None
+    group_member = subscription.point.waiting.get(subscription.wanted, {}).get(subscription.sequence_id)
+    _require(group_member is subscription, f"{name}: its subscription point does not know it")
+    _require(
+        subscription.wanted == tree.next_tokens(subscription.token_ids, depth),
+        f"{name}: its subscription is for other tokens than the next ones",
     )
 
 
-def _holdings(worker: Worker, index: int) -> list[Holding]:
-    """Everything that this memory of the worker holds: in the tree, and in those that families of forks have of their
-    own."""
+def _residencies(worker: WorkerBlocks, index: int) -> list[BlockResidency]:
+    """All residencies of one memory of the worker, including those in the private trees of forks."""
     tops = _tops(worker.tree, worker.sequences.values())
-    return [node.holdings[index] for node in subtree(*tops) if index in node.holdings]
+    return [node.residencies[index] for node in subtree(*tops) if index in node.residencies]
 
 
 def _tops(tree: PrefixTree, sequences: Iterable[Sequence]) -> list[PrefixNode]:
-    """The roots of all there is, each once."""
+    """All roots, each once."""
     return list(dict.fromkeys([*tree.roots.values(), *(_root(sequence.node) for sequence in sequences)]))
 
 
@@ -116,104 +128,115 @@ def _root(node: PrefixNode) -> PrefixNode:
     return node
 
 
-def _check_device(worker: Worker, pins: Pins) -> None:
-    """Users recounted."""
+def _check_device(worker: WorkerBlocks, pins: Pins) -> None:
+    """Recounts the users of each node."""
     name = f"worker {worker.worker_id}'s device"
     users: Counter[int] = Counter()
     private: list[int] = []
     for sequence in worker.sequences.values():
-        users.update(id(node.holdings[worker.index]) for node in _path(sequence.node))
+        users.update(id(node.residencies[worker.index]) for node in _path(sequence.node))
         private += [*sequence.duplicates, *sequence.table[sequence.node.end :]]
     for place in pins.places(worker):
-        users.update(id(node.holdings[worker.index]) for node in _path(place))
+        users.update(id(node.residencies[worker.index]) for node in _path(place))
     _require(pins.num_blocks(worker) <= pins.max_blocks(worker), f"{name}: more blocks are pinned than may be")
-    holdings = _holdings(worker, worker.index)
-    for holding in holdings:
-        block = holding.blocks[0]
-        _require(holding.users == users[id(holding)], f"{name}: wrong number of users of the node with block {block}")
-    _check_memory(name, worker.device, holdings, private)
+    residencies = _residencies(worker, worker.index)
+    for residency in residencies:
+        block = residency.blocks[0]
+        _require(
+            residency.users == users[id(residency)], f"{name}: wrong number of users of the node with block {block}"
+        )
+    _check_memory(name, worker.device, residencies, private)
 
 
-def _check_memory(name: str, memory: Memory, holdings: list[Holding], private: list[int]) -> None:
-    """Each block in one state; a stored block is never one that somebody still writes."""
+def _check_memory(name: str, memory: Memory, residencies: list[BlockResidency], private: list[int]) -> None:
+    """Each block has one state, and no stored block is still being written."""
     pool = memory.pool
-    stored = [block for holding in holdings for block in holding.blocks]
+    stored = [block for residency in residencies for block in residency.blocks]
     withheld = list(memory.withheld)
     _require(memory.sources <= set(stored), f"{name}: is to be copied from a block that is not stored")
     states = [*pool.given_back(), *stored, *private, *withheld]
     handed_out = pool.first_untouched - 1
     _require(sorted(states) == list(range(1, handed_out + 1)), f"{name}: a block is lost, or in two states")
     _require(handed_out <= pool.num_blocks, f"{name}: block {handed_out} is beyond the pool")
-    unused = [holding for holding in holdings if not holding.users]
-    _require(memory.keeps or not unused, f"{name}: keeps what nobody uses")
-    cached = sum(len(holding.blocks) for holding in unused)
+    unused = [residency for residency in residencies if not residency.users]
+    _require(memory.keeps or not unused, f"{name}: keeps a node without users")
+    cached = sum(len(residency.blocks) for residency in unused)
     _require(memory.cached_blocks == cached, f"{name}: cached_blocks is {memory.cached_blocks}, not {cached}")
     used = len(private) + len(stored) - cached + len(withheld)
     _require(memory.used_blocks == used, f"{name}: used_blocks is {memory.used_blocks}, not {used}")
-    _check_shares(name, memory, holdings)
+    _check_shares(name, memory, residencies)
     order = memory.queue.upcoming(memory.index)
-    _require(len(order) == len(unused) and set(order) == set(unused), f"{name}: what is unused is not to be evicted")
+    _require(
+        len(order) == len(unused) and set(order) == set(unused),
+        f"{name}: the eviction order is not made of the unused nodes",
+    )
 
 
-def _check_shares(name: str, memory: Memory, holdings: list[Holding]) -> None:
-    """Claims recounted: each tenant pays for what it retains and for what that keeps from being evicted."""
+def _check_shares(name: str, memory: Memory, residencies: list[BlockResidency]) -> None:
+    """Recounts claims: a tenant pays for what it retains and for all that this keeps from eviction."""
     shares = memory.shares
     owners = {
-        holding: holding.owner
-        for holding in holdings
-        if holding.owner is not None and holding.owner.is_retained(holding)
+        residency: residency.owner
+        for residency in residencies
+        if residency.owner is not None and residency.owner.is_retained(residency)
     }
-    for holding in holdings:
-        is_retained = holding.retention > DEFAULT_RETENTION
-        _require(is_retained == (holding in owners), f"{name}: what is retained has no owner, or the reverse")
-        claims: Counter[TenantShare] = Counter()
-        if holding in owners:
-            claims[owners[holding]] += 1
-        for child in holding.node.children.values():
-            if (below := child.holdings.get(memory.index)) is not None:
+    for residency in residencies:
+        is_retained = residency.retention > DEFAULT_RETENTION
+        _require(
+            is_retained == (residency in owners), f"{name}: a residency is retained without an owner, or the reverse"
+        )
+        claims: Counter[RetentionOwner] = Counter()
+        if residency in owners:
+            claims[owners[residency]] += 1
+        for child in residency.node.children.values():
+            if (below := child.residencies.get(memory.index)) is not None:
                 claims.update((below.claims or {}).keys())
-        _require((holding.claims or {}) == claims, f"{name}: wrong claims on the node with block {holding.blocks[0]}")
+        _require(
+            (residency.claims or {}) == claims, f"{name}: wrong claims on the node with block {residency.blocks[0]}"
+        )
     for tenant, share in shares.tenants.items():
-        paid = sum(len(holding.blocks) for holding in holdings if share in (holding.claims or {}))
+        paid = sum(len(residency.blocks) for residency in residencies if share in (residency.claims or {}))
         _require(share.num_blocks == paid, f"{name}: tenant {tenant!r} pays for {share.num_blocks} blocks, not {paid}")
-        own = {holding for holding, owner in owners.items() if owner is share}
+        own = {residency for residency, owner in owners.items() if owner is share}
         _require(set(share.retained.values()) == own, f"{name}: tenant {tenant!r} retains other blocks")
         _require(paid <= shares.max_tenant_blocks, f"{name}: tenant {tenant!r} retains more than its share")
     total = sum(share.num_blocks for share in shares.tenants.values())
     _require(shares.num_blocks == total <= shares.max_blocks, f"{name}: more is retained than the share of all")
 
 
-def check_no_copies_due(workers: dict[int, Worker]) -> None:
-    """Those that an exchange has asked for come before all that the next one grants."""
+def check_no_copies_due(workers: dict[int, WorkerBlocks]) -> None:
+    """All copies of an exchange must be done before the next one."""
     for worker in workers.values():
         for memory in (worker.device, worker.host):
             due = bool(memory.sources or memory.withheld or worker.host.moves)
             _require(not due, f"worker {worker.worker_id}: a block is still to be copied from after the exchange")
 
 
-def _check_host(worker: Worker) -> None:
-    """Nobody uses what is stored there; a swapped-out sequence has blocks of its own."""
+def _check_host(worker: WorkerBlocks) -> None:
+    """No sequence uses a stored node of the host. A swapped-out sequence has blocks of its own."""
     name = f"worker {worker.worker_id}'s host"
     for swapped in worker.swapped.values():
         num_blocks = -(-swapped.num_computed_tokens // worker.tree.block_size)
-        _require(swapped.worker is worker, f"{name}: holds a swapped sequence of another worker")
+        _require(swapped.worker_id == worker.worker_id, f"{name}: holds a swapped sequence of another worker")
         _require(
             len(swapped.host_blocks) == num_blocks, f"{name}: sequence {swapped.sequence_id} has wrong host blocks"
         )
-    holdings = _holdings(worker, worker.host.index)
-    _require(worker.host_tier or not holdings, f"{name}: keeps what was evicted")
-    _require(not any(holding.users for holding in holdings), f"{name}: somebody uses a node there")
-    above = Counter(holding.node.parent for holding in holdings)
-    orphans = {node: n for node, n in above.items() if node and node.parent and worker.host.index not in node.holdings}
-    _require(worker.host.orphans == orphans, f"{name}: wrong number of children of what is not held there")
+    residencies = _residencies(worker, worker.host.index)
+    _require(worker.host_tier or not residencies, f"{name}: holds nodes without a host tier")
+    _require(not any(residency.users for residency in residencies), f"{name}: a node there has a user")
+    above = Counter(residency.node.parent for residency in residencies)
+    orphans = {
+        node: n for node, n in above.items() if node and node.parent and worker.host.index not in node.residencies
+    }
+    _require(worker.host.orphans == orphans, f"{name}: wrong number of children of nodes that are not held there")
     private = [block for swapped in worker.swapped.values() for block in swapped.host_blocks]
-    _check_memory(name, worker.host, holdings, private)
+    _check_memory(name, worker.host, residencies, private)
 
 
 def _check_tree(
     tree: PrefixTree,
-    workers: dict[int, Worker],
-    sequences: Iterable[Waiter | Sequence | SwappedSequence],
+    workers: dict[int, WorkerBlocks],
+    sequences: Iterable[PrefixSubscription | Sequence | SwappedSequence],
 ) -> None:
     users = Counter(id(sequence.root) for sequence in sequences)
     for namespace, root in tree.roots.items():
@@ -234,39 +257,43 @@ def _check_node(node: PrefixNode, root: PrefixNode, tree: PrefixTree, indexes: s
     _require(parent is not None and parent.children.get(first) is node, "a node is not its parent's child")
     _require(parent is not None and node.start == parent.end, "a node does not start where its parent ends")
     num_blocks = node.end - node.start
-    num_tails = sum(isinstance(child, Tail) for child in node.children.values())
-    _require(node.num_tails == num_tails, "wrong number of tails")
-    if isinstance(node, Tail):
-        _check_tail(node, tree)
+    num_partial_blocks = sum(isinstance(child, PartialBlock) for child in node.children.values())
+    _require(node.num_partial_blocks == num_partial_blocks, "wrong number of partial blocks")
+    if isinstance(node, PartialBlock):
+        _check_partial_block(node, tree)
     else:
         _require(
             len(node.key) == num_blocks * tree.block_bytes > 0, "a node's tokens do not reach from its start to its end"
         )
     _require(num_blocks <= tree.max_node_blocks, "a node is too long")
-    _require(bool(node.holdings), "a node without holders is left in the tree")
-    _require(node.holdings.keys() <= indexes, "a node is held by a worker that is gone")
-    for index, holding in node.holdings.items():
-        _require(holding.node is node and len(holding.blocks) == num_blocks, "a holding is not that of its node")
-        children = [child.holdings[index] for child in node.children.values() if index in child.holdings]
-        _require(holding.num_children == len(children), "wrong number of children that a memory holds")
-        _require(bool(holding.users) or not holding.unwritten, "what nobody is left to write is stored")
+    _require(bool(node.residencies), "a node without holders is left in the tree")
+    _require(node.residencies.keys() <= indexes, "a node is held by a worker that is gone")
+    for index, residency in node.residencies.items():
+        _require(residency.node is node and len(residency.blocks) == num_blocks, "a residency is not that of its node")
+        children = [child.residencies[index] for child in node.children.values() if index in child.residencies]
+        _require(residency.num_children == len(children), "wrong number of children that a memory holds")
+        _require(bool(residency.users) or not residency.unwritten, "an unwritten node has no user to write it")
         _require(
-            not holding.unwritten or all(child.unwritten for child in children), "a child of what is not written is"
+            not residency.unwritten or all(child.unwritten for child in children),
+            "a written node has an unwritten parent",
         )
-        _require(holding.users >= max((child.users for child in children), default=0), "a child has more users")
+        _require(residency.users >= max((child.users for child in children), default=0), "a child has more users")
         if parent is not root:
             assert parent is not None
-            by_device = index - index % 2 in parent.holdings
-            by_host = index % 2 == 1 and index in parent.holdings
+            by_device = index - index % 2 in parent.residencies
+            by_host = index % 2 == 1 and index in parent.residencies
             _require(by_device or by_host, "a node is held, and its parent is not")
 
 
-def _check_tail(tail: Tail, tree: PrefixTree) -> None:
-    _require(0 < len(tail.key) < tree.block_bytes and tail.end - tail.start == 1, "a tail is not a part of a block")
-    _require(not (tail.children or tail.watches), "something comes after a tail")
-    assert tail.parent is not None
-    for index, holding in tail.holdings.items():
-        _require(not holding.users, "a tail is in use")
-        for key, other in tail.parent.children.items():
-            covers = other is not tail and key.startswith(tail.key) and index in other.holdings
-            _require(not covers, "a tail is kept, though another block has all of it")
+def _check_partial_block(partial: PartialBlock, tree: PrefixTree) -> None:
+    _require(
+        0 < len(partial.key) < tree.block_bytes and partial.end - partial.start == 1,
+        "a partial block has the size of a whole one",
+    )
+    _require(not (partial.children or partial.points), "a partial block has children or subscriptions")
+    assert partial.parent is not None
+    for index, residency in partial.residencies.items():
+        _require(not residency.users, "a partial block is in use")
+        for key, other in partial.parent.children.items():
+            covers = other is not partial and key.startswith(partial.key) and index in other.residencies
+            _require(not covers, "a partial block is kept, though another block has all its tokens")

@@ -1,22 +1,22 @@
-"""What the core reports, as messages."""
+"""Builds the messages that the core reports."""
 
 from __future__ import annotations
 
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
-from cache_svc.core.matching import Match
-from cache_svc.core.worker import Counters
+from cache_svc.core.sequences.matching import MatchedTokens
+from cache_svc.core.sequences.worker_blocks import PoolCounts
 from paceline.v1 import cache_pb2 as pb
 
 
-def add_matches(message: RepeatedCompositeFieldContainer[pb.WorkerMatch], matches: list[Match]) -> None:
-    for worker, num_tokens, num_live_tokens, num_host_tokens in matches:
-        match = message.add(worker=worker, num_tokens=num_tokens, num_live_tokens=num_live_tokens)
+def add_matches(message: RepeatedCompositeFieldContainer[pb.WorkerMatch], matches: list[MatchedTokens]) -> None:
+    for worker, num_tokens, num_referenced_tokens, num_host_tokens in matches:
+        match = message.add(worker=worker, num_tokens=num_tokens, num_live_tokens=num_referenced_tokens)
         if num_host_tokens:
             match.num_host_tokens = num_host_tokens
 
 
-def pool_counters(worker_id: int, counters: Counters) -> pb.PoolCounters:
+def pool_counters(worker_id: int, counters: PoolCounts) -> pb.PoolCounters:
     free, cached, used, evicted, free_host, cached_host, used_host = counters
     return pb.PoolCounters(
         worker=worker_id,

@@ -1,6 +1,6 @@
-"""What each operation of an exchange does to the state: workers come and go, sequences wait, run, are swapped out.
+"""The handlers of the operations: they change workers, and sequences that wait, run or are swapped out.
 
-A handler either does all of its operation or raises OpError and has changed nothing.
+A handler does its whole operation, or it raises OpError and has changed nothing.
 """
 
 from __future__ import annotations
@@ -11,26 +11,28 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from cache_svc.core.commits import checked_commits
 from cache_svc.core.counters import CacheCounters
 from cache_svc.core.errors import Code, OpError
-from cache_svc.core.events import EventLog
-from cache_svc.core.matching import Match, matches_of
 from cache_svc.core.messages import add_matches
-from cache_svc.core.pins import Pins
-from cache_svc.core.restore import restore
-from cache_svc.core.table import NO_TERMS, Sequence, SwappedSequence, pack_int32, read_terms
-from cache_svc.core.tree import TOKEN_BYTES, Namespace, PrefixTree
-from cache_svc.core.waiting import Waiter
-from cache_svc.core.worker import Worker, check_token_bytes
+from cache_svc.core.packing import TOKEN_BYTES, check_token_bytes, pack_int32
+from cache_svc.core.request_metadata import NO_METADATA, read_metadata
+from cache_svc.core.sequences.commits import checked_commits
+from cache_svc.core.sequences.matching import MatchedTokens, matches_of
+from cache_svc.core.sequences.pins import Pins
+from cache_svc.core.sequences.restore import restore
+from cache_svc.core.sequences.sequence import Sequence, SwappedSequence
+from cache_svc.core.sequences.worker_blocks import WorkerBlocks
+from cache_svc.core.tree.events import EventLog
+from cache_svc.core.tree.nodes import Namespace, PrefixSubscription
+from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
-MAX_NUM_BLOCKS = 2**31 - 1  # block ids travel as int32
+MAX_NUM_BLOCKS = 2**31 - 1  # block ids are int32 in messages
 MAX_NAMED_IN_ERROR = 8
 
 
 class Operations:
-    """All blocks of all workers, and the handlers of the operations, by their names in CacheOp."""
+    """The blocks of all workers, and a handler for each operation in CacheOp."""
 
     now_ms: int  # of the exchange
 
@@ -59,26 +61,26 @@ class Operations:
         self.reset()
 
     def reset(self) -> None:
-        """No workers, no sequences."""
+        """Removes all workers and sequences."""
         self.events.clear()
-        self.tree: PrefixTree | None = None  # there while there is a worker: the first one says the block size
-        self.workers: dict[int, Worker] = {}
-        self.waiting: dict[int, Waiter] = {}  # matched, not admitted
+        self.tree: PrefixTree | None = None  # None without a worker; the first worker sets the block size
+        self.workers: dict[int, WorkerBlocks] = {}
+        self.waiting: dict[int, PrefixSubscription] = {}  # matched, not admitted
         self.admitted: dict[int, Sequence] = {}
         self.pins = Pins(self.max_pinned_share)
         self.swapped: dict[int, SwappedSequence] = {}
-        self._touched: dict[int, Worker] = {}  # by worker id: counters may have changed in this exchange
-        self._stepless: set[int] = set()  # workers of which an ExtendOp was refused in this exchange
-        self._claims: dict[int, list[pb.RestoredSequence]] = {}  # of incomplete RestoreOps, by worker id
-        self._asked: dict[int, bool] = {}  # by RematchOps of this exchange; whether the answer is due in any case
+        self._touched: dict[int, WorkerBlocks] = {}  # by worker id; their counters may have changed in this exchange
+        self._stepless: set[int] = set()  # workers with a refused ExtendOp in this exchange
+        self._incomplete_restores: dict[int, list[pb.RestoredSequence]] = {}  # from incomplete RestoreOps, by worker id
+        self._asked: dict[int, bool] = {}  # sequence -> whether to report it even if nothing has changed
 
-    def touch(self, workers: Iterable[Worker]) -> None:
-        """Their counters may have changed between exchanges: the scheduler is to hear of it."""
+    def touch(self, workers: Iterable[WorkerBlocks]) -> None:
+        """The counters of these workers may have changed between exchanges. The next exchange reports them."""
         for worker in workers:
             self._touched[worker.worker_id] = worker
             worker.shown = worker.counters()
 
-    def _count_evictions(self, worker: Worker) -> None:
+    def _count_evictions(self, worker: WorkerBlocks) -> None:
         evicted = worker.device.evicted_blocks_total, worker.host.evicted_blocks_total
         self.counters.evicted_blocks += evicted[0] - worker.counted_evictions[0]
         self.counters.evicted_host_blocks += evicted[1] - worker.counted_evictions[1]
@@ -97,8 +99,8 @@ class Operations:
             raise OpError(Code.INVALID_ARGUMENT, "block_size: must be at least 1 token")
         if self.tree is None:
             self.tree = PrefixTree(op.block_size)
-            for waiter in self.waiting.values():
-                waiter.enter(self.tree)
+            for subscription in self.waiting.values():
+                self.tree.subscribe(subscription)
         elif self.tree.block_size != op.block_size:
             raise OpError(
                 Code.FAILED_PRECONDITION,
@@ -106,7 +108,7 @@ class Operations:
             )
         numbers = {worker.number for worker in self.workers.values()}
         number = next(number for number in itertools.count() if number not in numbers)
-        worker = self.workers[op.worker] = Worker(
+        worker = self.workers[op.worker] = WorkerBlocks(
             op.worker,
             number,
             self.tree,
@@ -133,42 +135,42 @@ class Operations:
         self.pins.forget_worker(worker)
         for sequence_id, sequence in worker.sequences.items():
             del self.admitted[sequence_id]
-            worker.tree.leave(sequence.root)
+            worker.tree.release_root(sequence.root)
         for sequence_id, swapped in worker.swapped.items():
             del self.swapped[sequence_id]
-            worker.tree.leave(swapped.root)
+            worker.tree.release_root(swapped.root)
         del self.workers[op.worker]
-        self._claims.pop(op.worker, None)
+        self._incomplete_restores.pop(op.worker, None)
         self._touched.pop(op.worker, None)
         if not self.workers:
             self.tree = None
-            for waiter in self.waiting.values():
-                self._asked.setdefault(waiter.sequence_id, False)
-                waiter.depth, waiter.watch = 0, None
+            for subscription in self.waiting.values():
+                self._asked.setdefault(subscription.sequence_id, False)
+                subscription.depth, subscription.point = 0, None
 
     def _restore(self, op: pb.RestoreOp, result: pb.CacheOpResult) -> None:
         worker = self._worker(op.worker)
         if not worker.is_untouched:
-            self._claims.pop(op.worker, None)
+            self._incomplete_restores.pop(op.worker, None)
             raise OpError(Code.FAILED_PRECONDITION, f"worker {op.worker} has handed out blocks already")
         result.restore.SetInParent()
-        claimed = [*self._claims.pop(op.worker, ()), *op.sequences]
+        restored = [*self._incomplete_restores.pop(op.worker, ()), *op.sequences]
         if op.incomplete:
-            self._claims[op.worker] = claimed
+            self._incomplete_restores[op.worker] = restored
             return
-        sequences, swapped, refused = restore(worker, claimed, self._is_known)
+        sequences, swapped, refused = restore(worker, restored, self._is_known)
         self.admitted.update((sequence.sequence_id, sequence) for sequence in sequences)
         self.swapped.update((sequence.sequence_id, sequence) for sequence in swapped)
         if op.cached:
             known: list[Sequence | SwappedSequence] = [*sequences, *swapped]
             for sequence in sequences:
-                sequence.num_begun_tokens = 0  # no copy is on its way: all that is claimed is in its blocks
+                sequence.num_begun_tokens = 0  # no copy is pending: all computed tokens are in its blocks
             self._let_go([one.sequence_id for one in known])
         self._touched[op.worker] = worker
         self.counters.restored_sequences += len(sequences) + len(swapped)
         self.counters.refused_claims += len(refused)
-        for place, error in sorted(refused.items()):
-            sequence_id = claimed[place].sequence
+        for position, error in sorted(refused.items()):
+            sequence_id = restored[position].sequence
             result.restore.refused.add(sequence=sequence_id, code=error.code, message=error.message)
 
     def _give_up_pins(self, op: pb.GiveUpPinsOp, _: pb.CacheOpResult) -> None:
@@ -184,7 +186,7 @@ class Operations:
     def _is_known(self, sequence_id: int) -> bool:
         return sequence_id in self.waiting or sequence_id in self.admitted or sequence_id in self.swapped
 
-    def _worker(self, worker_id: int) -> Worker:
+    def _worker(self, worker_id: int) -> WorkerBlocks:
         worker = self.workers.get(worker_id)
         if worker is None:
             raise OpError(Code.NOT_FOUND, f"worker {worker_id} is not known")
@@ -199,16 +201,16 @@ class Operations:
         check_token_bytes(token_ids)
         if not token_ids:
             raise OpError(Code.INVALID_ARGUMENT, "token_ids: a sequence has at least one token")
-        terms, names = NO_TERMS, op.namespace
+        metadata, names = NO_METADATA, op.namespace
         if op.priority or op.retention:
-            terms = read_terms(op.priority, op.retention, op.tenant)
+            metadata = read_metadata(op.priority, op.retention, op.tenant)
         namespace = Namespace(names.model, names.lora, names.cache_salt)
-        waiter = self.waiting[op.sequence] = Waiter(op.sequence, token_ids, namespace, terms)
+        subscription = self.waiting[op.sequence] = PrefixSubscription(op.sequence, token_ids, namespace, metadata)
         result.match.SetInParent()
         if self.tree is not None:
-            waiter.enter(self.tree)
-            waiter.settle(self.tree)
-            add_matches(result.match.matches, self._matches(waiter))
+            self.tree.subscribe(subscription)
+            self.tree.refresh(subscription)
+            add_matches(result.match.matches, self._matches(subscription))
 
     def _rematch(self, op: pb.RematchOp, _: pb.CacheOpResult) -> None:
         sequence_ids = op.sequences[:]
@@ -218,17 +220,19 @@ class Operations:
         for sequence_id in sequence_ids:
             self._asked[sequence_id] = op.always or self._asked.get(sequence_id, False)
 
-    def _matches(self, waiter: Waiter) -> list[Match]:
-        """For the report that is about to be made; `reported` keeps them."""
-        waiter.reported = matches_of(waiter, self.tree, self.workers.values()) if self.tree is not None else []
-        return waiter.reported
+    def _matches(self, subscription: PrefixSubscription) -> list[MatchedTokens]:
+        """Computes the matches for a report, and stores them as `reported`."""
+        subscription.reported = (
+            matches_of(subscription, self.tree, self.workers.values()) if self.tree is not None else []
+        )
+        return subscription.reported
 
     def _admit(self, op: pb.AdmitOp, result: pb.CacheOpResult) -> None:
-        waiter = self.waiting.get(op.sequence)
-        if waiter is None:
+        subscription = self.waiting.get(op.sequence)
+        if subscription is None:
             raise self._is_not(op.sequence, "waiting, but admitted already")
         worker, num_planned = self._worker(op.worker), op.num_planned_tokens
-        self._expect_step(worker)
+        self._expect_step(worker.worker_id)
         if num_planned > op.num_new_tokens > 0:
             raise OpError(
                 Code.INVALID_ARGUMENT,
@@ -237,20 +241,22 @@ class Operations:
         host_blocks = array("i")
         if op.fork_of:
             (parent,) = self._all_admitted([op.fork_of])
-            sequence, copy_from = worker.fork(waiter, parent)
+            sequence, copy_from = worker.fork(subscription, parent)
             num_cached_tokens = sequence.num_computed_tokens
             self.counters.forked_sequences += 1
         else:
-            if waiter.watch is None:
-                waiter.settle(worker.tree)
-            node, depth = (waiter.root, 0) if op.no_reuse else waiter.place()
+            if subscription.point is None:
+                worker.tree.refresh(subscription)
+            node, depth = (subscription.root, 0) if op.no_reuse else subscription.place()
             new_tokens, copies = op.num_new_tokens, not op.no_reuse
-            sequence, copy_from, host_blocks, num_cached_tokens = worker.admit(waiter, node, depth, new_tokens, copies)
+            sequence, copy_from, host_blocks, num_cached_tokens = worker.admit(
+                subscription, node, depth, new_tokens, copies
+            )
             sequence.alone = op.no_reuse
             if num_cached_tokens % worker.tree.block_size:
                 self.counters.copied_blocks += 1
                 self.counters.copied_host_blocks += not copy_from
-        waiter.leave(worker.tree)
+        worker.tree.unsubscribe(subscription)
         del self.waiting[op.sequence]
         self.admitted[op.sequence] = sequence
         self._touched[op.worker] = worker
@@ -273,7 +279,7 @@ class Operations:
 
     def _swap_out(self, op: pb.SwapOutOp, result: pb.CacheOpResult) -> None:
         (sequence,) = self._all_admitted([op.sequence])
-        worker = sequence.worker
+        worker = self.workers[sequence.worker_id]
         swapped = self.swapped[op.sequence] = worker.swap_out(sequence)
         del self.admitted[op.sequence]
         self._touched[worker.worker_id] = worker
@@ -285,8 +291,8 @@ class Operations:
         swapped = self.swapped.get(op.sequence)
         if swapped is None:
             raise self._is_not(op.sequence, "swapped out")
-        worker = swapped.worker
-        self._expect_step(worker)
+        worker = self.workers[swapped.worker_id]
+        self._expect_step(worker.worker_id)
         sequence, num_cached = worker.swap_in(swapped)
         self.admitted[op.sequence] = sequence
         del self.swapped[op.sequence]
@@ -301,37 +307,39 @@ class Operations:
 
     def _extend(self, op: pb.ExtendOp, result: pb.CacheOpResult) -> None:
         sequences = self._all_admitted(op.sequences[:])
-        workers = [sequence.worker for sequence in sequences]
-        alike = workers.count(workers[0]) if workers else 0
-        needed = Counter(workers) if alike < len(workers) else dict.fromkeys(workers[:1], alike)
-        for worker, num_blocks in needed.items():
+        worker_ids = [sequence.worker_id for sequence in sequences]
+        alike = worker_ids.count(worker_ids[0]) if worker_ids else 0
+        needed = Counter(worker_ids) if alike < len(worker_ids) else dict.fromkeys(worker_ids[:1], alike)
+        for worker_id, num_blocks in needed.items():
             try:
-                worker.check_room(num_blocks)
+                self.workers[worker_id].check_room(num_blocks)
             except OpError:
-                self._stepless.update(worker.worker_id for worker in needed)
+                self._stepless.update(needed)
                 raise
         taken = {}
-        for worker, num_blocks in needed.items():
-            taken[worker] = worker.device.take(num_blocks)
-            self._touched[worker.worker_id] = worker
+        for worker_id, num_blocks in needed.items():
+            worker = self._touched[worker_id] = self.workers[worker_id]
+            taken[worker_id] = worker.device.take(num_blocks)
         if len(taken) == 1:
             (block_ids,) = taken.values()
         else:
-            grants = {worker: iter(blocks) for worker, blocks in taken.items()}
-            block_ids = array("i", (next(grants[worker]) for worker in workers))
+            grants = {worker_id: iter(blocks) for worker_id, blocks in taken.items()}
+            block_ids = array("i", (next(grants[worker_id]) for worker_id in worker_ids))
         for sequence, block in zip(sequences, block_ids, strict=True):
             sequence.table.append(block)
         result.extend.block_ids = pack_int32(block_ids)
 
     def _commit(self, op: pb.CommitOp, _: pb.CacheOpResult) -> None:
         token_ids = op.token_ids
-        entries = checked_commits(op, len(token_ids), self._all_admitted)
+        block_size = self.tree.block_size if self.tree is not None else 0  # without a worker there is no sequence
+        entries = checked_commits(op, len(token_ids), block_size, self._all_admitted)
+        workers, touched = self.workers, self._touched
         if op.planned:
             for entry in entries:
-                self._expect_step(entry[0].worker)
+                self._expect_step(entry[0].worker_id)
             for sequence, _none, computed in entries:
-                sequence.worker.plan(sequence, computed)
-                self._touched[sequence.worker.worker_id] = sequence.worker
+                worker = touched[sequence.worker_id] = workers[sequence.worker_id]
+                worker.plan(sequence, computed)
             return
         start = 0
         for sequence, num_new, computed in entries:
@@ -341,12 +349,11 @@ class Operations:
                 sequence.num_tokens += num_new
                 start = end
             sequence.num_computed_tokens = computed
-            worker = sequence.worker
+            worker = touched[sequence.worker_id] = workers[sequence.worker_id]
             if sequence.unwritten:
                 worker.written(sequence)
-            if worker.prefix_caching and computed // worker.tree.block_size > sequence.node.end:
+            if worker.prefix_caching and computed // block_size > sequence.node.end:
                 worker.store(sequence)
-            self._touched[worker.worker_id] = worker
 
     def _free(self, op: pb.FreeOp, _: pb.CacheOpResult) -> None:
         sequence_ids = op.sequences[:]
@@ -361,25 +368,25 @@ class Operations:
 
     def _let_go(self, sequence_ids: list[int], discard: bool = False) -> None:
         for sequence_id in sequence_ids:
-            waiter = self.waiting.pop(sequence_id, None)
-            if waiter is not None:
+            subscription = self.waiting.pop(sequence_id, None)
+            if subscription is not None:
                 if self.tree is not None:
-                    waiter.leave(self.tree)
-                    self.tree.leave(waiter.root)
+                    self.tree.unsubscribe(subscription)
+                    self.tree.release_root(subscription.root)
             elif (swapped := self.swapped.pop(sequence_id, None)) is not None:
-                swapped.worker.forget_swapped(swapped)
-                swapped.worker.tree.leave(swapped.root)
-                self._touched[swapped.worker.worker_id] = swapped.worker
+                worker = self._touched[swapped.worker_id] = self.workers[swapped.worker_id]
+                worker.forget_swapped(swapped)
+                worker.tree.release_root(swapped.root)
             else:
                 sequence = self.admitted.pop(sequence_id)
-                sequence.worker.release(sequence, discard)
-                sequence.worker.tree.leave(sequence.root)
-                self._touched[sequence.worker.worker_id] = sequence.worker
+                worker = self._touched[sequence.worker_id] = self.workers[sequence.worker_id]
+                worker.release(sequence, discard)
+                worker.tree.release_root(sequence.root)
 
-    def _expect_step(self, worker: Worker) -> None:
-        """Raises OpError(ABORTED) if the worker gets no step out of this exchange."""
-        if worker.worker_id in self._stepless:
-            raise OpError(Code.ABORTED, f"worker {worker.worker_id}: an ExtendOp of this exchange was refused")
+    def _expect_step(self, worker_id: int) -> None:
+        """Raises OpError(ABORTED) if the worker gets no step from this exchange."""
+        if worker_id in self._stepless:
+            raise OpError(Code.ABORTED, f"worker {worker_id}: an ExtendOp of this exchange was refused")
 
     def _all_admitted(self, sequence_ids: list[int]) -> list[Sequence]:
         try:

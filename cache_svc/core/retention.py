@@ -1,7 +1,7 @@
-"""How long a request wants its tokens kept: TensorRT-LLM's KvCacheRetentionConfig.
+"""How long a request wants its tokens to be kept: TensorRT-LLM's KvCacheRetentionConfig.
 
-Ranges of tokens have a priority, and may have a duration. A block takes what is said of its first token; a later
-request that says something else of the same block has the last word, one that says nothing leaves it as it is.
+A range of tokens has a priority and may have a duration. A block gets the range of its first token. A later request
+that has a range for the same block replaces the earlier one. A request without a range for the block changes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_TOKENS = 2**32
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Tokens start ... end - 1 of a sequence (`end` 0: all from `start` on)."""
+    """Tokens start ... end - 1 of a sequence. `end` 0: all tokens from `start` on."""
 
     start: int
     end: int
@@ -28,7 +28,7 @@ class Range:
 
 
 def read_ranges(ranges: Iterable[RetentionRange]) -> tuple[Range, ...]:
-    """Raises OpError(INVALID_ARGUMENT) if they overlap, or one is empty or out of range."""
+    """Raises OpError(INVALID_ARGUMENT) if ranges overlap, or one is empty or out of bounds."""
     reached = 0
     for one in sorted(ranges, key=lambda r: r.start):
         if one.priority > MAX_RETENTION:

@@ -13,11 +13,11 @@ import pytest
 
 import simulator.election
 from cache_svc.core.cache import CacheCore
-from cache_svc.core.eviction import EvictionQueue
-from cache_svc.core.memory import Memory
+from cache_svc.core.memory.eviction import EvictionQueue
+from cache_svc.core.memory.memory import Memory
 from cache_svc.core.operations import Operations
-from cache_svc.core.tree import Holding, PrefixNode
-from cache_svc.core.worker import Worker as CachedWorker
+from cache_svc.core.sequences.worker_blocks import WorkerBlocks
+from cache_svc.core.tree.nodes import BlockResidency, PrefixNode
 from paceline.v1.inference_pb2 import Submission
 from scheduler_svc.core.cache.link import CacheLink
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
@@ -55,7 +55,7 @@ def freed_too_early(patch: Patch) -> None:
     def mistaken(self: Memory, node: PrefixNode) -> None:
         at = node
         while at.parent is not None:
-            at.holdings[self.index].users, at = 1, at.parent
+            at.residencies[self.index].users, at = 1, at.parent
         leave_path(self, node)
 
     patch.setattr(Memory, "leave_path", mistaken)
@@ -64,10 +64,10 @@ def freed_too_early(patch: Patch) -> None:
 def user_not_counted(patch: Patch) -> None:
     use = Memory.use
 
-    def mistaken(self: Memory, holding: Holding, priority: float = 0.0) -> None:
-        shared = bool(holding.users)
-        use(self, holding, priority)
-        holding.users -= shared
+    def mistaken(self: Memory, residency: BlockResidency, priority: float = 0.0) -> None:
+        shared = bool(residency.users)
+        use(self, residency, priority)
+        residency.users -= shared
 
     patch.setattr(Memory, "use", mistaken)
 
@@ -77,8 +77,8 @@ def used_block_evicted(patch: Patch) -> None:
 
 
 def fork_without_copy(patch: Patch) -> None:
-    fork = CachedWorker.fork
-    patch.setattr(CachedWorker, "fork", lambda self, *args: (fork(self, *args)[0], 0))
+    fork = WorkerBlocks.fork
+    patch.setattr(WorkerBlocks, "fork", lambda self, *args: (fork(self, *args)[0], 0))
 
 
 def old_epoch_kept(patch: Patch) -> None:
@@ -216,13 +216,13 @@ def beam_not_unparked(patch: Patch) -> None:
 
 
 def planned_counts_as_written(patch: Patch) -> None:
-    plan = CachedWorker.plan
+    plan = WorkerBlocks.plan
 
-    def mistaken(self: CachedWorker, sequence: Any, num_computed_tokens: int) -> None:
+    def mistaken(self: WorkerBlocks, sequence: Any, num_computed_tokens: int) -> None:
         plan(self, sequence, num_computed_tokens)
         self.written(sequence)
 
-    patch.setattr(CachedWorker, "plan", mistaken)
+    patch.setattr(WorkerBlocks, "plan", mistaken)
 
 
 def matches_outlive_cache(patch: Patch) -> None:

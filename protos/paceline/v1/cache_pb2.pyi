@@ -57,14 +57,14 @@ class CacheServiceLinkRequest(_message.Message):
     exchange: _builtins.int
     """Counts up by one from 1; echoed."""
     now_ms: _builtins.int
-    """The scheduler's clock, which never goes back: what retention durations are counted by."""
+    """The scheduler's clock, which never goes back. Retention durations are measured by it."""
     heartbeats: _builtins.bool
     """In the first message: the scheduler reads heartbeats."""
     heartbeat: _builtins.bool
-    """A sign of life and no exchange. Sent four times a second when the cache has sent one."""
+    """A heartbeat and no exchange. Sent four times a second once the cache has sent one."""
     @_builtins.property
     def ops(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheOp]:
-        """Executed in order. One that fails changes nothing and leaves the others alone."""
+        """Executed in order. An operation that fails changes nothing and does not affect the others."""
 
     def __init__(
         self,
@@ -171,9 +171,9 @@ class AddWorkerOp(_message.Message):
     num_host_blocks: _builtins.int
     """Blocks in the worker's host memory, ids 1..num_host_blocks; 0: nothing can be swapped out, nor kept there."""
     partial_reuse: _builtins.bool
-    """Whether a match may end within a block, the beginning of which is then copied."""
+    """Whether a match may end within a block. The beginning of that block is then copied."""
     host_tier: _builtins.bool
-    """Whether what is evicted from the device is kept in host memory, as long as there is room. Not without prefix_caching."""
+    """Whether blocks evicted from the device are kept in host memory while there is room. Needs prefix_caching."""
     def __init__(
         self,
         *,
@@ -216,8 +216,8 @@ Global___RemoveWorkerOp: _TypeAlias = RemoveWorkerOp  # noqa: Y015
 
 @_typing.final
 class GiveUpPinsOp(_message.Message):
-    """Somebody waits for blocks of the worker, on which nothing runs: all that is pinned there makes way. Nothing is changed if
-    nothing is.
+    """Remove all pins of the worker: a request waits for blocks, and no request runs on the worker. Without pins, nothing
+    changes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -239,8 +239,8 @@ Global___GiveUpPinsOp: _TypeAlias = GiveUpPinsOp  # noqa: Y015
 
 @_typing.final
 class RestoreOp(_message.Message):
-    """What the worker has in its blocks, as the scheduler knows it, after the cache has forgotten: its sequences are admitted
-    or swapped out again, with the blocks that they had, and whole computed blocks are stored. To come right after the
+    """Restore the sequences of a worker from the scheduler's records, after the cache has lost its state. They are admitted or
+    swapped out again with the blocks that they had, and their whole computed blocks are stored. Comes right after the
     worker's AddWorkerOp: FAILED_PRECONDITION, with nothing restored, if the worker has handed out blocks already.
     """
 
@@ -252,9 +252,9 @@ class RestoreOp(_message.Message):
     CACHED_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     incomplete: _builtins.bool
-    """More of them follow, in a later RestoreOp for this worker, which is then the one that is executed and answered."""
+    """More sequences follow in a later RestoreOp for this worker. The last one is executed and answered for all."""
     cached: _builtins.bool
-    """None of them runs any more: what they have computed is cached, and their names are free again."""
+    """None of the sequences runs any more: their computed blocks become cached, and their ids are free again."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___RestoredSequence]: ...
     def __init__(
@@ -275,9 +275,9 @@ Global___RestoreOp: _TypeAlias = RestoreOp  # noqa: Y015
 
 @_typing.final
 class RestoredSequence(_message.Message):
-    """A claim is refused, and leaves the others alone, if it contradicts itself or one that stands before it. Two sequences
-    may have a block in common if it stands at the same place in both tables, both have computed all of it, and they agree
-    in the namespace and in all tokens up to its end.
+    """A restore entry. It is refused if it contradicts itself or an entry before it; the other entries are not affected. Two
+    sequences may share a block if it has the same position in both tables, both have computed all of it, and they have the
+    same namespace and the same tokens up to its end.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -293,14 +293,14 @@ class RestoredSequence(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     token_ids: _builtins.bytes
-    """All that are known."""
+    """All known tokens."""
     num_computed_tokens: _builtins.int
-    """Of these, tokens whose KV is in its blocks, or will be when all steps have run that were sent."""
+    """The tokens of these that have their KV in the blocks, or will have it when all sent steps have run."""
     block_table: _builtins.bytes
-    """Packed int32: the whole block table, whatever it has room for. None if it is swapped out."""
+    """Packed int32: the whole block table, including blocks for later tokens. Empty if the sequence is swapped out."""
     priority: _builtins.float
     host_blocks: _builtins.bytes
-    """Set if it is swapped out. Packed int32: one for each block with computed tokens."""
+    """Set if the sequence is swapped out. Packed int32: one host block for each block with computed tokens."""
     tenant: _builtins.str
     """As in its MatchOp."""
     @_builtins.property
@@ -334,8 +334,8 @@ Global___RestoredSequence: _TypeAlias = RestoredSequence  # noqa: Y015
 
 @_typing.final
 class MatchOp(_message.Message):
-    """Make a sequence known with its tokens so far, and ask what of it is cached. The sequence must then be admitted or
-    freed. While it waits the cache keeps its place in the tree, and reports in match_updates when that place changes.
+    """Register a sequence with its tokens so far, and ask which of them are cached. The sequence must then be admitted or
+    freed. While it waits, the cache keeps a prefix subscription for it, and reports changes of its match in match_updates.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -349,13 +349,13 @@ class MatchOp(_message.Message):
     sequence: _builtins.int
     token_ids: _builtins.bytes
     priority: _builtins.float
-    """Of its request, for the eviction strategy "priority": larger ones are kept longer."""
+    """Priority of its request, for the eviction strategy "priority": larger values are kept longer."""
     tenant: _builtins.str
-    """Of its request. What `retention` keeps longer than other blocks counts against this tenant's share of the blocks."""
+    """Tenant of its request. Blocks that `retention` keeps longer than others count against this tenant's share."""
     @_builtins.property
     def retention(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RetentionRange]:
-        """How long its tokens are kept when it has ended, before what the eviction strategy says; ranges do not overlap.
-        Tokens in none of them are kept as others are.
+        """How long its tokens are kept after its end. This comes before the eviction strategy. Ranges do not overlap. Tokens
+        outside the ranges have the default retention.
         """
 
     @_builtins.property
@@ -392,7 +392,7 @@ class CacheNamespace(_message.Message):
     lora: _builtins.str
     """Name of the adapter; none if empty."""
     cache_salt: _builtins.str
-    """Of the request: whoever does not know it can neither use nor find out what is cached under it."""
+    """Salt of the request. Requests with another salt can neither use nor detect the blocks cached under this one."""
     def __init__(
         self,
         *,
@@ -410,8 +410,8 @@ Global___CacheNamespace: _TypeAlias = CacheNamespace  # noqa: Y015
 
 @_typing.final
 class RematchOp(_message.Message):
-    """Look again at the sequences named, which wait, and report in match_updates those of which something is other than was
-    reported last: also what a change of users alone does to num_live_tokens.
+    """Compute the matches of these waiting sequences again, and report in match_updates those that differ from the last
+    report. This includes changes of num_live_tokens alone.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -438,10 +438,10 @@ Global___RematchOp: _TypeAlias = RematchOp  # noqa: Y015
 
 @_typing.final
 class AdmitOp(_message.Message):
-    """Bind a known sequence to a worker: reuse the longest cached prefix (whole blocks, and with partial_reuse the beginning
-    of one more; never the last token) and take new blocks. What the worker's host memory has behind what the device has is
-    to be copied into new blocks, and counts as computed when a CommitOp says so. RESOURCE_EXHAUSTED if there are too few;
-    ABORTED if an ExtendOp for the worker was refused in this exchange, since then there is no step to be in.
+    """Admit a known sequence on a worker: reuse the longest cached prefix (whole blocks, and with partial_reuse the beginning
+    of one more; never the last token) and take new blocks. Blocks of the host memory that follow those of the device are
+    copied into new blocks, and count as computed when a CommitOp says so. RESOURCE_EXHAUSTED if there are too few blocks.
+    ABORTED if an ExtendOp for the worker was refused in this exchange, because the worker then gets no step.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -456,24 +456,21 @@ class AdmitOp(_message.Message):
     sequence: _builtins.int
     worker: _builtins.int
     num_new_tokens: _builtins.int
-    """New blocks for so many tokens after the cached prefix; more than there are, or 0, means all the rest."""
+    """New blocks for this many tokens after the cached prefix; 0, or more than the sequence has, means all its tokens."""
     fork_of: _builtins.int
-    """Not 0: fork this admitted sequence of the same worker, which begins with all tokens of the new one but its last and
-    has computed them. Whole blocks are shared; what was begun of the next one is to be copied. FAILED_PRECONDITION if
-    it is not such a one.
+    """Not 0: fork this admitted sequence of the same worker. It must have computed all tokens of the new sequence but the
+    last one; FAILED_PRECONDITION otherwise. Whole blocks are shared; the block after them is copied if it has tokens.
     """
     num_planned_tokens: _builtins.int
-    """Tokens after the cached prefix that the step will compute which this exchange is for. What is admitted behind it can
-    share their whole blocks at once, since a worker writes the KV of all rows of a step before any row attends. A
-    CommitOp confirms it when the step has been sent; if the sequence ends without one, nobody else may be left with
-    these blocks, and they are forgotten. At most num_new_tokens, if that is not 0.
+    """Tokens after the cached prefix that the step of this exchange will compute. Sequences admitted later in the exchange
+    can share their whole blocks at once, because a worker writes the KV of all rows of a step before any row attends.
+    A CommitOp confirms them when the step is sent. If the sequence ends without that CommitOp, the blocks are forgotten,
+    and no other sequence may still have them. At most num_new_tokens, if that is not 0.
     """
     no_reuse: _builtins.bool
-    """Reuse nothing: all of it is to be computed, whatever is cached. Its blocks are stored up to those of which equal ones
-    are cached.
-    """
+    """Reuse no block: all tokens are computed again. Its blocks are stored up to the first one with a cached equal."""
     again: _builtins.bool
-    """Its request was admitted before: what it finds now says nothing about hits, and is not counted as such. (Nor are forks.)"""
+    """Its request was admitted before, so this match is not counted in the hit rate. (Forks are not counted either.)"""
     def __init__(
         self,
         *,
@@ -495,7 +492,7 @@ Global___AdmitOp: _TypeAlias = AdmitOp  # noqa: Y015
 
 @_typing.final
 class ExtendOp(_message.Message):
-    """One more block for each sequence named (a sequence may stand more than once). All or none."""
+    """One more block for each of these sequences (a sequence may be named more than once). All or none."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -517,8 +514,8 @@ Global___ExtendOp: _TypeAlias = ExtendOp  # noqa: Y015
 
 @_typing.final
 class CommitOp(_message.Message):
-    """Progress of sequences, entry by entry: append tokens, then put every whole block among the first num_computed tokens
-    into the prefix tree. Whoever is admitted after that uses them in a later step, or in the same one.
+    """Progress of sequences, entry by entry: append tokens, then store every whole block among the first num_computed tokens
+    in the prefix tree. Sequences admitted after that use them in the same step or a later one.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -530,16 +527,16 @@ class CommitOp(_message.Message):
     PLANNED_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     planned: _builtins.bool
-    """As AdmitOp.num_planned_tokens, of sequences that are admitted already."""
+    """Like AdmitOp.num_planned_tokens, for sequences that are admitted already."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def num_new_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """How many of token_ids belong to each."""
+        """How many of token_ids belong to each sequence."""
 
     @_builtins.property
     def num_computed_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens of each whose KV is in its blocks, or will be when all steps have run that were sent."""
+        """Tokens of each sequence that have their KV in its blocks, or will have it when all sent steps have run."""
 
     def __init__(
         self,
@@ -560,10 +557,10 @@ Global___CommitOp: _TypeAlias = CommitOp  # noqa: Y015
 
 @_typing.final
 class SwapOutOp(_message.Message):
-    """Take an admitted sequence off the device: a host block is taken for each block with computed tokens, then the device
-    blocks are released as by FreeOp (so what others share stays theirs, and what is cached stays until evicted). It keeps
-    its tokens and its worker, and can be swapped in or freed, nothing else. RESOURCE_EXHAUSTED, with nothing changed, if
-    there are too few host blocks.
+    """Move an admitted sequence off the device. It gets one host block for each block with computed tokens, and its device
+    blocks are released as by FreeOp (shared blocks stay with the other sequences, cached ones stay until evicted). It
+    keeps its tokens and its worker, and can only be swapped in or freed. RESOURCE_EXHAUSTED, with nothing changed, if there
+    are too few host blocks.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -585,9 +582,9 @@ Global___SwapOutOp: _TypeAlias = SwapOutOp  # noqa: Y015
 
 @_typing.final
 class SwapInOp(_message.Message):
-    """Bind a swapped-out sequence to its worker again, as AdmitOp would, with blocks for all its tokens; what is cached of it
-    is shared, the rest is to be copied from its host blocks, which are free then. RESOURCE_EXHAUSTED, with nothing changed,
-    if there are too few blocks. What is copied counts as computed when a CommitOp says so.
+    """Admit a swapped-out sequence on its worker again, with blocks for all its tokens. It shares the cached blocks. The others
+    are copied from its host blocks, which are free after that, and count as computed when a CommitOp says so.
+    RESOURCE_EXHAUSTED, with nothing changed, if there are too few blocks.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -609,14 +606,14 @@ Global___SwapInOp: _TypeAlias = SwapInOp  # noqa: Y015
 
 @_typing.final
 class FreeOp(_message.Message):
-    """The sequences end, admitted, swapped out or not: their blocks are released, cached ones stay until evicted."""
+    """The sequences end, whatever their state. Their blocks are released; cached ones stay until evicted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCES_FIELD_NUMBER: _builtins.int
     DISCARD_FIELD_NUMBER: _builtins.int
     discard: _builtins.bool
-    """What they computed or used may be wrong: nothing of it that has no other user is kept."""
+    """Their KV may be wrong: keep none of their blocks without another user."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -647,23 +644,23 @@ class CacheServiceLinkResponse(_message.Message):
     epoch: _builtins.int
     exchange: _builtins.int
     heartbeat: _builtins.bool
-    """A sign of life and no answer. Sent four times a second to a scheduler that reads them."""
+    """A heartbeat and no answer. Sent four times a second to a scheduler that reads heartbeats."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheOpResult]:
         """As many as ops, in their order."""
 
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolCounters]:
-        """Of every worker whose counters changed."""
+        """One for every worker with changed counters."""
 
     @_builtins.property
     def match_updates(self) -> _containers.RepeatedCompositeFieldContainer[Global___MatchUpdate]:
-        """Waiting sequences whose match is another one after this exchange, as it is then; and those that were rematched."""
+        """The new matches of waiting sequences that have changed by the end of this exchange, and answers to RematchOps."""
 
     @_builtins.property
     def demotions(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockMoves]:
-        """What was evicted in this exchange and is kept in host memory; a worker stands here once at the most. Each copy has to
-        be made before anything else is written to the device block, and before what this exchange copies from host blocks.
+        """Blocks evicted in this exchange and kept in host memory; at most one entry per worker. Each copy must be made before
+        anything else is written to the device block, and before the copies of this exchange from host blocks.
         """
 
     def __init__(
@@ -783,7 +780,7 @@ Global___CacheOpResult: _TypeAlias = CacheOpResult  # noqa: Y015
 
 @_typing.final
 class RestoreResult(_message.Message):
-    """The claims that were refused; all others are restored. Empty of an incomplete one."""
+    """The refused entries; all others are restored. Empty after an incomplete RestoreOp."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -884,11 +881,13 @@ class WorkerMatch(_message.Message):
     NUM_HOST_TOKENS_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     num_tokens: _builtins.int
-    """Whole cached blocks, in tokens; with partial_reuse also what another block begins with."""
+    """Tokens in whole cached blocks; with partial_reuse also the copied beginning of one more block."""
     num_live_tokens: _builtins.int
-    """Of these, tokens in blocks that a live sequence uses: reusing them takes nothing from the pool."""
+    """The referenced tokens among these: they are in blocks that a running sequence or a pin uses, so reusing them takes
+    nothing from the pool.
+    """
     num_host_tokens: _builtins.int
-    """Tokens that come next and are in host memory: whole blocks, with partial_reuse also what another block begins with.
+    """The next tokens, in host memory: whole blocks, with partial_reuse also the copied beginning of one more block.
     Reusing them takes new blocks.
     """
     def __init__(
@@ -921,18 +920,18 @@ class AdmitResult(_message.Message):
     block_table: _builtins.bytes
     """Packed int32: the whole block table."""
     copy_from: _builtins.int
-    """Before anything is written, the content of this block has to be copied to the one of the table in which the cached
-    tokens end; 0: none.
+    """Before anything is written, the content of this block must be copied to the block of the table in which the cached
+    tokens end. 0: no copy.
     """
     device_blocks: _builtins.bytes
-    """What of the cached tokens is in host memory: before the sequence runs, and before the host blocks are written again,
-    the content of host_blocks[i] has to be copied to device_blocks[i]. Both are packed int32. The cached tokens may end
-    within the last of them.
+    """The part of the cached tokens in host memory. Before the sequence runs, and before the host blocks are written again,
+    the content of host_blocks[i] must be copied to device_blocks[i]. Both are packed int32. The cached tokens may end
+    within the last block.
     """
     host_blocks: _builtins.bytes
     shares_planned: _builtins.bool
-    """Some of the cached tokens are only planned (AdmitOp.num_planned_tokens): if that step does not compute them after all,
-    this sequence must be freed.
+    """Some of the cached tokens are only planned (AdmitOp.num_planned_tokens). If that step does not compute them, this
+    sequence must be freed.
     """
     def __init__(
         self,
@@ -974,8 +973,8 @@ Global___ExtendResult: _TypeAlias = ExtendResult  # noqa: Y015
 
 @_typing.final
 class SwapOutResult(_message.Message):
-    """Before anything else is written to the device blocks, the content of device_blocks[i] has to be copied to
-    host_blocks[i]. Both are packed int32.
+    """Before anything else is written to the device blocks, the content of device_blocks[i] must be copied to host_blocks[i].
+    Both are packed int32.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1012,7 +1011,7 @@ class SwapInResult(_message.Message):
     host_blocks: _builtins.bytes
     @_builtins.property
     def admit(self) -> Global___AdmitResult:
-        """Its num_cached_tokens counts what is in the blocks once they are copied: all computed tokens, never the last one."""
+        """Its num_cached_tokens counts the tokens in the blocks after the copies: all computed tokens, never the last one."""
 
     def __init__(
         self,
@@ -1081,8 +1080,8 @@ class WatchEventsRequest(_message.Message):
 
     AFTER_FIELD_NUMBER: _builtins.int
     after: _builtins.int
-    """The last number that the watcher has seen: what came after it is replayed. A snapshot comes first if this is 0, or
-    a number that the cache knows nothing of (any more).
+    """The last number that the watcher has seen. The events after it are replayed. A snapshot comes first if this is 0, or
+    a number that the cache does not know or no longer keeps.
     """
     def __init__(
         self,
@@ -1107,9 +1106,8 @@ class WatchEventsResponse(_message.Message):
     CLEARED_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     sequence_number: _builtins.int
-    """Counts up by one from event to event. The first number is the time in microseconds at which the cache began to
-    record, so that those of an earlier start are never taken for present ones. All of a snapshot has the number of the
-    last event that it contains.
+    """Counts up by one from event to event. The first number is the start time of the cache in microseconds, so numbers of
+    an earlier start never repeat. Every message of a snapshot has the number of the last event that it contains.
     """
     @_builtins.property
     def stored(self) -> Global___BlockStored: ...
@@ -1140,8 +1138,8 @@ Global___WatchEventsResponse: _TypeAlias = WatchEventsResponse  # noqa: Y015
 
 @_typing.final
 class BlockStored(_message.Message):
-    """A run of blocks that follow each other can be reused on a worker from now on. What moves from one tier to another is
-    stored in the one and removed from the other.
+    """A run of consecutive blocks can be reused on a worker from now on. A move between tiers is two events: stored in one tier
+    and removed from the other.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1221,7 +1219,7 @@ Global___BlockStored: _TypeAlias = BlockStored  # noqa: Y015
 
 @_typing.final
 class BlockRemoved(_message.Message):
-    """The blocks hold these prefixes no longer. What came after them in the same tier was removed before."""
+    """The blocks no longer hold these prefixes. Blocks after them in the same tier were removed before."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1277,7 +1275,7 @@ Global___BlockRemoved: _TypeAlias = BlockRemoved  # noqa: Y015
 
 @_typing.final
 class WorkerCleared(_message.Message):
-    """The worker is gone: nothing is stored there any more, in no tier."""
+    """The worker is gone: no tier of it stores anything any more."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1298,8 +1296,8 @@ Global___WorkerCleared: _TypeAlias = WorkerCleared  # noqa: Y015
 
 @_typing.final
 class Snapshot(_message.Message):
-    """Not complete: what was known before counts no more, and everything that is stored follows, in stored events with the
-    number of this one. Complete: that was all.
+    """Not complete: discard the previous state; all stored blocks follow, in `stored` events with the number of this event.
+    Complete: the snapshot ends.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1330,16 +1328,16 @@ class PinPrefixRequest(_message.Message):
     TTL_S_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     token_ids: _builtins.bytes
-    """Packed int32. Whole blocks are pinned, as far as a worker has them."""
+    """Packed int32. Each worker pins the whole blocks that it has of these tokens."""
     ttl_s: _builtins.int
-    """0: for ever, which is as long as the worker and the scheduler's link last."""
+    """0: no limit; the pin ends with the worker or the scheduler's link."""
     @_builtins.property
     def namespace(self) -> Global___CacheNamespace:
-        """Model empty: the only one that there is."""
+        """Empty model: the only model of the cache."""
 
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """None: all."""
+        """Empty: all workers."""
 
     def __init__(
         self,
@@ -1395,7 +1393,7 @@ class Pin(_message.Message):
 
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinnedPrefix]:
-        """Workers that have something of the prefix."""
+        """The workers that have blocks of the prefix."""
 
     def __init__(
         self,
@@ -1506,7 +1504,7 @@ Global___ListPinsResponse: _TypeAlias = ListPinsResponse  # noqa: Y015
 
 @_typing.final
 class ResetCacheRequest(_message.Message):
-    """What is not set may be anything: {} is the whole cache, {lora: ""} all that belongs to no adapter."""
+    """A field that is not set matches any value: {} is the whole cache, {lora: ""} are all blocks without an adapter."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1549,7 +1547,7 @@ class ResetCacheResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ForgottenBlocks]:
-        """Of every worker: blocks of its device. What its host memory had of these namespaces is forgotten, too."""
+        """For every worker, the blocks of its device. The blocks of these namespaces in its host memory are forgotten too."""
 
     def __init__(
         self,
@@ -1646,11 +1644,11 @@ class WorkerStats(_message.Message):
     PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     pinned_blocks: _builtins.int
-    """Of the used ones. Pins may have so many at most."""
+    """Pinned blocks (a part of the used ones), and how many may be pinned."""
     max_pinned_blocks: _builtins.int
     @_builtins.property
     def pool(self) -> Global___PoolCounters:
-        """As they are now; the scheduler hears of them with its next exchange."""
+        """The present counters. The scheduler gets them with its next exchange."""
 
     def __init__(
         self,

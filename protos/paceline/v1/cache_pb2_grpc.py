@@ -53,18 +53,17 @@ class CacheServiceServicer:
 
     def Link(self, request_iterator, context):
         """One scheduler's operations, in order; one response per request, in order. A new Link ends the older one and starts
-        from nothing: workers must be added again, and what runs on them restored. A scheduler that was elected master says its
-        epoch in the metadata (`paceline-fence`); one that is lower than the highest seen, or not said after one was, is
-        refused with PERMISSION_DENIED, and the older link goes on.
+        from nothing: the scheduler adds its workers again and restores their sequences. A scheduler that was elected leader
+        sends its epoch in the metadata (`paceline-fence`). An epoch lower than the highest one seen is refused with
+        PERMISSION_DENIED, and so is a missing one after any was seen. The older link then continues.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """What is stored where, for outside routers and the dashboard. First either a snapshot or the events that were missed,
-        then every event as it happens. A watcher that falls behind what the cache keeps of the past is cut with
-        RESOURCE_EXHAUSTED.
+        """Events about stored blocks, for outside routers and the dashboard. First comes a snapshot, or the missed events; then
+        every event as it happens. The cache cuts a watcher that has fallen behind the kept events, with RESOURCE_EXHAUSTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,7 +150,7 @@ class CacheService:
 
 
 class CacheAdminServiceStub:
-    """For operators: what of the cache is pinned, and how full it is.
+    """For operators: pins, a reset, fill levels.
     """
 
     def __init__(self, channel):
@@ -188,12 +187,12 @@ class CacheAdminServiceStub:
 
 
 class CacheAdminServiceServicer:
-    """For operators: what of the cache is pinned, and how full it is.
+    """For operators: pins, a reset, fill levels.
     """
 
     def PinPrefix(self, request, context):
-        """Keep what is cached now of a prefix from being evicted, under a name. All or nothing: NOT_FOUND if nothing is cached
-        of it, ALREADY_EXISTS if the name is taken, RESOURCE_EXHAUSTED if too much of a worker would be pinned.
+        """Pin the blocks of a prefix that are cached now, under a name: they are not evicted. All or nothing: NOT_FOUND if no
+        block is cached, ALREADY_EXISTS if the name is taken, RESOURCE_EXHAUSTED if too much of a worker would be pinned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -261,7 +260,7 @@ def add_CacheAdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheAdminService:
-    """For operators: what of the cache is pinned, and how full it is.
+    """For operators: pins, a reset, fill levels.
     """
 
     @staticmethod

@@ -35,14 +35,13 @@ class CacheServiceStub:
     def __new__(cls, channel: _aio.Channel) -> CacheServiceAsyncStub: ...
     Link: _grpc.StreamStreamMultiCallable[_cache_pb2.CacheServiceLinkRequest, _cache_pb2.CacheServiceLinkResponse]
     """One scheduler's operations, in order; one response per request, in order. A new Link ends the older one and starts
-    from nothing: workers must be added again, and what runs on them restored. A scheduler that was elected master says its
-    epoch in the metadata (`paceline-fence`); one that is lower than the highest seen, or not said after one was, is
-    refused with PERMISSION_DENIED, and the older link goes on.
+    from nothing: the scheduler adds its workers again and restores their sequences. A scheduler that was elected leader
+    sends its epoch in the metadata (`paceline-fence`). An epoch lower than the highest one seen is refused with
+    PERMISSION_DENIED, and so is a missing one after any was seen. The older link then continues.
     """
     WatchEvents: _grpc.UnaryStreamMultiCallable[_cache_pb2.WatchEventsRequest, _cache_pb2.WatchEventsResponse]
-    """What is stored where, for outside routers and the dashboard. First either a snapshot or the events that were missed,
-    then every event as it happens. A watcher that falls behind what the cache keeps of the past is cut with
-    RESOURCE_EXHAUSTED.
+    """Events about stored blocks, for outside routers and the dashboard. First comes a snapshot, or the missed events; then
+    every event as it happens. The cache cuts a watcher that has fallen behind the kept events, with RESOURCE_EXHAUSTED.
     """
 
 @_typing.type_check_only
@@ -52,14 +51,13 @@ class CacheServiceAsyncStub(CacheServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Link: _aio.StreamStreamMultiCallable[_cache_pb2.CacheServiceLinkRequest, _cache_pb2.CacheServiceLinkResponse]  # type: ignore[assignment]
     """One scheduler's operations, in order; one response per request, in order. A new Link ends the older one and starts
-    from nothing: workers must be added again, and what runs on them restored. A scheduler that was elected master says its
-    epoch in the metadata (`paceline-fence`); one that is lower than the highest seen, or not said after one was, is
-    refused with PERMISSION_DENIED, and the older link goes on.
+    from nothing: the scheduler adds its workers again and restores their sequences. A scheduler that was elected leader
+    sends its epoch in the metadata (`paceline-fence`). An epoch lower than the highest one seen is refused with
+    PERMISSION_DENIED, and so is a missing one after any was seen. The older link then continues.
     """
     WatchEvents: _aio.UnaryStreamMultiCallable[_cache_pb2.WatchEventsRequest, _cache_pb2.WatchEventsResponse]  # type: ignore[assignment]
-    """What is stored where, for outside routers and the dashboard. First either a snapshot or the events that were missed,
-    then every event as it happens. A watcher that falls behind what the cache keeps of the past is cut with
-    RESOURCE_EXHAUSTED.
+    """Events about stored blocks, for outside routers and the dashboard. First comes a snapshot, or the missed events; then
+    every event as it happens. The cache cuts a watcher that has fallen behind the kept events, with RESOURCE_EXHAUSTED.
     """
 
 class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -72,9 +70,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_pb2.CacheServiceLinkResponse], _abc.AsyncIterator[_cache_pb2.CacheServiceLinkResponse]]:
         """One scheduler's operations, in order; one response per request, in order. A new Link ends the older one and starts
-        from nothing: workers must be added again, and what runs on them restored. A scheduler that was elected master says its
-        epoch in the metadata (`paceline-fence`); one that is lower than the highest seen, or not said after one was, is
-        refused with PERMISSION_DENIED, and the older link goes on.
+        from nothing: the scheduler adds its workers again and restores their sequences. A scheduler that was elected leader
+        sends its epoch in the metadata (`paceline-fence`). An epoch lower than the highest one seen is refused with
+        PERMISSION_DENIED, and so is a missing one after any was seen. The older link then continues.
         """
 
     @_abc_1.abstractmethod
@@ -83,23 +81,22 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.WatchEventsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_pb2.WatchEventsResponse], _abc.AsyncIterator[_cache_pb2.WatchEventsResponse]]:
-        """What is stored where, for outside routers and the dashboard. First either a snapshot or the events that were missed,
-        then every event as it happens. A watcher that falls behind what the cache keeps of the past is cut with
-        RESOURCE_EXHAUSTED.
+        """Events about stored blocks, for outside routers and the dashboard. First comes a snapshot, or the missed events; then
+        every event as it happens. The cache cuts a watcher that has fallen behind the kept events, with RESOURCE_EXHAUSTED.
         """
 
 def add_CacheServiceServicer_to_server(servicer: CacheServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class CacheAdminServiceStub:
-    """For operators: what of the cache is pinned, and how full it is."""
+    """For operators: pins, a reset, fill levels."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CacheAdminServiceAsyncStub: ...
     PinPrefix: _grpc.UnaryUnaryMultiCallable[_cache_pb2.PinPrefixRequest, _cache_pb2.PinPrefixResponse]
-    """Keep what is cached now of a prefix from being evicted, under a name. All or nothing: NOT_FOUND if nothing is cached
-    of it, ALREADY_EXISTS if the name is taken, RESOURCE_EXHAUSTED if too much of a worker would be pinned.
+    """Pin the blocks of a prefix that are cached now, under a name: they are not evicted. All or nothing: NOT_FOUND if no
+    block is cached, ALREADY_EXISTS if the name is taken, RESOURCE_EXHAUSTED if too much of a worker would be pinned.
     """
     UnpinPrefix: _grpc.UnaryUnaryMultiCallable[_cache_pb2.UnpinPrefixRequest, _cache_pb2.UnpinPrefixResponse]
     ListPins: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ListPinsRequest, _cache_pb2.ListPinsResponse]
@@ -109,12 +106,12 @@ class CacheAdminServiceStub:
 
 @_typing.type_check_only
 class CacheAdminServiceAsyncStub(CacheAdminServiceStub):
-    """For operators: what of the cache is pinned, and how full it is."""
+    """For operators: pins, a reset, fill levels."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     PinPrefix: _aio.UnaryUnaryMultiCallable[_cache_pb2.PinPrefixRequest, _cache_pb2.PinPrefixResponse]  # type: ignore[assignment]
-    """Keep what is cached now of a prefix from being evicted, under a name. All or nothing: NOT_FOUND if nothing is cached
-    of it, ALREADY_EXISTS if the name is taken, RESOURCE_EXHAUSTED if too much of a worker would be pinned.
+    """Pin the blocks of a prefix that are cached now, under a name: they are not evicted. All or nothing: NOT_FOUND if no
+    block is cached, ALREADY_EXISTS if the name is taken, RESOURCE_EXHAUSTED if too much of a worker would be pinned.
     """
     UnpinPrefix: _aio.UnaryUnaryMultiCallable[_cache_pb2.UnpinPrefixRequest, _cache_pb2.UnpinPrefixResponse]  # type: ignore[assignment]
     ListPins: _aio.UnaryUnaryMultiCallable[_cache_pb2.ListPinsRequest, _cache_pb2.ListPinsResponse]  # type: ignore[assignment]
@@ -123,7 +120,7 @@ class CacheAdminServiceAsyncStub(CacheAdminServiceStub):
     GetCacheStats: _aio.UnaryUnaryMultiCallable[_cache_pb2.GetCacheStatsRequest, _cache_pb2.GetCacheStatsResponse]  # type: ignore[assignment]
 
 class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """For operators: what of the cache is pinned, and how full it is."""
+    """For operators: pins, a reset, fill levels."""
 
     @_abc_1.abstractmethod
     def PinPrefix(
@@ -131,8 +128,8 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.PinPrefixRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.PinPrefixResponse, _abc.Awaitable[_cache_pb2.PinPrefixResponse]]:
-        """Keep what is cached now of a prefix from being evicted, under a name. All or nothing: NOT_FOUND if nothing is cached
-        of it, ALREADY_EXISTS if the name is taken, RESOURCE_EXHAUSTED if too much of a worker would be pinned.
+        """Pin the blocks of a prefix that are cached now, under a name: they are not evicted. All or nothing: NOT_FOUND if no
+        block is cached, ALREADY_EXISTS if the name is taken, RESOURCE_EXHAUSTED if too much of a worker would be pinned.
         """
 
     @_abc_1.abstractmethod

@@ -62,7 +62,7 @@ async def test_a_watcher_gets_a_snapshot_and_then_what_happens(cache: Running) -
     link.cancel()
 
 
-async def test_who_comes_back_is_sent_what_he_missed(cache: Running) -> None:
+async def test_a_watcher_that_comes_back_gets_the_missed_events(cache: Running) -> None:
     link = cache.link()
     await ask(link, 1, d.add_worker_op(0, 8, 4))
     call = watch(cache)
@@ -92,7 +92,7 @@ async def test_a_link_that_ends_clears_its_workers(cache: Running) -> None:
     call.cancel()
 
 
-async def test_a_watcher_that_does_not_read_is_cut_and_holds_up_nobody() -> None:
+async def test_a_watcher_that_does_not_read_is_cut_and_delays_no_other() -> None:
     async with running(event_buffer=20) as cache:
         link = cache.link()
         await ask(link, 1, d.add_worker_op(0, 80_000, 4))  # nothing is evicted
@@ -132,7 +132,7 @@ async def test_there_may_be_so_many_watchers_and_no_more(cache: Running, monkeyp
         return True
 
     async with asyncio.timeout(TIMEOUT_S):
-        while not await admitted():  # noqa: ASYNC110 - the cache's state, which tells nobody
+        while not await admitted():  # noqa: ASYNC110 - the cache's state, which sends no signal
             await asyncio.sleep(0.02)
 
 

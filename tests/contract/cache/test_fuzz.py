@@ -44,7 +44,7 @@ async def serve_honestly(cache: Running) -> None:
 
 
 class Stranger:
-    """A link that sends garbage. A core of its own, asked the same, says what the answers have to be."""
+    """A link that sends garbage. A core of its own gets the same and says what the answers must be."""
 
     def __init__(self, cache: Running, rng: Random) -> None:
         self.rng = rng

@@ -239,14 +239,14 @@ async def test_a_core_that_contradicts_itself_ends_the_link_and_not_the_service(
     call = cache.link()
     await ask(call, 1, d.add_worker_op(0, 8, 4), d.match_op(1, A))
     with monkeypatch.context() as patch:
-        patch.setattr("cache_svc.core.memory.Memory.take", lambda self, count: [1] * count)
+        patch.setattr("cache_svc.core.memory.memory.Memory.take", lambda self, count: [1] * count)
         await call.write(request(2, d.admit_op(1, 0)))
         assert await ended(call) == (grpc.StatusCode.INTERNAL, "exchange 2 failed inside the cache")
     await ask(cache.link(), 1, d.add_worker_op(0, 8, 4), d.match_op(1, A), d.admit_op(1, 0))
 
 
 async def test_a_cache_that_stops_does_not_wait_for_its_link_to_end() -> None:
-    """It never does. Whoever starts the next cache waits for this one to be gone, and so do all requests."""
+    """A link never ends by itself. The next cache cannot start before it, and all requests wait for that."""
     async with running(drain_s=60.0) as server:
         call = server.link()
         await ask(call, 1, d.add_worker_op(0, 8, 4))

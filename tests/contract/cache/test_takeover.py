@@ -14,7 +14,7 @@ from paceline.v1 import cache_pb2 as pb
 
 
 class SlowCall:
-    """A call whose transport takes nothing before `goes_on`."""
+    """A call with a transport that takes nothing before `goes_on`."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch

@@ -114,7 +114,7 @@ def pairs(copies: pb.BlockMoves | pb.AdmitResult | pb.SwapOutResult) -> list[tup
 
 
 def tiers(matches: Iterable[pb.WorkerMatch]) -> dict[int, tuple[int, int, int]]:
-    """Worker -> cached tokens, live tokens, tokens in host memory."""
+    """Worker -> cached tokens, referenced tokens, tokens in host memory."""
     return {m.worker: (m.num_tokens, m.num_live_tokens, m.num_host_tokens) for m in matches}
 
 
@@ -176,7 +176,7 @@ class Driver:
         self.one(remove_worker_op(worker))
 
     def match(self, sequence: int, tokens: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """Worker -> cached tokens, live tokens."""
+        """Worker -> cached tokens, referenced tokens."""
         result = self.one(match_op(sequence, tokens))
         assert result.HasField("match")
         return {m.worker: (m.num_tokens, m.num_live_tokens) for m in result.match.matches}
@@ -231,18 +231,18 @@ def restored(
     host: Sequence[int] | None = None,
     salt: str = "",
 ) -> pb.RestoredSequence:
-    """A claim; with `host`, of one that is swapped out."""
-    claim = pb.RestoredSequence(
+    """A restore entry; with `host`, of a swapped-out sequence."""
+    entry = pb.RestoredSequence(
         sequence=sequence, token_ids=pack(tokens), num_computed_tokens=computed, block_table=pack(table)
     )
-    claim.namespace.cache_salt = salt
+    entry.namespace.cache_salt = salt
     if host is not None:
-        claim.host_blocks = pack(host)
-    return claim
+        entry.host_blocks = pack(host)
+    return entry
 
 
 def restore_op(
-    worker: int, claims: Iterable[pb.RestoredSequence], incomplete: bool = False, cached: bool = False
+    worker: int, entries: Iterable[pb.RestoredSequence], incomplete: bool = False, cached: bool = False
 ) -> pb.CacheOp:
-    op = pb.RestoreOp(worker=worker, sequences=claims, incomplete=incomplete, cached=cached)
+    op = pb.RestoreOp(worker=worker, sequences=entries, incomplete=incomplete, cached=cached)
     return pb.CacheOp(restore=op)

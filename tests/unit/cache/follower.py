@@ -1,12 +1,13 @@
-"""Rebuilds what is stored where from events alone, and says of each event whether it can be."""
+"""Rebuilds the stored blocks from events alone, and checks each event against them."""
 
 from __future__ import annotations
 
 from hashlib import blake2b
 
 from cache_svc.core.cache import CacheCore
-from cache_svc.core.events import EventLog, Watcher
-from cache_svc.core.tree import PrefixTree, Tail
+from cache_svc.core.tree.events import EventLog, Watcher
+from cache_svc.core.tree.nodes import PartialBlock
+from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
 State = dict[tuple[int, int], dict[int, int]]  # worker and tier: prefix id -> block
@@ -25,7 +26,7 @@ def namespace_id(model: str = "", lora: str = "", salt: str = "") -> int:
 
 
 def stored_in(core: CacheCore) -> State:
-    """What the tree says, walked down with no help of nodes' ids."""
+    """The state that the tree has, without the ids of its nodes."""
     tree, state = core.tree, State()
     memories = {}
     for worker in core.workers.values():
@@ -37,15 +38,15 @@ def stored_in(core: CacheCore) -> State:
         for begin in range(0, len(node.key), tree.block_bytes):
             parent = chained(parent, node.key[begin : begin + tree.block_bytes])
             ids.append(parent)
-        for index, holding in node.holdings.items():
-            state.setdefault(memories[index], {}).update(zip(ids, holding.blocks, strict=True))
+        for index, residency in node.residencies.items():
+            state.setdefault(memories[index], {}).update(zip(ids, residency.blocks, strict=True))
         for child in node.children.values():
-            if not isinstance(child, Tail):
+            if not isinstance(child, PartialBlock):
                 go_down(child, parent)
 
     for namespace, root in tree.roots.items() if tree else ():
         for child in root.children.values():
-            if not isinstance(child, Tail):
+            if not isinstance(child, PartialBlock):
                 go_down(child, namespace_id(*namespace))
     return state
 
@@ -59,7 +60,7 @@ class Follower:
         self._in_snapshot = False
 
     def join(self, log: EventLog, tree: PrefixTree | None) -> None:
-        """Anew, or after what it has seen."""
+        """Joins for the first time, or after the last event seen."""
         self.watcher = log.watch(tree, self.last, lambda watcher: None)
 
     def leave(self) -> None:

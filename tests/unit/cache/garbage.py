@@ -8,8 +8,8 @@ from typing import Any
 
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import OpError
-from cache_svc.core.memory import Memory
-from cache_svc.core.tree import subtree
+from cache_svc.core.memory.memory import Memory
+from cache_svc.core.tree.nodes import subtree
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 
@@ -20,8 +20,8 @@ PRIORITIES = [0.0, 1.0, -3.4e38, 1e-45, math.inf, -math.inf, math.nan]
 
 
 class Garbage:
-    """Draws operations: about half of them such as the core could do now, which is what leads to deep states, the rest
-    with anything in any field."""
+    """Draws operations. About half of them are valid now, which leads to deep states; the others have anything in any
+    field."""
 
     def __init__(self, rng: Random, core: CacheCore) -> None:
         self.rng = rng
@@ -115,7 +115,7 @@ class Garbage:
         return op
 
     def _restore(self, worker: int | None = None) -> pb.CacheOp:
-        """Claims that may well agree, as there are few tokens and few blocks."""
+        """Entries that often agree, because there are few tokens and few blocks."""
         rng, tree = self.rng, self.core.tree
         restore = pb.RestoreOp(worker=self.worker() if worker is None else worker, incomplete=not rng.randrange(6))
         restore.cached = not rng.randrange(3)
@@ -125,26 +125,26 @@ class Garbage:
             num_blocks = max(0, -(-len(tokens) // 4 // size) + rng.choice([0, 0, 0, 1, -1]))
             first = rng.choice([1, 1, 5, 0])
             table = [first + i for i in range(num_blocks)] + [rng.randrange(12)] * rng.choice([0, 0, 0, 1])
-            claim = restore.sequences.add(sequence=self._new() if rng.randrange(4) else self.sequence())
-            claim.token_ids, claim.block_table = tokens, d.pack(table)
-            claim.num_computed_tokens = rng.choice([len(tokens) // 4] * 4 + [0, 1, UINT32])
-            claim.priority = rng.choice(PRIORITIES) if not rng.randrange(6) else 0.0
+            entry = restore.sequences.add(sequence=self._new() if rng.randrange(4) else self.sequence())
+            entry.token_ids, entry.block_table = tokens, d.pack(table)
+            entry.num_computed_tokens = rng.choice([len(tokens) // 4] * 4 + [0, 1, UINT32])
+            entry.priority = rng.choice(PRIORITIES) if not rng.randrange(6) else 0.0
             if not rng.randrange(5):
-                claim.host_blocks = d.pack(table)
+                entry.host_blocks = d.pack(table)
         return pb.CacheOp(restore=restore)
 
     def _fork(self) -> pb.CacheOp:
         return d.fork_op(self.sequence(self.core.waiting), self.worker(), self.sequence(self.core.admitted))
 
     def _branch(self) -> list[pb.CacheOp]:
-        """A fork of something that may have computed enough."""
+        """A fork of a sequence that may have computed enough tokens."""
         if not self.core.admitted:
             return [self._fork()]
         rng, sequence = self.rng, self._new()
         parent = self.core.admitted[rng.choice(list(self.core.admitted))]
         shared = max(0, rng.randrange(parent.num_computed_tokens + 1) - rng.choice([0, 0, 0, -1]))
         tokens = bytes(parent.tokens[: shared * 4]) + d.pack([rng.randrange(2)])
-        worker = rng.choice([parent.worker.worker_id] * 5 + [self.worker()])
+        worker = rng.choice([parent.worker_id] * 5 + [self.worker()])
         match = pb.MatchOp(sequence=sequence, token_ids=tokens)
         match.namespace.cache_salt = parent.root.namespace.cache_salt
         return [pb.CacheOp(match=match), d.fork_op(sequence, worker, parent.sequence_id)]
@@ -164,7 +164,7 @@ class Garbage:
             commit.token_ids += d.pack(new)
             computed = rng.choice([0, 1, 8, UINT32])
             if (known := admitted.get(sequence_id)) is not None and rng.randrange(5):
-                room = len(known.table) * known.worker.tree.block_size
+                room = len(known.table) * self.core.workers[known.worker_id].tree.block_size
                 most = min(known.num_tokens + len(new), room)
                 computed = max(known.num_computed_tokens + rng.choice([0, 0, 0, -1]), most + rng.choice([0, 0, -1, 1]))
             commit.num_computed_tokens.append(min(max(computed, 0), UINT32))
@@ -189,7 +189,7 @@ class Garbage:
 
 
 def watch_refusals(core: CacheCore) -> None:
-    """From now on whatever the core refuses fails with AssertionError if it has changed something."""
+    """From now on a refused operation that has changed the state fails with AssertionError."""
 
     def watched(handler: Any) -> Any:
         def handle(op: Any, result: pb.CacheOpResult) -> None:
@@ -207,16 +207,25 @@ def watch_refusals(core: CacheCore) -> None:
 
 
 def digest(core: CacheCore) -> object:
-    """Everything there is, but how runs are cut into nodes and where the waiting ones stand, which decide nothing."""
+    """The whole state, except the cuts of runs into nodes and the places of subscriptions, which decide nothing."""
     stored = {}
     for root in core.tree.roots.values() if core.tree is not None else ():
         for node in subtree(root):
-            for index, holding in node.holdings.items():
-                kept = holding.users, holding.retention, holding.duration_ms, holding.num_reuses, holding.priority
-                for at, block in enumerate(holding.blocks):
+            for index, residency in node.residencies.items():
+                kept = (
+                    residency.users,
+                    residency.retention,
+                    residency.duration_ms,
+                    residency.num_reuses,
+                    residency.priority,
+                )
+                for at, block in enumerate(residency.blocks):
                     stored[index, block] = root.namespace, node.start + at, kept
     return (
-        {s: (waiter.token_ids, waiter.namespace, waiter.terms) for s, waiter in core.waiting.items()},
+        {
+            s: (subscription.token_ids, subscription.namespace, subscription.metadata)
+            for s, subscription in core.waiting.items()
+        },
         {
             s: (bytes(one.tokens), list(one.table), one.num_computed_tokens, list(one.duplicates), one.node.end)
             for s, one in core.admitted.items()
@@ -229,5 +238,5 @@ def digest(core: CacheCore) -> object:
 
 
 def _of_memory(memory: Memory) -> object:
-    order = [block for holding in memory.queue.upcoming(memory.index) for block in reversed(holding.blocks)]
+    order = [block for residency in memory.queue.upcoming(memory.index) for block in reversed(residency.blocks)]
     return memory.pool.given_back(), memory.pool.first_untouched, order, set(memory.sources), list(memory.withheld)

@@ -1,5 +1,4 @@
-"""The cache as naive as can be: prefixes are tuples of all their tokens, what is unused is a list, everything is
-searched."""
+"""A naive model of the cache: a prefix is a tuple of all its tokens, unused blocks are a list, searches are linear."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ class ModelRefusal(Exception):
 
 
 @dataclass
-class Terms:
+class RequestMetadata:
     priority: float
     retention: Retention
     salt: str
@@ -33,8 +32,8 @@ class ModelSequence:
     tokens: list[int]
     table: list[int]
     computed: int
-    prefixes: list[Prefix]  # those it uses, from the head on
-    terms: Terms
+    prefixes: list[Prefix]  # the prefixes that it uses, shortest first
+    metadata: RequestMetadata
     planned: bool = False  # and not committed yet
 
     def __post_init__(self) -> None:
@@ -47,13 +46,13 @@ class ModelSwapped:
     tokens: list[int]
     computed: int
     host: list[int]
-    terms: Terms
+    metadata: RequestMetadata
 
 
 class Model:
     def __init__(self, eviction: str = "lru") -> None:
         self.eviction = eviction
-        self.terms: dict[int, Terms] = {}  # of those that wait
+        self.metadata: dict[int, RequestMetadata] = {}  # of waiting sequences
         self.swapped: dict[int, ModelSwapped] = {}
         self.block_size = 0
         self.workers: dict[int, ModelWorker] = {}
@@ -110,15 +109,15 @@ class Model:
         if not tokens:
             raise ModelRefusal(Code.INVALID_ARGUMENT)
         self.waiting[sequence] = list(tokens)
-        self.terms[sequence] = Terms(priority, retention, salt)
+        self.metadata[sequence] = RequestMetadata(priority, retention, salt)
         matches = {}
         for worker_id, worker in self.workers.items():
             hit = self._hit(worker, salt, tokens)
             behind = self._behind(worker, salt, tokens, len(hit))
-            live = [prefix for prefix in hit if worker.users[prefix]]
+            referenced = [prefix for prefix in hit if worker.users[prefix]]
             _, copied, from_host = self._nearest(worker, (salt, *tokens), hit, behind)
             on_host = len(behind) * self.block_size + from_host
-            counts = len(hit) * self.block_size + copied, len(live) * self.block_size, on_host
+            counts = len(hit) * self.block_size + copied, len(referenced) * self.block_size, on_host
             if any(counts):
                 matches[worker_id] = counts
         return "match", matches
@@ -131,8 +130,8 @@ class Model:
     def matches(self, sequence: int) -> dict[int, tuple[int, int, int]]:
         """What a fresh match of a waiting sequence would report."""
         tokens = self.waiting.pop(sequence)
-        terms = self.terms[sequence]
-        _, matches = self.match(sequence, tokens, terms.priority, terms.retention, terms.salt)
+        metadata = self.metadata[sequence]
+        _, matches = self.match(sequence, tokens, metadata.priority, metadata.retention, metadata.salt)
         assert isinstance(matches, dict)
         return matches
 
@@ -147,12 +146,12 @@ class Model:
         if planned > new_tokens > 0:
             raise ModelRefusal(Code.INVALID_ARGUMENT)
         tokens = self.waiting[sequence]
-        terms = self.terms[sequence]
-        hit = [p for p in self._hit(worker, terms.salt, tokens) if copies or p not in worker.unwritten]
-        behind = self._behind(worker, terms.salt, tokens, len(hit)) if copies else []
+        metadata = self.metadata[sequence]
+        hit = [p for p in self._hit(worker, metadata.salt, tokens) if copies or p not in worker.unwritten]
+        behind = self._behind(worker, metadata.salt, tokens, len(hit)) if copies else []
         source, copied, from_host = 0, 0, 0
         if copies:
-            source, copied, from_host = self._nearest(worker, (terms.salt, *tokens), hit, behind)
+            source, copied, from_host = self._nearest(worker, (metadata.salt, *tokens), hit, behind)
 
         def needed() -> int:
             needed = -(-len(tokens) // self.block_size) - len(hit)
@@ -165,9 +164,9 @@ class Model:
         if needed() > available:
             raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
         for prefix in hit:
-            worker.use_for(prefix, sequence, terms.priority, again=True)
-        worker.retain(hit, terms.retention)
-        host_blocks = worker.host.reuse(hit + behind, behind, terms.priority)
+            worker.use_for(prefix, sequence, metadata.priority, again=True)
+        worker.retain(hit, metadata.retention)
+        host_blocks = worker.host.reuse(hit + behind, behind, metadata.priority)
         if copied:
             worker.sources.add(source)
         elif from_host:
@@ -175,7 +174,7 @@ class Model:
             host_blocks.append(source)
         table = [worker.stored[prefix] for prefix in hit] + worker.take(needed())
         computed, end = len(hit) * self.block_size + copied, len(hit) + len(host_blocks)
-        self.running[sequence] = ModelSequence(worker_id, self.waiting.pop(sequence), table, computed, hit, terms)
+        self.running[sequence] = ModelSequence(worker_id, self.waiting.pop(sequence), table, computed, hit, metadata)
         self.running[sequence].planned = any(prefix in worker.unwritten for prefix in hit)
         cached = computed + len(behind) * self.block_size + from_host
         promoted = list(zip(table[len(hit) : end], host_blocks, strict=True))
@@ -191,7 +190,7 @@ class Model:
         self._expect_step(worker_id)
         parent, tokens = self._running(parent_id), self.waiting[sequence]
         shared = len(tokens) - 1
-        alike = parent.worker == worker_id and parent.terms.salt == self.terms[sequence].salt
+        alike = parent.worker == worker_id and parent.metadata.salt == self.metadata[sequence].salt
         if not alike or parent.tokens[:shared] != tokens[:shared] or parent.computed < shared:
             raise ModelRefusal(Code.FAILED_PRECONDITION)
         if parent.planned:
@@ -202,15 +201,15 @@ class Model:
         if not worker.available:
             raise ModelRefusal(Code.RESOURCE_EXHAUSTED)
         prefixes = parent.prefixes[:whole]
-        terms = self.terms[sequence]
+        metadata = self.metadata[sequence]
         for prefix in prefixes:
-            worker.use_for(prefix, sequence, terms.priority, again=True)
-        worker.retain(prefixes, terms.retention)
+            worker.use_for(prefix, sequence, metadata.priority, again=True)
+        worker.retain(prefixes, metadata.retention)
         # Without prefix caching the blocks are shared as they are; with it, those that the tree has.
         table = [worker.stored[prefix] for prefix in prefixes] if worker.prefix_caching else parent.table[:whole]
         copy_from = parent.table[whole] if shared % self.block_size else 0
         table += worker.take(1)
-        self.running[sequence] = ModelSequence(worker_id, self.waiting.pop(sequence), table, shared, prefixes, terms)
+        self.running[sequence] = ModelSequence(worker_id, self.waiting.pop(sequence), table, shared, prefixes, metadata)
         return "admit", shared, list(table), copy_from, []
 
     def extend(self, sequences: Sequence[int]) -> Result:
@@ -269,15 +268,15 @@ class Model:
         before = len(sequence.prefixes)
         while worker.prefix_caching and (len(sequence.prefixes) + 1) * self.block_size <= computed:
             i = len(sequence.prefixes)
-            prefix = (sequence.terms.salt, *sequence.tokens[: (i + 1) * self.block_size])
+            prefix = (sequence.metadata.salt, *sequence.tokens[: (i + 1) * self.block_size])
             if prefix in worker.unwritten:
                 break
             if prefix not in worker.stored:
                 worker.store(prefix, sequence.table[i])
-            worker.use_for(prefix, sequence_id, sequence.terms.priority, again=False)
+            worker.use_for(prefix, sequence_id, sequence.metadata.priority, again=False)
             sequence.prefixes.append(prefix)
         if len(sequence.prefixes) > before:
-            worker.retain(sequence.prefixes, sequence.terms.retention)
+            worker.retain(sequence.prefixes, sequence.metadata.retention)
 
     def swap_out(self, sequence_id: int) -> Result:
         sequence = self._running(sequence_id)
@@ -290,7 +289,7 @@ class Model:
         host = worker.host.take(needed)
         self.free([sequence_id])
         self.swapped[sequence_id] = ModelSwapped(
-            sequence.worker, sequence.tokens, sequence.computed, host, sequence.terms
+            sequence.worker, sequence.tokens, sequence.computed, host, sequence.metadata
         )
         return "swap_out", sequence.table[:needed], host
 
@@ -300,7 +299,7 @@ class Model:
             known = sequence_id in self.waiting or sequence_id in self.running
             raise ModelRefusal(Code.FAILED_PRECONDITION if known else Code.NOT_FOUND)
         self._expect_step(swapped.worker)
-        self.waiting[sequence_id], self.terms[sequence_id] = swapped.tokens, swapped.terms
+        self.waiting[sequence_id], self.metadata[sequence_id] = swapped.tokens, swapped.metadata
         try:
             _, cached, table, _, _ = self.admit(sequence_id, swapped.worker, copies=False)
         except ModelRefusal:
@@ -335,9 +334,9 @@ class Model:
         ends_within = sequence.computed > sequence.begun and sequence.computed % self.block_size
         all_stored = len(sequence.prefixes) == sequence.computed // self.block_size
         if worker.partial_reuse and ends_within and all_stored and not (discard or sequence.planned):
-            tail = (sequence.terms.salt, *sequence.tokens[: sequence.computed])
+            partial = (sequence.metadata.salt, *sequence.tokens[: sequence.computed])
             block = sequence.table[sequence.computed // self.block_size]
-            worker.keep_tail(tail, block, sequence.terms.priority, sequence.terms.retention)
+            worker.keep_partial_block(partial, block, sequence.metadata.priority, sequence.metadata.retention)
         others = {block for other in self.running.values() if other.worker == sequence.worker for block in other.table}
         for block in reversed(sequence.table):
             if block not in worker.stored.values() and block not in others:
@@ -363,7 +362,7 @@ class Model:
         return hit
 
     def _behind(self, worker: ModelWorker, salt: str, tokens: Sequence[int], num_hit: int) -> list[Prefix]:
-        """What the host has behind a hit."""
+        """The blocks on the host that follow a match."""
         behind: list[Prefix] = []
         for end in range((num_hit + 1) * self.block_size, len(tokens), self.block_size):
             prefix = (salt, *tokens[:end])
@@ -375,7 +374,7 @@ class Model:
     def _nearest(
         self, worker: ModelWorker, tokens: Prefix, hit: list[Prefix], behind: list[Prefix]
     ) -> tuple[int, int, int]:
-        """The block that begins with the most tokens that come next, and how many: on the device, or on the host."""
+        """The block that begins with the most of the next tokens, their number, and whether it is on the host."""
         if not worker.partial_reuse:
             return 0, 0, 0
         ends = [1 + len(prefixes) * self.block_size for prefixes in (hit, hit + behind)]

@@ -12,7 +12,7 @@ Prefix = tuple[str | int, ...]  # the salt, and tokens
 
 @dataclass
 class Kept:
-    """What says how long a prefix is kept."""
+    """The values that decide how long a prefix is kept."""
 
     serial: int
     priority: float = -math.inf
@@ -39,9 +39,9 @@ class ModelMemory:
     evicted: int = 0
     num_stored: int = 0
     now_ms: int = 0
-    sources: set[int] = field(default_factory=set)  # to be copied from in this exchange
-    withheld: list[int] = field(default_factory=list)  # what was evicted of them
-    moves: dict[int, int] = field(default_factory=dict)  # copied here in this exchange: from there
+    sources: set[int] = field(default_factory=set)  # copies of this exchange read these
+    withheld: list[int] = field(default_factory=list)  # evicted blocks among them
+    moves: dict[int, int] = field(default_factory=dict)  # copies to this memory in this exchange: target -> source
     unwritten: set[Prefix] = field(default_factory=set)  # planned, and not committed yet: never on a host
 
     def __post_init__(self) -> None:
@@ -54,18 +54,18 @@ class ModelMemory:
         self.moves = {}
 
     def above(self, prefix: Prefix) -> Prefix:
-        """Without its last block, which may be a part of one."""
+        """The prefix without its last block, which may be a partial block."""
         return prefix[: 1 + (len(prefix) - 2) // self.block_size * self.block_size]
 
-    def is_tail(self, prefix: Prefix) -> bool:
+    def is_partial_block(self, prefix: Prefix) -> bool:
         return (len(prefix) - 1) % self.block_size > 0
 
     def behind(self, prefix: Prefix) -> list[Prefix]:
-        """What is stored one block further on."""
+        """The stored prefixes that are one block longer."""
         return [p for p in self.stored if self.above(p) == prefix]
 
     def eviction_order(self, wanted: Prefix = ()) -> list[Prefix]:
-        """Again and again the one that goes first of those with nothing behind them; nor what is before `wanted`."""
+        """Repeats: the first prefix to evict among those without stored children. Never a prefix of `wanted`."""
         order: list[Prefix] = []
         unused = list(self.unused)
         behind = {p: len(self.behind(p)) + (bool(wanted) and p == self.above(wanted)) for p in self.stored}
@@ -106,18 +106,20 @@ class ModelMemory:
         return blocks
 
     def give_back(self, given: list[int], into: list[int]) -> None:
-        """Not those that are to be copied from."""
+        """Frees blocks, except those that copies read."""
         for block in given:
             (self.withheld if block in self.sources else into).append(block)
             self.sources.discard(block)
 
     def pass_on(self, evicted: list[tuple[Prefix, int, Kept]]) -> None:
-        """To the memory below."""
+        """To the lower memory."""
 
     def store(self, prefix: Prefix, block: int) -> None:
         self.num_stored += 1
-        for tail in [p for p in self.behind(self.above(prefix)) if self.is_tail(p) and prefix[: len(p)] == p]:
-            self.forget([tail])
+        for partial in [
+            p for p in self.behind(self.above(prefix)) if self.is_partial_block(p) and prefix[: len(p)] == p
+        ]:
+            self.forget([partial])
         self.stored[prefix], self.kept[prefix] = block, Kept(self.num_stored)
 
     def use(self, prefix: Prefix, priority: float, again: bool) -> None:
@@ -132,14 +134,14 @@ class ModelMemory:
         self.kept[prefix].expires_ms = self.now_ms + self.kept[prefix].duration_ms
 
     def forget(self, prefixes: list[Prefix]) -> None:
-        """All of them unused."""
+        """All these prefixes are unused."""
         self.unused = [p for p in self.unused if p not in prefixes]
         self.give_back(sorted(self.stored.pop(p) for p in prefixes), self.free)
         for prefix in prefixes:
             del self.kept[prefix]
 
     def nearest(self, begins: Prefix, tokens: Prefix) -> tuple[int, int]:
-        """Of the blocks stored behind these, the one that begins with the most tokens that come next, and how many."""
+        """The stored block after this prefix that begins with the most of the next tokens, and the number of tokens."""
         reached = len(begins)
         rest = tokens[reached : min(reached + self.block_size, len(tokens) - 1)]
         best = 0, 0
@@ -161,7 +163,7 @@ class ModelMemory:
 @dataclass
 class ModelHost(ModelMemory):
     def reuse(self, hit: list[Prefix], promoted: list[Prefix], priority: float) -> list[int]:
-        """The last ones of a hit are to be copied from here."""
+        """Copies read the last blocks of a match here."""
         for prefix in reversed(hit) if promoted else ():
             if prefix in self.stored:
                 self.use(prefix, priority, again=True)
@@ -188,11 +190,11 @@ class ModelWorker(ModelMemory):
     def forget(self, prefixes: list[Prefix]) -> None:
         super().forget(prefixes)
         for prefix in prefixes:
-            self.users.pop(prefix, None)  # a tail never had one
+            self.users.pop(prefix, None)  # a partial block never had a user
         self.unwritten.difference_update(prefixes)
 
     def pass_on(self, evicted: list[tuple[Prefix, int, Kept]]) -> None:
-        """What the host has already stays; the rest is copied there, from the heads on, as long as there is room."""
+        """Blocks that the host has stay. The others are copied there, shortest prefixes first, while there is room."""
         host, block_size = self.host, self.block_size
         for prefix, _, _ in evicted:
             del self.users[prefix]
@@ -205,7 +207,7 @@ class ModelWorker(ModelMemory):
             if prefix in host.stored:
                 continue
             reached = len(before) == 1 or before in self.stored or before in host.stored
-            if self.is_tail(prefix) and any(p[: len(prefix)] == prefix for p in host.behind(before)):
+            if self.is_partial_block(prefix) and any(p[: len(prefix)] == prefix for p in host.behind(before)):
                 continue
             for copy in host.take(1, prefix) if reached and host.available > 0 else ():
                 host.store(prefix, copy)
@@ -230,16 +232,16 @@ class ModelWorker(ModelMemory):
         self.use(prefix, priority, again)
         self.users.setdefault(prefix, set()).add(sequence)
 
-    def keep_tail(self, tail: Prefix, block: int, priority: float, retention: Retention) -> None:
-        """The beginning of a block that nobody uses any more; not if there is one that begins with all of it."""
-        covering = sorted(p for p in self.behind(self.above(tail)) if p[: len(tail)] == tail)
+    def keep_partial_block(self, partial: Prefix, block: int, priority: float, retention: Retention) -> None:
+        """The partial block of an ended sequence. It is not kept if another block has all its tokens."""
+        covering = sorted(p for p in self.behind(self.above(partial)) if p[: len(partial)] == partial)
         if not covering:
-            self.store(tail, block)
-            self.users[tail] = set()
-            covering = [tail]
-        if self.is_tail(covering[0]):
+            self.store(partial, block)
+            self.users[partial] = set()
+            covering = [partial]
+        if self.is_partial_block(covering[0]):
             self.use(covering[0], priority, again=False)
-            first = len(self.above(tail)) - 1
+            first = len(self.above(partial)) - 1
             for start, end, kept, duration_ms in retention:
                 if start <= first < (end or 10**9):
                     self.kept[covering[0]].retention, self.kept[covering[0]].duration_ms = kept, duration_ms

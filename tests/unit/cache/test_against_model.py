@@ -1,4 +1,4 @@
-"""The core does what the naive model does: results, tables, counters, free lists, LRU order, whatever comes."""
+"""The core agrees with the naive model: results, tables, counters, free lists, eviction order, for all operations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from cache_svc.core import tree
 from cache_svc.core.errors import Code
-from cache_svc.core.eviction import STRATEGIES
-from cache_svc.core.tree import subtree
+from cache_svc.core.memory.eviction import STRATEGIES
+from cache_svc.core.tree import tree
+from cache_svc.core.tree.nodes import subtree
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 from tests.unit.cache.model import Model, ModelRefusal, Result
@@ -32,7 +32,7 @@ ranges = st.builds(
     st.lists(st.tuples(st.sampled_from([0, 35, 80]), st.sampled_from([0, 0, 5, 20])), min_size=1, max_size=3),
 )
 salts = st.sampled_from(["", "", "", "pepper"])
-terms = st.one_of(
+metadata = st.one_of(
     st.just((0.0, (), "")), st.tuples(st.sampled_from([0.0, 1.0, -2.0]), st.one_of(st.just(()), ranges), salts)
 )
 
@@ -63,7 +63,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.model = Model(eviction)
         self.ops: list[pb.CacheOp] = []
         self.expected: list[Result] = []
-        self.reported: dict[int, dict[int, tuple[int, int, int]]] = {}  # of each waiting sequence, as last told
+        self.reported: dict[int, dict[int, tuple[int, int, int]]] = {}  # of each waiting sequence: the last report
         self.block_size = block_size
         for worker, blocks in enumerate(num_blocks):
             made = worker, blocks, block_size, True, num_host, partial, tier
@@ -92,7 +92,8 @@ class CacheMachine(RuleBasedStateMachine):
             worker_id: (worker.counters(), worker.host_counters()) for worker_id, worker in self.model.workers.items()
         }
         for pool in response.pools:
-            # A worker removed in the last exchange and added in this one may look as it did: told all the same.
+            # A worker that was removed in the last exchange and added in this one may have the same counters. It is
+            # reported anyway.
             assert self.told(pool.worker) == now[pool.worker]
         told = {pool.worker for pool in response.pools}
         assert all(worker_id in told for worker_id in now if now[worker_id] != known.get(worker_id))
@@ -104,7 +105,7 @@ class CacheMachine(RuleBasedStateMachine):
         return self.link.pools[worker], (free, self.link.cached_host[worker], used)
 
     def check_matches(self, response: pb.CacheServiceLinkResponse) -> None:
-        """A sequence that waits is known to match as far as it does; what is reported of it is the whole truth."""
+        """The longest known match of a waiting sequence is right, and every report is complete."""
         for op, result in zip(self.ops, response.results, strict=True):
             if result.HasField("match"):
                 self.reported[op.match.sequence] = d.tiers(result.match.matches)
@@ -122,7 +123,7 @@ class CacheMachine(RuleBasedStateMachine):
                         assert sequence in updated or not op.rematch.always
         for sequence in list(self.model.waiting) if self.model.workers else ():
             matches = self.model.matches(sequence)
-            # Nobody is told when a part of a block goes, or what concerns only one of several workers (waiting.py).
+            # A subscription misses partial changes of a block, and changes on one of several workers (tree/nodes.py).
             known, longest = (
                 max((device + host for device, _, host in those.values()), default=0)
                 for those in (self.reported[sequence], matches)
@@ -155,7 +156,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def compare_states(self) -> None:
         core = self.link.core
-        assert {s: d.unpack(waiter.token_ids) for s, waiter in core.waiting.items()} == self.model.waiting
+        assert {s: d.unpack(subscription.token_ids) for s, subscription in core.waiting.items()} == self.model.waiting
         assert core.admitted.keys() == self.model.running.keys()
         for sequence_id, sequence in core.admitted.items():
             expected = self.model.running[sequence_id]
@@ -172,7 +173,7 @@ class CacheMachine(RuleBasedStateMachine):
             worker = core.workers[worker_id]
             for memory, model in ((worker.device, model_worker), (worker.host, model_worker.host)):
                 order, pool = memory.queue.upcoming(memory.index), memory.pool
-                cached = [block for holding in order for block in reversed(holding.blocks)]
+                cached = [block for residency in order for block in reversed(residency.blocks)]
                 assert cached == [model.stored[prefix] for prefix in model.eviction_order()]
                 untouched = list(range(pool.num_blocks, pool.first_untouched - 1, -1))
                 assert untouched + pool.given_back() == model.free
@@ -205,7 +206,7 @@ class CacheMachine(RuleBasedStateMachine):
         tokens=tokens,
         new_tokens=st.integers(0, 8),
         planned=st.sampled_from([0, 0, 1, 3, 9]),
-        terms=terms,
+        metadata=metadata,
         data=st.data(),
         hold=held,
     )
@@ -214,13 +215,13 @@ class CacheMachine(RuleBasedStateMachine):
         tokens: list[int],
         new_tokens: int,
         planned: int,
-        terms: tuple[float, d.Retention, str],
+        metadata: tuple[float, d.Retention, str],
         data: st.DataObject,
         hold: bool,
     ) -> None:
         sequence = next(s for s in range(1, 100) if s not in self.everything())
         worker = data.draw(st.sampled_from(sorted(self.model.workers)))
-        self.do(d.match_op(sequence, tokens, *terms), self.model.match, sequence, tokens, *terms, hold=True)
+        self.do(d.match_op(sequence, tokens, *metadata), self.model.match, sequence, tokens, *metadata, hold=True)
         op = d.admit_op(sequence, worker, new_tokens, planned)
         self.do(op, self.model.admit, sequence, worker, new_tokens, planned, hold=hold)
 
@@ -235,14 +236,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.do(d.commit_op(entries, planned=True), self.model.commit, entries, True, hold=hold)
 
     @precondition(lambda self: self.model.workers)
-    @rule(tokens=tokens, made=tokens, terms=terms, data=st.data())
+    @rule(tokens=tokens, made=tokens, metadata=metadata, data=st.data())
     def run(
-        self, tokens: list[int], made: list[int], terms: tuple[float, d.Retention, str], data: st.DataObject
+        self, tokens: list[int], made: list[int], metadata: tuple[float, d.Retention, str], data: st.DataObject
     ) -> None:
         """From beginning to end, what it makes fitting into its blocks."""
         sequence = next(s for s in range(1, 100) if s not in self.everything())
         worker = data.draw(st.sampled_from(sorted(self.model.workers)))
-        self.do(d.match_op(sequence, tokens, *terms), self.model.match, sequence, tokens, *terms, hold=True)
+        self.do(d.match_op(sequence, tokens, *metadata), self.model.match, sequence, tokens, *metadata, hold=True)
         self.do(d.admit_op(sequence, worker), self.model.admit, sequence, worker)
         if sequence in self.model.running:
             room = len(self.model.running[sequence].table) * self.block_size - len(tokens)
@@ -277,8 +278,8 @@ class CacheMachine(RuleBasedStateMachine):
         parent = data.draw(st.sampled_from(sorted(filter(None, self.model.running))))
         known = self.model.running[parent]
         shared = data.draw(st.integers(0, known.computed + (data.draw(st.integers(0, 9)) == 9)))
-        tokens, terms = [*known.tokens[:shared], last], (0.0, (), known.terms.salt)
-        self.do(d.match_op(sequence, tokens, *terms), self.model.match, sequence, tokens, *terms, hold=True)
+        tokens, metadata = [*known.tokens[:shared], last], (0.0, (), known.metadata.salt)
+        self.do(d.match_op(sequence, tokens, *metadata), self.model.match, sequence, tokens, *metadata, hold=True)
         op = d.fork_op(sequence, known.worker, parent)
         self.do(op, self.model.fork, sequence, known.worker, parent, hold=hold)
 

@@ -8,7 +8,7 @@ import pytest
 
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import Code, InvariantError, LinkError
-from cache_svc.core.tree import subtree
+from cache_svc.core.tree.nodes import subtree
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 from tests.unit.cache.driver import Driver, Refused
@@ -41,7 +41,7 @@ def test_a_hit_leaves_at_least_one_token_to_compute(link: Driver, num_tokens: in
     assert len(table) == -(-num_tokens // 4)
 
 
-def test_match_tells_live_from_cached_for_each_worker(link: Driver) -> None:
+def test_match_tells_referenced_from_cached_for_each_worker(link: Driver) -> None:
     link.add_worker(5, num_blocks=16)
     link.add_worker(6, num_blocks=16)
     link.run(1, A)
@@ -84,7 +84,7 @@ def test_admit_is_all_or_nothing(link: Driver) -> None:
 def test_admit_evicts_the_least_recently_used_blocks_but_never_those_it_hits(link: Driver) -> None:
     link.run(1, A)
     link.run(2, B)
-    assert link.start(3, A + list(range(40)))[0] == 16  # 14 blocks: 4 hit, 8 free, 2 evicted from the tail of B
+    assert link.start(3, A + list(range(40)))[0] == 16  # 14 blocks: 4 hit, 8 free, 2 evicted from the end of B
     assert link.pools[0] == (0, 2, 14, 2)
     assert link.probe(B) == {0: (8, 0)}
 
@@ -136,12 +136,13 @@ def test_a_sequence_may_stand_more_than_once_in_a_commit(link: Driver) -> None:
     link.start(1, A[:2])
     link.one(d.commit_op([(1, A[2:3], 2), (1, A[3:5], 4)]))
     assert link.probe(A) == {0: (4, 4)}
-    with refused(Code.INVALID_ARGUMENT):  # the second entry goes back behind the first
+    with refused(Code.INVALID_ARGUMENT):  # the second entry goes back before the first
         link.one(d.commit_op([(1, [], 5), (1, [], 4)]))
 
 
 def test_an_equal_block_stays_private_and_the_shared_one_is_held(link: Driver) -> None:
-    """Two sequences compute the same prompt at once: the first one's blocks are the tree's, and stay while needed."""
+    """Two sequences compute the same prompt at once. The first one's blocks are in the tree, and stay while they are
+    needed."""
     link.start(1, A)
     link.start(2, [*A, *B])
     link.commit(1, [], 16)
@@ -210,7 +211,7 @@ def test_eviction_takes_leaves_before_their_parents_and_old_before_young() -> No
         left.append((link.probe(A).get(0, (0, 0))[0], link.probe([*A[:4], *B]).get(0, (0, 0))[0]))
         link.start(3, range(4 * (len(left) + 1)))
         link.free(3)
-    # One block is free; after that, each step takes one more: the tail of A, A's second, the tail of B, ...
+    # One block is free. After that, each step evicts one more: the end of A, A's second block, the end of B, ...
     assert left == [(12, 12), (8, 12), (4, 12), (4, 8), (4, 4)]
 
 
@@ -245,6 +246,19 @@ def test_without_prefix_caching_nothing_is_matched_or_kept(link: Driver) -> None
     with refused(Code.INVALID_ARGUMENT):
         link.commit(3, [], 17)
     assert link.core.counters.prefix_query_tokens == 16
+
+
+def test_no_other_sequence_finds_what_forks_share_without_prefix_caching() -> None:
+    """A fork stores its parent's blocks, so that both use them: in a private tree, which no other walk reaches."""
+    link = Driver()
+    link.add_worker(0, num_blocks=16, prefix_caching=False)
+    link.start(1, A[:12])
+    link.commit(1, [], 12)
+    link.match(2, A[:9])
+    link.one(d.fork_op(2, 0, 1))
+    assert link.match(3, A[:12]) == {}
+    assert link.admit(3, 0)[0] == 0
+    assert link.pools[0] == (16 - 3 - 1 - 3, 0, 3 + 1 + 3, 0)
 
 
 # ---------------------------------------------------------------------------------------------------- workers
@@ -410,7 +424,7 @@ def test_debug_mode_notices_damage(link: Driver, damage: str) -> None:
     device, node = link.core.workers[0].device, link.core.admitted[3].node
     match damage:
         case "users":
-            node.holdings[0].users += 1
+            node.residencies[0].users += 1
         case "lost block":
             device.pool.take(1)
         case "lost node":

@@ -1,4 +1,4 @@
-"""Watchers rebuild what is stored where from events alone, whenever they come, go and come back."""
+"""Watchers rebuild the stored blocks from events alone, whenever they join, leave and come back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from cache_svc.core.events import Behind, EventLog
+from cache_svc.core.tree.events import Behind, EventLog
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 from tests.unit.cache.follower import Follower, State, chained, namespace_id, stored_in
@@ -152,7 +152,7 @@ def test_a_run_of_blocks_is_one_event(link: d.Driver) -> None:
 
 
 def test_ids_are_what_they_always_were() -> None:
-    """They are the same in every process and version: others compute them, too."""
+    """Ids are the same in every process and version, because other programs compute them too."""
     assert namespace_id() == 0x457F9A5EEB1FDBA0
     assert chained(namespace_id("m", "l", "s"), d.pack([1, 2, 3, 4])) == 0x66BC7288D5F2808D
 
@@ -197,7 +197,7 @@ def test_a_worker_that_goes_is_cleared_and_so_is_everything_with_the_link(link: 
     assert taken(follower) == ["cleared"]
 
 
-def test_nothing_is_recorded_or_hashed_while_nobody_watches(link: d.Driver) -> None:
+def test_nothing_is_recorded_or_hashed_without_watchers(link: d.Driver) -> None:
     link.add_worker(0, 8)
     link.run(1, A)
     assert link.core.tree is not None
@@ -206,7 +206,7 @@ def test_nothing_is_recorded_or_hashed_while_nobody_watches(link: d.Driver) -> N
     assert (link.core.events.last, node.prefix_ids, root.prefix_ids) == (0, None, None)
 
 
-def test_recording_ends_when_nobody_could_go_on_from_what_is_kept(link: d.Driver) -> None:
+def test_recording_ends_when_no_watcher_could_continue(link: d.Driver) -> None:
     log = link.core.events
     log.kept = 3
     link.add_worker(0, 2)

@@ -1,5 +1,7 @@
-"""Evicting costs what is evicted, whatever else is in the tree. Counted in executed bytecodes: neither the load of the
-machine nor the latency of its memory changes these."""
+"""The cost of an eviction depends on the evicted blocks only, not on the rest of the tree.
+
+The tests count executed bytecodes, which do not change with the machine's load or memory latency.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,20 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from cache_svc.core.eviction import STRATEGIES
-from cache_svc.core.host import HostMemory
-from cache_svc.core.memory import Memory
-from cache_svc.core.tree import Namespace, PrefixTree
+from cache_svc.core.memory.eviction import STRATEGIES
+from cache_svc.core.memory.host import HostMemory
+from cache_svc.core.memory.memory import Memory
+from cache_svc.core.tree.nodes import Namespace
+from cache_svc.core.tree.tree import PrefixTree
 
 BLOCK_SIZE, RUN, EVICTED = 16, 16, 64  # tokens; blocks of a sequence's own; blocks that are evicted at once
 FEW, MANY = 250, 4_000  # sequences
 
 
 def filled(eviction: str, num_sequences: int) -> Memory:
-    """A memory full of sequences that nobody uses, each behind one of four system prompts."""
+    """A memory full of unused sequences, each after one of four system prompts."""
     tree = PrefixTree(BLOCK_SIZE)
-    root = tree.enter(Namespace())
+    root = tree.acquire_root(Namespace())
     memory = Memory(0, tree, (num_sequences + 4) * RUN, True, eviction)
     rng = np.random.default_rng(1)
     runs = [row.tobytes() for row in rng.integers(0, 1 << 30, (num_sequences + 4, RUN * BLOCK_SIZE), np.int32)]
@@ -31,7 +34,7 @@ def filled(eviction: str, num_sequences: int) -> Memory:
         memory.hold(prompt, memory.take(RUN))
     for place, run in enumerate(runs[4:]):
         prompt = prompts[place % 4]
-        memory.use(prompt.holdings[0])
+        memory.use(prompt.residencies[0])
         leaf = tree.grow(prompt, run)
         memory.hold(leaf, memory.take(RUN), priority=place % 7)
         memory.leave_path(leaf)
@@ -41,7 +44,7 @@ def filled(eviction: str, num_sequences: int) -> Memory:
 
 
 def bytecodes(memory: Memory, num_blocks: int = EVICTED) -> int:
-    """What it takes to evict so many blocks."""
+    """The bytecodes of evicting EVICTED blocks."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> object:
@@ -80,7 +83,7 @@ def test_nor_does_demoting_on_what_others_have_behind_the_same_beginning(evictio
     costs = []
     for others in (FEW, MANY):
         tree = PrefixTree(BLOCK_SIZE)
-        root = tree.enter(Namespace())
+        root = tree.acquire_root(Namespace())
         device, elsewhere = (Memory(index, tree, 2 * others, True, eviction) for index in (0, 2))
         host = device.lower = HostMemory(1, 0, tree, EVICTED, eviction)
         prompt = tree.grow(root, np.zeros(BLOCK_SIZE, np.int32).tobytes())
@@ -94,6 +97,6 @@ def test_nor_does_demoting_on_what_others_have_behind_the_same_beginning(evictio
         device.leave_path(own)
         device.take(device.free_blocks)
         costs.append(bytecodes(device, 1) + bytecodes(device, 1))
-        assert prompt.holdings[host.index].num_children == 1
+        assert prompt.residencies[host.index].num_children == 1
         assert not host.orphans
     assert costs[0] == costs[1]

@@ -1,5 +1,6 @@
-"""The core under operations that make no sense: each gets a result, a refused one changes nothing, and who is honest is
-served as if nothing had been."""
+"""The core under operations that make no sense: each gets a result, a refused one changes nothing, and a valid client
+is served as usual.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from cache_svc.core import admin
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import Code, LinkError, OpError
-from cache_svc.core.eviction import STRATEGIES
+from cache_svc.core.memory.eviction import STRATEGIES
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 from tests.unit.cache.garbage import UINT64, Garbage, digest, watch_refusals
@@ -36,7 +37,7 @@ def exchange(core: CacheCore, ops: list[pb.CacheOp], now_ms: int = 0) -> pb.Cach
 
 
 def check_response(core: CacheCore, ops: list[pb.CacheOp], response: pb.CacheServiceLinkResponse) -> None:
-    """What holds whatever was asked."""
+    """Properties of every response."""
     assert len(response.results) == len(ops)
     workers_change = any(op.WhichOneof("op") in ("add_worker", "remove_worker") for op in ops)
     for op, result in zip(ops, response.results, strict=True):
@@ -58,11 +59,11 @@ def check_response(core: CacheCore, ops: list[pb.CacheOp], response: pb.CacheSer
 
 
 def serve_honestly(core: CacheCore, sequence: int) -> None:
-    """A worker comes, a prompt is run there and found again, the worker goes."""
+    """Adds a worker, runs a prompt on it, finds the prompt again, removes the worker."""
     worker = next(w for w in range(100, 200) if w not in core.workers)
     block_size = core.tree.block_size if core.tree is not None else 2
     if block_size > 100:
-        return  # the garbage was first to say it: no prompt has a block
+        return  # the garbage had set the block size first: no prompt has a whole block
     prompt = [sequence] * (3 * block_size) + [1]
     begin = [d.add_worker_op(worker, 8, block_size), d.match_op(sequence, prompt), d.admit_op(sequence, worker)]
     response = exchange(core, begin)
@@ -75,7 +76,7 @@ def serve_honestly(core: CacheCore, sequence: int) -> None:
     assert (found.worker, found.num_tokens) == (worker, 3 * block_size)
 
 
-# A seed, as hypothesis' own randomness is five times slower; what it makes smaller is the number of exchanges.
+# A seed, because hypothesis' own randomness is five times slower. Shrinking reduces the number of exchanges.
 @settings(max_examples=400, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -126,7 +127,7 @@ def pin_or_unpin(core: CacheCore, garbage: Garbage) -> None:
 
 
 def break_the_numbering(core: CacheCore, garbage: Garbage) -> None:
-    """An exchange that is not the next one, or of another epoch, is not begun."""
+    """An exchange with a wrong number or epoch has no effect."""
     last, before = core.last_exchange, digest(core)
     number = garbage.rng.choice([0, last, last + 2, UINT64])
     epoch = garbage.rng.choice([EPOCH, 0, UINT64])
@@ -141,7 +142,7 @@ def break_the_numbering(core: CacheCore, garbage: Garbage) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=60), st.integers(0, 200))
 def test_bytes_that_happen_to_be_a_message(noise: bytes, cut: int) -> None:
-    """Fields that nobody knows, ops with several kinds, half a message: what the parser lets through is answered."""
+    """Unknown fields, ops with several kinds, half a message: the core answers whatever the parser accepts."""
     core = CacheCore(debug=True)
     watch_refusals(core)
     begin = [d.add_worker_op(0, 8, 2), d.match_op(1, [1] * 5), d.admit_op(1, 0)]

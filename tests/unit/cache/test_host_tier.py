@@ -1,4 +1,4 @@
-"""What the device evicts goes to host memory, and comes back when it is needed."""
+"""Blocks that the device evicts go to host memory, and come back when a sequence needs them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from cache_svc.core.errors import Code
-from cache_svc.core.tree import subtree
+from cache_svc.core.tree.nodes import subtree
 from tests.unit.cache import driver as d
 from tests.unit.cache.driver import Driver, Refused
 
@@ -73,7 +73,7 @@ def test_it_comes_back_into_new_blocks_and_stays_on_the_host() -> None:
     assert tiers(cache, A) == (0, 16)
 
 
-def test_nothing_is_claimed_that_was_never_copied() -> None:
+def test_nothing_is_reported_that_was_never_copied() -> None:
     cache = link()
     cache.run(1, A)
     cache.run(2, FILL)
@@ -163,7 +163,7 @@ def test_what_is_dropped_with_what_leads_to_it_counts_as_evicted() -> None:
     cache.commit(4, [], 10)
     cache.swap_out(4)  # takes the other host blocks
     assert cache.core.counters.evicted_host_blocks == 0
-    cache.start(5, FILL)  # nothing of A may go for its beginning, which finds no room
+    cache.start(5, FILL)  # nothing of A may be evicted for its beginning, which finds no room
     assert tiers(cache, A) == (0, 0)
     assert cache.core.counters.evicted_host_blocks == 1
 
@@ -198,7 +198,7 @@ def test_a_swapped_sequence_takes_blocks_in_which_something_is_only_cached() -> 
     assert cache.cached_host[0] == 1
     cache.start(4, C[:10])
     cache.commit(4, [], 10)
-    with pytest.raises(Refused) as refused:  # those of a sequence are not evicted
+    with pytest.raises(Refused) as refused:  # the blocks of a swapped-out sequence are not evicted
         cache.swap_out(4)
     assert refused.value.code is Code.RESOURCE_EXHAUSTED
 
@@ -325,6 +325,8 @@ def test_what_comes_and_goes_keeps_the_priority_that_its_requests_gave_it() -> N
         cache.run(sequence + 1, FILL)
     host = cache.core.workers[0].host
     held = [
-        node.holdings[host.index] for node in subtree(*cache.core.tree.roots.values()) if host.index in node.holdings
+        node.residencies[host.index]
+        for node in subtree(*cache.core.tree.roots.values())
+        if host.index in node.residencies
     ]
-    assert {holding.priority for holding in held if holding.node.key == d.pack(A)} == {-2.0}
+    assert {residency.priority for residency in held if residency.node.key == d.pack(A)} == {-2.0}

@@ -1,4 +1,4 @@
-"""Pins keep what is cached of a prefix; a reset forgets what nobody uses."""
+"""Pins keep the cached blocks of a prefix; a reset forgets all unused blocks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from cache_svc.core import admin, pins
+from cache_svc.core import admin
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import Code, OpError
-from cache_svc.core.pins import Pin
-from cache_svc.core.tree import Namespace
+from cache_svc.core.sequences import pins
+from cache_svc.core.sequences.pins import Pin
+from cache_svc.core.tree.nodes import Namespace
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 from tests.unit.cache.follower import Follower, stored_in
@@ -219,7 +220,7 @@ tokens = st.builds(lambda same, tail: [0] * same + tail, st.integers(0, 8), st.l
 
 
 class PinMachine(RuleBasedStateMachine):
-    """Whatever is done, the invariants hold, a watcher knows all, and what is pinned is there."""
+    """Whatever operations come: the invariants hold, a watcher knows the state, and pinned blocks stay."""
 
     @initialize(
         block_size=st.integers(1, 3),
@@ -258,8 +259,8 @@ class PinMachine(RuleBasedStateMachine):
             root = self.core.tree.roots[Namespace()]
             node, depth = self.core.tree.walk(d.pack([*prompt, 5]), root, 0)
             for worker, num_tokens in held.items():
-                _, cached, live = self.core.workers[worker].device.held(node, depth)
-                assert min(cached, live) * self.core.tree.block_size >= num_tokens
+                _, cached, referenced = self.core.workers[worker].device.held(node, depth)
+                assert min(cached, referenced) * self.core.tree.block_size >= num_tokens
 
     @rule(prompt=tokens, data=st.data())
     def start(self, prompt: list[int], data: st.DataObject) -> None:

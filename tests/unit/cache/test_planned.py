@@ -1,4 +1,4 @@
-"""What a step is only planned to compute: shared within it, confirmed when it is sent, forgotten if it never was."""
+"""Blocks that a step is planned to compute: shared within it, confirmed when it is sent, forgotten if it is not."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_what_runs_already_can_have_planned_tokens() -> None:
 
 
 def test_equal_blocks_of_two_that_are_both_planned_stay_apart() -> None:
-    """Whichever of them is taken out of the step, the other one's are its own."""
+    """If one of them is taken out of the step, the other one still has its own blocks."""
     for dropped, kept in ((1, 2), (2, 1)):
         cache = link()
         for sequence in (1, 2):
@@ -141,7 +141,7 @@ def test_what_is_planned_can_be_neither_swapped_nor_forked() -> None:
         cache.free(3)
 
 
-def test_discard_keeps_nothing_that_nobody_else_uses() -> None:
+def test_discard_keeps_nothing_without_another_user() -> None:
     cache = link(host_tier=True, num_host_blocks=8)
     cache.run(1, A)  # cached
     cache.match(2, [*A[:8], 2, 2, 2, 2, 2])
@@ -150,6 +150,6 @@ def test_discard_keeps_nothing_that_nobody_else_uses() -> None:
     cache.match(3, [*A[:4], 3])
     cache.admit(3, 0)
     cache.one(d.free_op([2], discard=True))
-    # Sequence 3 uses the first block. The rest of the way is gone, with what was cached behind it.
+    # Sequence 3 uses the first block. The rest of the path is gone, with the cached blocks below it.
     assert cache.probe([*A, 9]) == {0: (4, 4)}
     assert cache.probe([*A[:8], 2, 2, 2, 2, 9]) == {0: (4, 4)}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from array import array
 
-from cache_svc.core.memory import Memory
-from cache_svc.core.pool import BlockPool
-from cache_svc.core.tree import Namespace, PrefixNode, PrefixTree
+from cache_svc.core.memory.memory import Memory
+from cache_svc.core.memory.pool import BlockPool
+from cache_svc.core.tree.nodes import Namespace, PrefixNode
+from cache_svc.core.tree.tree import PrefixTree
 
 
 def test_the_last_block_given_back_goes_out_first() -> None:
@@ -22,7 +23,7 @@ def test_the_last_block_given_back_goes_out_first() -> None:
 
 
 def cached(memory: Memory, tokens: bytes) -> PrefixNode:
-    node = memory.tree.grow(memory.tree.enter(Namespace()), tokens)
+    node = memory.tree.grow(memory.tree.acquire_root(Namespace()), tokens)
     memory.hold(node, memory.take(node.end))
     memory.leave_path(node)
     return node
@@ -34,7 +35,7 @@ def test_blocks_are_handed_out_free_first_then_evicted_oldest_node_first_from_it
     cached(memory, b"dddd")
     assert (memory.free_blocks, memory.cached_blocks, memory.used_blocks, memory.available_blocks) == (2, 4, 0, 6)
     assert list(memory.take(3)) == [5, 6, 3]
-    assert [list(holding.blocks) for holding in memory.queue.upcoming(0)] == [[1, 2], [4]]
+    assert [list(residency.blocks) for residency in memory.queue.upcoming(0)] == [[1, 2], [4]]
     assert list(memory.take(3)) == [2, 1, 4]
     assert memory.evicted_blocks_total == 4
     assert not memory.available_blocks
@@ -52,7 +53,7 @@ def test_a_node_is_cached_when_its_last_user_leaves_and_used_when_one_comes() ->
     assert (memory.cached_blocks, memory.used_blocks) == (2, 0)
 
 
-def test_what_nobody_uses_is_free_at_once_in_a_memory_that_keeps_nothing() -> None:
+def test_unused_blocks_are_free_at_once_in_a_memory_that_keeps_nothing() -> None:
     memory = Memory(0, PrefixTree(1), 3, keeps=False)
     cached(memory, b"aaaabbbb")
     assert (memory.free_blocks, memory.cached_blocks) == (3, 0)

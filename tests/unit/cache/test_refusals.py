@@ -41,7 +41,7 @@ BAD_OPS = {
         pb.CacheOp(commit=pb.CommitOp(sequences=[1], num_computed_tokens=[5])),
         Code.INVALID_ARGUMENT,
     ),
-    "commit with tokens that belong to nobody": (
+    "commit with tokens of no sequence": (
         pb.CacheOp(
             commit=pb.CommitOp(sequences=[1], num_new_tokens=[1], num_computed_tokens=[5], token_ids=d.pack([1, 2]))
         ),

@@ -1,4 +1,4 @@
-"""Sequences that are registered again after the cache has forgotten them."""
+"""Sequences that are restored after the cache has lost its state."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ A = list(range(100, 116))
 B = [*A[:8], *range(200, 208)]
 
 
-def make(*claims: pb.RestoredSequence, prefix_caching: bool = True, num_blocks: int = 16, num_host: int = 0) -> Driver:
-    """A core with these restored, all of them."""
+def make(*entries: pb.RestoredSequence, prefix_caching: bool = True, num_blocks: int = 16, num_host: int = 0) -> Driver:
+    """A core in which all these are restored."""
     link = Driver()
-    assert not refusals(link, *claims, prefix_caching=prefix_caching, num_blocks=num_blocks, num_host=num_host)
+    assert not refusals(link, *entries, prefix_caching=prefix_caching, num_blocks=num_blocks, num_host=num_host)
     return link
 
 
 def refusals(
     link: Driver,
-    *claims: pb.RestoredSequence,
+    *entries: pb.RestoredSequence,
     prefix_caching: bool = True,
     num_blocks: int = 16,
     num_host: int = 0,
 ) -> dict[int, tuple[Code, str]]:
     link.add_worker(0, num_blocks, prefix_caching=prefix_caching, num_host_blocks=num_host)
-    refused = link.one(d.restore_op(0, claims)).restore.refused
+    refused = link.one(d.restore_op(0, entries)).restore.refused
     return {one.sequence: (Code(one.code), one.message) for one in refused}
 
 
@@ -85,13 +85,13 @@ def test_blocks_may_be_shared_as_far_as_tokens_agree() -> None:
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_of_equal_blocks_the_shared_one_is_stored(order: tuple[int, ...]) -> None:
-    claims = [
+    entries = [
         d.restored(1, A, 16, [1, 2, 3, 4]),  # 3 and 4 are its own
         d.restored(2, [*A, 5], 16, [1, 2, 13, 14, 15]),  # shares all but the last
         d.restored(3, [*A, 6], 16, [1, 2, 13, 14, 16]),
         d.restored(4, A, 16, [9, 10, 11, 12]),  # shares nothing
     ]
-    link = make(*(claims[i] for i in order))
+    link = make(*(entries[i] for i in order))
     assert link.pools[0] == (4, 0, 12, 0)
     assert link.start(5, [*A, 7])[1][:4] == [1, 2, 13, 14]
     assert {i: list(link.core.admitted[i].duplicates) for i in (1, 2, 3, 4)} == {
@@ -107,13 +107,13 @@ def test_of_equal_blocks_the_shared_one_is_stored(order: tuple[int, ...]) -> Non
 
 
 def test_forks_share_without_prefix_caching() -> None:
-    """And they fork again, and nobody else finds anything."""
-    claims = [
+    """Forks fork again, and no other sequence finds their blocks."""
+    entries = [
         d.restored(1, A[:11], 11, [4, 2, 6]),
         d.restored(2, B[:11], 10, [4, 2, 7]),
         d.restored(3, A[:9], 9, [1, 3, 5]),
     ]
-    link = make(*claims, prefix_caching=False)
+    link = make(*entries, prefix_caching=False)
     assert link.pools[0] == (9, 0, 7, 0)
     assert link.probe(A[:11]) == {}
     link.match(4, [*A[:11], 1])
@@ -126,15 +126,15 @@ def test_forks_share_without_prefix_caching() -> None:
 
 
 def test_families_that_meet_are_one() -> None:
-    """1 and 2 share a block, 3 and 4 another one; 5 was forked from one that had both."""
-    claims = [
+    """1 and 2 share a block, 3 and 4 another one; 5 was forked from a sequence that had both."""
+    entries = [
         d.restored(1, A[:5], 5, [1, 11]),
         d.restored(2, A[:5], 5, [1, 12]),
         d.restored(3, A[:9], 9, [3, 2, 13]),
         d.restored(4, A[:9], 9, [4, 2, 14]),
         d.restored(5, A[:9], 9, [1, 2, 15]),
     ]
-    for order in (claims, claims[::-1]):
+    for order in (entries, entries[::-1]):
         link = make(*order, prefix_caching=False)
         assert len({id(link.core.admitted[i].node.parent) for i in (3, 4, 5)}) == 1
         link.free(1, 2, 5)
@@ -143,8 +143,8 @@ def test_families_that_meet_are_one() -> None:
 
 
 def test_what_is_swapped_out_has_its_host_blocks_again() -> None:
-    claims = [d.restored(1, A[:10], 9, host=[5, 2, 3]), d.restored(2, A[:6], 5, [1, 2])]
-    link = make(*claims, num_host=6)
+    entries = [d.restored(1, A[:10], 9, host=[5, 2, 3]), d.restored(2, A[:6], 5, [1, 2])]
+    link = make(*entries, num_host=6)
     assert (link.pools[0], link.host_pools[0]) == ((14, 0, 2, 0), (3, 3))
     cached, blocks, pairs = link.swap_in(1)
     assert (cached, blocks[0]) == (9, 1)  # the device has its first block
@@ -156,14 +156,14 @@ def test_what_is_swapped_out_has_its_host_blocks_again() -> None:
 
 
 def test_terms_and_namespaces() -> None:
-    claim = d.restored(1, A[:8], 8, [1, 2], salt="pepper")
-    claim.retention.append(RetentionRange(start=0, end=4, priority=80))
-    claim.priority = 3.0
-    link = make(claim, d.restored(2, A[:8], 8, [3, 4]), num_blocks=4)
+    entry = d.restored(1, A[:8], 8, [1, 2], salt="pepper")
+    entry.retention.append(RetentionRange(start=0, end=4, priority=80))
+    entry.priority = 3.0
+    link = make(entry, d.restored(2, A[:8], 8, [3, 4]), num_blocks=4)
     assert link.probe(A[:8]) == {0: (8, 8)}
     link.free(1, 2)
-    holdings = link.core.workers[0].device.queue.upcoming(0)
-    assert [(list(one.blocks), one.retention, one.priority) for one in holdings] == [
+    residencies = link.core.workers[0].device.queue.upcoming(0)
+    assert [(list(one.blocks), one.retention, one.priority) for one in residencies] == [
         ([2], 35, 3.0),
         ([3, 4], 35, 0.0),
         ([1], 80, 3.0),
@@ -182,7 +182,7 @@ def test_a_restore_in_parts_is_one() -> None:
     assert link.core.counters.restored_sequences == 3
 
 
-def test_it_is_told_to_those_who_watch() -> None:
+def test_watchers_are_told() -> None:
     link = Driver()
     follower = Follower()
     follower.join(link.core.events, link.core.tree)
@@ -194,7 +194,7 @@ def test_it_is_told_to_those_who_watch() -> None:
 
 
 def test_places_of_those_that_wait_are_kept() -> None:
-    """They may be known before; all invariants of theirs are checked."""
+    """Sequences may wait before the restore. All invariants of their subscriptions are checked."""
     link = Driver()
     link.add_worker(1, 16)
     link.run(7, A, worker=1)
@@ -245,7 +245,7 @@ BAD_CLAIMS = {
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("name", BAD_CLAIMS)
-def test_a_bad_claim_is_refused_by_itself(name: str, prefix_caching: bool) -> None:
+def test_a_bad_entry_is_refused_by_itself(name: str, prefix_caching: bool) -> None:
     bad, code, why = BAD_CLAIMS[name]
     link = Driver()
     link.add_worker(1, 4)
@@ -267,14 +267,14 @@ def test_a_bad_claim_is_refused_by_itself(name: str, prefix_caching: bool) -> No
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_two_shared_blocks_of_one_place_cannot_be(prefix_caching: bool) -> None:
-    """One of them is stored; of those who claim the other, one keeps it to itself."""
+    """One of the blocks is stored. Of the sequences with the other block, one keeps it as a duplicate."""
     first = [d.restored(i, A[:5], 5, [1, 10 + i]) for i in (1, 2)]
     second = [d.restored(i, A[:5], 5, [2, 10 + i]) for i in (3, 4, 5)]
     link = Driver()
     # Without prefix caching these would be two families; one that has a block of each makes them one.
     both = [d.restored(6, A[:9], 9, [1, 7, 9]), d.restored(5, A[:9], 9, [2, 7, 8])]
-    claims = [*first, *second[:2], *both]
-    refused = refusals(link, *claims, prefix_caching=prefix_caching)
+    entries = [*first, *second[:2], *both]
+    refused = refusals(link, *entries, prefix_caching=prefix_caching)
     assert set(refused) == {4, 5}
     assert "both are shared" in refused[4][1]
     assert list(link.core.admitted[3].duplicates) == ([2] if prefix_caching else [])
@@ -336,14 +336,14 @@ def test_what_no_longer_runs_is_cached() -> None:
     """Also what two of them share, and the beginning of a block (with partial reuse)."""
     link = Driver()
     link.add_worker(0, 16, num_host_blocks=4, partial_reuse=True)
-    claims = [
+    entries = [
         d.restored(1, A, 15, [1, 2, 3, 4]),
         d.restored(2, B, 16, [1, 2, 5, 6, 7]),
         d.restored(3, A[:8], 8, [1, 8]),  # its first block is shared, its second one equal to one that is
         d.restored(4, A[:5], 5, host=[2, 3]),
         d.restored(5, A[:8], 9, [1, 2]),  # contradicts itself
     ]
-    refused = link.one(d.restore_op(0, claims, cached=True)).restore.refused
+    refused = link.one(d.restore_op(0, entries, cached=True)).restore.refused
     assert [one.sequence for one in refused] == [5]
     assert not [*link.core.admitted, *link.core.swapped, *link.core.waiting]
     free, cached, used, _ = link.pools[0]
@@ -372,11 +372,11 @@ def test_what_is_restored_as_cached_is_retained_from_then_on() -> None:
     """Also if the worker was added in the same exchange."""
     link = Driver()
     link.now_ms = 5000
-    claim = d.restored(1, A, 16, [1, 2, 3, 4])
-    claim.retention.append(RetentionRange(start=0, end=0, priority=90, duration_ms=1000))
-    link.exchange(d.add_worker_op(0, 8, 4), d.restore_op(0, [claim], cached=True))
+    entry = d.restored(1, A, 16, [1, 2, 3, 4])
+    entry.retention.append(RetentionRange(start=0, end=0, priority=90, duration_ms=1000))
+    link.exchange(d.add_worker_op(0, 8, 4), d.restore_op(0, [entry], cached=True))
     for now_ms, priority in ((5999, 90), (6000, DEFAULT_RETENTION)):
         link.now_ms = now_ms
         link.exchange()
         device = link.core.workers[0].device
-        assert {holding.retention for holding in device.queue.upcoming(device.index)} == {priority}
+        assert {residency.retention for residency in device.queue.upcoming(device.index)} == {priority}

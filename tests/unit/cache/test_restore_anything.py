@@ -1,4 +1,4 @@
-"""Whatever state a core is in: what a scheduler knows of it is enough to go on with a core that knows nothing."""
+"""For any state of a core: the scheduler's records are enough to continue with an empty core."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from cache_svc.core.worker import Worker
+from cache_svc.core.sequences.worker_blocks import WorkerBlocks
 from paceline.v1 import cache_pb2 as pb
 from paceline.v1.common_pb2 import RetentionRange
 from tests.unit.cache import driver as d
@@ -15,29 +15,29 @@ from tests.unit.cache.test_against_model import CacheMachine
 Tables = dict[int, tuple[bytes, int, list[int]]]  # by sequence: tokens, how many are computed, blocks
 
 
-def claims_of(worker: Worker) -> list[pb.RestoredSequence]:
-    claims = []
+def entries_of(worker: WorkerBlocks) -> list[pb.RestoredSequence]:
+    entries = []
     for sequence in [*worker.sequences.values(), *worker.swapped.values()]:
         namespace = sequence.root.namespace
         assert namespace is not None
-        claim = pb.RestoredSequence(
+        entry = pb.RestoredSequence(
             sequence=sequence.sequence_id,
             num_computed_tokens=sequence.num_computed_tokens,
             namespace=pb.CacheNamespace(**namespace._asdict()),
-            priority=sequence.terms.priority,
+            priority=sequence.metadata.priority,
         )
-        for one in sequence.terms.retention:
+        for one in sequence.metadata.retention:
             fields = {"start": one.start, "end": one.end, "priority": one.priority, "duration_ms": one.duration_ms}
-            claim.retention.append(RetentionRange(**fields))
-        claims.append(claim)
-    for claim, sequence in zip(claims, worker.sequences.values(), strict=False):
-        claim.token_ids, claim.block_table = bytes(sequence.tokens), d.pack(sequence.table)
-    for claim, swapped in zip(claims[len(worker.sequences) :], worker.swapped.values(), strict=True):
-        claim.token_ids, claim.host_blocks = swapped.token_ids, d.pack(swapped.host_blocks)
-    return claims
+            entry.retention.append(RetentionRange(**fields))
+        entries.append(entry)
+    for entry, sequence in zip(entries, worker.sequences.values(), strict=False):
+        entry.token_ids, entry.block_table = bytes(sequence.tokens), d.pack(sequence.table)
+    for entry, swapped in zip(entries[len(worker.sequences) :], worker.swapped.values(), strict=True):
+        entry.token_ids, entry.host_blocks = swapped.token_ids, d.pack(swapped.host_blocks)
+    return entries
 
 
-def tables(worker: Worker) -> tuple[Tables, Tables]:
+def tables(worker: WorkerBlocks) -> tuple[Tables, Tables]:
     """Of what runs, and of what is swapped out."""
     return (
         {i: (bytes(s.tokens), s.num_computed_tokens, list(s.table)) for i, s in worker.sequences.items()},
@@ -46,8 +46,8 @@ def tables(worker: Worker) -> tuple[Tables, Tables]:
 
 
 class RestoreMachine(CacheMachine):
-    """Any operations of the other machine; and now and then all that runs is restored into a fresh core, in any order,
-    which checks all its invariants after each exchange."""
+    """Runs any operations of the other machine. Sometimes restores all running sequences in a fresh core, in any order.
+    The core checks all its invariants after each exchange."""
 
     @precondition(lambda self: self.model.running or self.model.swapped)
     @rule(rng=st.randoms(use_true_random=False), in_parts=st.booleans())
@@ -57,35 +57,35 @@ class RestoreMachine(CacheMachine):
         fresh = d.Driver(eviction=self.link.core.eviction)
         for worker_id, worker in self.link.core.workers.items():
             size = worker.device.num_blocks, self.block_size, worker.prefix_caching, worker.host.num_blocks
-            claims = claims_of(worker)
-            rng.shuffle(claims)
-            half = len(claims) // 2 if in_parts else 0
-            first = [d.restore_op(worker_id, claims[:half], incomplete=True)] if in_parts else []
-            answer = fresh.exchange(d.add_worker_op(worker_id, *size), *first, d.restore_op(worker_id, claims[half:]))
+            entries = entries_of(worker)
+            rng.shuffle(entries)
+            half = len(entries) // 2 if in_parts else 0
+            first = [d.restore_op(worker_id, entries[:half], incomplete=True)] if in_parts else []
+            answer = fresh.exchange(d.add_worker_op(worker_id, *size), *first, d.restore_op(worker_id, entries[half:]))
             assert not [result.error for result in answer.results if result.HasField("error")]
             assert not [result.restore.refused for result in answer.results if result.restore.refused]
         for worker_id, worker in self.link.core.workers.items():
             restored = fresh.core.workers[worker_id]
             assert tables(restored) == tables(worker)
             in_tables = {block for sequence in worker.sequences.values() for block in sequence.table}
-            # Blocks of others that have left, of which a sequence has equal ones, are used by nobody now.
+            # Blocks of ended sequences, of which a running one has duplicates, have no user now.
             assert restored.device.used_blocks == len(in_tables) <= worker.device.used_blocks
             assert restored.host.used_blocks == worker.host.used_blocks
         self.go_on(fresh, rng)
 
     def go_on(self, link: d.Driver, rng) -> None:
-        """Until nobody is left; the blocks that were left are handed out on the way."""
+        """Runs until no sequence is left. The remaining blocks are handed out on the way."""
         core = link.core
         for sequence_id in rng.sample(sorted(core.admitted), len(core.admitted)):
             sequence = core.admitted[sequence_id]
-            if sequence.worker.device.available_blocks:
+            if core.workers[sequence.worker_id].device.available_blocks:
                 link.extend(sequence_id)
             computed = min(len(sequence.table) * self.block_size, sequence.num_tokens + 2)
             link.commit(sequence_id, [0, 1], computed)
             if rng.random() < 0.5:
                 forked = [*d.unpack(bytes(sequence.tokens))[: rng.randrange(computed + 1)], 9]
                 salt = sequence.root.namespace.cache_salt
-                op = d.fork_op(1000 + sequence_id, sequence.worker.worker_id, sequence_id)
+                op = d.fork_op(1000 + sequence_id, sequence.worker_id, sequence_id)
                 link.exchange(d.match_op(1000 + sequence_id, forked, salt=salt), op)
         for sequence_id in sorted(core.swapped):
             link.exchange(d.swap_in_op(sequence_id))

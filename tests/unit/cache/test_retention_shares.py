@@ -1,6 +1,7 @@
-"""No tenant keeps more of a memory than its share: what it asks to be retained beyond that is evicted as usual.
+"""No tenant keeps more of a memory than its share. Blocks that it wants to retain beyond that are evicted as usual.
 
-The driver checks all invariants after every exchange, those of the shares among them."""
+The driver checks all invariants after every exchange, those of the shares among them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 
 from cache_svc.core import admin
 from cache_svc.core.retention import DEFAULT_RETENTION
-from cache_svc.core.tree import Holding
+from cache_svc.core.tree.nodes import BlockResidency
 from paceline.v1.common_pb2 import RetentionRange, SamplingParams
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
@@ -78,12 +79,12 @@ def test_of_one_tenant_the_lowest_priority_falls_back_first() -> None:
     stored(cache, 2, prompt(2, 6), retention=[(0, 0, 60, 0)])
     stored(cache, 3, prompt(3, 4), retention=[(0, 0, 90, 0)])
     kept: Counter[int] = Counter()
-    for holding in holdings(cache):
-        kept[holding.retention] += len(holding.blocks)
+    for residency in residencies(cache):
+        kept[residency.retention] += len(residency.blocks)
     assert kept == {90: 10, DEFAULT_RETENTION: 6}
 
 
-def holdings(cache: Driver) -> list[Holding]:
+def residencies(cache: Driver) -> list[BlockResidency]:
     worker = cache.core.workers[0]
     return worker.device.queue.upcoming(worker.device.index)
 
@@ -126,9 +127,9 @@ def test_another_tenants_retention_is_not_lowered() -> None:
     cache = link(num_blocks=40)
     stored(cache, 1, prompt(1, 4), retention=[(0, 0, 80, 0)], tenant="a")
     stored(cache, 2, prompt(1, 4), retention=[(0, 0, 0, 0)], tenant="b")
-    assert {h.retention for h in holdings(cache)} == {80}
+    assert {h.retention for h in residencies(cache)} == {80}
     stored(cache, 3, prompt(1, 4), retention=[(0, 0, 0, 0)], tenant="a")
-    assert {h.retention for h in holdings(cache)} == {0}
+    assert {h.retention for h in residencies(cache)} == {0}
     assert retained_blocks(cache, "a") == 0
 
 
@@ -137,7 +138,7 @@ def test_what_is_over_counts_no_more() -> None:
     stored(cache, 1, prompt(1, 8), retention=[(0, 0, 80, 50)])
     cache.now_ms = 100
     stored(cache, 2, prompt(2, 8))
-    assert {h.retention for h in holdings(cache)} == {DEFAULT_RETENTION, 100}
+    assert {h.retention for h in residencies(cache)} == {DEFAULT_RETENTION, 100}
     assert retained_blocks(cache) == 8
 
 
@@ -183,7 +184,7 @@ def test_whatever_comes_the_shares_hold(seed: int) -> None:
         cache.now_ms += rng.randrange(12)
 
 
-def test_the_scheduler_says_whose_request_it_is() -> None:
+def test_the_scheduler_names_the_tenant() -> None:
     system = LocalSystem()
     system.attach(ToyWorker(block_size=4, num_blocks=40, max_num_seqs=4, max_batched_tokens=256))
     system.open("s")

@@ -1,4 +1,4 @@
-"""What is reused, and what goes first when room is needed: partial blocks, namespaces, strategies, retention."""
+"""Reused blocks and the eviction order: partial blocks, namespaces, strategies, retention."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_never_the_last_token() -> None:
     assert admitted(cache, 3, A[:1]) == (0, [6], 0)
 
 
-def test_who_wants_nothing_reused_gets_new_blocks_and_others_reuse_what_was_there() -> None:
+def test_no_reuse_gets_new_blocks_and_others_reuse_the_cached_ones() -> None:
     cache = link()
     cache.run(1, A)
     cache.match(2, A)
@@ -68,11 +68,11 @@ def test_who_wants_nothing_reused_gets_new_blocks_and_others_reuse_what_was_ther
     cache.match(4, [*A, 8])
     part = cache.one(d.admit_op(4, 0, new_tokens=5, no_reuse=True)).admit
     assert len(d.unpack(part.block_table)) == 2
-    assert cache.pools[0][2] == 4 + 5 + 2, "nobody uses the blocks that are cached, but who reused them"
+    assert cache.pools[0][2] == 4 + 5 + 2, "only the sequences that reused the cached blocks use them"
     cache.free(2, 3, 4)
 
 
-def test_who_reuses_nothing_fits_a_pool_that_is_full_of_what_is_equal() -> None:
+def test_no_reuse_fits_a_pool_that_is_full_of_equal_blocks() -> None:
     cache = link(num_blocks=5)
     cache.run(1, A)
     cache.match(2, [*A, 7])
@@ -83,8 +83,8 @@ def test_who_reuses_nothing_fits_a_pool_that_is_full_of_what_is_equal() -> None:
     assert cache.probe(A) == {0: (16, 0)}
 
 
-def test_whose_blocks_are_not_the_stored_ones_cannot_be_forked() -> None:
-    """What would have been its fork is admitted as any other, and finds the equal ones."""
+def test_a_sequence_with_duplicates_cannot_be_forked() -> None:
+    """The sequence is admitted without a fork instead, and finds the equal blocks."""
     cache = link()
     cache.run(1, A)
     cache.match(2, [*A, 7])
@@ -120,7 +120,7 @@ def test_each_worker_is_asked_for_what_it_holds() -> None:
     assert admitted(cache, 5, tokens, worker=1) == (7, [1, 3, 4], 2)
 
 
-def test_a_block_that_is_to_be_copied_is_given_to_nobody_in_the_same_exchange() -> None:
+def test_a_block_to_be_copied_is_not_granted_in_the_same_exchange() -> None:
     cache = link(num_blocks=6)
     cache.run(1, A[:8])
     ops = [d.match_op(2, [*A[:6], 7]), d.admit_op(2, 0), d.match_op(3, B), d.admit_op(3, 0)]
@@ -188,8 +188,8 @@ def keeps(cache: Driver, *prompts: Sequence[int]) -> list[bool]:
     return [0 in cache.probe(prompt) for prompt in prompts]
 
 
-def stored(cache: Driver, sequence: int, prompt: Sequence[int], **terms: object) -> None:
-    cache.one(d.match_op(sequence, prompt, **terms))  # type: ignore[arg-type]
+def stored(cache: Driver, sequence: int, prompt: Sequence[int], **metadata: object) -> None:
+    cache.one(d.match_op(sequence, prompt, **metadata))  # type: ignore[arg-type]
     cache.admit(sequence, 0)
     cache.commit(sequence, [], len(prompt))
     cache.free(sequence)
@@ -215,7 +215,7 @@ def test_strategies(eviction: str, kept: list[bool]) -> None:
         stored(cache, sequence, prompt, priority=priority)
     for prompt in (TWO, ONE, ONE) if eviction == "lfu" else (ONE, ONE):
         cache.run(9, [*prompt, 7])
-    cache.start(10, A[:8])  # one block is free; the other one is somebody's
+    cache.start(10, A[:8])  # one block is free; the other one is in use
     assert keeps(cache, ONE, TWO, THREE) == kept
 
 
@@ -246,7 +246,7 @@ def test_retention_lasts_for_its_duration_after_the_last_use() -> None:
 
 
 def test_each_reuse_renews_a_retention() -> None:
-    """A request without a wish of its own is a use too: the time begins anew when it ends."""
+    """A request without its own retention is a use too: the duration begins again when it ends."""
     cache = link(num_blocks=3, partial_reuse=False)
     stored(cache, 1, ONE, retention=[(0, 0, 80, 100)])
     cache.now_ms = 90
@@ -316,7 +316,7 @@ def test_a_retention_that_ends_while_its_block_stands_nowhere() -> None:
     cache.now_ms = 20
     cache.run(3, B[:4])
     device = cache.core.workers[0].device
-    foretold = [block for holding in device.queue.upcoming(device.index) for block in holding.blocks]
+    foretold = [block for residency in device.queue.upcoming(device.index) for block in residency.blocks]
     cache.start(4, [7] * 4)  # takes the free one
     assert foretold == [cache.extend(4)[0] for _ in range(3)] == [2, 1, 3]
 
@@ -352,5 +352,5 @@ def test_uses_of_what_is_retained_are_not_remembered() -> None:
     assert len(cache.core.workers[0].device.queue._expiries) < 100
     cache.now_ms = hour
     cache.exchange()
-    retentions = {holding.retention for holding in cache.core.workers[0].device.queue.upcoming(0)}
+    retentions = {residency.retention for residency in cache.core.workers[0].device.queue.upcoming(0)}
     assert retentions == {DEFAULT_RETENTION}

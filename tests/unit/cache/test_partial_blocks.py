@@ -1,12 +1,13 @@
-"""The unfinished last block of a sequence that ended is found again: nothing is lost to block size."""
+"""The last block of an ended sequence is found again if it is not full: reuse loses no tokens to the block size."""
 
 from __future__ import annotations
 
 import pytest
 
 from cache_svc.core import admin
-from cache_svc.core.eviction import STRATEGIES
-from cache_svc.core.tree import COVERING_TRIED, Namespace
+from cache_svc.core.memory.eviction import STRATEGIES
+from cache_svc.core.tree.nodes import Namespace
+from cache_svc.core.tree.tree import COVERING_TRIED
 from tests.unit.cache import driver as d
 from tests.unit.cache.driver import Driver
 from tests.unit.cache.test_reuse import admitted, link
@@ -48,7 +49,7 @@ def test_whole_blocks_are_not_found_in_it() -> None:
     cache.run(1, A[:6])
     cache.run(2, A[:8])
     assert cache.match(3, [*A, 1]) == {0: (8, 0)}
-    assert counts(cache) == (14, 2, 0)  # the whole block has all of the tail, which is gone
+    assert counts(cache) == (14, 2, 0)  # the whole block has all tokens of the partial block, which is dropped
 
 
 def test_without_partial_reuse_nothing_is_kept() -> None:
@@ -71,7 +72,7 @@ def test_what_was_only_to_be_copied_is_not_kept() -> None:
     assert cache.match(4, [*A[:6], 7, 7]) == {0: (7, 0)}
 
 
-def test_of_tails_with_the_same_tokens_one_is_kept() -> None:
+def test_of_partial_blocks_with_the_same_tokens_one_is_kept() -> None:
     cache = link()
     for i in range(3):
         cache.run(i, A[:6])
@@ -85,7 +86,7 @@ def test_of_tails_with_the_same_tokens_one_is_kept() -> None:
     assert counts(cache) == (13, 3, 0)
 
 
-def test_a_tail_that_ends_anew_is_as_new() -> None:
+def test_a_partial_block_that_ends_anew_is_as_new() -> None:
     cache = link(num_blocks=4)
     cache.run(1, [1, 1])
     cache.run(2, [2, 2])
@@ -95,7 +96,7 @@ def test_a_tail_that_ends_anew_is_as_new() -> None:
     assert [cache.match(10 + i, [i, i, 9]) for i in (1, 2, 3)] == [{0: (2, 0)}, {}, {0: (2, 0)}]
 
 
-def test_a_tail_goes_before_what_it_hangs_on() -> None:
+def test_a_partial_block_goes_before_its_parent() -> None:
     for eviction in STRATEGIES:
         cache = link(num_blocks=4, eviction=eviction)
         cache.run(1, [*A[:4], 1])
@@ -104,7 +105,7 @@ def test_a_tail_goes_before_what_it_hangs_on() -> None:
         assert cache.match(4, A[:6]) == {0: (4, 0)}, eviction
 
 
-def test_a_tail_that_is_to_be_copied_and_dropped_is_given_to_nobody_in_this_exchange() -> None:
+def test_a_partial_block_to_be_copied_and_dropped_is_not_granted_in_this_exchange() -> None:
     cache = link(num_blocks=5)
     cache.run(1, A[:6])
     cache.start(2, A[:8])  # copies from it
@@ -165,7 +166,7 @@ def test_it_is_retained_as_its_first_token_is() -> None:
 
 @pytest.mark.parametrize("others", [COVERING_TRIED, COVERING_TRIED + 1])
 def test_no_search_among_all_that_others_have(others: int) -> None:
-    """Thousands may begin with a token that begins every prompt."""
+    """Thousands of blocks may begin with the first token of every prompt."""
     cache = Driver()
     cache.add_worker(0, 100, partial_reuse=True)
     cache.add_worker(1, 4, partial_reuse=True)

@@ -1,11 +1,11 @@
-"""Prefixes that an operator has pinned: they are not evicted.
+"""Prefixes that an operator has pinned: the cache does not evict them.
 
-A pin is one more user of a path, so all that holds for paths in use holds for it, and its blocks count as used ones. It
-is about blocks: it keeps what is cached when it is made, on the workers that have it, and ends with the worker.
+A pin is one more user of a path. So its blocks count as used, and every rule for paths in use holds for them. A pin
+keeps the blocks that are cached when it is made, on the workers that have them, and ends with the worker.
 
-Pins must not stop what would run without them. So they get a share of a worker's blocks and no more; and when nothing
-runs on a worker, and the policies in force still let nobody in for want of blocks, then the scheduler, who alone knows
-that, has the worker's pins given up (`give_up`).
+Pins must not stop requests that would run without them. So they get only a share of a worker's blocks. If no request
+runs on a worker, and the policies still admit none for lack of blocks, the scheduler sends a GiveUpPinsOp and the cache
+removes all pins of that worker (`give_up`). Only the scheduler knows that this is the case.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cache_svc.core.errors import Code, OpError
-from cache_svc.core.tree import TOKEN_BYTES, Namespace, PrefixNode, PrefixTree
-from cache_svc.core.worker import Worker, check_token_bytes
+from cache_svc.core.packing import TOKEN_BYTES, check_token_bytes
+from cache_svc.core.sequences.worker_blocks import WorkerBlocks
+from cache_svc.core.tree.nodes import Namespace, PrefixNode
+from cache_svc.core.tree.tree import PrefixTree
 
 DEFAULT_SHARE = 0.5
 MAX_PINS = 256
@@ -24,16 +26,16 @@ MAX_NAME_CHARS = 128
 
 @dataclass(slots=True)
 class Pin:
-    """`places`: by worker, the node that ends where the pinned prefix ends there."""
+    """`places`: by worker, the node where the pinned prefix ends."""
 
     name: str
     namespace: Namespace
-    expires_ms: int  # by the clock of the one who pins; 0: never
-    places: dict[Worker, PrefixNode] = field(default_factory=dict)
+    expires_ms: int  # by the caller's clock; 0: never
+    places: dict[WorkerBlocks, PrefixNode] = field(default_factory=dict)
 
 
 class Pins:
-    """All of one link, by name. At most `share` of each worker's blocks are pinned."""
+    """All pins of one link, by name. They take at most `share` of each worker's blocks."""
 
     def __init__(self, share: float) -> None:
         self.by_name: dict[str, Pin] = {}
@@ -42,13 +44,13 @@ class Pins:
     def pin(
         self,
         tree: PrefixTree | None,
-        workers: Sequence[Worker],
+        workers: Sequence[WorkerBlocks],
         name: str,
         token_ids: bytes,
         namespace: Namespace,
         expires_ms: int,
     ) -> Pin:
-        """Pin what these workers have cached of the prefix, in whole blocks. Raises OpError, having changed nothing."""
+        """Pins the whole cached blocks of the prefix on these workers. Raises OpError, having changed nothing."""
         self._check_name(name)
         check_token_bytes(token_ids)
         if tree is None:
@@ -60,9 +62,9 @@ class Pins:
                 f"token_ids: {num_tokens} tokens, and only whole blocks of {tree.block_size} can be pinned",
             )
         namespace = _the_only_model(tree, namespace)
-        found: dict[Worker, tuple[PrefixNode, int]] = {}
+        found: dict[WorkerBlocks, tuple[PrefixNode, int]] = {}
         if (root := tree.roots.get(namespace)) is not None:
-            # A match never has the last token; here it may.
+            # A match excludes the last token. A pin includes it, so the walk gets one more token.
             node, depth = tree.walk(token_ids + bytes(TOKEN_BYTES), root, 0)
             for worker in workers:
                 if worker.prefix_caching:
@@ -90,7 +92,7 @@ class Pins:
         if len(self.by_name) >= MAX_PINS:
             raise OpError(Code.RESOURCE_EXHAUSTED, f"there are {MAX_PINS} pins, which is the limit")
 
-    def _check_share(self, worker: Worker, node: PrefixNode, depth: int) -> None:
+    def _check_share(self, worker: WorkerBlocks, node: PrefixNode, depth: int) -> None:
         pinned = self._pinned_nodes(worker)
         more = 0
         while node.parent is not None and node not in pinned:
@@ -106,7 +108,7 @@ class Pins:
             )
 
     def unpin(self, name: str) -> Pin:
-        """Raises OpError(NOT_FOUND)."""
+        """Removes a pin. Raises OpError(NOT_FOUND)."""
         pin = self.by_name.get(name)
         if pin is None:
             raise OpError(Code.NOT_FOUND, f"name: nothing is pinned as {name!r}")
@@ -116,37 +118,37 @@ class Pins:
         return pin
 
     def expire(self, now_ms: int) -> list[Pin]:
-        """Unpin those whose time is over, and return them."""
+        """Removes and returns the expired pins."""
         over = [pin.name for pin in self.by_name.values() if pin.expires_ms and pin.expires_ms <= now_ms]
         return [self.unpin(name) for name in over]
 
-    def forget_worker(self, worker: Worker) -> None:
-        """It is gone, and its blocks are."""
+    def forget_worker(self, worker: WorkerBlocks) -> None:
+        """The worker is gone, with its blocks."""
         for pin in list(self.by_name.values()):
             if pin.places.pop(worker, None) is not None and not pin.places:
                 del self.by_name[pin.name]
 
-    def give_up(self, worker: Worker) -> bool:
-        """Unpin all that is pinned there, for somebody has no room beside it; whether anything was."""
+    def give_up(self, worker: WorkerBlocks) -> bool:
+        """Removes all pins of the worker, because a request has no room beside them. Returns whether there were any."""
         places = self.places(worker)
         for node in places:
             worker.device.leave_path(node)
         self.forget_worker(worker)
         return bool(places)
 
-    def max_blocks(self, worker: Worker) -> int:
-        """So many may be pinned there."""
+    def max_blocks(self, worker: WorkerBlocks) -> int:
+        """How many blocks of the worker may be pinned."""
         return int(worker.device.num_blocks * self._share)
 
-    def num_blocks(self, worker: Worker) -> int:
-        """So many are pinned there."""
+    def num_blocks(self, worker: WorkerBlocks) -> int:
+        """How many blocks of the worker are pinned."""
         return _num_blocks(self._pinned_nodes(worker))
 
-    def places(self, worker: Worker) -> list[PrefixNode]:
-        """The ends of what is pinned there, one for each pin."""
+    def places(self, worker: WorkerBlocks) -> list[PrefixNode]:
+        """The last node of each pin on the worker."""
         return [pin.places[worker] for pin in self.by_name.values() if worker in pin.places]
 
-    def _pinned_nodes(self, worker: Worker) -> set[PrefixNode]:
+    def _pinned_nodes(self, worker: WorkerBlocks) -> set[PrefixNode]:
         nodes: set[PrefixNode] = set()
         for node in self.places(worker):
             while node.parent is not None and node not in nodes:
@@ -160,7 +162,7 @@ def _num_blocks(nodes: Iterable[PrefixNode]) -> int:
 
 
 def _the_only_model(tree: PrefixTree, namespace: Namespace) -> Namespace:
-    """Who names no model means the only one that there is."""
+    """Completes a namespace without a model, if the cache has only one model."""
     if namespace.model:
         return namespace
     alike = [known for known in tree.roots if known[1:] == namespace[1:]]

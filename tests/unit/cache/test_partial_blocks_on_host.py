@@ -1,4 +1,4 @@
-"""A match may end within a block that only the host has: neither tier loses anything to block size."""
+"""A match may end within a block that only the host has: neither tier loses tokens to the block size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def demoted(*prompts: list[int]) -> Driver:
     return cache
 
 
-def test_a_tail_is_demoted_and_comes_back() -> None:
+def test_a_partial_block_is_demoted_and_comes_back() -> None:
     cache = demoted(A[:6])
     assert tiers(cache, A[:6]) == (0, 6)
     cached, table, pairs = admitted(cache, 1, A[:9])
@@ -55,7 +55,7 @@ def test_the_beginning_of_a_whole_block() -> None:
 
 
 def test_a_beginning_outlives_the_block_that_it_was_copied_from() -> None:
-    """Whose block goes in its turn, as if nobody had used it: its beginning is in the copy, which is newer."""
+    """The source is evicted in its turn, as if unused: its beginning is in the copy, which is newer."""
     cache = host(num_host=4, num_blocks=4)
     cache.run(1, A[:4])
     cache.run(2, FILL[:16])  # A is on the host, and is the oldest there
@@ -67,7 +67,7 @@ def test_a_beginning_outlives_the_block_that_it_was_copied_from() -> None:
 def test_behind_what_the_device_has() -> None:
     cache = host()
     cache.run(1, A[:6])
-    cache.start(2, [7] * 28)  # the tail has to go, the block before it stays
+    cache.start(2, [7] * 28)  # the partial block is evicted, the block before it stays
     assert tiers(cache, A[:6]) == (4, 2)
     cache.free(2)
     cached, table, pairs = admitted(cache, 3, A[:6])
@@ -87,7 +87,7 @@ def test_the_longer_one_is_copied(on_device: int) -> None:
 
 def test_one_that_is_covered_there_is_not_demoted() -> None:
     cache = demoted(A[:8])
-    cache.run(1, A[:3])  # leaves a tail of three tokens, two of them from the host; evicts a block of FILL
+    cache.run(1, A[:3])  # leaves a partial block of three tokens, two of them from the host; evicts a block of FILL
     cache.start(2, OTHER)
     assert tiers(cache, A[:3]) == (0, 3)
     assert cache.core.counters.demoted_blocks == 2 + 8  # of A and FILL

@@ -1,20 +1,20 @@
-"""Whether what a CommitOp says can be."""
+"""Validates a CommitOp."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from cache_svc.core.errors import Code, OpError
-from cache_svc.core.table import Sequence
-from cache_svc.core.tree import TOKEN_BYTES
+from cache_svc.core.packing import TOKEN_BYTES
+from cache_svc.core.sequences.sequence import Sequence
 from paceline.v1 import cache_pb2 as pb
 
 
 def checked_commits(
-    op: pb.CommitOp, num_token_bytes: int, all_admitted: Callable[[list[int]], list[Sequence]]
+    op: pb.CommitOp, num_token_bytes: int, block_size: int, all_admitted: Callable[[list[int]], list[Sequence]]
 ) -> list[tuple[Sequence, int, int]]:
-    """The entries, all of them valid in their order (a sequence may stand more than once). Raises OpError."""
-    # Lists, since protobuf's repeated fields are slow to iterate.
+    """Returns the entries, each valid after those before it (a sequence may have several entries). Raises OpError."""
+    # Lists, because protobuf's repeated fields are slow to iterate.
     sequence_ids = op.sequences[:]
     num_new_tokens, num_computed_tokens = op.num_new_tokens[:], op.num_computed_tokens[:]
     if not len(sequence_ids) == len(num_new_tokens) == len(num_computed_tokens):
@@ -32,9 +32,9 @@ def checked_commits(
         )
     entries = list(zip(all_admitted(sequence_ids), num_new_tokens, num_computed_tokens, strict=True))
     repeated = len(set(sequence_ids)) < len(entries)
-    so_far: dict[int, tuple[int, int]] = {}  # of repeated ones: tokens, computed tokens after the entries before
+    so_far: dict[int, tuple[int, int]] = {}  # tokens and computed tokens of repeated sequences after the entries so far
     for sequence, num_new, computed in entries:
-        known, before, block_size = sequence.num_tokens, sequence.num_computed_tokens, sequence.worker.tree.block_size
+        known, before = sequence.num_tokens, sequence.num_computed_tokens
         if repeated:
             known, before = so_far.get(sequence.sequence_id, (known, before))
             so_far[sequence.sequence_id] = known + num_new, computed

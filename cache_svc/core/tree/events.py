@@ -1,16 +1,16 @@
-"""What is stored where, told to watchers: numbered events, of which the recent past is kept.
+"""Numbered events about stored blocks, for watchers. The log keeps the most recent events.
 
-A memory reports here what it begins to hold and what it forgets. While nobody watches (and has not for as long as the
-kept past lasts), that is one question asked in vain: nothing is recorded, no prefix id is computed.
+A memory reports each node that it begins to hold or forgets. While there is no watcher, and the kept events are too old
+for one to come back to, a report costs one test: the log records nothing and computes no prefix id.
 
-The kept past is the only queue that there is: a watcher is no more than the number of the next event it is to be sent,
-so one that reads slowly costs nothing but its place, and is lost when that place is not kept any more. One that cannot
-go on from where it was begins with a snapshot. What there is at the moment is noted down at once, by reference (runs of
-tokens, of ids and of blocks are never changed, only replaced), and turned into messages as fast as the watcher reads.
+The kept events are the only queue. A watcher is just the number of its next event, so a slow watcher costs no memory.
+It fails when that event is no longer kept. A watcher that cannot continue where it was begins with a snapshot. The
+snapshot records the present state at once, by reference: the code never changes runs of tokens, ids and blocks in
+place, it replaces them. The watcher turns the snapshot into messages as fast as it reads.
 
-Prefix ids are blake2b chains, the same in all processes: an id stands for the namespace and all tokens up to the end of
-its block. They are kept with the tree's nodes, so that each block is hashed once. Events are about whole blocks:
-nobody is told of tails (tails.py).
+Prefix ids are blake2b chains and the same in all processes. An id stands for the namespace and all tokens up to the end
+of its block. The tree's nodes keep them, so each block is hashed once. Events are about whole blocks: there are none
+about partial blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from array import array
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 
-from cache_svc.core.tree import Holding, Namespace, PrefixNode, PrefixTree, Root, Tail
+from cache_svc.core.tree.nodes import BlockResidency, Namespace, PartialBlock, PrefixNode, Root
+from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
 ID_BYTES = 8
@@ -27,11 +28,11 @@ DEFAULT_KEPT = 10_000
 
 
 class Behind(Exception):
-    """The next event that a watcher is to be sent is not kept any more."""
+    """The next event of a watcher is no longer kept."""
 
 
 class Recorder:
-    """Events of one memory."""
+    """Records the events of one memory."""
 
     __slots__ = ("_log", "tier", "worker_id")
 
@@ -40,25 +41,25 @@ class Recorder:
         self.worker_id = worker_id
         self.tier = tier
 
-    def stored(self, holding: Holding) -> None:
-        """It is held from now on, and so is what comes before it."""
-        if not self._log.is_on or isinstance(holding.node, Tail):
+    def stored(self, residency: BlockResidency) -> None:
+        """The memory holds this node from now on. It already holds the node's parent."""
+        if not self._log.is_on or isinstance(residency.node, PartialBlock):
             return
-        node = holding.node
-        parent, block_bytes = node.parent, len(node.key) // len(holding.blocks)
+        node = residency.node
+        parent, block_bytes = node.parent, len(node.key) // len(residency.blocks)
         assert parent is not None
         ids = prefix_ids(node, block_bytes)
-        assert parent.prefix_ids is not None  # since its child's are known
+        assert parent.prefix_ids is not None  # since its child's ids are known
         event = pb.WatchEventsResponse()
-        self._fill(event, holding.blocks, ids, parent.prefix_ids[-1], node.start, node.key, _namespace(node))
+        self._fill(event, residency.blocks, ids, parent.prefix_ids[-1], node.start, node.key, _namespace(node))
         self._log.record(event)
 
-    def removed(self, holding: Holding) -> None:
-        """It is about to be forgotten; its node is still in its place."""
-        if not self._log.is_on or isinstance(holding.node, Tail):
+    def removed(self, residency: BlockResidency) -> None:
+        """The memory is about to forget this node, which is still in the tree."""
+        if not self._log.is_on or isinstance(residency.node, PartialBlock):
             return
-        ids = prefix_ids(holding.node, len(holding.node.key) // len(holding.blocks))
-        removed = pb.BlockRemoved(worker=self.worker_id, block_ids=holding.blocks, prefix_ids=ids, tier=self.tier)
+        ids = prefix_ids(residency.node, len(residency.node.key) // len(residency.blocks))
+        removed = pb.BlockRemoved(worker=self.worker_id, block_ids=residency.blocks, prefix_ids=ids, tier=self.tier)
         self._log.record(pb.WatchEventsResponse(removed=removed))
 
     def _fill(
@@ -80,29 +81,29 @@ class Recorder:
 
 
 class EventLog:
-    """The numbered events, of which the last `kept` ones are at hand, and who watches them."""
+    """The last `kept` events, and their watchers."""
 
     def __init__(self, kept: int = DEFAULT_KEPT, first_number: int = 1) -> None:
         self.kept = kept
         self.last = first_number - 1
         self.is_on = False
         self.watchers: list[Watcher] = []
-        self._events: dict[int, pb.WatchEventsResponse] = {}  # the kept ones, by number
+        self._events: dict[int, pb.WatchEventsResponse] = {}  # by number
         self._num_unwatched = 0
         self._recorders: dict[int, Recorder] = {}  # by memory index
 
     @property
     def oldest(self) -> int:
-        """The number of the first event that is kept, or would be."""
+        """The number of the first kept event, or of the next event if none is kept."""
         return self.last - len(self._events) + 1
 
     def recorder(self, index: int, worker_id: int, tier: pb.CacheTier.ValueType = pb.CACHE_TIER_DEVICE) -> Recorder:
-        """For the memory of that index, in a worker that was added."""
+        """Makes the recorder of one memory of an added worker."""
         recorder = self._recorders[index] = Recorder(self, worker_id, tier)
         return recorder
 
     def clear_worker(self, worker_id: int) -> None:
-        """The worker is gone, and its memories with it."""
+        """The worker and its memories are gone."""
         indexes = [index for index, recorder in self._recorders.items() if recorder.worker_id == worker_id]
         for index in indexes:
             del self._recorders[index]
@@ -115,7 +116,7 @@ class EventLog:
             self.clear_worker(worker_id)
 
     def record(self, event: pb.WatchEventsResponse) -> None:
-        """It is the next one."""
+        """Numbers an event, keeps it, and wakes the watchers."""
         self.last += 1
         event.sequence_number = self.last
         self._events[self.last] = event
@@ -124,17 +125,19 @@ class EventLog:
             watcher.wake()
         if not self.watchers:
             self._num_unwatched += 1
-            if self._num_unwatched > self.kept:  # whoever comes back now needs a snapshot in any case
+            if self._num_unwatched > self.kept:  # a watcher that comes back now needs a snapshot in any case
                 self._switch_off()
 
     def _switch_off(self) -> None:
         self.is_on = False
         self._events.clear()
-        self.last += 1  # the number of whatever is not recorded: no watcher has it
+        self.last += 1  # the number of the events that are not recorded: no watcher has it
 
     def watch(self, tree: PrefixTree | None, after: int, wake: Callable[[Watcher], None]) -> Watcher:
-        """Begin to watch after the event of that number, or with a snapshot of the tree. `wake` is called with it
-        whenever there is something to take, and may not fail."""
+        """Adds a watcher. It begins after the event `after`, or with a snapshot of the tree.
+
+        The log calls `wake` whenever there is something to take. `wake` must not fail.
+        """
         if after and self.is_on and self.oldest - 1 <= after <= self.last:
             watcher = Watcher(self, after + 1, iter(()), wake)
         else:
@@ -145,7 +148,7 @@ class EventLog:
         return watcher
 
     def event(self, number: int) -> pb.WatchEventsResponse:
-        """One that is kept."""
+        """One of the kept events."""
         return self._events[number]
 
     def _snapshot(self, tree: PrefixTree | None) -> Iterator[pb.WatchEventsResponse]:
@@ -158,9 +161,9 @@ class EventLog:
         stack = [(top, node) for top, root in tops for node in root.children.values()]
         while stack:
             parent, node = stack.pop()
-            if isinstance(node, Tail):
+            if isinstance(node, PartialBlock):
                 continue
-            held = [(index, holding.blocks) for index, holding in node.holdings.items()]
+            held = [(index, residency.blocks) for index, residency in node.residencies.items()]
             run = _Run(parent, node.key, node.prefix_ids, held)
             runs.append(run)
             stack += [(run, child) for child in node.children.values()]
@@ -168,7 +171,7 @@ class EventLog:
 
 
 class Watcher:
-    """`number`: of the next event that it takes from the log, once its snapshot is through."""
+    """Reads the log. `number` is that of the next event to take, after the snapshot."""
 
     __slots__ = ("_log", "_snapshot", "_wake", "number")
 
@@ -192,7 +195,7 @@ class Watcher:
         self._wake(self)
 
     def take(self) -> pb.WatchEventsResponse | None:
-        """The next message for it; None if there is none now. Raises Behind."""
+        """Returns the next message, or None if there is none now. Raises Behind."""
         if self.is_behind:
             raise Behind(f"event {self.number} is not kept any more: the last {self._log.kept} are")
         event = next(self._snapshot, None)
@@ -206,8 +209,8 @@ class Watcher:
 
 
 class _Run:
-    """A node as it was when the snapshot was taken: nobody else can do anything while all of them are noted down, so
-    the rest is found out later. `end`, and its namespace, are known from when it is sent."""
+    """A node at the time of the snapshot. Taking the snapshot blocks everything else, so it stores references only.
+    `end` and `namespace` are computed when the node is sent."""
 
     __slots__ = ("end", "held", "ids", "key", "namespace", "parent")
 
@@ -244,7 +247,7 @@ def _messages(
 
 
 def prefix_ids(node: PrefixNode, block_bytes: int) -> array[int]:
-    """Of each block of the node; they are there afterwards for the node and all above it."""
+    """Returns the ids of the node's blocks. Computes and stores those that are missing, here and above."""
     above = node
     missing = []
     while above.prefix_ids is None and above.parent is not None:
@@ -259,7 +262,7 @@ def prefix_ids(node: PrefixNode, block_bytes: int) -> array[int]:
 
 
 def namespace_id(namespace: Namespace) -> int:
-    """The parent of its sequences' first blocks."""
+    """The parent id of the first blocks of the namespace's sequences."""
     named = b"".join(name.encode() + b"\0" for name in namespace)
     return int.from_bytes(blake2b(named, digest_size=ID_BYTES).digest(), "little")
 
@@ -277,5 +280,5 @@ def _namespace(node: PrefixNode) -> Namespace:
     while node.parent is not None:
         node = node.parent
     assert isinstance(node, Root)
-    assert node.namespace is not None, "nobody is told of trees that nobody else finds"
+    assert node.namespace is not None, "no events are recorded about private trees"
     return node.namespace

@@ -1,4 +1,4 @@
-"""The block ids of one memory: which of them are free."""
+"""The free block ids of one memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 
 
 class BlockPool:
-    """Block ids 1..num_blocks (0 is the worker's dummy and never ours). The last ones given back go out first.
+    """Block ids 1..num_blocks. Block 0 is the worker's dummy block. The block given back last is handed out first.
 
-    Ids that were never handed out are not listed anywhere, so a pool costs memory for the blocks it has used, not for
-    the blocks it has.
+    The pool lists no id that was never handed out. So it needs memory for the blocks that it has used, not for all
+    blocks.
     """
 
     __slots__ = ("_given_back", "first_untouched", "num_blocks")
@@ -26,7 +26,7 @@ class BlockPool:
         return len(self._given_back) + self.num_blocks + 1 - self.first_untouched
 
     def take(self, count: int) -> array[int]:
-        """So many blocks, or all that are free if those are fewer."""
+        """Takes `count` blocks, or all free blocks if there are fewer."""
         given_back = self._given_back
         if len(given_back) >= count:
             left = len(given_back) - count
@@ -42,15 +42,15 @@ class BlockPool:
         return blocks
 
     def give_back(self, blocks: array[int]) -> None:
-        """These are free; the last one is the next to go out."""
+        """Frees these blocks. The last one is the next to be handed out."""
         self._given_back += blocks
 
-    def claim(self, blocks: set[int]) -> None:
-        """Take just these, out of a pool that nobody has touched."""
+    def take_listed(self, blocks: set[int]) -> None:
+        """Takes exactly these blocks out of a pool that has handed out none."""
         assert self.first_untouched == 1, "blocks were handed out before"
         self.first_untouched = max(blocks, default=0) + 1
         self._given_back.extend(block for block in range(self.first_untouched - 1, 0, -1) if block not in blocks)
 
     def given_back(self) -> list[int]:
-        """The free blocks that were in use before, for checks and tests; the next one to go out is last."""
+        """The free blocks that were in use before, for checks and tests. The last one is the next to be handed out."""
         return list(self._given_back)

@@ -1,11 +1,11 @@
-"""What those who wait are told of: as much as orders their queue, no more often than it changes."""
+"""Reports to waiting sequences: enough to order the queue, and only when a match changes."""
 
 from __future__ import annotations
 
 import pytest
 
-from cache_svc.core.tree import PrefixTree
-from cache_svc.core.waiting import Waiter
+from cache_svc.core.tree.nodes import PrefixSubscription
+from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 from tests.unit.cache.driver import Driver
@@ -26,7 +26,7 @@ def told(response: pb.CacheServiceLinkResponse) -> dict[int, dict[int, tuple[int
 
 @pytest.mark.parametrize(("num_tokens", "depth"), [(12, 0), (24, 16), (40, 32)])
 def test_the_beginning_of_a_block_that_is_written_now(num_tokens: int, depth: int) -> None:
-    """It is known when the step is sent that computes it: nobody copies what is only planned."""
+    """It is reported when the step is sent that computes it: no sequence copies a block that is only planned."""
     cache = link()
     leader = [*LONG[:num_tokens], *[50] * 36]
     cache.exchange(*(d.match_op(s, [*LONG[:num_tokens], s, s]) for s in (1, 2)), d.match_op(3, [7, 7, 7]))
@@ -36,14 +36,14 @@ def test_the_beginning_of_a_block_that_is_written_now(num_tokens: int, depth: in
 
 
 def test_the_middle_of_what_is_written_now() -> None:
-    """Only there does a sequence wait."""
+    """The match of the waiting sequence ends there."""
     cache = link()
     cache.match(1, [*LONG[:24], 1, 1])
     cache.exchange(d.match_op(9, LONG), d.admit_op(9, 0, planned=40))
     assert told(cache.exchange(d.commit_op([(9, [], 40)]))) == {1: {0: (24, 16, 0)}}
 
 
-def test_the_tail_of_a_sequence_that_ends() -> None:
+def test_the_partial_block_of_a_sequence_that_ends() -> None:
     cache = link()
     cache.match(1, [*LONG[:12], 5, 5])
     cache.start(2, LONG[:10])
@@ -52,26 +52,26 @@ def test_the_tail_of_a_sequence_that_ends() -> None:
 
 
 def test_only_if_it_is_more_than_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everybody begins with the same token, and what is stored has nothing else in common with most of them."""
+    """All prompts begin with the same token, and the stored block has nothing else in common with most of them."""
     cache = link()
     for s in range(1, 100):
         cache.match(s, [0, s, *LONG])
     cache.run(1000, [0, 1000, *LONG])
-    settled: list[int] = []
-    settle = Waiter.settle
+    refreshed: list[int] = []
+    refresh = PrefixTree.refresh
 
-    def noted(waiter: Waiter, tree: PrefixTree) -> None:
-        settled.append(waiter.sequence_id)
-        settle(waiter, tree)
+    def noted(tree: PrefixTree, subscription: PrefixSubscription) -> None:
+        refreshed.append(subscription.sequence_id)
+        refresh(tree, subscription)
 
-    monkeypatch.setattr(Waiter, "settle", noted)
+    monkeypatch.setattr(PrefixTree, "refresh", noted)
     cache.exchange(d.match_op(1001, [0, 2000, *LONG]), d.admit_op(1001, 0))
     assert told(cache.exchange(d.commit_op([(1001, [], 42)]))) == {}
-    assert settled == [1001]
+    assert refreshed == [1001]
     cache.match(1002, [0, 50, 60, *LONG])
     cache.admit(1002, 0)
     assert told(cache.exchange(d.commit_op([(1002, [], 43)]))) == {50: {0: (2, 0, 0)}}
-    assert settled == [1001, 1002, 50]
+    assert refreshed == [1001, 1002, 50]
 
 
 def test_two_that_are_planned_together_hide_nothing_from_each_other() -> None:
@@ -92,16 +92,17 @@ def test_what_another_worker_writes_first() -> None:
     assert told(cache.exchange(d.commit_op([(3, [], 40)]))) == {1: {1: (12, 0, 0)}}
 
 
-def test_nobody_is_asked_about_parts_of_blocks_where_nobody_copies_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_refresh_for_parts_of_blocks_without_partial_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = link(partial_reuse=False)
     cache.match(1, [*LONG[:12], 5, 5])
     cache.start(2, LONG)
-    monkeypatch.setattr(Waiter, "settle", None)
+    monkeypatch.setattr(PrefixTree, "refresh", None)
     assert told(cache.exchange(d.commit_op([(2, [], 40)]))) == {}
 
 
 def test_a_rematch_is_no_walk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is told only to who asks: others that come to hold the same, and users. No tokens are compared for that."""
+    """Only a RematchOp reports these changes: another worker that holds the same blocks, and users. It compares no
+    tokens."""
     cache = link(workers=2, partial_reuse=False)
     cache.run(1, LONG)
     cache.match(2, [*LONG, 1])

@@ -1,4 +1,4 @@
-"""One worker's share of the cache: the blocks of its device and its host, and the sequences that run on it."""
+"""The blocks of one worker's device and host, and the sequences that have them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ from array import array
 from typing import NamedTuple
 
 from cache_svc.core.errors import Code, OpError
-from cache_svc.core.host import HostMemory
-from cache_svc.core.memory import Memory
-from cache_svc.core.shares import TENANT_SHARE, TOTAL_SHARE
-from cache_svc.core.table import Sequence, SwappedSequence
-from cache_svc.core.tails import keep_tail
-from cache_svc.core.tree import TOKEN_BYTES, PrefixNode, PrefixTree
-from cache_svc.core.waiting import Waiter
+from cache_svc.core.memory.host import HostMemory
+from cache_svc.core.memory.memory import Memory
+from cache_svc.core.memory.shares import TENANT_SHARE, TOTAL_SHARE
+from cache_svc.core.packing import TOKEN_BYTES
+from cache_svc.core.sequences.partial_blocks import keep_partial_block
+from cache_svc.core.sequences.sequence import KnownSequence, Sequence, SwappedSequence
+from cache_svc.core.tree.nodes import PrefixNode, PrefixSubscription, Root
+from cache_svc.core.tree.tree import PrefixTree
 
-Counters = tuple[int, int, int, int, int, int, int]
+PoolCounts = tuple[int, int, int, int, int, int, int]
 
 
-class Admission(NamedTuple):
-    """`copy_from` (0: none) is a device block whose content belongs into the first new block of the table; the content
-    of `host_blocks` into as many, from the first new one on. The cached tokens are there when that is done."""
+class AdmitGrant(NamedTuple):
+    """The result of `WorkerBlocks.admit`, with the copies that it needs.
+
+    The content of device block `copy_from` (0: none) goes into the first new block of the table. The contents of
+    `host_blocks` go into as many blocks, from the first new one on. After these copies the cached tokens are in the
+    table.
+    """
 
     sequence: Sequence
     copy_from: int
@@ -27,8 +32,9 @@ class Admission(NamedTuple):
     num_cached_tokens: int
 
 
-class Worker:
-    """`number` is unique among the workers of the moment. With `host_tier`, what the device evicts goes to the host."""
+class WorkerBlocks:
+    """One worker. `number` is unique among the present workers. With `host_tier`, nodes that the device evicts go to
+    the host."""
 
     __slots__ = (
         "counted_evictions",
@@ -60,10 +66,10 @@ class Worker:
         eviction: str,
         retained: tuple[float, float] = (TENANT_SHARE, TOTAL_SHARE),
     ) -> None:
-        """`retained`: as of Memory."""
+        """`retained`: see Memory."""
         self.worker_id = worker_id
         self.number = number
-        self.index = index = 2 * number  # of its device in the tree; its host has the next one
+        self.index = index = 2 * number  # memory index of the device; the host has the next one
         self.tree = tree
         self.prefix_caching = prefix_caching
         self.partial_reuse = prefix_caching and partial_reuse
@@ -75,12 +81,12 @@ class Worker:
         if self.host_tier:
             self.device.lower = self.host
         self.swapped: dict[int, SwappedSequence] = {}
-        self.counted_evictions = 0, 0  # of blocks of the device, and of the host
-        self.reported: Counters | None = None  # what the scheduler knows
-        self.shown: Counters | None = None  # what the metrics show
+        self.counted_evictions = 0, 0  # of the device, and of the host
+        self.reported: PoolCounts | None = None  # the counters that the scheduler knows
+        self.shown: PoolCounts | None = None  # the counters that the metrics show
 
-    def counters(self) -> Counters:
-        """Free, cached, used blocks; blocks evicted since the worker was added; free, cached, used host blocks."""
+    def counters(self) -> PoolCounts:
+        """Free, cached, used blocks; evicted blocks since the worker was added; free, cached, used host blocks."""
         device, host = self.device, self.host
         free, cached = device.free_blocks, device.cached_blocks
         used = device.num_blocks - free - cached
@@ -103,31 +109,32 @@ class Worker:
         self.host.end_exchange()
 
     def leave_tree(self) -> None:
-        """The worker is gone. What only the host has is behind what the device has."""
+        """The worker is gone. The host leaves first, because its nodes may be below those of the device."""
         self.host.leave_tree()
         self.device.leave_tree()
 
     def admit(
-        self, known: Waiter | SwappedSequence, node: PrefixNode, depth: int, num_new_tokens: int, copies: bool
-    ) -> Admission:
-        """A table for the longest prefix that is stored here and so many tokens after it (0: all), in new blocks.
+        self, known: KnownSequence, node: PrefixNode, depth: int, num_new_tokens: int, copies: bool
+    ) -> AdmitGrant:
+        """Makes a table for the longest prefix stored here and `num_new_tokens` after it (0: all), in new blocks.
 
-        `node` and `depth` are where the tree's walk for the tokens ends. With `copies`, what has to be copied counts as
-        stored too: what the host has behind the device, and with partial reuse behind all that what another block, on
-        the device or the host, begins with. Without, only what is written counts.
-        Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few blocks.
+        `node` and `depth` are the end of the tree's walk for the tokens. With `copies`, the prefix includes what has to
+        be copied: blocks of the host that follow those of the device, and with partial reuse the beginning of one more
+        block, on the device or the host. Without `copies`, it includes only written blocks of the device. Raises
+        OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few blocks.
         """
         tree, device = self.tree, self.device
         last, end = node, depth
-        node, cached, live = device.held(node, depth)
+        # Without prefix caching the sequence gets a private tree: no walk may find the blocks that its forks share.
+        node, cached, referenced = device.held(node, depth) if self.prefix_caching else (Root(None), 0, 0)
         if not copies:
             node, cached = self._written_part(node, cached)
-            live = min(live, cached)
-        reached = cached  # blocks from the root, with those of the host
+            referenced = min(referenced, cached)
+        reached = cached  # blocks from the root, including those of the host
         if copies and self.host_tier:
             last, reached = self.host.behind(last, end, node)
-        # What the hit takes out of the unused blocks cannot be evicted for the rest.
-        available = device.available_blocks - (cached - live)
+        # The cached blocks of the match cannot be evicted for the new blocks.
+        available = device.available_blocks - (cached - referenced)
         source, num_copied, on_host = 0, 0, False
         if copies and self.partial_reuse:
             source, num_copied, on_host = self.nearest(node, cached, last, reached, known.token_ids)
@@ -143,12 +150,12 @@ class Worker:
             )
         if cached < node.end:
             node = tree.split(node, cached)
-        table = device.use_path(node, known.terms.priority)
+        table = device.use_path(node, known.metadata.priority)
         host_blocks = array("i")
         if reached > cached:
             if reached < last.end:
                 last = tree.split(last, reached)
-            host_blocks = self.host.reuse(last, node, known.terms.priority)
+            host_blocks = self.host.reuse(last, node, known.metadata.priority)
         num_begun_tokens = cached * tree.block_size
         if source and on_host:
             self.host.sources.add(source)
@@ -159,14 +166,16 @@ class Worker:
             num_begun_tokens += num_copied
         table += device.take(num_blocks - cached)
         sequence = self._begin(known, table, node, num_begun_tokens)
-        return Admission(sequence, source, host_blocks, reached * tree.block_size + num_copied)
+        return AdmitGrant(sequence, source, host_blocks, reached * tree.block_size + num_copied)
 
     def nearest(
         self, node: PrefixNode, depth: int, host_node: PrefixNode, host_depth: int, token_ids: bytes
     ) -> tuple[int, int, bool]:
-        """Behind a match that ends on the device at the one place, and with what the host has behind that at the other:
-        the block that begins with the most tokens that come next (0: none does), how many, and whether it is on the
-        host. With partial reuse only."""
+        """Finds the block that begins with the most tokens after a match. With partial reuse only.
+
+        The match ends at `node`, `depth` on the device and at `host_node`, `host_depth` with the host's blocks. Returns
+        the block (0: none has a token in common), the number of tokens, and whether the block is on the host.
+        """
         block, count = (0, 0) if host_depth > depth else self.tree.nearest(node, depth, token_ids, self.index)
         if self.host_tier:
             host_block, host_count = self.tree.nearest(host_node, host_depth, token_ids, self.host.index)
@@ -174,37 +183,36 @@ class Worker:
                 return host_block, host_count, True
         return block, count, False
 
-    def _table_size(self, known: Waiter | SwappedSequence, cached: int, num_copied: int, num_new_tokens: int) -> int:
+    def _table_size(self, known: KnownSequence, cached: int, num_copied: int, num_new_tokens: int) -> int:
         num_blocks = -(-len(known.token_ids) // self.tree.block_bytes)
         if not num_new_tokens:
             return num_blocks
         return min(num_blocks, cached - (-(num_copied + num_new_tokens) // self.tree.block_size))
 
-    def _begin(
-        self, known: Waiter | SwappedSequence, table: array[int], node: PrefixNode, num_computed_tokens: int
-    ) -> Sequence:
-        sequence = self.sequences[known.sequence_id] = Sequence(known, self, table, node, num_computed_tokens)
+    def _begin(self, known: KnownSequence, table: array[int], node: PrefixNode, num_computed_tokens: int) -> Sequence:
+        sequence = self.sequences[known.sequence_id] = Sequence(known, self.worker_id, table, node, num_computed_tokens)
         if node.parent is not None:
-            sequence.unwritten = node.holdings[self.index].unwritten
-        if known.terms.retention:
-            self.device.retain(node, known.terms.retention, known.terms.tenant)
+            sequence.unwritten = node.residencies[self.index].unwritten
+        if known.metadata.retention:
+            self.device.retain(node, known.metadata.retention, known.metadata.tenant)
         return sequence
 
-    def fork(self, waiter: Waiter, parent: Sequence) -> tuple[Sequence, int]:
-        """A table for tokens of which the parent has computed all but the last: its whole blocks, which nobody writes
-        any more, and a new one for the rest. Also the block whose content belongs into that new one (0: none).
+    def fork(self, subscription: PrefixSubscription, parent: Sequence) -> tuple[Sequence, int]:
+        """Makes a table for tokens of which the parent has computed all but the last one: the parent's whole blocks,
+        which are never written again, and one new block. Also returns the block to copy into the new one (0: none).
 
-        Raises OpError, having changed nothing: FAILED_PRECONDITION if the parent is not such a one, RESOURCE_EXHAUSTED.
+        Raises OpError, having changed nothing: FAILED_PRECONDITION if the parent has not computed these tokens,
+        RESOURCE_EXHAUSTED if there is no block.
         """
-        token_ids = waiter.token_ids
+        token_ids = subscription.token_ids
         num_shared = len(token_ids) // TOKEN_BYTES - 1
         shared_bytes = num_shared * TOKEN_BYTES
-        begins = waiter.root is parent.root and parent.tokens[:shared_bytes] == token_ids[:shared_bytes]
-        if parent.worker is not self or not begins or parent.num_computed_tokens < num_shared:
+        begins = subscription.root is parent.root and parent.tokens[:shared_bytes] == token_ids[:shared_bytes]
+        if parent.worker_id != self.worker_id or not begins or parent.num_computed_tokens < num_shared:
             raise OpError(
                 Code.FAILED_PRECONDITION,
-                f"sequence {waiter.sequence_id} cannot fork sequence {parent.sequence_id}, which has not computed the "
-                f"first {num_shared} tokens of it on worker {self.worker_id}",
+                f"sequence {subscription.sequence_id} cannot fork sequence {parent.sequence_id}, "
+                f"which has not computed the first {num_shared} tokens of it on worker {self.worker_id}",
             )
         _check_written(parent)
         num_whole, rest = divmod(num_shared, self.tree.block_size)
@@ -215,38 +223,40 @@ class Worker:
             )
         self.check_room(1)
         if not self.prefix_caching:
-            self.store(parent)  # in a tree of the family's own: nobody else finds it
+            self.store(parent)  # in a private tree of the family, which no walk reaches
         node = self.tree.cut(parent.node, num_whole)
-        table = self.device.use_path(node, waiter.terms.priority) + self.device.take(1)
-        return self._begin(waiter, table, node, num_shared), parent.table[num_whole] if rest else 0
+        table = self.device.use_path(node, subscription.metadata.priority) + self.device.take(1)
+        return self._begin(subscription, table, node, num_shared), parent.table[num_whole] if rest else 0
 
     def plan(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """The next step is to compute so many of its tokens: whoever is admitted from now on can share them."""
+        """The next step computes this many tokens of the sequence. Sequences admitted from now on can share them."""
         sequence.num_computed_tokens, sequence.unwritten = num_computed_tokens, True
         if self.prefix_caching and num_computed_tokens // self.tree.block_size > sequence.node.end:
             self.store(sequence)
 
     def _written_part(self, node: PrefixNode, depth: int) -> tuple[PrefixNode, int]:
-        """Of a place that the device holds, without what steps are still to write that have not been sent."""
-        while node.parent is not None and node.holdings[self.index].unwritten:
+        """Cuts a held path where the first block begins that an unsent step writes."""
+        while node.parent is not None and node.residencies[self.index].unwritten:
             node = node.parent
             depth = node.end
         return node, depth
 
     def written(self, sequence: Sequence) -> None:
-        """The step has been sent that computes what was planned for it, or for those with whom it shares."""
+        """The step is sent that computes the planned tokens of the sequence, or of the sequences with which it shares
+        them."""
         sequence.unwritten = False
         node = sequence.node
-        while node.parent is not None and (holding := node.holdings[self.index]).unwritten:
-            holding.unwritten = False
-            if node.watches or node.parent.watches:
+        while node.parent is not None and (residency := node.residencies[self.index]).unwritten:
+            residency.unwritten = False
+            if node.points or node.parent.points:
                 self.tree.can_be_copied(node)
             node = node.parent
 
     def store(self, sequence: Sequence) -> None:
-        """Put every whole computed block that is not in the tree yet into it, up to what others are just to write."""
+        """Stores the whole computed blocks of the sequence in the tree, up to a block that another sequence is about to
+        write."""
         tree, device, tokens, table = self.tree, self.device, sequence.tokens, sequence.table
-        node, block_bytes, terms = sequence.node, tree.block_bytes, sequence.terms
+        node, block_bytes, metadata = sequence.node, tree.block_bytes, sequence.metadata
         depth, end = node.end, sequence.num_computed_tokens // tree.block_size
         while depth < end:
             begin = depth * block_bytes
@@ -254,35 +264,39 @@ class Worker:
             if child is None:
                 reached = min(end, depth + tree.max_node_blocks)
                 child = tree.grow(node, tokens[begin : reached * block_bytes])
-                device.hold(child, table[depth:reached], terms.priority).unwritten = sequence.unwritten
-                if node.watches and not sequence.unwritten:
+                device.hold(child, table[depth:reached], metadata.priority).unwritten = sequence.unwritten
+                if node.points and not sequence.unwritten:
                     tree.can_be_copied(child)
             else:
                 reached = tree.follow(child, tokens, end)
                 if reached < child.end:
                     child = tree.split(child, reached)
-                holding = child.holdings.get(self.index)
-                if holding is not None and (holding.unwritten or sequence.alone):
-                    break  # whoever is to write it may be taken out of the step, and then it holds nothing
-                if holding is None:
-                    device.hold(child, table[depth:reached], terms.priority).unwritten = sequence.unwritten
+                residency = child.residencies.get(self.index)
+                if residency is not None and (residency.unwritten or sequence.alone):
+                    break  # the other sequence may be taken out of the step; then it holds nothing
+                if residency is None:
+                    device.hold(child, table[depth:reached], metadata.priority).unwritten = sequence.unwritten
                     if not sequence.unwritten:
                         tree.can_be_copied(child)
                 else:
-                    # Equal blocks are here already: ours stay private, theirs must not go while we hold what is below.
-                    device.use(holding, terms.priority)
+                    # An equal block is stored already. Ours stays private. We use the other one too, because our next
+                    # nodes are below it.
+                    device.use(residency, metadata.priority)
                     sequence.duplicates += table[depth:reached]
             node, depth = child, reached
         stored, sequence.node = node is not sequence.node, node
-        if stored and terms.retention:
-            device.retain(node, terms.retention, terms.tenant)
+        if stored and metadata.retention:
+            device.retain(node, metadata.retention, metadata.tenant)
 
     def release(self, sequence: Sequence, discard: bool = False) -> None:
-        """The sequence leaves the device, from the tail to the head, so that eviction meets children before parents.
-        With `discard`, nothing is kept of it (nor of what is behind it) that has no other user."""
+        """The sequence leaves the device. It leaves its path from the end to the root, so that eviction meets children
+        first.
+
+        With `discard`, the cache keeps none of its blocks without another user, and none of the blocks below them.
+        """
         private = sequence.duplicates + sequence.table[sequence.node.end :]
         kept = self.partial_reuse and not (discard or sequence.unwritten)
-        if kept and keep_tail(self.device, sequence):
+        if kept and keep_partial_block(self.device, sequence):
             del private[len(sequence.duplicates)]
         private.reverse()
         self.device.pool.give_back(private)
@@ -292,22 +306,23 @@ class Worker:
             self._discard(sequence.node)
 
     def _discard(self, node: PrefixNode) -> None:
-        """Of the way to the node, what has no user, and what is cached behind that."""
+        """Forgets the unused nodes on the path to the node, and the unused nodes below them."""
         top = None
         while node.parent is not None:
-            holding = node.holdings.get(self.index)
-            if holding is not None and not holding.users:
+            residency = node.residencies.get(self.index)
+            if residency is not None and not residency.users:
                 top = node
             node = node.parent
         if top is not None:
-            self.host.forget_unused(top)  # first: what is there may be behind what the device has
+            self.host.forget_unused(top)  # first, because its nodes may be below those of the device
             self.device.forget_unused(top)
 
     def swap_out(self, sequence: Sequence) -> SwappedSequence:
-        """Host blocks for what is computed of it, and none on the device any more: everything moves, also what others
-        share, so that a sequence that waits pins nothing. The content of its table's blocks is to be copied.
+        """Moves the computed tokens of a sequence to host blocks and frees its device blocks.
 
-        Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few host blocks.
+        It moves all of them, also blocks that other sequences share, so that a swapped-out sequence keeps no device
+        block from eviction. The caller copies the content of the table's blocks. Raises OpError(RESOURCE_EXHAUSTED),
+        having changed nothing, if there are too few host blocks.
         """
         _check_written(sequence)
         num_blocks = -(-sequence.num_computed_tokens // self.tree.block_size)
@@ -320,22 +335,22 @@ class Worker:
             )
         swapped = SwappedSequence(
             sequence.sequence_id,
-            self,
+            self.worker_id,
             sequence.tokens,
             sequence.num_computed_tokens,
             self.host.take(num_blocks),
             sequence.root,
-            sequence.terms,
+            sequence.metadata,
         )
         self.release(sequence)
         self.swapped[swapped.sequence_id] = swapped
         return swapped
 
     def swap_in(self, swapped: SwappedSequence) -> tuple[Sequence, int]:
-        """Admit it again; what of it is not on the device is to be copied from its host blocks, which are free then.
-        Also how many blocks are on the device.
+        """Admits a swapped-out sequence again. Also returns how many of its blocks the device has cached.
 
-        Raises OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few blocks.
+        The other blocks are to be copied from its host blocks, which are freed at the end of the exchange. Raises
+        OpError(RESOURCE_EXHAUSTED), having changed nothing, if there are too few blocks.
         """
         node, depth = self.tree.walk(swapped.token_ids, swapped.root, 0)
         sequence = self.admit(swapped, node, depth, 0, copies=False).sequence
@@ -344,12 +359,12 @@ class Worker:
         return sequence, sequence.node.end
 
     def forget_swapped(self, swapped: SwappedSequence) -> None:
-        """Its host blocks are free."""
+        """Frees the host blocks of a swapped-out sequence."""
         self.host.pool.give_back(swapped.host_blocks[::-1])
         del self.swapped[swapped.sequence_id]
 
     def check_room(self, num_blocks: int) -> None:
-        """Raises OpError(RESOURCE_EXHAUSTED) if there are not so many blocks to take."""
+        """Raises OpError(RESOURCE_EXHAUSTED) if fewer than `num_blocks` blocks are available."""
         available = self.device.available_blocks
         if num_blocks > available:
             raise OpError(
@@ -364,9 +379,3 @@ def _check_written(sequence: Sequence) -> None:
         raise OpError(
             Code.FAILED_PRECONDITION, f"sequence {sequence.sequence_id} has planned tokens, not committed yet"
         )
-
-
-def check_token_bytes(token_ids: bytes) -> None:
-    """OpError(INVALID_ARGUMENT) unless these are packed int32."""
-    if len(token_ids) % TOKEN_BYTES:
-        raise OpError(Code.INVALID_ARGUMENT, f"token_ids: {len(token_ids)} bytes is not a whole number of int32")
