@@ -22,7 +22,7 @@ from paceline.v1.admin_pb2 import (
 from paceline.v1.admin_pb2_grpc import AdminServiceServicer
 from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.scheduler import SchedulerCore
-from scheduler_svc.policies.presets import DEFAULT, PRESETS, Choice
+from scheduler_svc.policies.presets import DEFAULT, PRESETS, PolicySet
 from scheduler_svc.policies.registry import KINDS, build, check_given, choose, names
 from services.runtime.logs import get_logger
 
@@ -36,7 +36,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Admin(AdminServiceServicer):
-    def __init__(self, core: SchedulerCore, choice: Choice) -> None:
+    def __init__(self, core: SchedulerCore, choice: PolicySet) -> None:
         self.core = core
         self.choice = choice
         self._order = core.policies.order  # of the choice
@@ -78,7 +78,7 @@ class Admin(AdminServiceServicer):
         return SetPolicyResponse(choice=self._message())
 
     async def Explain(self, request: ExplainRequest, context: Context) -> ExplainResponse:
-        found = self.core.journal.find(request.request_id)
+        found = self.core.timeline.find(request.request_id)
         if not found:
             message = f"request_id: nothing is known (any more) of {request.request_id[:200]!r}"
             await context.abort(grpc.StatusCode.NOT_FOUND, message)
@@ -98,7 +98,7 @@ class Admin(AdminServiceServicer):
                     worker=span.worker,
                     request_id=record.request_id,
                 )
-                for span in self.core.journal.explain_record(record, self.core.life.now_s)
+                for span in self.core.timeline.explain_record(record, self.core.life.now_s)
             )
         return answer
 
@@ -108,7 +108,7 @@ class Admin(AdminServiceServicer):
         return self.core.policies.order is not self._order
 
     @property
-    def _in_force(self) -> Choice:
+    def _in_force(self) -> PolicySet:
         """Without the order that failed, and without its options."""
         return (
             choose(overrides={"order": PRESETS[DEFAULT].order}, base=self.choice) if self._has_failed else self.choice
@@ -130,7 +130,7 @@ class Admin(AdminServiceServicer):
         return _as_message(next((name for name, known in PRESETS.items() if known == choice), ""), choice)
 
 
-def _as_message(preset: str, choice: Choice) -> PolicyChoice:
+def _as_message(preset: str, choice: PolicySet) -> PolicyChoice:
     return PolicyChoice(
         preset=preset,
         options={name: json.dumps(value) for name, value in choice.options.items()},

@@ -17,8 +17,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from scheduler_svc.core.tenure import RENEWALS, Tenure, next_epoch
-from scheduler_svc.etcd import Etcd, EtcdError, Seat
+from scheduler_svc.core.lease import RENEWALS, LeaseClock, next_epoch
+from scheduler_svc.etcd import Etcd, EtcdError, LeaderRecord
 from services.runtime.logs import get_logger
 
 log = get_logger(__name__)
@@ -43,27 +43,27 @@ class Election:
         wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
         self.epoch = 0  # of our mastership; 0 before
-        self.master = ""  # as last heard
+        self.leader = ""  # as last heard
         self._etcd = etcd
         self._address = address
         self._ttl_s = ttl_s
         self._clock = clock
         self._wall_ms = wall_ms
         self._lease = 0
-        self._tenure = Tenure()
+        self._lease_clock = LeaseClock()
         self._trouble = ""  # of the latest renewal
         self._reminded_s = float("-inf")
 
     @property
     def holds(self) -> bool:
         """Whether nobody else can have been elected by now."""
-        return self._tenure.holds(self._clock())
+        return self._lease_clock.holds(self._clock())
 
     @property
     def why_not(self) -> str:
         """What is known of why we do not hold it any more."""
-        asked_s = self._tenure.asked_s
-        silent_s, counted_s = self._clock() - asked_s, self._tenure.ends_s - asked_s
+        asked_s = self._lease_clock.asked_s
+        silent_s, counted_s = self._clock() - asked_s, self._lease_clock.ends_s - asked_s
         trouble = self._trouble or "this process did not run"
         return f"the lease was last renewed {silent_s:.1f} s ago, for {counted_s:.1f} s ({trouble})"
 
@@ -71,24 +71,24 @@ class Election:
         """Stand by until elected; the epoch."""
         while True:
             try:
-                seat = await self._etcd.seat()
-                if seat.lease is None:
-                    if await self._claim(seat):
+                record = await self._etcd.read_leader()
+                if record.lease is None:
+                    if await self._claim(record):
                         return self.epoch
                 else:
-                    self._stand_by(seat)
+                    self._stand_by(record)
                     # A silent connection would say nothing for ever: look again from time to time.
-                    await self._etcd.wait_until_left(seat, self._ttl_s)
+                    await self._etcd.wait_until_left(record, self._ttl_s)
             except EtcdError as error:
                 self._remind(error)
                 await asyncio.sleep(RETRY_S)
 
-    async def reign(self) -> str:
+    async def lead(self) -> str:
         """Keep the lease; returns why we are not the master any more."""
         tasks = [asyncio.create_task(self._renew()), asyncio.create_task(self._watch())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            self._tenure.end()
+            self._lease_clock.end()
             return done.pop().result()
         finally:
             for task in tasks:
@@ -104,39 +104,39 @@ class Election:
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _give_back(self) -> None:
-        self._tenure.end()
+        self._lease_clock.end()
         try:
             await self._etcd.revoke(self._lease)
         except EtcdError as error:
             log.warning("the lease could not be given back and has to run out", reason=str(error))
 
-    async def _claim(self, seat: Seat) -> bool:
+    async def _claim(self, record: LeaderRecord) -> bool:
         asked_s = self._clock()
         self._lease, ttl_s = await self._etcd.grant(self._ttl_s)
-        epoch = next_epoch(seat.epoch, self._wall_ms())
+        epoch = next_epoch(record.epoch, self._wall_ms())
         won = False
         try:
-            won = await self._etcd.claim(seat, self._lease, self._address, epoch)
+            won = await self._etcd.claim(record, self._lease, self._address, epoch)
             if won:
-                self._tenure.extend(asked_s, ttl_s)
+                self._lease_clock.extend(asked_s, ttl_s)
                 won = self.holds
         finally:
             # Without an answer the seat may be ours: then nobody has it until the lease is gone.
             if not won:
                 await self._give_back()
         if won:
-            self.epoch, self.master = epoch, self._address
+            self.epoch, self.leader = epoch, self._address
         return won
 
     async def _renew(self) -> str:
         pause_s = self._ttl_s / RENEWALS
         while True:
-            await asyncio.sleep(min(pause_s, max(self._tenure.ends_s - self._clock(), 0)))
+            await asyncio.sleep(min(pause_s, max(self._lease_clock.ends_s - self._clock(), 0)))
             asked_s = self._clock()
             if not self.holds:
                 return self.why_not
             try:
-                async with asyncio.timeout(self._tenure.ends_s - asked_s):
+                async with asyncio.timeout(self._lease_clock.ends_s - asked_s):
                     ttl_s = await self._etcd.renew(self._lease)
             except EtcdError as error:
                 self._trouble, pause_s = str(error), RETRY_S
@@ -145,24 +145,24 @@ class Election:
             else:
                 if not ttl_s:
                     return "etcd has ended the lease"
-                self._tenure.extend(asked_s, ttl_s)
+                self._lease_clock.extend(asked_s, ttl_s)
                 self._trouble, pause_s = "", self._ttl_s / RENEWALS
 
     async def _watch(self) -> str:
         """The key may be deleted by hand, to have another master."""
         while True:
             try:
-                seat = await self._etcd.seat()
-                if seat.lease != self._lease:
+                record = await self._etcd.read_leader()
+                if record.lease != self._lease:
                     return "the key in etcd is not ours any more"
-                await self._etcd.wait_until_left(seat, self._ttl_s)
+                await self._etcd.wait_until_left(record, self._ttl_s)
             except EtcdError:  # _renew says so
                 await asyncio.sleep(RETRY_S)
 
-    def _stand_by(self, seat: Seat) -> None:
-        if seat.address != self.master:
-            log.info("standing by", master=seat.address, epoch=seat.epoch)
-        self.master = seat.address
+    def _stand_by(self, record: LeaderRecord) -> None:
+        if record.address != self.leader:
+            log.info("standing by", leader=record.address, epoch=record.epoch)
+        self.leader = record.address
 
     def _remind(self, error: EtcdError) -> None:
         if self._clock() - self._reminded_s >= REMIND_S:

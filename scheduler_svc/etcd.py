@@ -22,7 +22,7 @@ class EtcdError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class LeaderRecord:
     """What etcd knows of the master's seat, at one revision."""
 
     revision: int
@@ -43,7 +43,7 @@ class Etcd:
 
     def __init__(self, endpoints: Sequence[str], key: str, timeout_s: float) -> None:
         self._endpoints = list(endpoints)
-        self._master_key, self._epoch_key = _encode(f"{key}/master"), _encode(f"{key}/epoch")
+        self._leader_key, self._epoch_key = _encode(f"{key}/master"), _encode(f"{key}/epoch")
         self._timeout_s = timeout_s
         # etcd is called by address; a proxy that the environment names is for the world outside.
         self._http = httpx.AsyncClient(timeout=None, trust_env=False)
@@ -65,43 +65,43 @@ class Etcd:
         """End it, and what hangs on it."""
         await self._ask("lease/revoke", {"ID": str(lease)})
 
-    async def seat(self) -> Seat:
-        ranges = [{"request_range": {"key": key}} for key in (self._master_key, self._epoch_key)]
+    async def read_leader(self) -> LeaderRecord:
+        ranges = [{"request_range": {"key": key}} for key in (self._leader_key, self._epoch_key)]
         answer = await self._ask("kv/txn", {"success": ranges})
 
-        def read() -> Seat:
-            masters, epochs = (part["response_range"].get("kvs", []) for part in answer["responses"])
-            master, epoch = masters[0] if masters else None, epochs[0] if epochs else None
-            return Seat(
+        def read() -> LeaderRecord:
+            leaders, epochs = (part["response_range"].get("kvs", []) for part in answer["responses"])
+            leader, epoch = leaders[0] if leaders else None, epochs[0] if epochs else None
+            return LeaderRecord(
                 revision=int(answer["header"]["revision"]),
-                lease=int(master.get("lease", 0)) if master else None,
-                address=_decode(master["value"])[:200] if master else "",
+                lease=int(leader.get("lease", 0)) if leader else None,
+                address=_decode(leader["value"])[:200] if leader else "",
                 epoch=int(_decode(epoch["value"])) if epoch else 0,
                 epoch_revision=int(epoch["mod_revision"]) if epoch else 0,
             )
 
         return _read(answer, read)
 
-    async def claim(self, seen: Seat, lease: int, address: str, epoch: int) -> bool:
+    async def claim(self, seen: LeaderRecord, lease: int, address: str, epoch: int) -> bool:
         """Take the seat if it is free and nobody had it since `seen`. An EtcdError leaves open whether it was taken."""
         body = {
             "compare": [
-                {"key": self._master_key, "target": "CREATE", "create_revision": "0"},
+                {"key": self._leader_key, "target": "CREATE", "create_revision": "0"},
                 {"key": self._epoch_key, "target": "MOD", "mod_revision": str(seen.epoch_revision)},
             ],
             "success": [
-                {"request_put": {"key": self._master_key, "value": _encode(address), "lease": str(lease)}},
+                {"request_put": {"key": self._leader_key, "value": _encode(address), "lease": str(lease)}},
                 {"request_put": {"key": self._epoch_key, "value": _encode(str(epoch))}},
             ],
         }
         return bool((await self._ask("kv/txn", body)).get("succeeded", False))
 
-    async def wait_until_left(self, seen: Seat, at_most_s: float) -> None:
+    async def wait_until_left(self, seen: LeaderRecord, at_most_s: float) -> None:
         """Until the seat's key is deleted after `seen`, or for so long; returns early where the watch cannot go on (a
         revision that was compacted away), so look again. Raises EtcdError."""
         body = {
             "create_request": {
-                "key": self._master_key,
+                "key": self._leader_key,
                 "start_revision": str(seen.revision + 1),
                 "filters": ["NOPUT"],
             }

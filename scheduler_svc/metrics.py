@@ -39,7 +39,7 @@ class SchedulerMetrics(Collector):
         for name, documentation, value in (
             ("step_failures", "Steps that failed, or took their worker down", counters.failures),
             ("retried_rows", "Rows of such steps that were retried", counters.retried),
-            ("quarantined_requests", "Requests failed because they make steps fail", counters.quarantined),
+            ("quarantined_requests", "Requests failed because they make steps fail", counters.poisoned),
             ("restored_requests", "Requests that went on when the cache was lost", counters.restored),
             ("refused_claims", "Of these, those whose blocks a new cache refused", counters.refused_claims),
             ("steps", "Plans sent to workers", counters.steps),

@@ -21,13 +21,13 @@ class PolicyErrors:
 
     def __call__(self, error: Exception) -> None:
         now_s, key = self._clock(), self._place(error)
-        logged_s, held_back = self._seen.get(key, (-SAME_ERROR_S, 0))
+        logged_s, suppressed = self._seen.get(key, (-SAME_ERROR_S, 0))
         if now_s - logged_s < SAME_ERROR_S or (key not in self._seen and not self._room(now_s)):
             if key in self._seen:
-                self._seen[key] = logged_s, held_back + 1
+                self._seen[key] = logged_s, suppressed + 1
             return
         self._seen[key] = now_s, 0
-        same = {"same_error_since": held_back} if held_back else {}
+        same = {"same_error_since": suppressed} if suppressed else {}
         self._log("a policy failed; the default ones decided in its place", exc_info=error, **same)
 
     @staticmethod

@@ -106,7 +106,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                     what=failure.what,
                     num_retried=len(failure.requests),
                     retried=failure.requests[:MAX_NAMED],
-                    quarantined=failure.quarantined or None,
+                    quarantined=failure.poisoned or None,
                 )
             for worker, reason in outbox.lost_workers:
                 log.warning("worker lost", worker=worker, reason=reason)
@@ -131,10 +131,10 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         self.core.epoch = self.core.fence = epoch
         log.info("elected master", epoch=epoch)
         grpc_server.set_serving(True)
-        await asyncio.gather(self.tick(), self.keep_cache_link(), self._reign(self.election))
+        await asyncio.gather(self.tick(), self.keep_cache_link(), self._lead(self.election))
 
-    async def _reign(self, election: Election) -> None:
-        step_down(await election.reign())
+    async def _lead(self, election: Election) -> None:
+        step_down(await election.lead())
 
     def _watch(self, *, promised: bool) -> Watch:
         """Over a peer whose first message is here."""

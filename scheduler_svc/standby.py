@@ -54,7 +54,7 @@ class StandbyGate(_Interceptor):
         handler = await continuation(handler_call_details)
         if handler is None or self._election.epoch or handler_call_details.method.startswith("/grpc."):
             return handler
-        return _refusing(handler, f"standby; the master is {self._election.master or 'not elected yet'}")
+        return _refusing(handler, f"standby; the leader is {self._election.leader or 'not elected yet'}")
 
 
 def _refusing(handler: grpc.RpcMethodHandler[Any, Any], why: str) -> grpc.RpcMethodHandler[Any, Any]:

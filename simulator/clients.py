@@ -20,7 +20,7 @@ from scheduler_svc.core.lifecycle.beam_groups import make_search
 from services.gateway.engine.session_core import LiveRequest, Terms
 from simulator.gateway_party import GatewayParty
 from simulator.network import Network, Party
-from simulator.schedule import NUM_GATEWAYS, Ask
+from simulator.schedule import NUM_GATEWAYS, ClientScript
 from simulator.toy_worker import EOS, expected_hypotheses, expected_output, toy_logprob
 
 RETRY_S = 0.2
@@ -31,7 +31,7 @@ DONE = (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH)
 class Copy:
     """A client's request at one gateway. `requests`: its samples, once the gateway has taken it."""
 
-    client: Client
+    client: SimulatedClient
     gateway: GatewayParty
     requests: list[LiveRequest] = field(default_factory=list)
     num_brought: list[int] = field(default_factory=list)  # tokens of each that the client had
@@ -58,10 +58,10 @@ class Copy:
             self.gateway.cancel(request)
 
 
-class Client:
+class SimulatedClient:
     """`done`: it has what it wanted, or wants nothing any more. `gone`: with its gateway; it does not come back."""
 
-    def __init__(self, ask: Ask, name: str, clients: Clients) -> None:
+    def __init__(self, ask: ClientScript, name: str, clients: SimulatedClients) -> None:
         self.ask = ask
         self.name = name
         self.done = self.cancelled = self.gone = False
@@ -262,17 +262,17 @@ class Client:
         assert np.allclose([score for _, score in found], [score for _, score in expected])
 
 
-class Clients:
+class SimulatedClients:
     """All of them. `gateway`: the process that has this number now."""
 
     def __init__(self, network: Network, gateway: Callable[[int], GatewayParty]) -> None:
         self.network = network
         self.gateway = gateway
-        self.all: list[Client] = []
+        self.all: list[SimulatedClient] = []
         self.by_request: dict[int, tuple[Copy, int]] = {}
 
-    def ask(self, ask: Ask) -> None:
-        client = Client(ask, f"client-{len(self.all)}", self)
+    def ask(self, ask: ClientScript) -> None:
+        client = SimulatedClient(ask, f"client-{len(self.all)}", self)
         self.all.append(client)
         client.begin()
 

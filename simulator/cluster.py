@@ -54,7 +54,7 @@ class ClientSession(NamedTuple):
 
 
 @dataclass(slots=True)
-class Asked:
+class SentRequest:
     """A request and what has come of it."""
 
     session: ClientSession
@@ -68,7 +68,7 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Link:
+class AttachedWorker:
     """A worker that is attached: its plans that wait, and the one that runs."""
 
     worker: TimedWorker
@@ -99,7 +99,7 @@ class Cluster:
         config: SchedulerConfig | None = None,
     ) -> None:
         self.now_s = 0.0
-        self.asked: list[Asked] = []
+        self.asked: list[SentRequest] = []
         self.lived: list[Lived] = []
         self.tokens_by_s: list[tuple[float, int]] = []  # when output tokens came, and how many
         self.cache = CacheCore()
@@ -111,7 +111,7 @@ class Cluster:
         self.core.cache_connected(1)
         self._events: list[tuple[float, int, Any]] = []
         self._order = itertools.count()
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, AttachedWorker] = {}
         self._closed: deque[ClientSession] = deque()  # sessions that wait for one before them to end
         self._open_requests = 0
         self._starts = 0  # sessions that have yet to begin
@@ -160,7 +160,7 @@ class Cluster:
 
     def _join(self, worker: TimedWorker) -> None:
         id = self.core.register_worker(worker.registration())
-        self._links[id] = Link(worker, id, self.now_s)
+        self._links[id] = AttachedWorker(worker, id, self.now_s)
         if worker.spec.dies_s < float("inf"):
             self._at(worker.spec.dies_s, partial(self._die, id))
         self._settle()
@@ -182,7 +182,7 @@ class Cluster:
 
     def _ask(self, session: ClientSession, turn: int, prompt: npt.NDArray[np.int32]) -> None:
         num_output_tokens = session.turns[turn].num_output_tokens
-        self.asked.append(Asked(session, turn, prompt, self.now_s, num_output_tokens))
+        self.asked.append(SentRequest(session, turn, prompt, self.now_s, num_output_tokens))
         self._open_requests += 1
         handle = len(self.asked)
         if handle == len(self._received):
@@ -198,7 +198,7 @@ class Cluster:
         self.core.session_message(SESSION, SessionRequest(submissions=[submission]), self.now_s)
         self._settle()
 
-    def _run_step(self, link: Link) -> None:
+    def _run_step(self, link: AttachedWorker) -> None:
         """Begin the worker's next plan."""
         link.runs = True
         result, seconds = link.worker.run(link.plans.popleft())
@@ -206,7 +206,7 @@ class Cluster:
         result.finished_us = round((self.now_s + seconds) * 1e6)
         self._at(self.now_s + seconds, partial(self._finish_step, link, result))
 
-    def _finish_step(self, link: Link, result: StepResult) -> None:
+    def _finish_step(self, link: AttachedWorker, result: StepResult) -> None:
         if link.id not in self._links:
             return  # it died in this step
         link.runs = False

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from simulator.network import Action, Connection, Network, Party
+from simulator.network import Action, Network, Party, SimulatedConnection
 
 LOOK_S = 0.1
 RETRY_S = 0.1
@@ -29,14 +29,14 @@ class _Json:
 
 
 @dataclass(frozen=True)
-class Ask(_Json):
+class EtcdQuestion(_Json):
     number: int
     method: str
     arguments: list[Any]
 
 
 @dataclass(frozen=True)
-class Answer(_Json):
+class EtcdAnswer(_Json):
     number: int
     value: Any
 
@@ -46,9 +46,9 @@ class EtcdData:
     """On its disk. `reigns` has the lease of each mastership there ever was: the truth that epochs are to tell."""
 
     ends_s: dict[int, float] = field(default_factory=dict)  # of the leases
-    master: int | None = None  # its lease
+    leader: int | None = None  # its lease
     epoch: int = 0
-    reigns: list[int] = field(default_factory=list)
+    leader_terms: list[int] = field(default_factory=list)
 
 
 class EtcdParty(Party):
@@ -56,30 +56,30 @@ class EtcdParty(Party):
         super().__init__(network, name)
         self.data = data
         self._ttl_s = ttl_s
-        self._watching: dict[Connection, int] = {}  # the number of the question
+        self._watching: dict[SimulatedConnection, int] = {}  # the number of the question
         for lease in data.ends_s:
             data.ends_s[lease] = network.now_s + ttl_s
         self.every(LOOK_S, self._end_leases)
 
-    def accepted(self, connection: Connection) -> None:
+    def accepted(self, connection: SimulatedConnection) -> None:
         pass
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: SimulatedConnection) -> None:
         self._watching.pop(connection, None)
 
-    def received(self, connection: Connection, ask: Ask) -> None:
-        if ask.method == "wait_until_left" and self.data.master is not None:
+    def received(self, connection: SimulatedConnection, ask: EtcdQuestion) -> None:
+        if ask.method == "wait_until_left" and self.data.leader is not None:
             self._watching[connection] = ask.number
             return
         methods: dict[str, Callable[..., Any]] = {
             "grant": self._grant,
             "renew": self._renew,
             "revoke": self._revoke,
-            "seat": lambda: (self.data.master, self.data.epoch),
+            "read_leader": lambda: (self.data.leader, self.data.epoch),
             "claim": self._claim,
             "wait_until_left": lambda: None,
         }
-        connection.send(self, Answer(ask.number, methods[ask.method](*ask.arguments)))
+        connection.send(self, EtcdAnswer(ask.number, methods[ask.method](*ask.arguments)))
 
     def _grant(self) -> int:
         lease = self.network.rng.getrandbits(60)
@@ -94,19 +94,19 @@ class EtcdParty(Party):
 
     def _revoke(self, lease: int) -> None:
         self.data.ends_s.pop(lease, None)
-        if lease == self.data.master:
-            self.data.master = None
+        if lease == self.data.leader:
+            self.data.leader = None
             for connection, number in self._watching.items():
-                connection.send(self, Answer(number, None))
+                connection.send(self, EtcdAnswer(number, None))
             self._watching.clear()
 
     def _claim(self, last_epoch: int, lease: int, epoch: int) -> bool:
         data = self.data
-        if data.master is not None or data.epoch != last_epoch or lease not in data.ends_s:
+        if data.leader is not None or data.epoch != last_epoch or lease not in data.ends_s:
             return False
         assert epoch > data.epoch, f"a master of epoch {epoch} after one of {data.epoch}"
-        data.master, data.epoch = lease, epoch
-        data.reigns.append(lease)
+        data.leader, data.epoch = lease, epoch
+        data.leader_terms.append(lease)
         return True
 
     def _end_leases(self) -> None:
@@ -119,7 +119,7 @@ class WayToEtcd:
     next one goes by another connection."""
 
     def __init__(self, party: Party, etcd: Callable[[], Party], timeout_s: float) -> None:
-        self.link: Connection | None = None  # dialled, at least
+        self.link: SimulatedConnection | None = None  # dialled, at least
         self._party = party
         self._etcd = etcd
         self._timeout_s = timeout_s
@@ -142,7 +142,7 @@ class WayToEtcd:
             return
         number = next(self._numbers)
         self._open[number] = then, failed
-        self.link.send(self._party, Ask(number, method, list(arguments)))
+        self.link.send(self._party, EtcdQuestion(number, method, list(arguments)))
         self._party.after(self._timeout_s if timeout_s is None else timeout_s, lambda: self._expire(number))
 
     def cut_off(self, for_s: float) -> None:
@@ -154,7 +154,7 @@ class WayToEtcd:
     def connected(self) -> None:
         self._is_connected = True
 
-    def received(self, answer: Answer) -> None:
+    def received(self, answer: EtcdAnswer) -> None:
         if answer.number in self._open:
             then, _ = self._open.pop(answer.number)
             then(answer.value)
@@ -177,7 +177,7 @@ class WayToEtcd:
         if number in self._open and self.link is not None:
             self._give_up(self.link)
 
-    def _give_up(self, link: Connection) -> None:
+    def _give_up(self, link: SimulatedConnection) -> None:
         if link is self.link:
             link.close(self._party)
             self.closed()

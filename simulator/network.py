@@ -21,7 +21,7 @@ KEEPALIVE_S = 4.0  # two seconds to the next ping, two for its answer: services/
 Action = Callable[[], object]
 
 
-class Message(Protocol):
+class SerializableMessage(Protocol):
     def SerializeToString(self) -> bytes: ...
 
     @classmethod
@@ -40,7 +40,7 @@ class Party:
         self.leaving = False  # told to (SIGTERM)
         self.on_released: Action = lambda: None  # it has left
         self._backlog: list[Action] = []
-        self.connections: list[Connection] = []
+        self.connections: list[SimulatedConnection] = []
 
     @property
     def clock_s(self) -> float:
@@ -79,7 +79,7 @@ class Party:
         for connection in list(self.connections):
             self.network.after(KEEPALIVE_S, partial(self._given_up, connection))
 
-    def _given_up(self, connection: Connection) -> None:
+    def _given_up(self, connection: SimulatedConnection) -> None:
         if self.frozen:
             connection.cut()
 
@@ -97,23 +97,23 @@ class Party:
 
     # ── what a party does about its connections ──────────────────────────────────────────────────────────────────────
 
-    def accepted(self, connection: Connection) -> None:
+    def accepted(self, connection: SimulatedConnection) -> None:
         """Somebody has connected to it."""
         raise NotImplementedError
 
-    def connected(self, connection: Connection) -> None:
+    def connected(self, connection: SimulatedConnection) -> None:
         """It has connected to somebody."""
         raise NotImplementedError
 
-    def received(self, connection: Connection, message: Any) -> None:
+    def received(self, connection: SimulatedConnection, message: Any) -> None:
         raise NotImplementedError
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: SimulatedConnection) -> None:
         """It is over, or never came about. Not called at the end that closed it."""
         raise NotImplementedError
 
 
-class Connection:
+class SimulatedConnection:
     """A stream of messages in either direction, from the moment at which `client` dialled."""
 
     def __init__(self, network: Network, client: Party, server: Party) -> None:
@@ -131,7 +131,7 @@ class Connection:
     def is_open(self, party: Party) -> bool:
         return self._open[party]
 
-    def send(self, sender: Party, message: Message) -> None:
+    def send(self, sender: Party, message: SerializableMessage) -> None:
         """Later changes of the message do not travel with it."""
         if self._open[sender]:
             data, kind = message.SerializeToString(), type(message)
@@ -214,9 +214,9 @@ class Network:
     def after(self, delay_s: float, action: Action) -> None:
         self.at(self.now_s + delay_s, action)
 
-    def connect(self, client: Party, server: Party) -> Connection:
+    def connect(self, client: Party, server: Party) -> SimulatedConnection:
         """`client` is told when it is connected, or that it is not."""
-        connection = Connection(self, client, server)
+        connection = SimulatedConnection(self, client, server)
         client.connections.append(connection)
         connection.establish()
         return connection

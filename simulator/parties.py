@@ -34,7 +34,7 @@ from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
 from services.runtime.fence import Fence, StaleScheduler
 from simulator.exchanges import check_exchange, check_plan
-from simulator.network import Connection, Network, Party
+from simulator.network import Network, Party, SimulatedConnection
 from simulator.toy_worker import ToyWorker
 
 Find = Callable[[], Party]  # the process that goes by a name now
@@ -55,14 +55,14 @@ class SchedulerParty(Party):
         self.core = core
         self._cache = cache
         self._epochs = itertools.count(0)
-        self._cache_link: Connection | None = None
-        self._sessions: dict[str, Connection] = {}
-        self._workers: dict[int, Connection] = {}
-        self._names: dict[Connection, str | int] = {}  # of the session or the worker at the other end
+        self._cache_link: SimulatedConnection | None = None
+        self._sessions: dict[str, SimulatedConnection] = {}
+        self._workers: dict[int, SimulatedConnection] = {}
+        self._names: dict[SimulatedConnection, str | int] = {}  # of the session or the worker at the other end
         self.begin()
 
     @property
-    def reign(self) -> int:
+    def leader_term(self) -> int:
         """Larger for every later master."""
         return self.core.epoch
 
@@ -109,17 +109,17 @@ class SchedulerParty(Party):
         if message.HasField("plan") and isinstance(cache, CacheParty) and cache.link is self._cache_link:
             check_plan(cache.core, worker, message.plan)
 
-    def accepted(self, connection: Connection) -> None:
+    def accepted(self, connection: SimulatedConnection) -> None:
         if self.leaving:
             connection.close(self)  # else its first message says who it is
 
-    def connected(self, connection: Connection) -> None:
+    def connected(self, connection: SimulatedConnection) -> None:
         if self.leaving:
             return
         self._cache_link = connection
         self._event(self.core.cache_connected, next(self._epochs))
 
-    def received(self, connection: Connection, message: Any) -> None:
+    def received(self, connection: SimulatedConnection, message: Any) -> None:
         if self.leaving:
             return
         if isinstance(message, CacheServiceLinkResponse):
@@ -129,7 +129,7 @@ class SchedulerParty(Party):
         else:
             self._from_worker(connection, message)
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: SimulatedConnection) -> None:
         if self.leaving:
             return
         if connection.client is self:
@@ -146,24 +146,24 @@ class SchedulerParty(Party):
             del self._workers[who]
             self._event(self.core.worker_lost, who)
 
-    def _hang_up(self, connection: Connection) -> None:
+    def _hang_up(self, connection: SimulatedConnection) -> None:
         connection.close(self)
         self.closed(connection)
 
-    def _from_cache(self, connection: Connection, response: CacheServiceLinkResponse) -> None:
+    def _from_cache(self, connection: SimulatedConnection, response: CacheServiceLinkResponse) -> None:
         try:
             self._event(self.core.cache_response, response)
         except ProtocolError:
             self._hang_up(connection)
 
-    def _from_session(self, connection: Connection, request: SessionRequest) -> None:
+    def _from_session(self, connection: SimulatedConnection, request: SessionRequest) -> None:
         if connection not in self._names:
             session = self._names[connection] = request.open.session_id
             self._sessions[session] = connection
             self._event(self.core.open_session, session, request.open.response_window)
         self._event(self.core.session_message, self._names[connection], request, self.network.now_s)
 
-    def _from_worker(self, connection: Connection, message: WorkerServiceLinkRequest) -> None:
+    def _from_worker(self, connection: SimulatedConnection, message: WorkerServiceLinkRequest) -> None:
         if message.HasField("registration"):
             name = self._names[connection] = self.core.register_worker(message.registration)
             self._workers[name] = connection
@@ -187,12 +187,12 @@ class SchedulerParty(Party):
             self._hang_up(connection)
 
 
-def follow(party: Party, connection: Connection, last: int) -> int:
+def follow(party: Party, connection: SimulatedConnection, last: int) -> int:
     """Whom `party` follows from now on, if that is none whose successor it has followed already."""
     scheduler = connection.client if connection.server is party else connection.server
     assert isinstance(scheduler, SchedulerParty)
-    assert scheduler.reign >= last, f"{party.name} follows master {scheduler.reign} after {last}"
-    return scheduler.reign
+    assert scheduler.leader_term >= last, f"{party.name} follows master {scheduler.leader_term} after {last}"
+    return scheduler.leader_term
 
 
 class CacheParty(Party):
@@ -202,8 +202,8 @@ class CacheParty(Party):
         super().__init__(network, name)
         self.core = CacheCore()
         self.fence = Fence()
-        self.link: Connection | None = None
-        self._reign = 0
+        self.link: SimulatedConnection | None = None
+        self._leader_term = 0
 
     def drain(self) -> None:
         """A link never ends by itself."""
@@ -215,7 +215,7 @@ class CacheParty(Party):
             self.link.close(self)
         self.on_released()
 
-    def accepted(self, connection: Connection) -> None:
+    def accepted(self, connection: SimulatedConnection) -> None:
         if self.leaving:
             connection.close(self)
             return
@@ -227,7 +227,7 @@ class CacheParty(Party):
             connection.refused = True
             connection.close(self)
             return
-        self._reign = follow(self, connection, self._reign)
+        self._leader_term = follow(self, connection, self._leader_term)
         if self.link is not None:
             self.link.close(self)
         self.link = connection
@@ -237,7 +237,7 @@ class CacheParty(Party):
         self.core.reset()
         self.core.check_invariants()
 
-    def received(self, connection: Connection, request: CacheServiceLinkRequest) -> None:
+    def received(self, connection: SimulatedConnection, request: CacheServiceLinkRequest) -> None:
         if connection is not self.link:
             return
         try:
@@ -249,7 +249,7 @@ class CacheParty(Party):
         check_exchange(self.core, request, response)
         connection.send(self, response)
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: SimulatedConnection) -> None:
         if connection is self.link:
             self.link = None
             self._reset()
@@ -266,8 +266,8 @@ class WorkerParty(Party):
         self.fence = Fence()
         self._incarnation = f"{name} of {network.now_s}"
         self._dial = dial
-        self._reign = 0
-        self._link: Connection | None = None
+        self._leader_term = 0
+        self._link: SimulatedConnection | None = None
         self._plans: deque[StepPlan] = deque()
         self._is_registered = False
         self._grammar_due_s = 0.0  # when the last grammar is prepared
@@ -278,7 +278,7 @@ class WorkerParty(Party):
         self.leaving = True
         self._say(WorkerServiceLinkRequest(drain=WorkerDrain()))
 
-    def connected(self, connection: Connection) -> None:
+    def connected(self, connection: SimulatedConnection) -> None:
         self._link = connection
         registration = WorkerServiceLinkRequest(registration=self.toy.registration)
         registration.registration.heartbeats = True
@@ -288,7 +288,7 @@ class WorkerParty(Party):
         if self.leaving:
             self._say(WorkerServiceLinkRequest(drain=WorkerDrain()))
 
-    def received(self, connection: Connection, message: WorkerServiceLinkResponse) -> None:
+    def received(self, connection: SimulatedConnection, message: WorkerServiceLinkResponse) -> None:
         match message.WhichOneof("message"):
             case "registered":
                 try:
@@ -296,7 +296,7 @@ class WorkerParty(Party):
                 except StaleScheduler:
                     self._hang_up(connection)
                     return
-                self._reign = follow(self, connection, self._reign)
+                self._leader_term = follow(self, connection, self._leader_term)
                 self.toy.reset(keeps_blocks=True)
                 self._plans.clear()
                 self._is_registered = True
@@ -310,17 +310,17 @@ class WorkerParty(Party):
                 assert not self._plans, "released with a plan to run"
                 self.on_released()
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: SimulatedConnection) -> None:
         self._link = None
         self._is_registered = False
         self._plans.clear()
         self.after(RETRY_S, lambda: self._dial(self))
 
-    def _hang_up(self, connection: Connection) -> None:
+    def _hang_up(self, connection: SimulatedConnection) -> None:
         connection.close(self)
         self.closed(connection)
 
-    def _begin(self, connection: Connection) -> None:
+    def _begin(self, connection: SimulatedConnection) -> None:
         seconds = 0.002 + self.network.delay_s()
 
         def run() -> None:
@@ -334,7 +334,7 @@ class WorkerParty(Party):
 
         self.after(seconds, run)
 
-    def _prepare(self, connection: Connection, orders: GrammarOrders) -> None:
+    def _prepare(self, connection: SimulatedConnection, orders: GrammarOrders) -> None:
         """One after the other; each takes as long as several steps."""
         for number in orders.forget:
             self.toy.forget_grammar(number, self.toy.step + len(self._plans))

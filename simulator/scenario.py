@@ -45,7 +45,7 @@ class Scheduled:
 
 
 @dataclass(slots=True)
-class Step:
+class ScenarioStep:
     step: int
     scheduled: list[Scheduled] = field(default_factory=list)
     preempted: list[dict[str, str]] = field(default_factory=list)
@@ -58,8 +58,8 @@ class Step:
 
 
 @dataclass(slots=True)
-class Outcome:
-    steps: list[Step]
+class ScenarioOutcome:
+    steps: list[ScenarioStep]
     num_steps: int
     generated_tokens: dict[str, int]
     stuck: bool = False
@@ -72,7 +72,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Seat:
+class ScenarioSlot:
     """What the null worker knows of a slot."""
 
     name: str
@@ -89,38 +89,44 @@ class NullWorker:
     """Runs plans by arithmetic alone. Every token it "samples" is one that nobody else has."""
 
     def __init__(self) -> None:
-        self.seats: dict[int, Seat] = {}
+        self.slot_states: dict[int, ScenarioSlot] = {}
         self.swapped: set[str] = set()  # requests that were swapped out
         self._tokens = itertools.count(VOCAB - 2, -1)
 
     def run(self, plan: StepPlan) -> tuple[list[Scheduled], StepResult]:
         for slot in _ints(plan.free_slots):
-            del self.seats[slot]
+            del self.slot_states[slot]
         for new in plan.new_sequences:
             cached = new.num_cached_tokens
-            self.seats[new.slot] = Seat(new.request_id, len(new.token_ids) // 4 - cached, cached)
+            self.slot_states[new.slot] = ScenarioSlot(new.request_id, len(new.token_ids) // 4 - cached, cached)
         for slot in _ints(plan.hold_slots):
-            self.seats[slot].held = True
+            self.slot_states[slot].held = True
         for slot in _ints(plan.resume_slots):
-            self.seats[slot].held = False
-        decodes = [] if plan.skip_decodes else sorted(s for s, seat in self.seats.items() if seat.decodes)
-        scheduled = [Scheduled(self.seats[slot].name, 1, 0, "decode") for slot in decodes if not self.seats[slot].held]
+            self.slot_states[slot].held = False
+        decodes = (
+            [] if plan.skip_decodes else sorted(s for s, slot_state in self.slot_states.items() if slot_state.decodes)
+        )
+        scheduled = [
+            Scheduled(self.slot_states[slot].name, 1, 0, "decode")
+            for slot in decodes
+            if not self.slot_states[slot].held
+        ]
         num_sampled = len(scheduled)
         for slot, tokens in zip(_ints(plan.prefill_slots), _ints(plan.prefill_tokens), strict=True):
-            seat = self.seats[slot]
-            if seat.name in self.swapped:  # it goes on where it was: no prompt is computed
-                self.swapped.remove(seat.name)
-                scheduled.append(Scheduled(seat.name, tokens, 0, "decode"))
+            slot_state = self.slot_states[slot]
+            if slot_state.name in self.swapped:  # it goes on where it was: no prompt is computed
+                self.swapped.remove(slot_state.name)
+                scheduled.append(Scheduled(slot_state.name, tokens, 0, "decode"))
             else:
-                scheduled.append(Scheduled(seat.name, tokens, seat.cached, "prefill"))
-            seat.remaining -= tokens
-            seat.cached = 0
-            num_sampled += seat.decodes
+                scheduled.append(Scheduled(slot_state.name, tokens, slot_state.cached, "prefill"))
+            slot_state.remaining -= tokens
+            slot_state.cached = 0
+            num_sampled += slot_state.decodes
         sampled = np.array(list(itertools.islice(self._tokens, num_sampled)), np.int32)
         return scheduled, StepResult(step=plan.step, token_ids=sampled.tobytes())
 
 
-class Run:
+class ScenarioRun:
     def __init__(self, scenario: Scenario, policies: Policies) -> None:
         self.scenario = scenario
         loras = scenario.max_loras or len({request.lora for request in scenario.requests if request.lora})
@@ -153,26 +159,26 @@ class Run:
         self._submissions = self._make_submissions()
         self._names = {submission.handle: submission.request_id for _, submission in self._submissions}
         self._num_preemptions: dict[str, int] = defaultdict(int)
-        self._barren_steps = 0
+        self._empty_steps = 0
         self._arrived_until = -1
         self._handles: list[int] = []
         self._plan: StepPlan | None = None
 
-    def play(self) -> Outcome:
+    def play(self) -> ScenarioOutcome:
         """Until nothing is waiting or running."""
-        steps: list[Step] = []
+        steps: list[ScenarioStep] = []
         idle = 0
         arrivals = sorted({at for at, _ in self._submissions})
-        self._settle(Step(-1))
+        self._settle(ScenarioStep(-1))
         while True:
-            step = Step(len(steps))
+            step = ScenarioStep(len(steps))
             self._submit(step)
-            barren = Step(step.step)
-            self._settle(step, barren)
-            if self.core.counters.barren_steps > self._barren_steps:
-                self._barren_steps = self.core.counters.barren_steps
-                self._observe(barren)
-                steps.append(barren)
+            empty = ScenarioStep(step.step)
+            self._settle(step, empty)
+            if self.core.counters.empty_steps > self._empty_steps:
+                self._empty_steps = self.core.counters.empty_steps
+                self._observe(empty)
+                steps.append(empty)
                 step.step, step.preempted = len(steps), []
             result = None
             if self._plan is not None:
@@ -184,20 +190,20 @@ class Run:
                 self._endings(step)
             pending = any(at > self._arrived_until for at in arrivals)
             if not (step.scheduled or step.waiting or step.running or step.rejected or pending):
-                return Outcome(steps, len(steps), self.generated)
+                return ScenarioOutcome(steps, len(steps), self.generated)
             steps.append(step)
             idle = 0 if step.scheduled or step.rejected or pending else idle + 1
             if not (step.waiting or step.running or pending) and not step.scheduled:
-                return Outcome(steps, len(steps), self.generated)
+                return ScenarioOutcome(steps, len(steps), self.generated)
             if idle > MAX_IDLE_STEPS:
-                return Outcome(steps[: -idle + 1], len(steps) - idle + 1, self.generated, stuck=True)
+                return ScenarioOutcome(steps[: -idle + 1], len(steps) - idle + 1, self.generated, stuck=True)
             if not pending and not self.core.queue and not self._live():
-                return Outcome(steps, len(steps), self.generated)
+                return ScenarioOutcome(steps, len(steps), self.generated)
 
     def _live(self) -> bool:
-        return any(worker.running or worker.draft for worker in self.core.workers.values())
+        return any(worker.running or worker.pending_step for worker in self.core.workers.values())
 
-    def _submit(self, step: Step) -> None:
+    def _submit(self, step: ScenarioStep) -> None:
         """Queue what has arrived, also in the step before if that one was counted only once it had been decided."""
         arriving = [submission for at, submission in self._submissions if self._arrived_until < at <= step.step]
         self._arrived_until = step.step
@@ -205,7 +211,7 @@ class Run:
             self.core.session_message("scenario", SessionRequest(submissions=arriving), 0.0)
             self.requests += list(self.core.queue)[-len(arriving) :]
 
-    def _settle(self, step: Step, barren: Step | None = None) -> None:
+    def _settle(self, step: ScenarioStep, empty: ScenarioStep | None = None) -> None:
         """Let scheduler and cache talk until neither has anything to say."""
         while True:
             outbox = self.core.poll(0.0)
@@ -219,7 +225,7 @@ class Run:
             for request in self.requests:  # the cache has had its say about swaps
                 if request.num_preemptions > self._num_preemptions[request.request_id]:
                     self._num_preemptions[request.request_id] = request.num_preemptions
-                    for record in (step, barren) if barren else (step,):
+                    for record in (step, empty) if empty else (step,):
                         record.preempted.append({"id": request.request_id, "mode": self._mode(request)})
             if not outbox.to_cache:
                 return
@@ -232,13 +238,13 @@ class Run:
         self.worker.swapped.add(request.request_id)
         return "swap"
 
-    def _endings(self, step: Step) -> None:
+    def _endings(self, step: ScenarioStep) -> None:
         """Deliver what the step's result brought about, without deciding the next one."""
         session = self.core.sessions["scenario"]
         while (message := session.next_message()) is not None:
             self._take(message, step)
 
-    def _take(self, message: Any, step: Step) -> None:
+    def _take(self, message: Any, step: ScenarioStep) -> None:
         self._handles = list(message.handles) or self._handles
         for handle in self._handles if message.handles or message.same_handles else ():
             self.generated[self._names[handle]] += 1
@@ -249,7 +255,7 @@ class Run:
             else:
                 step.finished.append(name)
 
-    def _observe(self, step: Step) -> None:
+    def _observe(self, step: ScenarioStep) -> None:
         order = {request.request_id: i for i, request in enumerate(self.core.workers[self.worker_id].running.values())}
         step.scheduled.sort(key=lambda scheduled: order.get(scheduled.id, 0))
         for pool in self.cache.pool_counters():
@@ -287,9 +293,9 @@ class Run:
         )
 
 
-def play(scenario: Scenario) -> Outcome:
+def play(scenario: Scenario) -> ScenarioOutcome:
     """Raises PolicyError for a preset or an option that there is not, PolicyFailed if a policy fails."""
-    return Run(scenario, scenario.policies()).play()
+    return ScenarioRun(scenario, scenario.policies()).play()
 
 
 def _ints(packed: bytes) -> list[int]:

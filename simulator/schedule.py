@@ -23,7 +23,7 @@ FIRST_WITH_GRAMMARS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ClientScript:
     """A client's request, and when it goes away for good.
 
     One that `comes_back` does so when it has lost its gateway, when its connection breaks (`breaks_after_s`, from its
@@ -55,7 +55,7 @@ class Fault:
     its machine stands still for so long, its clock too ("suspend"); or one of its connections, the `which`-th that it
     has at that moment, is cut or falls silent; or a scheduler cannot reach etcd for so long ("isolate").
 
-    `target` "master": the scheduler that is elected at that moment."""
+    `target` "leader": the scheduler that is elected at that moment."""
 
     at_s: float
     kind: FaultKind
@@ -69,7 +69,7 @@ class Schedule:
     """`seed` gives the sizes of the parties and every delay of the network."""
 
     seed: int
-    asks: tuple[Ask, ...]
+    asks: tuple[ClientScript, ...]
     faults: tuple[Fault, ...]
 
     def to_json(self) -> str:
@@ -79,12 +79,12 @@ class Schedule:
     def from_json(cls, text: str) -> Schedule:
         """Raises ValueError, KeyError or TypeError if it is none."""
         data = json.loads(text)
-        asks = tuple(Ask(**{**ask, "prompt": tuple(ask["prompt"])}) for ask in data["asks"])
+        asks = tuple(ClientScript(**{**ask, "prompt": tuple(ask["prompt"])}) for ask in data["asks"])
         return cls(data["seed"], asks, tuple(Fault(**fault) for fault in data["faults"]))
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class PartySizes:
     """Of the parties; any of them may differ in all but the model and the size of a block."""
 
     block_size: int
@@ -98,7 +98,7 @@ class Sizes:
     num_schedulers: int
 
     @classmethod
-    def of(cls, seed: int) -> Sizes:
+    def of(cls, seed: int) -> PartySizes:
         rng = random.Random(f"sizes {seed}")
         block_size = rng.choice([1, 2, 4, 8])
         num_blocks = rng.choice([48, 56, 72, 300]) // block_size + 2
@@ -121,26 +121,26 @@ def random_schedule(seed: int) -> Schedule:
     asks = tuple(_random_ask(rng, families) for _ in range(rng.randrange(2, 8)))
     if seed >= FIRST_WITH_GRAMMARS:
         asks = tuple(replace(ask, grammar=_grammar_of(ask)) for ask in asks)
-    sizes = Sizes.of(seed)
+    sizes = PartySizes.of(seed)
     faults = [_random_fault(rng, sizes.num_workers) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 4]))]
     if sizes.num_schedulers > 1:
         faults += _takeover(rng, sizes.num_workers)
     return Schedule(seed, asks, tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
-def _grammar_of(ask: Ask) -> str:
+def _grammar_of(ask: ClientScript) -> str:
     """None, one that others have, too, or one that few have. Not drawn, so all else is as without."""
     last = ask.prompt[-1]
     return "" if ask.beam_width else ("", "form 0", "form 1", f"form {last}")[last % 4]
 
 
-def _random_ask(rng: random.Random, families: list[list[int]]) -> Ask:
+def _random_ask(rng: random.Random, families: list[list[int]]) -> ClientScript:
     shared = rng.choice(families)[: rng.randrange(25)]
     prompt = (*shared, *(rng.randrange(8, 1000) for _ in range(rng.randrange(1, 6))))
     beam_width = rng.randrange(1, 4) if rng.random() < 0.08 else 0
     n = 1 if beam_width else rng.choice([1, 1, 1, 2, 3])
     comes_back = rng.random() < 0.6
-    return Ask(
+    return ClientScript(
         at_s=round(rng.uniform(0.1, 0.4), 4),
         gateway=rng.randrange(NUM_GATEWAYS),
         prompt=prompt,
@@ -183,9 +183,9 @@ def _takeover(rng: random.Random, num_workers: int) -> list[Fault]:
         return Fault(round(at_s, 4), kind, target, round(for_s, 4), which=rng.randrange(4))
 
     kind: FaultKind = rng.choice(["kill", "freeze", "suspend", "suspend", "suspend", "isolate", "drain"])
-    faults = [fault(at_s, kind, "master", for_s)]
+    faults = [fault(at_s, kind, "leader", for_s)]
     if kind == "suspend" and rng.random() < 0.9:
-        faults.append(fault(at_s + 0.001, "isolate", "master", for_s + 4.0))
+        faults.append(fault(at_s + 0.001, "isolate", "leader", for_s + 4.0))
     if rng.random() < 0.3:
         faults.append(fault(rng.uniform(0.1, 4.0), rng.choice(["kill", "freeze"]), "etcd", rng.uniform(0.0, 4.0)))
     clients = [*(f"worker-{i}" for i in range(num_workers)), "gateway-0", "gateway-1"]

@@ -21,7 +21,7 @@ REPORT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SoakOutcome:
     """Of a schedule: how much happened in it, and what went wrong."""
 
     schedule: Schedule
@@ -29,22 +29,22 @@ class Outcome:
     error: str = ""
 
 
-def play(schedule: Schedule) -> Outcome:
+def play(schedule: Schedule) -> SoakOutcome:
     """Any exception is a failure: the cores raise none of their own accord."""
     world = None
     try:
         world = World(schedule)
         world.run()
     except Exception as error:  # a seed that fails is what we are looking for
-        return Outcome(schedule, world.network.num_events if world else 0, f"{type(error).__name__}: {error}")
-    return Outcome(schedule, world.network.num_events)
+        return SoakOutcome(schedule, world.network.num_events if world else 0, f"{type(error).__name__}: {error}")
+    return SoakOutcome(schedule, world.network.num_events)
 
 
-def play_seed(seed: int) -> Outcome:
+def play_seed(seed: int) -> SoakOutcome:
     return play(random_schedule(seed))
 
 
-def explain(outcome: Outcome) -> str:
+def explain(outcome: SoakOutcome) -> str:
     """What fails, and how to see it again, with as little in it as possible."""
     small = play(shrink(outcome.schedule, lambda schedule: bool(play(schedule).error)))
     return (
@@ -54,7 +54,7 @@ def explain(outcome: Outcome) -> str:
     )
 
 
-def _outcomes(first_seed: int, processes: int) -> Iterator[Outcome]:
+def _outcomes(first_seed: int, processes: int) -> Iterator[SoakOutcome]:
     with multiprocessing.Pool(processes) as pool:
         seed = first_seed
         while True:

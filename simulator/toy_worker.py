@@ -162,7 +162,7 @@ class ToyWorker:
             del self.slots[slot]
         filled = self._filled()
         for new in plan.new_sequences:
-            self._seat(new)
+            self._fill_slot(new)
         for slot, block in zip(_ints(plan.grow_slots), _ints(plan.grow_blocks), strict=True):
             self._at(slot, "grown").table.append(block)
         for slot in _ints(plan.hold_slots):
@@ -231,7 +231,7 @@ class ToyWorker:
         self._expect(slot in self.slots, f"slot {slot} {what}, but empty")
         return self.slots[slot]
 
-    def _seat(self, new: NewSequence) -> None:
+    def _fill_slot(self, new: NewSequence) -> None:
         self._expect(new.slot not in self.slots, f"slot {new.slot} is taken")
         if (grammar := new.sampling.grammar) and self.registration.prepares_grammars:
             self._expect(grammar in self.grammars.values(), f"slot {new.slot}: its grammar is not prepared")

@@ -14,13 +14,13 @@ from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose
 from services.gateway.engine.session_core import SessionCore
-from simulator.clients import Clients
+from simulator.clients import SimulatedClients
 from simulator.election import TTL_S, ElectedScheduler
 from simulator.etcd import EtcdData, EtcdParty
 from simulator.gateway_party import GatewayParty
 from simulator.network import KEEPALIVE_S, Network, Party
 from simulator.parties import RETRY_S, CacheParty, SchedulerParty, WorkerParty, new_scheduler_core
-from simulator.schedule import NUM_GATEWAYS, Ask, Fault, Schedule, Sizes
+from simulator.schedule import NUM_GATEWAYS, ClientScript, Fault, PartySizes, Schedule
 from simulator.toy_worker import ToyWorker
 
 PATIENCE_S = 120.0  # after the last thing of the schedule; then what has not ended never will
@@ -33,10 +33,10 @@ class World:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.sizes = Sizes.of(schedule.seed)
+        self.sizes = PartySizes.of(schedule.seed)
         self.network = Network(schedule.seed)
         self.parties: dict[str, Party] = {}
-        self.clients = Clients(self.network, self._gateway)
+        self.clients = SimulatedClients(self.network, self._gateway)
         self._leaving: set[Party] = set()  # told to, and not gone yet
         self._epochs = itertools.count(1)
         self._num_gateways = itertools.count(1)
@@ -83,7 +83,7 @@ class World:
         assert isinstance(party, GatewayParty)
         return party
 
-    def _ask(self, ask: Ask) -> None:
+    def _ask(self, ask: ClientScript) -> None:
         self._pending -= 1
         self.clients.ask(ask)
 
@@ -100,12 +100,12 @@ class World:
             case "scheduler":
                 party = self._scheduler(name)
             case "worker":
-                party = WorkerParty(self.network, name, self._toy(), self._dial_master)
+                party = WorkerParty(self.network, name, self._toy(), self._dial_leader)
             case _:
                 window = self.sizes.response_window
                 name_of_session = f"{name}-{next(self._num_gateways)}"
                 session = SessionCore(name_of_session, response_window=window, max_live=100, wait_s=1000.0)
-                party = GatewayParty(self.network, name, session, self._dial_master, self.clients.news)
+                party = GatewayParty(self.network, name, session, self._dial_leader, self.clients.news)
         self.parties[name] = party
 
     def _scheduler(self, name: str) -> SchedulerParty:
@@ -120,14 +120,14 @@ class World:
     def _stepped_down(self, party: Party) -> None:
         self._restart(party, START_S)
 
-    def _dial_master(self, client: Party) -> None:
+    def _dial_leader(self, client: Party) -> None:
         """services/runtime/masters.py: all are asked whether they serve, and the first that does is dialled."""
         if not self._elects:
             self.network.connect(client, self.parties["scheduler"])
             return
 
         def look() -> None:
-            serving = self._masters()
+            serving = self._leaders()
             if serving:
                 self.network.connect(client, self.network.rng.choice(serving))
             else:
@@ -135,7 +135,7 @@ class World:
 
         client.after(self.network.delay_s(), look)
 
-    def _masters(self) -> list[ElectedScheduler]:
+    def _leaders(self) -> list[ElectedScheduler]:
         """Those who believe to be it."""
         parties = [self.parties[name] for name in self._schedulers]
         return [party for party in parties if isinstance(party, ElectedScheduler) and party.serves]
@@ -181,10 +181,10 @@ class World:
         return party.alive and party not in self._leaving
 
     def _named(self, target: str) -> Party:
-        if target != "master":
+        if target != "leader":
             return self.parties[target]
         parties = [self.parties[name] for name in self._schedulers]
-        return max(parties, key=lambda party: party.reign if isinstance(party, ElectedScheduler) else 0)
+        return max(parties, key=lambda party: party.leader_term if isinstance(party, ElectedScheduler) else 0)
 
     def _restart(self, party: Party, for_s: float) -> None:
         party.die()
@@ -206,7 +206,7 @@ class World:
 
     def _check_rest(self) -> None:
         """Everybody has found everybody else again, and nothing is left anywhere."""
-        (scheduler,) = self._masters() if self._elects else [self.parties["scheduler"]]
+        (scheduler,) = self._leaders() if self._elects else [self.parties["scheduler"]]
         cache = self.parties["cache"]
         assert isinstance(scheduler, SchedulerParty)
         assert isinstance(cache, CacheParty)

@@ -29,30 +29,30 @@ from scheduler_svc.core.admission.validation import (
     check_registration,
     check_submission,
     explain_rejection,
-    free_places,
     is_sample_of,
     new_request,
+    queue_credit,
     recheck,
 )
 from scheduler_svc.core.cache.link import CacheLink, ProtocolError
-from scheduler_svc.core.faults.retry_groups import Trials
+from scheduler_svc.core.faults.retry_groups import RetryGroups
 from scheduler_svc.core.faults.suspects import Absence, Loss, Suspects
 from scheduler_svc.core.lifecycle.beam_groups import BeamGroups, check_beam
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.lifecycle.recovery import Recovery
 from scheduler_svc.core.output.sessions import Publisher, Session
-from scheduler_svc.core.output.timeline import Journal
+from scheduler_svc.core.output.timeline import RequestTimeline
 from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, CODE_INVALID_ARGUMENT, Rejection, invalid
 from scheduler_svc.core.requests.request import Phase
-from scheduler_svc.core.step.composer import Composer
 from scheduler_svc.core.step.planner import Planner
 from scheduler_svc.core.step.policy_failures import PolicyFailures
 from scheduler_svc.core.step.results import ResultReader
 from scheduler_svc.core.step.rounds import Rounds
-from scheduler_svc.core.types import Counters, Failure, Outbox, SchedulerConfig
-from scheduler_svc.core.workers.slots import SlotTable
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.step.scheduling import StepScheduler
+from scheduler_svc.core.types import Failure, Outbox, SchedulerConfig, SchedulerCounters
+from scheduler_svc.core.workers.slots import SlotLedger
+from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.step_time import FleetStepTimes, OutputLength
 
 MAX_REASON_CHARS = 400  # of what a worker says of a grammar
@@ -71,8 +71,8 @@ class SchedulerCore:
         self.config = config
         self.epoch = epoch
         self.fence = 0  # the epoch, if it comes from an election
-        self.counters = Counters()
-        self.workers: dict[int, Worker] = {}
+        self.counters = SchedulerCounters()
+        self.workers: dict[int, WorkerState] = {}
         self.sessions: dict[str, Session] = {}
         self.limits: Limits | None = None  # of the last workers seen, so that intake can check while none is attached
         self._publisher = Publisher(self.sessions)
@@ -84,10 +84,10 @@ class SchedulerCore:
         self._cache = CacheLink(epoch)
         budgets = Budgets(config)
         output_length = OutputLength()
-        self._composer = Composer(
+        self._step_scheduler = StepScheduler(
             policies, fallback, self.counters, on_policy_error, budgets, self._step_times, output_length
         )
-        self.queue = self._composer.queue
+        self.queue = self._step_scheduler.queue
         self.life = Lifecycle(
             config, self.queue, budgets, self._cache, self.workers, self.sessions, self.counters, output_length
         )
@@ -102,14 +102,21 @@ class SchedulerCore:
             swaps.resumed,
             self._cache.add_commit,
         )
-        self._trials = Trials(self.life, Suspects(config.poison_failures))
+        self._retry_groups = RetryGroups(self.life, Suspects(config.poison_failures))
         self._rounds = Rounds(
-            self.workers, self._cache, self._composer, planner, self.life, self._groups, self._trials, self._send_worker
+            self.workers,
+            self._cache,
+            self._step_scheduler,
+            planner,
+            self.life,
+            self._groups,
+            self._retry_groups,
+            self._send_worker,
         )
         self._results = ResultReader(
             self._publisher.tokens,
             self.life.end,
-            self.life.spoil,
+            self.life.invalidate_kv,
             self.life.fail,
             self._publisher.score,
             self._publisher.prompt_scores,
@@ -120,16 +127,16 @@ class SchedulerCore:
     @property
     def policies(self) -> Policies:
         """In force for the next step."""
-        return self._composer.policies
+        return self._step_scheduler.policies
 
     @property
     def policy_failures(self) -> PolicyFailures:
         """Since policies were last put in force."""
-        return self._composer.failures
+        return self._step_scheduler.failures
 
     @property
-    def journal(self) -> Journal:
-        return self.life.journal
+    def timeline(self) -> RequestTimeline:
+        return self.life.timeline
 
     def event_at(self, now_s: float) -> None:
         """The next event happens now. Without this call its time is that of the last `poll` or `tick`."""
@@ -137,7 +144,7 @@ class SchedulerCore:
 
     def set_policies(self, policies: Policies) -> None:
         """Other policies from the next step on. Raises what their order raises; then nothing has changed."""
-        self._composer.set_policies(policies, self.workers)
+        self._step_scheduler.set_policies(policies, self.workers)
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -189,7 +196,7 @@ class SchedulerCore:
             check_limits(request, self.limits, changes_logits)
         if request.handle in session.live:
             raise Rejection(CODE_FAILED_PRECONDITION, f"handle: {request.handle} is in use", "handle")
-        request.seniority = request.place = request.siblings.first = self.life.next_seniority()
+        request.arrival_index = request.queue_position = request.siblings.first = self.life.next_arrival_index()
         parent = session.live.get(submission.fork_of) if submission.fork_of else None
         if parent is not None and not is_sample_of(parent, request):
             parent = None
@@ -216,11 +223,11 @@ class SchedulerCore:
         live = any(session.live for session in self.sessions.values())
         check_registration(registration, others, self.limits if live else None, self.config.allow_mixed_dtypes)
         sizes = registration.max_num_seqs, registration.max_batched_tokens, self.config.max_num_seqs
-        worker = Worker(
+        worker = WorkerState(
             id=self._next_worker,
             registration=registration,
             window=self.config.window,
-            slots=SlotTable(min(filter(None, sizes)), registration.block_size),
+            slots=SlotLedger(min(filter(None, sizes)), registration.block_size),
             available_blocks=0,  # until the cache has answered
             prefix_caching=self.config.prefix_caching,
             kept=list(registration.kept),
@@ -229,7 +236,7 @@ class SchedulerCore:
         self._next_worker += 1
         self.workers[worker.id] = worker
         if worker.incarnation:
-            self._trials.came_back(worker.incarnation)
+            self._retry_groups.came_back(worker.incarnation)
         registered = WorkerRegistered(worker=worker.id, epoch=self.epoch, window=worker.window, fence=self.fence)
         self._outbox.to_workers.append((worker.id, WorkerServiceLinkResponse(registered=registered)))
         self._workers_changed()
@@ -288,7 +295,7 @@ class SchedulerCore:
             return
         absence = None
         if worker.incarnation and loss is not Loss.FAULT:
-            absence = Absence(worker.incarnation, loss, self._trials.clock_s)
+            absence = Absence(worker.incarnation, loss, self._retry_groups.clock_s)
         if worker.in_flight and not worker.draining:  # one that drains leaves when its time is up
             first, last = worker.in_flight[0].step, worker.in_flight[-1].step
             self._lose(worker, f"worker {worker_id} was lost in {_steps(first, last)}", first, last, absence)
@@ -296,31 +303,33 @@ class SchedulerCore:
             self._lose(worker, "its worker was lost")
         newer = (one for one in self.workers.values() if one.id > worker_id)
         if any(one.incarnation == worker.incarnation for one in newer):  # it knew before we did
-            self._trials.came_back(worker.incarnation)
+            self._retry_groups.came_back(worker.incarnation)
 
-    def _lose(self, worker: Worker, why: str, first: int = 0, last: int = 0, absence: Absence | None = None) -> None:
+    def _lose(
+        self, worker: WorkerState, why: str, first: int = 0, last: int = 0, absence: Absence | None = None
+    ) -> None:
         """Steps `first` to `last` are to blame, if they are given (the first step is 1)."""
         del self.workers[worker.id]
         self._step_times.left(worker.step_fit)
-        self.journal.worker_gone(worker.id)
+        self.timeline.worker_gone(worker.id)
         if self._cache.connected:
             self._cache.forget_worker(worker.id)
-        accused, num_rows, num_steps = worker.in_steps(first, last)
-        evacuated = self.life.evacuate(worker, why, accused)
-        guilty = self._trials.accuse(accused, num_rows, num_steps, why, absence)
-        self._trials.worker_lost(worker.id, accused)
+        blamed, num_rows, num_steps = worker.in_steps(first, last)
+        evacuated = self.life.evacuate(worker, why, blamed)
+        poisoned = self._retry_groups.blame(blamed, num_rows, num_steps, why, absence)
+        self._retry_groups.worker_lost(worker.id, blamed)
         for request in evacuated:
-            if request is guilty:
-                self.life.quarantine(request, why)
+            if request is poisoned:
+                self.life.fail_poisoned(request, why)
             elif request.phase is not Phase.ENDED:  # with the guilty one, as a beam of the same search
                 # Its sequence goes with the worker, unless the exchange that binds it is on its way.
                 self.life.lost_worker(request)
         self.life.recompute(worker.swapped.values())
         if num_steps:
-            retried = [request.request_id for request in accused if request is not guilty]
+            retried = [request.request_id for request in blamed if request is not poisoned]
             self.counters.failures += 1
             self.counters.retried += len(retried)
-            self._outbox.failures.append(Failure(worker.id, why, retried, guilty.request_id if guilty else ""))
+            self._outbox.failures.append(Failure(worker.id, why, retried, poisoned.request_id if poisoned else ""))
         self._workers_changed()
 
     @property
@@ -329,7 +338,7 @@ class SchedulerCore:
         return not all(worker.draining for worker in self.workers.values())
 
     def _workers_changed(self) -> None:
-        self._composer.fleet_changed()
+        self._step_scheduler.fleet_changed()
         if self._has_worker:
             self.life.no_worker_since_s = None
         if self.workers:
@@ -350,11 +359,11 @@ class SchedulerCore:
 
     def _note_outage(self) -> None:
         if not self._cache.connected:
-            self.journal.out("no-cache", "the cache does not answer", self.life.now_s)
+            self.timeline.out("no-cache", "the cache does not answer", self.life.now_s)
         elif not self._has_worker:
-            self.journal.out("no-worker", "none is attached", self.life.now_s)
+            self.timeline.out("no-worker", "none is attached", self.life.now_s)
         else:
-            self.journal.out("", "", self.life.now_s)
+            self.timeline.out("", "", self.life.now_s)
 
     def _announce(self) -> None:
         """Tell the sessions, if what they know of us has changed."""
@@ -372,7 +381,7 @@ class SchedulerCore:
             model = type(self.limits.model)()
             model.CopyFrom(self.limits.model)
             model.max_model_len = self.limits.max_total_tokens
-        full = not free_places(self.queue, self.config)
+        full = not queue_credit(self.queue, self.config)
         ready = bool(active) and self._cache.connected and not full
         return SchedulerStatus(
             num_workers=len(active),
@@ -408,7 +417,7 @@ class SchedulerCore:
         self.life.set_matches((update.sequence, update.matches) for update in response.match_updates)
         if sent.restores:
             self._recovery.answered(sent, response)
-        for worker in sent.askers:
+        for worker in sent.awaiting_cache:
             worker.knows_cache = True
         if sent.swap_outs:
             self.life.recompute(self.life.swaps.answered(sent.swap_outs, response))
@@ -426,9 +435,9 @@ class SchedulerCore:
             self.life.no_worker_since_s = now_s
         self.life.budgets.measure(now_s, self.queue.tenant_tokens)
         self.life.end_late(now_s)
-        for request, why in self._trials.judge():
+        for request, why in self._retry_groups.find_poisoned():
             if request.phase is not Phase.ENDED:  # with the one before, as a beam of the same search
-                self.life.quarantine(request, why)
+                self.life.fail_poisoned(request, why)
                 self._outbox.failures.append(Failure(0, why, [], request.request_id))
         self._announce()
 
@@ -440,11 +449,11 @@ class SchedulerCore:
         for worker in self.workers.values():
             if worker.grammars.wanted:
                 self._send_worker(worker.id, WorkerServiceLinkResponse(grammars=worker.grammar_orders()))
-        places = free_places(self.queue, self.config)
-        if (not places) != self._told_full:  # at once: gateways refuse by it
+        credit = queue_credit(self.queue, self.config)
+        if (not credit) != self._told_full:  # at once: gateways refuse by it
             self._announce()
         for session in self.sessions.values():
-            session.places = places
+            session.queue_credit = credit
             while (message := session.next_message()) is not None:
                 self._outbox.to_sessions.append((session.id, message))
         self._release_drained()
@@ -456,7 +465,7 @@ class SchedulerCore:
 
     def _release_drained(self) -> None:
         for worker in self.workers.values():
-            if worker.draining and not (worker.released or worker.running or worker.draft or worker.in_flight):
+            if worker.draining and not (worker.released or worker.running or worker.pending_step or worker.in_flight):
                 worker.released = True
                 self._outbox.to_workers.append((worker.id, WorkerServiceLinkResponse(released=WorkerReleased())))
 

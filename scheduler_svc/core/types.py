@@ -36,7 +36,7 @@ class Failure:
     worker: int  # 0: it is not about the last one alone
     what: str
     requests: list[str]  # that were in them and are retried
-    quarantined: str = ""  # the one that will not be
+    poisoned: str = ""  # the one that will not be
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Outbox:
 
 
 @dataclass(slots=True)
-class Counters:
+class SchedulerCounters:
     """Totals since the start, for the metrics."""
 
     accepted: int = 0
@@ -60,11 +60,11 @@ class Counters:
     swapped_out: int = 0  # of those preempted
     swapped_in: int = 0
     steps: int = 0
-    barren_steps: int = 0  # composed after a preemption, with nothing in them
+    empty_steps: int = 0  # composed after a preemption, with nothing in them
     policy_errors: int = 0
     requeued: int = 0
     failures: int = 0  # of workers that reported a failed step, or were lost in one
     retried: int = 0  # requests that were in these
-    quarantined: int = 0  # of these, found guilty
+    poisoned: int = 0  # of these, found guilty
     restored: int = 0  # that a new cache took over as they were, after the one before was lost
     refused_claims: int = 0  # that it did not

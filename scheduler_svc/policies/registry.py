@@ -20,7 +20,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from scheduler_svc.core.policy.interfaces import BatchPolicy, PlacementPolicy, Policies, PreemptionPolicy
 from scheduler_svc.core.policy.order import OrderPolicy, PolicyError
 from scheduler_svc.core.policy.step import CapacityPolicy
-from scheduler_svc.policies.presets import DEFAULT, PRESETS, Choice
+from scheduler_svc.policies.presets import DEFAULT, PRESETS, PolicySet
 
 GROUP = "paceline.policies"
 # What a policy states about itself, and may state.
@@ -50,8 +50,8 @@ def choose(
     preset: str = "",
     overrides: Mapping[str, str] | None = None,
     options: Mapping[str, Any] | None = None,
-    base: Choice | None = None,
-) -> Choice:
+    base: PolicySet | None = None,
+) -> PolicySet:
     """A preset (else `base`, else the default one), with other policies and options on top. Options of the base's
     policies go with them. Raises PolicyError."""
     if preset and preset not in PRESETS:
@@ -66,7 +66,7 @@ def choose(
     return dataclasses.replace(choice, options={**kept, **(options or {})})
 
 
-def check_given(choice: Choice, options: Mapping[str, Any]) -> None:
+def check_given(choice: PolicySet, options: Mapping[str, Any]) -> None:
     """Raises PolicyError if one of these options, which an operator has set, is none of the policies'."""
     of = {kind: _parameters(kind, find(kind, getattr(choice, kind))) for kind in KINDS}
     for name in options:
@@ -75,7 +75,7 @@ def check_given(choice: Choice, options: Mapping[str, Any]) -> None:
             raise PolicyError(f"options.{name}: none of the policies has it; they and their options: {known}")
 
 
-def build(choice: Choice) -> Policies:
+def build(choice: PolicySet) -> Policies:
     """Raises PolicyError naming the policy or option that is wrong. An option may be that of another policy: of the one
     whose place somebody has taken, or of another preset that is tried on the same scenario."""
     left = dict(choice.options)

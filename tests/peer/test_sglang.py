@@ -24,9 +24,9 @@ from typing import IO, Any
 
 import pytest
 
-from scheduler_svc.core.policy.step import Step as ComposedStep
+from scheduler_svc.core.policy.step import ScenarioStep as ComposedStep
 from scheduler_svc.policies.capacity.token_ratio import TokenRatio
-from simulator.scenario import Run, Scenario, Step
+from simulator.scenario import Scenario, ScenarioRun, ScenarioStep
 from tests.peer.sglang_workloads import workload
 
 DRIVER = Path(__file__).with_name("sglang_driver.py")
@@ -73,12 +73,12 @@ class Watched(TokenRatio):
         super().begin(step)
 
 
-class WatchedRun(Run):
+class WatchedRun(ScenarioRun):
     def __init__(self, scenario: Scenario) -> None:
         self.watched = Watched(scenario.options)
         super().__init__(scenario, replace(scenario.policies(), capacity=self.watched))
 
-    def _submit(self, step: Step) -> None:
+    def _submit(self, step: ScenarioStep) -> None:
         self.watched.now = step.step
         super()._submit(step)
 

@@ -203,7 +203,7 @@ class Run:
     def check(self) -> None:
         core = self.system.scheduler
         assert not core.life.budgets.tenant_tokens
-        assert not core.journal._live
+        assert not core.timeline._live
         for (session, handle), (prompt, sampling) in self.asked.items():
             client = self.system.clients[session]
             got, right = client.tokens.get(handle, []), expected_output(prompt, sampling)

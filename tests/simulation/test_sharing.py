@@ -47,7 +47,7 @@ class SharingRun(Run):
     def to_cancel(self) -> list[tuple[str, int]]:
         """While the answer to the exchange that admits it is on its way."""
         workers = self.system.scheduler.workers.values()
-        return [(r.session_id, r.handle) for w in workers if w.draft is not None for r in w.bound]
+        return [(r.session_id, r.handle) for w in workers if w.pending_step is not None for r in w.bound]
 
 
 def test_every_stream_is_the_undisturbed_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_every_stream_is_the_undisturbed_one(monkeypatch: pytest.MonkeyPatch) ->
 
     def noted(self: Lifecycle, request: Request) -> None:
         nonlocal taken_back
-        taken_back += request.phase is Phase.BINDING
+        taken_back += request.phase is Phase.ALLOCATING
         requeue(self, request)
 
     monkeypatch.setattr(Lifecycle, "requeue", noted)

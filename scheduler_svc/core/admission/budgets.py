@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.core.workers.decision import Admitted
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.workers.state import WorkerState
 
 # What a client is told at the least and at the most to wait, in seconds.
 RETRY_AFTER_S = (0.1, 600.0)
@@ -65,7 +65,7 @@ class Budgets:
         running = self.tenant_tokens[request.tenant]
         return running > 0 and 0 < self.config.tenant_max_running_tokens < running + request.max_total_tokens
 
-    def exceeded(self, worker: Worker, request: Request, admitted: Admitted) -> str | None:
+    def exceeded(self, worker: WorkerState, request: Request, admitted: Admitted) -> str | None:
         """Which budget the request does not fit in on the worker, beside what is bound and `admitted` there; "name:
         numbers"."""
         if (limit := self.config.tenant_max_running_tokens) > 0:

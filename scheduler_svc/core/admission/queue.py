@@ -11,7 +11,7 @@ from scheduler_svc.core.requests.request import Request, RequestView, view_of
 
 
 class WaitingQueue:
-    """Waiting requests by seniority, with their tokens counted, in total and by tenant; the order is a policy's.
+    """Waiting requests by arrival_index, with their tokens counted, in total and by tenant; the order is a policy's.
 
     Entering, leaving and cancelling cost what they cost the policy, mostly O(log n), wherever in the queue the request
     stands, so that an abort at ten thousand waiting costs what it does at ten.
@@ -25,10 +25,10 @@ class WaitingQueue:
     ) -> None:
         """`fallback` is called with the error of an order that raises, and returns the one that takes over;
         `free_tokens` says what a tenant may still have running, if there is a limit to that."""
-        self._by_seniority: dict[int, Request] = {}
+        self._by_arrival_index: dict[int, Request] = {}
         self._free_tokens = free_tokens
         self._lines = TenantLines(free_tokens) if free_tokens else None
-        self._shown = self._by_seniority if self._lines is None else dict[int, Request]()  # who stands in the order
+        self._shown = self._by_arrival_index if self._lines is None else dict[int, Request]()  # who stands in the order
         self._fallback = fallback
         self._adopt(order)
         # Of clients' requests. The beams of a search come and go in each of its steps; once it has begun they count no
@@ -37,31 +37,31 @@ class WaitingQueue:
         self.tenant_tokens: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._by_seniority)
+        return len(self._by_arrival_index)
 
     def __contains__(self, request: Request) -> bool:
-        return self._by_seniority.get(request.seniority) is request
+        return self._by_arrival_index.get(request.arrival_index) is request
 
     def __iter__(self) -> Iterator[Request]:
         """Oldest first. Sorts what waits: not for every step."""
-        return iter([self._by_seniority[seniority] for seniority in sorted(self._by_seniority)])
+        return iter([self._by_arrival_index[arrival_index] for arrival_index in sorted(self._by_arrival_index)])
 
     def add(self, request: Request) -> None:
-        assert request.seniority not in self._by_seniority, "a request stands in the queue once"
-        self._by_seniority[request.seniority] = request
+        assert request.arrival_index not in self._by_arrival_index, "a request stands in the queue once"
+        self._by_arrival_index[request.arrival_index] = request
         self._count(request, 1)
         if self._lines is None:
             self._tell(self.order.add, request)
         else:
             self._change(lambda lines: lines.add(request, _rank(self.order, request)))
-            if request.seniority not in self._shown:  # it has come all the same: from now on it ages
+            if request.arrival_index not in self._shown:  # it has come all the same: from now on it ages
                 order = self.order
                 self._tell(order.add, request)
                 if self.order is order:
                     self._tell(order.remove, request)
 
     def remove(self, request: Request) -> None:
-        del self._by_seniority[request.seniority]
+        del self._by_arrival_index[request.arrival_index]
         self._count(request, -1)
         if self._lines is None:
             self._tell(self.order.remove, request)
@@ -81,7 +81,7 @@ class WaitingQueue:
         """Of these, in the order, some are stuck for another reason than what their tenants have left, or are no more;
         whether others have come into the order for them."""
         shown = len(self._shown)
-        there = [request for request in requests if request.seniority in self._shown]
+        there = [request for request in requests if request.arrival_index in self._shown]
         self._change(lambda lines: lines.reconsider(there, is_stuck))
         return len(self._shown) > shown
 
@@ -92,17 +92,17 @@ class WaitingQueue:
         order, turned = self.order, dict[int, Request]()
         try:
             for request in change(self._lines):
-                if turned.pop(request.seniority, None) is None:
-                    turned[request.seniority] = request
+                if turned.pop(request.arrival_index, None) is None:
+                    turned[request.arrival_index] = request
         except Exception as error:  # the order's: its ranks cannot be compared
             self.reorder(self._fallback(error))
             return
-        coming = [request for request in turned.values() if request.seniority not in self._shown]
-        going = [request for request in turned.values() if request.seniority in self._shown]
+        coming = [request for request in turned.values() if request.arrival_index not in self._shown]
+        going = [request for request in turned.values() if request.arrival_index in self._shown]
         for request in [*coming, *reversed(going)]:
-            shows = self._shown.pop(request.seniority, None) is None
+            shows = self._shown.pop(request.arrival_index, None) is None
             if shows:
-                self._shown[request.seniority] = request
+                self._shown[request.arrival_index] = request
             self._tell(order.add if shows else order.remove, request)
             if self.order is not order:
                 return  # it has failed, and the one that took over knows of all
@@ -110,7 +110,7 @@ class WaitingQueue:
     def rematched(self, requests: Iterable[Request]) -> None:
         try:
             for request in requests:
-                if request.seniority in self._shown:
+                if request.arrival_index in self._shown:
                     self.order.rematched(view_of(request))
         except Exception as error:  # as in `_tell`; the one that takes over finds all of them as they are now
             self.reorder(self._fallback(error))
@@ -125,13 +125,13 @@ class WaitingQueue:
 
     def reorder(self, order: OrderPolicy) -> None:
         """Another policy takes over. Raises what it raises; then nothing has changed."""
-        lines, shown = self._lines, self._by_seniority
+        lines, shown = self._lines, self._by_arrival_index
         if self._free_tokens is not None:
             lines, shown = TenantLines(self._free_tokens), {}
             for request in self:
                 for turned in lines.add(request, _rank(order, request)):
-                    if shown.pop(turned.seniority, None) is None:
-                        shown[turned.seniority] = turned
+                    if shown.pop(turned.arrival_index, None) is None:
+                        shown[turned.arrival_index] = turned
         for _, request in sorted(shown.items()):
             order.add(view_of(request))
         self._lines, self._shown = lines, shown
@@ -148,11 +148,11 @@ class WaitingQueue:
         named: set[int] = set()
         for view in self.order.ordered(now_s):
             request = view._request if isinstance(view, RequestView) else None
-            if request is None or waiting.get(seniority := request.seniority) is not request:
+            if request is None or waiting.get(arrival_index := request.arrival_index) is not request:
                 raise PolicyError(f"order: {view!r} does not wait")
-            if seniority in named:
+            if arrival_index in named:
                 raise PolicyError(f"order: {view!r} comes twice")
-            named.add(seniority)
+            named.add(arrival_index)
             yield request
         if len(named) < len(waiting):
             raise PolicyError(f"order: {len(waiting) - len(named)} of {len(waiting)} waiting requests are left out")
@@ -162,10 +162,10 @@ class WaitingQueue:
         named: dict[int, Request] = {}
         try:
             for view in self.order.hopeless(now_s):
-                request = self._shown.get(view.seniority) if isinstance(view, RequestView) else None
-                if request is None or view._request is not request or request.seniority in named:
+                request = self._shown.get(view.arrival_index) if isinstance(view, RequestView) else None
+                if request is None or view._request is not request or request.arrival_index in named:
                     raise PolicyError(f"order: hopeless names {view!r}, which does not wait, or comes twice")
-                named[request.seniority] = request
+                named[request.arrival_index] = request
         except Exception as error:
             self.reorder(self._fallback(error))
             return []
@@ -193,4 +193,4 @@ class WaitingQueue:
 def _rank(order: OrderPolicy, request: Request) -> Any:
     """Where it stands among its tenant's. An order without ranks leaves that to the places. Raises PolicyError."""
     view = view_of(request)
-    return sortable(order.rank(view), view), request.place
+    return sortable(order.rank(view), view), request.queue_position

@@ -18,17 +18,17 @@ from sortedcontainers import SortedList
 
 from scheduler_svc.core.requests.request import Request
 
-Entry = tuple[Any, int]  # where the order puts it; seniority
+Entry = tuple[Any, int]  # where the order puts it; arrival_index
 
 
 @dataclass(slots=True)
-class Line:
+class TenantLine:
     """What waits of a tenant. The first ones are shown."""
 
     entries: SortedList[Entry] = field(default_factory=SortedList)
     num_shown: int = 0
     shown_tokens: int = 0  # that these may grow to, but for those that are
-    aside: set[int] = field(default_factory=set)  # by seniority
+    aside: set[int] = field(default_factory=set)  # by arrival_index
 
     def show(self, request: Request) -> None:
         self.num_shown += 1
@@ -38,25 +38,25 @@ class Line:
         """Or it is gone."""
         self.num_shown -= 1
         self.shown_tokens -= self.tokens_of(request)
-        self.aside.discard(request.seniority)
+        self.aside.discard(request.arrival_index)
 
     def tokens_of(self, request: Request) -> int:
         """What it counts while it is shown."""
-        return 0 if request.seniority in self.aside else request.max_total_tokens
+        return 0 if request.arrival_index in self.aside else request.max_total_tokens
 
 
 class TenantLines:
     def __init__(self, free_tokens: Callable[[str], int]) -> None:
         """`free_tokens`: what a tenant may still have running beside what it has."""
         self._free_tokens = free_tokens
-        self._lines: dict[str, Line] = {}
-        self._entries: dict[int, tuple[Entry, Request]] = {}  # by seniority
+        self._lines: dict[str, TenantLine] = {}
+        self._entries: dict[int, tuple[Entry, Request]] = {}  # by arrival_index
 
     def add(self, request: Request, rank: Any) -> list[Request]:
         """Requests of the tenant that are shown from now on, or no more: each call turns it round."""
-        entry = (rank, request.seniority)
-        self._entries[request.seniority] = entry, request
-        line = self._lines.setdefault(request.tenant, Line())
+        entry = (rank, request.arrival_index)
+        self._entries[request.arrival_index] = entry, request
+        line = self._lines.setdefault(request.tenant, TenantLine())
         turned = []
         if line.entries.bisect_left(entry) < line.num_shown:
             line.show(request)
@@ -66,7 +66,7 @@ class TenantLines:
 
     def remove(self, request: Request) -> list[Request]:
         """As add()."""
-        entry, _ = self._entries.pop(request.seniority)
+        entry, _ = self._entries.pop(request.arrival_index)
         line = self._lines[request.tenant]
         index = line.entries.bisect_left(entry)
         del line.entries[index]
@@ -98,23 +98,23 @@ class TenantLines:
 
     def is_aside(self, request: Request) -> bool:
         line = self._lines.get(request.tenant)
-        return line is not None and request.seniority in line.aside
+        return line is not None and request.arrival_index in line.aside
 
     def reconsider(self, requests: Iterable[Request], is_stuck: Callable[[Request], bool]) -> list[Request]:
         """Whether these, and what is shown in their turn, could run if their tenants had tokens left. As add()."""
         looked_at, turned = list(requests), list[Request]()
         for request in looked_at:
-            line, (entry, _) = self._lines[request.tenant], self._entries[request.seniority]
+            line, (entry, _) = self._lines[request.tenant], self._entries[request.arrival_index]
             stuck = is_stuck(request)
-            if stuck == (request.seniority in line.aside) or line.entries.bisect_left(entry) >= line.num_shown:
+            if stuck == (request.arrival_index in line.aside) or line.entries.bisect_left(entry) >= line.num_shown:
                 continue
             line.shown_tokens -= line.tokens_of(request)
-            (line.aside.add if stuck else line.aside.discard)(request.seniority)
+            (line.aside.add if stuck else line.aside.discard)(request.arrival_index)
             line.shown_tokens += line.tokens_of(request)
             more = self.balance(request.tenant)
             turned += more
             looked_at += more
         return turned
 
-    def _at(self, line: Line, index: int) -> Request:
+    def _at(self, line: TenantLine, index: int) -> Request:
         return self._entries[line.entries[index][1]][1]

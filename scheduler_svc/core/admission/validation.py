@@ -160,7 +160,7 @@ def check_limits(request: Request, limits: Limits, changes_logits: bool = True) 
 
 
 def new_request(session_id: str, submission: Submission, now_s: float) -> Request:
-    """As it was submitted, unchecked; it has no seniority yet."""
+    """As it was submitted, unchecked; it has no arrival_index yet."""
     own = SamplingParams()  # a part of the submission would keep all of it in memory, prompt and all
     own.CopyFrom(submission.sampling)
     prompt, stops = submission.prompt_token_ids, own.stop_token_ids
@@ -170,7 +170,7 @@ def new_request(session_id: str, submission: Submission, now_s: float) -> Reques
     if 0 < len(retention) <= MAX_RETENTION_RANGES:
         ranges = tuple(_in_tokens(retention, len(prompt) // TOKEN_BYTES))
     return Request(
-        seniority=0,
+        arrival_index=0,
         session_id=session_id,
         handle=submission.handle,
         request_id=submission.request_id,
@@ -206,7 +206,7 @@ def _in_tokens(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -> Iter
         yield RetentionRange(start=start, end=end, priority=one.priority, duration_ms=one.duration_ms)
 
 
-def free_places(queue: WaitingQueue, config: SchedulerConfig) -> int:
+def queue_credit(queue: WaitingQueue, config: SchedulerConfig) -> int:
     """How many more requests the queue takes, if their tokens fit. 0: it takes nobody, whoever it may be."""
     return max(0, config.max_queued_requests - queue.num_requests) if queue.num_tokens < config.max_queued_tokens else 0
 

@@ -21,8 +21,8 @@ from paceline.v1.cache_pb2 import (
     WorkerMatch,
 )
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
-from scheduler_svc.core.workers.decision import Admission
-from scheduler_svc.core.workers.state import Draft, Worker
+from scheduler_svc.core.workers.decision import PlannedAdmission
+from scheduler_svc.core.workers.state import PendingStep, PendingSteps, WorkerState
 
 # Of tokens and tables in one exchange, before the next one is begun; half of what a message may have, so that one more
 # sequence does no harm (services/runtime/rpc.py). 1,024 sequences of 8,192 tokens are 34 MB.
@@ -40,8 +40,10 @@ class Sent:
     matches: list[tuple[int, int]] = field(default_factory=list)  # (operation, sequence)
     swap_outs: list[tuple[int, int, Request]] = field(default_factory=list)  # (operation, sequence, request)
     restores: list[tuple[int, int]] = field(default_factory=list)  # (operation, worker)
-    askers: list[Worker] = field(default_factory=list)  # whose next step waits for the answer
-    drafts: list[tuple[Draft, int, list[int]]] = field(default_factory=list)  # (draft, extend or -1, admits)
+    awaiting_cache: list[WorkerState] = field(default_factory=list)  # whose next step waits for the answer
+    pending_steps: list[tuple[PendingStep, int, list[int]]] = field(
+        default_factory=list
+    )  # (draft, extend or -1, admits)
 
     def matched(self, response: CacheServiceLinkResponse) -> Iterator[tuple[int, Iterable[WorkerMatch]]]:
         """Of the sequences that it made known, what the cache holds of them."""
@@ -196,31 +198,35 @@ class CacheLink:
         self.sent = Sent(restores=restores)
         return message
 
-    def compose(
-        self, drafts: list[tuple[Worker, Draft]], askers: list[Worker], heads: list[Request], now_s: float
+    def emit_exchange(
+        self,
+        pending_steps: PendingSteps,
+        awaiting_cache: list[WorkerState],
+        candidates: list[Request],
+        now_s: float,
     ) -> CacheServiceLinkRequest:
         """The next exchange. It asks anew for the matches of `heads`, the waiting requests that are looked at next."""
         self.exchange += 1
         message = CacheServiceLinkRequest(epoch=self.epoch, exchange=self.exchange, now_ms=int(now_s * 1000))
         ops = message.ops  # filled in place: a message that is given to another one is copied, prompt and all
-        self.sent = sent = Sent(askers=askers)
+        self.sent = sent = Sent(awaiting_cache=awaiting_cache)
         self._add_matches(ops, sent, self._add_gathered(ops, sent))
-        for worker, draft in drafts:
+        for worker, pending_step in pending_steps:
             extend, admits = -1, []
-            if len(draft.decision.growth):
+            if len(pending_step.decision.growth):
                 extend = len(ops)
-                ops.add().extend.sequences.extend(worker.slots.sequence[draft.decision.growth].tolist())
-            if draft.decision.shares and draft.decision.admissions and draft.decision.chunks:
-                self._fill_planned(ops.add().commit, worker, draft.decision.chunks)
-            for admission in draft.decision.admissions:
+                ops.add().extend.sequences.extend(worker.slots.sequence[pending_step.decision.growth].tolist())
+            if pending_step.decision.shares and pending_step.decision.admissions and pending_step.decision.chunks:
+                self._fill_planned(ops.add().commit, worker, pending_step.decision.chunks)
+            for admission in pending_step.decision.admissions:
                 admits.append(len(ops))
                 request, op = admission.request, ops.add()
                 if request.swapped_on:
                     op.swap_in.sequence = request.sequence
                     continue
-                self._fill_admit(op.admit, worker, admission, draft.decision.shares)
-            sent.drafts.append((draft, extend, admits))
-        known = [request.sequence for request in heads if request.matches is not None]
+                self._fill_admit(op.admit, worker, admission, pending_step.decision.shares)
+            sent.pending_steps.append((pending_step, extend, admits))
+        known = [request.sequence for request in candidates if request.matches is not None]
         if known:
             ops.add().rematch.sequences.extend(known)
         if self.rematches:
@@ -241,7 +247,7 @@ class CacheLink:
         self.matches = dict(itertools.islice(self.matches.items(), len(sent.matches), None))
 
     @staticmethod
-    def _fill_admit(admit: AdmitOp, worker: Worker, admission: Admission, shares: bool) -> None:
+    def _fill_admit(admit: AdmitOp, worker: WorkerState, admission: PlannedAdmission, shares: bool) -> None:
         request = admission.request
         admit.sequence, admit.worker = request.sequence, worker.id
         admit.num_new_tokens = admission.num_new_tokens
@@ -255,7 +261,7 @@ class CacheLink:
             admit.again = True
 
     @staticmethod
-    def _fill_planned(commit: CommitOp, worker: Worker, chunks: list[tuple[int, int, int]]) -> None:
+    def _fill_planned(commit: CommitOp, worker: WorkerState, chunks: list[tuple[int, int, int]]) -> None:
         """What the step computes of sequences that run already."""
         commit.planned = True
         for slot, _, size in chunks:

@@ -26,15 +26,15 @@ from dataclasses import dataclass
 from paceline.v1.cache_pb2 import CacheServiceLinkResponse
 from scheduler_svc.core.cache.link import CacheLink
 from scheduler_svc.core.requests.request import Request
-from scheduler_svc.core.types import Counters
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.types import SchedulerCounters
+from scheduler_svc.core.workers.state import WorkerState
 
 
 @dataclass(frozen=True, slots=True)
 class Swaps:
     cache: CacheLink
-    workers: Mapping[int, Worker]
-    counters: Counters
+    workers: Mapping[int, WorkerState]
+    counters: SchedulerCounters
 
     def suits(self, request: Request, mode: str) -> bool:
         """Whether a request that has to give way is swapped; `mode` as in PreemptionPolicy."""
@@ -47,7 +47,7 @@ class Swaps:
         # At the most: what is in flight for it is dropped, and sampled anew when it is back.
         return worker.blocks_for(worker.num_tokens(request.slot) - 1) <= worker.free_host_blocks
 
-    def start(self, worker: Worker, request: Request) -> None:
+    def start(self, worker: WorkerState, request: Request) -> None:
         """It has left its slot, and the cache has been told of all its tokens."""
         worker.free_host_blocks -= worker.blocks_for(request.num_tokens - 1)
         request.swapped_on, request.matches = worker.id, None

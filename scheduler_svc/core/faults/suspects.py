@@ -10,7 +10,7 @@ A step fails as a whole: it raised, was overdue, or took its worker down. Any of
     suspected once more           alone
     a group gets through          its members are cleared, and all is forgotten
     it fails                      its members stay suspects; what was not in the failed step is not
-    alone, for the second time    in a row (`guilty_after`): it is poison, and never retried
+    alone, for the second time    in a row (`poisoned_after`): it is poison, and never retried
 
 Only who was alone is ever found guilty, so company cannot hurt: however often a request stands beside poison, it is
 cleared as soon as it runs without it. And twice, because the first time may be a coincidence (somebody killed that
@@ -61,41 +61,41 @@ class Absence:
 
 
 @dataclass(frozen=True, slots=True)
-class _Accusation:
+class _Blame:
     was_alone: bool  # it was the only row
     absence: Absence | None  # whose end withdraws it
 
 
 @dataclass(slots=True)
 class _Record:
-    accusations: list[_Accusation] = field(default_factory=list)  # in a row
+    blames: list[_Blame] = field(default_factory=list)  # in a row
     withdrawn: dict[Loss, int] = field(default_factory=dict)
 
-    def accuse(self, was_alone: bool, absence: Absence | None) -> None:
+    def blame(self, was_alone: bool, absence: Absence | None) -> None:
         if absence is not None and self.withdrawn.get(absence.loss, 0) >= absence.loss:
             absence = None
-        self.accusations.append(_Accusation(was_alone, absence))
+        self.blames.append(_Blame(was_alone, absence))
 
     def withdraw(self, incarnation: str) -> None:
         """All that stands against it because of this worker's absence."""
         standing = []
-        for one in self.accusations:
+        for one in self.blames:
             if one.absence is not None and one.absence.incarnation == incarnation:
                 self.withdrawn[one.absence.loss] = self.withdrawn.get(one.absence.loss, 0) + 1
             else:
                 standing.append(one)
-        self.accusations = standing
+        self.blames = standing
 
-    def alone(self) -> list[_Accusation]:
+    def alone(self) -> list[_Blame]:
         """The last ones, in which it was the only row."""
-        return list(takewhile(lambda one: one.was_alone, reversed(self.accusations)))
+        return list(takewhile(lambda one: one.was_alone, reversed(self.blames)))
 
 
 @dataclass(slots=True)
 class Suspects:
     """A suspect is in one of the groups that wait to be retried, in one that has been taken out for that, or held."""
 
-    guilty_after: int  # failures in a row in which it was alone
+    poisoned_after: int  # failures in a row in which it was alone
     _records: dict[int, _Record] = field(default_factory=dict)
     _waiting: list[list[int]] = field(default_factory=list)
     held: set[int] = field(default_factory=set)  # not to be tried before it is known who comes back
@@ -103,19 +103,19 @@ class Suspects:
     def __contains__(self, suspect: int) -> bool:
         return suspect in self._records
 
-    def accuse(self, rows: Sequence[int], num_rows: int, absence: Absence | None = None) -> int | None:
+    def blame(self, rows: Sequence[int], num_rows: int, absence: Absence | None = None) -> int | None:
         """A step has failed, or several of which nobody knows which: these had rows in it that are still there, of
         `num_rows` rows in all. With an absence, all that is known is that the worker is away. Returns the one that is
         found guilty, if any; the others will be retried."""
         fresh = [suspect for suspect in rows if suspect not in self._records]
         for suspect in rows:
             record = self._records.setdefault(suspect, _Record())
-            record.accuse(num_rows == 1, absence)
+            record.blame(num_rows == 1, absence)
             alone = record.alone()
-            if sum(one.absence is None for one in alone) >= self.guilty_after:
+            if sum(one.absence is None for one in alone) >= self.poisoned_after:
                 self.clear(suspect)
                 return suspect
-            if len(alone) >= self.guilty_after:
+            if len(alone) >= self.poisoned_after:
                 self.held.add(suspect)
         self._waiting = [left for group in self._waiting if (left := [one for one in group if one not in rows])]
         size = isqrt(len(fresh)) if len(fresh) > FEW else 1
@@ -128,21 +128,21 @@ class Suspects:
         """A worker has: what it was given has not broken it."""
         for suspect, record in self._records.items():
             record.withdraw(incarnation)
-            if suspect in self.held and len(record.alone()) < self.guilty_after:
+            if suspect in self.held and len(record.alone()) < self.poisoned_after:
                 self.held.remove(suspect)
                 self._waiting.append([suspect])
 
-    def judge(self, now_s: float) -> list[int]:
+    def find_poisoned(self, now_s: float) -> list[int]:
         """Those that were held, and are found guilty now: too many workers have not come back."""
-        guilty = []
+        poisoned = []
         for suspect in self.held:
             absences = (one.absence for one in self._records[suspect].alone())
             stands = sum(absence is None or now_s - absence.since_s >= RETURN_S for absence in absences)
-            if stands >= self.guilty_after:
-                guilty.append(suspect)
-        for suspect in guilty:
+            if stands >= self.poisoned_after:
+                poisoned.append(suspect)
+        for suspect in poisoned:
             self.clear(suspect)
-        return sorted(guilty)
+        return sorted(poisoned)
 
     def clear(self, suspect: int) -> None:
         """It got through, or has ended."""
@@ -152,7 +152,7 @@ class Suspects:
     def waiting(self) -> list[list[int]]:
         """The groups to be retried, least suspected first: who is cleared early is out of harm's way."""
         self._waiting = [left for group in self._waiting if (left := [one for one in group if one in self._records])]
-        self._waiting.sort(key=lambda group: max(len(self._records[one].accusations) for one in group))
+        self._waiting.sort(key=lambda group: max(len(self._records[one].blames) for one in group))
         return self._waiting
 
     def take(self, suits: Callable[[list[int]], bool]) -> list[int]:
@@ -163,7 +163,7 @@ class Suspects:
                 return group
         return []
 
-    def put_back(self, group: list[int]) -> None:
+    def requeue(self, group: list[int]) -> None:
         """It was taken, and has not been retried."""
         if group:
             self._waiting.append(group)

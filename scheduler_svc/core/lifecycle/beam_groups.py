@@ -24,7 +24,7 @@ from scheduler_svc.core.rejection import invalid
 from scheduler_svc.core.requests import beams
 from scheduler_svc.core.requests.beams import BeamSearch
 from scheduler_svc.core.requests.request import BeamGroup, Phase, Request
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.workers.state import WorkerState
 
 EARLY_STOPPING: dict[int, beams.EarlyStopping] = {
     EarlyStopping.EARLY_STOPPING_UNSPECIFIED: False,
@@ -77,7 +77,7 @@ def check_beam(submission: Submission) -> None:
 
 
 class BeamGroups:
-    def __init__(self, life: Lifecycle, workers: dict[int, Worker]) -> None:
+    def __init__(self, life: Lifecycle, workers: dict[int, WorkerState]) -> None:
         self._life = life
         self._workers = workers
         self._unstarted: list[BeamGroup] = []  # accepted before anybody knew the model
@@ -96,7 +96,7 @@ class BeamGroups:
             if group.root.phase is Phase.ENDED:
                 continue
             if group.root in self._life.queue:
-                self._life.take_back(group.root)
+                self._life.dequeue(group.root)
             group.search = make_search(group.options, group.root.sampling, limits.model.eos_token_ids)
             self._run_beams(group, group.search, parents=[])
 
@@ -114,7 +114,7 @@ class BeamGroups:
         values = np.frombuffer(logprobs.top_logprobs, np.float32).tolist()
         group.reports[group.members.index(member)] = list(zip(tokens, values, strict=True))
         self._life.park(member)
-        group.parked[member.seniority] = 0
+        group.parked[member.arrival_index] = 0
         if len(group.reports) == len(group.members):
             reports = [group.reports[i] for i in range(len(group.members))]
             group.reports.clear()
@@ -124,17 +124,17 @@ class BeamGroups:
             else:
                 self._run_beams(group, group.search, group.members)
 
-    def settle(self, admitted: Iterable[Request]) -> None:
+    def release_parents(self, admitted: Iterable[Request]) -> None:
         """These have forked, or will do without: their parents may be needed no longer."""
         for member in admitted:
             parent, member.parent = member.parent, None
             if member.group is None or parent is None or parent.phase is not Phase.PARKED:
                 continue
-            member.group.parked[parent.seniority] -= 1
-            if not member.group.parked[parent.seniority]:
+            member.group.parked[parent.arrival_index] -= 1
+            if not member.group.parked[parent.arrival_index]:
                 self._life.unpark(parent)
 
-    def give_up_blocks(self, worker: Worker) -> bool:
+    def give_up_blocks(self, worker: WorkerState) -> bool:
         """Let go of what is parked there; who would have forked from it computes a few tokens anew. Whether there was
         anything."""
         parked = list(worker.parked.values())
@@ -143,14 +143,14 @@ class BeamGroups:
         return bool(parked)
 
     def _run_beams(self, group: BeamGroup, search: BeamSearch, parents: list[Request]) -> None:
-        group.parked = {parent.seniority: 0 for parent in parents if parent.phase is Phase.PARKED}
+        group.parked = {parent.arrival_index: 0 for parent in parents if parent.phase is Phase.PARKED}
         root, members = group.root, []
         for beam in search.live:
             tokens = np.array(beam.tokens, np.int32).tobytes()
             parent = parents[beam.parent] if parents else None
             member = replace(
                 root,
-                seniority=self._life.next_seniority(),
+                arrival_index=self._life.next_arrival_index(),
                 handle=0,
                 prompt=root.prompt + tokens,
                 output=bytearray(),
@@ -167,11 +167,11 @@ class BeamGroups:
                 parent=parent,
             )
             if parent is not None and parent.phase is Phase.PARKED:
-                group.parked[parent.seniority] += 1
+                group.parked[parent.arrival_index] += 1
             members.append(member)
         group.members = members
         for parent in parents:
-            if not group.parked.get(parent.seniority):
+            if not group.parked.get(parent.arrival_index):
                 self._life.unpark(parent)
         for member in members:
             self._life.enqueue(member)

@@ -20,11 +20,11 @@ from scheduler_svc.core.admission.validation import explain_rejection
 from scheduler_svc.core.cache.link import CacheLink
 from scheduler_svc.core.cache.swapping import Swaps
 from scheduler_svc.core.output.sessions import Session
-from scheduler_svc.core.output.timeline import Journal
+from scheduler_svc.core.output.timeline import RequestTimeline
 from scheduler_svc.core.rejection import CODE_DEADLINE_EXCEEDED, CODE_INTERNAL, CODE_UNAVAILABLE, Rejection
-from scheduler_svc.core.requests.request import Match, Phase, Request
-from scheduler_svc.core.types import Counters, SchedulerConfig
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.requests.request import Phase, PrefixMatch, Request
+from scheduler_svc.core.types import SchedulerConfig, SchedulerCounters
+from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.step_time import OutputLength
 
 # When a client should ask again that was refused because no worker is attached: a worker takes seconds to load.
@@ -39,9 +39,9 @@ class Lifecycle:
         queue: WaitingQueue,
         budgets: Budgets,
         cache: CacheLink,
-        workers: dict[int, Worker],
+        workers: dict[int, WorkerState],
         sessions: dict[str, Session],
-        counters: Counters,
+        counters: SchedulerCounters,
         output_length: OutputLength,
     ) -> None:
         """`output_length` learns from what ends."""
@@ -49,7 +49,7 @@ class Lifecycle:
         self.queue = queue
         self.budgets = budgets
         self.counters = counters
-        self.journal = Journal(config.tenant_max_running_tokens)
+        self.timeline = RequestTimeline(config.tenant_max_running_tokens)
         self.swaps = Swaps(cache, workers, counters)
         self.now_s = 0.0
         # The first tick that found no worker attached; None while one is.
@@ -60,14 +60,14 @@ class Lifecycle:
         self._sessions = sessions
         self._matched: dict[int, Request] = {}  # by sequence: what the cache was asked to match
         self._deadlines: SortedDict[tuple[float, int], Request] = SortedDict()
-        self._ranks = itertools.count(1)  # seniorities and places
-        self._fronts = itertools.count(-1, -1)  # places before all others
+        self._arrival_indexes = itertools.count(1)  # seniorities and places
+        self._front_positions = itertools.count(-1, -1)  # places before all others
         self._sequences = itertools.count(1)
 
     # ── waiting ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def next_seniority(self) -> int:
-        return next(self._ranks)
+    def next_arrival_index(self) -> int:
+        return next(self._arrival_indexes)
 
     def next_sequence(self) -> int:
         """A name for the cache that was never used."""
@@ -76,9 +76,9 @@ class Lifecycle:
     def accept(self, session: Session, request: Request, enqueue: bool = True) -> None:
         self.counters.accepted += 1
         session.live[request.handle] = request
-        self.journal.arrived(request, request.arrival_s)
+        self.timeline.arrived(request, request.arrival_s)
         if request.deadline_s < math.inf:
-            self._deadlines[request.deadline_s, request.seniority] = request
+            self._deadlines[request.deadline_s, request.arrival_index] = request
         if not enqueue:
             return
         if request.num_tokens >= request.max_total_tokens:  # resubmitted when only its ending was missing
@@ -107,11 +107,11 @@ class Lifecycle:
                 request.matches = by_worker = {}
                 for match in matches if not request.scores_prompt else ():
                     on_host = match.num_host_tokens
-                    by_worker[match.worker] = Match(match.num_tokens + on_host, match.num_live_tokens, on_host)
+                    by_worker[match.worker] = PrefixMatch(match.num_tokens + on_host, match.num_live_tokens, on_host)
                 changed.append(request)
         self.queue.rematched(changed)
 
-    def take_back(self, request: Request) -> None:
+    def dequeue(self, request: Request) -> None:
         """Out of the queue, without having run: others will run for it."""
         self.queue.remove(request)
         self._forget_sequence(request)
@@ -140,7 +140,7 @@ class Lifecycle:
 
     # ── bound and running ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def bind(self, worker: Worker, request: Request, why: str = "") -> None:
+    def bind(self, worker: WorkerState, request: Request, why: str = "") -> None:
         """`why` it is that worker, for `paceline explain`."""
         self.budgets.bind(request)  # before it leaves the queue, which shows of its tenant what still fits
         self.queue.remove(request)
@@ -148,14 +148,14 @@ class Lifecycle:
         if request.swapped_on:
             self.swaps.bind(request)
         self.queue.started(request)
-        request.phase, request.worker = Phase.BINDING, worker.id
+        request.phase, request.worker = Phase.ALLOCATING, worker.id
         worker.bind_adapter(request)
         request.has_run = True
         if request.started_s is None:
             request.started_s = self.now_s
         if request.group is not None:
             if request.group.root.started_s is None:
-                self.journal.event(request.group.root, "running", "its beams", self.now_s)
+                self.timeline.event(request.group.root, "running", "its beams", self.now_s)
             request.group.root.started_s = request.started_s
         apart = ", apart from others" if request.is_suspect else ""
         self.note(request, "running", f"on worker {worker.id}{apart}{why and f': {why}'}")
@@ -165,9 +165,9 @@ class Lifecycle:
         if not request.swapped_on:
             request.matches = None  # what was known of it was too good: it is offered again when the cache has answered
             self._cache.rematches[request.sequence] = None
-        self.put_back(request)
+        self.requeue_unchanged(request)
 
-    def put_back(self, request: Request) -> None:
+    def requeue_unchanged(self, request: Request) -> None:
         """It was about to be seated, and waits on; with what it has in host memory, if it can still come back."""
         self._unbind(request)
         request.phase = Phase.WAITING
@@ -180,7 +180,7 @@ class Lifecycle:
 
     def unanswered(self, request: Request) -> None:
         """The cache was lost while it was asked for the request's blocks."""
-        self.put_back(request)
+        self.requeue_unchanged(request)
         self.note(request, "waiting", "the cache was lost before it answered")
 
     def requeue(self, request: Request) -> None:
@@ -189,18 +189,18 @@ class Lifecycle:
         self._forget_sequence(request)
         self.enqueue(request)
 
-    def preempt(self, request: Request, place: str, mode: str, why: str) -> None:
-        """It gives way and waits again, with all its known tokens; `place` and `mode` as in PreemptionPolicy; `why`
+    def preempt(self, request: Request, requeue: str, mode: str, why: str) -> None:
+        """It gives way and waits again, with all its known tokens; `requeue` and `mode` as in PreemptionPolicy; `why`
         is for the journal."""
         worker, swaps = self._workers[request.worker], self.swaps.suits(request, mode)
         self._vacate(request, swaps)
         request.num_preemptions += 1
         self.counters.preempted += 1
-        match place:
+        match requeue:
             case "front":
-                request.place = next(self._fronts)
+                request.queue_position = next(self._front_positions)
             case "back":
-                request.place = next(self._ranks)
+                request.queue_position = next(self._arrival_indexes)
         self.note(request, "preempted", "moves to host memory" if swaps else why)
         if not swaps:
             self.requeue(request)
@@ -218,26 +218,26 @@ class Lifecycle:
         self._unbind(request)
         request.phase, request.worker, request.parent = Phase.PARKED, worker.id, None
         request.prompt_is_computed = True
-        worker.parked[request.seniority] = request
+        worker.parked[request.arrival_index] = request
 
     def unpark(self, request: Request) -> None:
         """Nobody will fork from it any more (or not for certain)."""
         if request.phase is Phase.PARKED:
             self._withdraw(request)
 
-    def evacuate(self, worker: Worker, why: str, accused: Collection[Request] = ()) -> list[Request]:
+    def evacuate(self, worker: WorkerState, why: str, blamed: Collection[Request] = ()) -> list[Request]:
         """Take every live request off the worker, with all its known tokens. Their sequences are dropped. `why` it is
         lost; the accused were in the steps that this names."""
         for parked in list(worker.parked.values()):
             self._drop_parked(worker, parked)
-        requests = worker.drop_draft()
+        requests = worker.drop_pending_step()
         for slot in list(worker.running):
             self.flush_output(worker, slot)
             requests.append(self._leave(worker, slot))
         for request in requests:
-            was_in_it = "; it was in that step and is retried apart from others" if request in accused else ""
+            was_in_it = "; it was in that step and is retried apart from others" if request in blamed else ""
             self._lose_blocks(request, why + was_in_it)
-        return sorted(requests, key=lambda request: request.seniority)
+        return sorted(requests, key=lambda request: request.arrival_index)
 
     def claim_refused(self, request: Request, why: str) -> None:
         """A new cache does not let the request have the blocks that it has: it is computed anew."""
@@ -253,8 +253,8 @@ class Lifecycle:
             case Phase.WAITING:
                 self.recompute([request], why)
 
-    def _drop_parked(self, worker: Worker, parked: Request) -> None:
-        del worker.parked[parked.seniority]
+    def _drop_parked(self, worker: WorkerState, parked: Request) -> None:
+        del worker.parked[parked.arrival_index]
         self._matched.pop(parked.sequence, None)
         parked.phase, parked.sequence, parked.prompt_is_computed = Phase.ENDED, 0, False
         del parked.block_table[:]
@@ -286,19 +286,19 @@ class Lifecycle:
         else:
             fills = num_computed // worker.block_size > request.num_registered // worker.block_size
         is_news = fills and num_computed > request.num_committed  # a token that is not computed is of no use to anybody
-        if swaps or (worker.prefix_caching and is_news and not request.is_spoiled):
+        if swaps or (worker.prefix_caching and is_news and not request.kv_is_invalid):
             new_tokens = request.tokens_from(request.num_registered)
             self._cache.add_commit(request.sequence, new_tokens, num_computed)
             request.num_registered = num_tokens
 
-    def _leave(self, worker: Worker, slot: int) -> Request:
+    def _leave(self, worker: WorkerState, slot: int) -> Request:
         request = worker.vacate(slot)
         request.prompt_is_computed = False
         request.parent = None
         del request.block_table[:]
         return request
 
-    def flush_output(self, worker: Worker, slot: int) -> None:
+    def flush_output(self, worker: WorkerState, slot: int) -> None:
         """Complete the request's own record with what still stands in the slot's output buffer."""
         if tokens := worker.slots.output.flush(slot):
             worker.running[slot].add_output(tokens)
@@ -317,21 +317,21 @@ class Lifecycle:
         if request.swapped_on:
             self.swaps.forget(request)
         if request.sequence and self._cache.connected:
-            self._cache.forget_sequence(request.sequence, discard=request.is_spoiled)
+            self._cache.forget_sequence(request.sequence, discard=request.kv_is_invalid)
         self._matched.pop(request.sequence, None)
         request.sequence = 0
 
     # ── over ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def quarantine(self, request: Request, why: str) -> None:
+    def fail_poisoned(self, request: Request, why: str) -> None:
         """It was alone in too many failures in a row: it is not tried again."""
-        self.counters.quarantined += 1
+        self.counters.poisoned += 1
         times = self.config.poison_failures
         self.fail(request, f"request: alone in what failed, {times} times in a row; the last time, {why}")
 
-    def spoil(self, request: Request, message: str) -> None:
+    def invalidate_kv(self, request: Request, message: str) -> None:
         """Its worker could not compute it: nothing of it stays in the cache, for others would reuse what is wrong."""
-        request.is_spoiled = True
+        request.kv_is_invalid = True
         self.fail(request, message)
 
     def fail(self, request: Request, message: str, code: int = CODE_INTERNAL) -> None:
@@ -345,12 +345,12 @@ class Lifecycle:
                 self._withdraw(member)
         self._withdraw(request)
         if request.deadline_s < math.inf:
-            self._deadlines.pop((request.deadline_s, request.seniority), None)
+            self._deadlines.pop((request.deadline_s, request.arrival_index), None)
         if reason in (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH) and request.group is None:
             self._output_length.add(request.num_output_tokens)
         name = REASONS[reason]
         self.counters.finished[name] = self.counters.finished.get(name, 0) + 1
-        self.journal.ended(request, name if error is None else error.message, self.now_s)
+        self.timeline.ended(request, name if error is None else error.message, self.now_s)
         session = self._sessions.get(request.session_id)
         if session is not None and session.live.pop(request.handle, None) is not None:
             ending = session.add_ending()
@@ -373,12 +373,12 @@ class Lifecycle:
             case Phase.RUNNING:
                 self._vacate(request)
                 self._unbind(request)
-            case Phase.BINDING:
+            case Phase.ALLOCATING:
                 self._unbind(request)
             case Phase.WAITING if request in self.queue:
                 self.queue.remove(request)
             case Phase.PARKED:
-                del self._workers[request.worker].parked[request.seniority]
+                del self._workers[request.worker].parked[request.arrival_index]
                 request.worker, request.prompt_is_computed = 0, False
                 del request.block_table[:]
             case Phase.ENDED:
@@ -390,7 +390,7 @@ class Lifecycle:
     def note(self, request: Request, event: str, detail: str) -> None:
         """In the journal, which knows clients' requests only."""
         if not request.is_member:
-            self.journal.event(request, event, detail, self.now_s)
+            self.timeline.event(request, event, detail, self.now_s)
 
     def end_late(self, now_s: float) -> None:
         """End what has missed its deadline or one of the time-outs."""

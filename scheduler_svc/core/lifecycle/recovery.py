@@ -5,7 +5,7 @@ everything that runs (Request.block_table) and the host blocks of what is swappe
 
     RUNNING, PARKED     stays where it is. No step is planned without a cache; results of those in flight go on, and
                         what ends meanwhile just ends
-    BINDING             waits again: the exchange that was to seat it may or may not have been executed, and nobody has
+    ALLOCATING          waits again: the exchange that was to place it may or may not have been executed, and nobody has
                         written to what it granted
     swapped out         stays where it is; copies that no plan has carried yet are made by the next one, before anything
                         else, so that the device blocks may be granted to others all the same
@@ -33,7 +33,7 @@ from paceline.v1.worker_pb2 import KeptSequence
 from scheduler_svc.core.cache.link import MAX_EXCHANGE_BYTES, CacheLink, Sent
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.requests.request import Request
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.workers.state import WorkerState
 
 
 def _kept_op(worker: int, kept: Iterable[KeptSequence], model: str, next_sequence: Callable[[], int]) -> RestoreOp:
@@ -58,19 +58,19 @@ def _kept_op(worker: int, kept: Iterable[KeptSequence], model: str, next_sequenc
 @dataclass(frozen=True, slots=True)
 class Recovery:
     cache: CacheLink
-    workers: dict[int, Worker]
+    workers: dict[int, WorkerState]
     life: Lifecycle
 
     def cache_lost(self) -> None:
         self.cache.forget()
         for worker in self.workers.values():
-            for request in worker.drop_draft():
+            for request in worker.drop_pending_step():
                 self.life.unanswered(request)
             worker.forget_cache()
             self.life.recompute(request for request in worker.swapped.values() if not request.host_blocks)
         self.life.forget_matches()
 
-    def added(self, worker: Worker) -> list[CacheOp]:
+    def added(self, worker: WorkerState) -> list[CacheOp]:
         """What tells a cache that there is this worker, and what it brings with it."""
         kept, worker.kept = worker.kept, []
         config = self.life.config
@@ -133,7 +133,7 @@ class Recovery:
             self.life.claim_refused(request, why)
         self.cache.never_knew(sequence)
 
-    def _claimants(self, worker: Worker) -> Iterator[Request]:
+    def _claimants(self, worker: WorkerState) -> Iterator[Request]:
         """All that has blocks there, with complete records, and noted what the cache will know of each."""
         worker.slots.complete_tables()
         for slot, request in worker.running.items():

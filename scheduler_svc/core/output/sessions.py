@@ -42,8 +42,8 @@ class Session:
     sent: int = 0
     read: int = 0
     num_submissions: int = 0  # accepted or not
-    places: int = 0  # in the queue, for whoever comes next
-    _told_room: tuple[int, int] | None = None
+    queue_credit: int = 0  # requests that the queue still takes
+    _told_credit: tuple[int, int] | None = None
     opened: SessionOpened | None = None
     status: SchedulerStatus | None = None
     _handles: list[Longs] = field(default_factory=list)
@@ -99,8 +99,8 @@ class Session:
         self._handles.clear()
         self._tokens.clear()
         self._scores_before.clear()
-        if (room := (self.places, self.num_submissions)) != self._told_room:
-            message.room.places, message.room.num_submissions = self._told_room = room
+        if (room := (self.queue_credit, self.num_submissions)) != self._told_credit:
+            message.room.places, message.room.num_submissions = self._told_credit = room
         self.sent += 1
         return message
 

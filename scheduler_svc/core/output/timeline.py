@@ -19,7 +19,7 @@ from scheduler_svc.core.requests.request import Request
 
 MAX_ENDED = 4096
 MAX_SPANS = 64  # of one request, and as many events
-MAX_HEADS = 4096
+MAX_TOP_REJECTED = 4096
 MAX_OUTAGES = 256
 WAITING = ("waiting", "preempted", "requeued")
 NOBODY: Mapping[str, int] = MappingProxyType({})
@@ -56,7 +56,7 @@ class Wait:
 class Record:
     request_id: str
     answer_id: str
-    seniority: int
+    arrival_index: int
     arrival_s: float
     tenant: str
     # Lists, though only the last MAX_SPANS are kept: most records have a few, and an empty deque takes 600 bytes.
@@ -89,11 +89,11 @@ class Record:
 
 
 @dataclass(slots=True)
-class Head:
+class TopRejected:
     """Who was first of those that a worker's decisions left out, as long as that and the reason were the same; 0 and ""
     if they looked at nobody."""
 
-    seniority: int
+    arrival_index: int
     request_id: str
     span: Span
 
@@ -108,7 +108,7 @@ class AtLimit:
 
 
 @dataclass(slots=True)
-class Journal:
+class RequestTimeline:
     tenant_limit: int = 0  # tokens of one that may run
     decisions: int = 0
     # By arrival index. As many live requests as the queue and the workers take, and the last MAX_ENDED finished ones.
@@ -116,49 +116,51 @@ class Journal:
     _ended: OrderedDict[int, Record] = field(default_factory=OrderedDict)
     # Arrival indexes by request id and by answer id. Clients choose request ids, and two requests may have the same.
     _names: dict[str, dict[int, None]] = field(default_factory=dict)
-    _heads: deque[Head] = field(default_factory=lambda: deque(maxlen=MAX_HEADS))
-    _last: dict[int, tuple[int, Head | None]] = field(default_factory=dict)  # each worker's last decision, and its head
-    _limits: deque[AtLimit] = field(default_factory=lambda: deque(maxlen=MAX_HEADS))
+    _tops: deque[TopRejected] = field(default_factory=lambda: deque(maxlen=MAX_TOP_REJECTED))
+    _last: dict[int, tuple[int, TopRejected | None]] = field(
+        default_factory=dict
+    )  # each worker's last decision, and its head
+    _limits: deque[AtLimit] = field(default_factory=lambda: deque(maxlen=MAX_TOP_REJECTED))
     _at_limit: dict[int, dict[str, AtLimit]] = field(default_factory=dict)  # by each worker's last decision; by tenant
     _outages: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_OUTAGES))
 
     def arrived(self, request: Request, now_s: float) -> None:
         arrival = ("waiting", f"{request.num_tokens} tokens", self.decisions, now_s)
-        record = Record(request.request_id, request.answer_id, request.seniority, now_s, request.tenant, [arrival])
-        self._live[request.seniority] = record
+        record = Record(request.request_id, request.answer_id, request.arrival_index, now_s, request.tenant, [arrival])
+        self._live[request.arrival_index] = record
         for name in _names(record):
-            self._names.setdefault(name, {})[request.seniority] = None
+            self._names.setdefault(name, {})[request.arrival_index] = None
 
     def event(self, request: Request, reason: str, detail: str, now_s: float) -> None:
         """It waits, runs, was preempted."""
-        record = self._live.get(request.seniority)
+        record = self._live.get(request.arrival_index)
         if record is not None:
             record.add_event((reason, detail, self.decisions, now_s))
 
     def ended(self, request: Request, how: str, now_s: float) -> None:
         """From now on it may be forgotten."""
-        record = self._live.pop(request.seniority, None)
+        record = self._live.pop(request.arrival_index, None)
         if record is None:
             return
         record.add_event(("ended", how, self.decisions, now_s))
-        self._ended[record.seniority] = record
+        self._ended[record.arrival_index] = record
         for name in _names(record):  # finished ones stand in the order in which they finished
-            self._names[name].pop(record.seniority)
-            self._names[name][record.seniority] = None
+            self._names[name].pop(record.arrival_index)
+            self._names[name][record.arrival_index] = None
         if len(self._ended) > MAX_ENDED:
             self._forget(self._ended.popitem(last=False)[1])
 
     def _forget(self, record: Record) -> None:
         for name in _names(record):
             indexes = self._names[name]
-            del indexes[record.seniority]
+            del indexes[record.arrival_index]
             if not indexes:
                 del self._names[name]
 
     def decided(
         self,
         worker: int,
-        held_back: Sequence[tuple[Request, str, str]],
+        rejected: Sequence[tuple[Request, str, str]],
         closed: tuple[str, str] | None,
         now_s: float,
         at_limit: Mapping[str, int] = NOBODY,
@@ -169,28 +171,30 @@ class Journal:
         `without_grammar`: the requests whose grammar the worker has still to prepare."""
         self.decisions += 1
         self._passed_over(worker, at_limit, now_s)
-        before, head = self._last.get(worker, (0, None))
+        before, top = self._last.get(worker, (0, None))
         preparing = ((request, "grammar", "the worker prepares it") for request in without_grammar)
-        for request, reason, detail in itertools.chain(held_back, preparing):
+        for request, reason, detail in itertools.chain(rejected, preparing):
             known = request if request.group is None else request.group.root
-            record = self._live.get(known.seniority)
+            record = self._live.get(known.arrival_index)
             if record is not None:
                 self._extend(record, worker, reason, detail, before, now_s)
-        if not (held_back or closed):
+        if not (rejected or closed):
             self._last[worker] = self.decisions, None
             return
-        if held_back:
-            (request, reason, _), detail = held_back[0], ""
+        if rejected:
+            (request, reason, _), detail = rejected[0], ""
             known = request if request.group is None else request.group.root
-            seniority, name = known.seniority, known.request_id
+            arrival_index, name = known.arrival_index, known.request_id
         else:
             assert closed is not None
-            seniority, name, (reason, detail) = 0, "", closed
-        if head is None or (head.seniority, head.span.reason) != (seniority, reason):
-            head = Head(seniority, name, Span(reason, detail, self.decisions, self.decisions, now_s, now_s, worker))
-            self._heads.append(head)
-        head.span.detail, head.span.last, head.span.to_s = detail, self.decisions, now_s
-        self._last[worker] = self.decisions, head
+            arrival_index, name, (reason, detail) = 0, "", closed
+        if top is None or (top.arrival_index, top.span.reason) != (arrival_index, reason):
+            top = TopRejected(
+                arrival_index, name, Span(reason, detail, self.decisions, self.decisions, now_s, now_s, worker)
+            )
+            self._tops.append(top)
+        top.span.detail, top.span.last, top.span.to_s = detail, self.decisions, now_s
+        self._last[worker] = self.decisions, top
 
     def _passed_over(self, worker: int, at_limit: Mapping[str, int], now_s: float) -> None:
         if not (at_limit or worker in self._at_limit):
@@ -241,9 +245,9 @@ class Journal:
         for index in self._names.get(name, ()):
             record = self._live.get(index) or self._ended[index]
             before = found.get(record.request_id)
-            if before is None or index in self._live or before.seniority not in self._live:
+            if before is None or index in self._live or before.arrival_index not in self._live:
                 found[record.request_id] = record
-        return dict(sorted(found.items(), key=lambda item: item[1].seniority))
+        return dict(sorted(found.items(), key=lambda item: item[1].arrival_index))
 
     def explain(self, name: str, now_s: float) -> list[Span] | None:
         """Why the (first) sequence that this id stands for waited; None if nothing is known of it."""
@@ -274,13 +278,13 @@ class Journal:
                 detail = f"{limit.tokens} tokens of tenant {limit.tenant!r} run, its limit is {self.tenant_limit}"
                 told += looks.parts(replace(limit.span, detail=detail), wait, last)
         apart = Apart([*record.looks, *told])
-        for one in self._heads:
-            head = one.span
-            if one.seniority == record.seniority or head.last <= wait.first or head.first > last:
+        for one in self._tops:
+            top = one.span
+            if one.arrival_index == record.arrival_index or top.last <= wait.first or top.first > last:
                 continue
             if one.request_id:
-                head = replace(head, reason="order", detail=f"behind {one.request_id}, which waits for {head.reason}")
-            told += apart.parts(head, wait, last)
+                top = replace(top, reason="order", detail=f"behind {one.request_id}, which waits for {top.reason}")
+            told += apart.parts(top, wait, last)
         return told
 
     def _extend(self, record: Record, worker: int, reason: str, detail: str, before: int, now_s: float) -> None:

@@ -41,7 +41,7 @@ class BatchPolicy(ABC):
     shares_in_step: bool = True
 
     @abstractmethod
-    def compose(self, step: Step) -> None:
+    def schedule(self, step: Step) -> None:
         """Call `step.run`, `step.run_decodes` and `step.admit` for what shall be in the step."""
 
     def planned(self, step: Step) -> None:  # noqa: B027

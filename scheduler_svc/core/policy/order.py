@@ -42,7 +42,7 @@ class OrderPolicy(ABC):
         """Whether the waiting request would be offered a slot before the running one, if the running one had to wait
         as well. By `rank`; without ranks, no."""
         rank = self.rank(waiting)
-        return rank is not None and bool((rank, waiting.place) < (self.rank(running), running.place))
+        return rank is not None and bool((rank, waiting.queue_position) < (self.rank(running), running.queue_position))
 
     def hopeless(self, now_s: float) -> Iterable[RequestView]:
         """Requests that it makes no sense to let wait on: they are failed at once. Asked a few times a second."""
@@ -65,8 +65,8 @@ class KeyedOrder(OrderPolicy):
     key_is_constant: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self._entries: SortedList[tuple[Any, int, int, RequestView]] = SortedList()  # key, place, seniority
-        self._entry_of: dict[int, tuple[Any, int, int, RequestView]] = {}  # by seniority
+        self._entries: SortedList[tuple[Any, int, int, RequestView]] = SortedList()  # key, place, arrival_index
+        self._entry_of: dict[int, tuple[Any, int, int, RequestView]] = {}  # by arrival_index
 
     @abstractmethod
     def key(self, request: RequestView) -> Any:
@@ -76,18 +76,18 @@ class KeyedOrder(OrderPolicy):
         return self.key(request) if self.key_is_constant else None
 
     def add(self, request: RequestView) -> None:
-        seniority = request.seniority
-        if seniority in self._entry_of:  # it takes over what it knows already
+        arrival_index = request.arrival_index
+        if arrival_index in self._entry_of:  # it takes over what it knows already
             self.remove(request)
-        entry = (sortable(self.key(request), request), request.place, seniority, request)
-        self._entry_of[seniority] = entry
+        entry = (sortable(self.key(request), request), request.queue_position, arrival_index, request)
+        self._entry_of[arrival_index] = entry
         self._entries.add(entry)
 
     def remove(self, request: RequestView) -> None:
-        self._entries.remove(self._entry_of.pop(request.seniority))
+        self._entries.remove(self._entry_of.pop(request.arrival_index))
 
     def rematched(self, request: RequestView) -> None:
-        if sortable(self.key(request), request) != self._entry_of[request.seniority][0]:
+        if sortable(self.key(request), request) != self._entry_of[request.arrival_index][0]:
             self.remove(request)
             self.add(request)
 

@@ -16,8 +16,15 @@ from scheduler_svc.core.policy.step_view import StepView
 from scheduler_svc.core.policy.views import Paused, Running
 from scheduler_svc.core.requests.request import Request, RequestView, view_of
 from scheduler_svc.core.workers.block_boundaries import NONE
-from scheduler_svc.core.workers.decision import MAX_PLAN_BYTES, Admission, Admitted, Decision, OutOfBlocks, plan_bytes
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.workers.decision import (
+    MAX_PLAN_BYTES,
+    Admitted,
+    Decision,
+    OutOfBlocks,
+    PlannedAdmission,
+    plan_bytes,
+)
+from scheduler_svc.core.workers.state import WorkerState
 
 
 class Verdict(enum.Enum):
@@ -67,7 +74,7 @@ class Step(StepView):
 
     def __init__(
         self,
-        worker: Worker,
+        worker: WorkerState,
         waiting: Callable[[], Iterator[Request]],
         capacity: CapacityPolicy,
         now_s: float,
@@ -128,7 +135,7 @@ class Step(StepView):
         """
         verdict = self.consider(request, num_tokens)
         if verdict is Verdict.ADMIT:
-            self._place(self._considered[request._request.seniority])
+            self._place(self._considered[request._request.arrival_index])
         return verdict
 
     def consider(self, request: RequestView, num_tokens: int) -> Verdict:
@@ -137,18 +144,18 @@ class Step(StepView):
         self._expect_open()
         own, num_tokens = self._waits(request), operator.index(num_tokens)
         request, uncached = view_of(own), own.num_tokens - self.cached_tokens(own)
-        if not 1 <= num_tokens <= uncached or own.seniority in self._considered:
+        if not 1 <= num_tokens <= uncached or own.arrival_index in self._considered:
             raise PolicyError(f"{request}: {num_tokens} tokens of {uncached}, or considered before")
-        if self._num_seats <= 0:
-            return self.hold_back(request, Verdict.STOP, "seats", f"all {self.max_num_seqs} are taken")
+        if self._num_free_slots <= 0:
+            return self.reject(request, Verdict.STOP, "seats", f"all {self.max_num_seqs} are taken")
         if self._considered and self._budgeted.num_bytes + plan_bytes(own) > MAX_PLAN_BYTES:
             detail = f"{self._budgeted.num_bytes} bytes of sequences are in it, {MAX_PLAN_BYTES} are possible"
-            return self.hold_back(request, Verdict.STOP, "plan", detail)
+            return self.reject(request, Verdict.STOP, "plan", detail)
         if (budget := self._over_budget(own, self._budgeted)) is not None:
             name, _, detail = budget.partition(": ")
             if name == "lora":
                 self._full_loras.add(own.lora)
-            return self.hold_back(request, Verdict.SKIP, name, detail)
+            return self.reject(request, Verdict.SKIP, name, detail)
         num_new_tokens = uncached if self._capacity.reserves_prompt else num_tokens
         need_blocks = self._need_blocks(own, num_new_tokens)
         verdict = self._ask_capacity(request, need_blocks)
@@ -157,11 +164,11 @@ class Step(StepView):
             if verdict is not Verdict.ADMIT:
                 if need_blocks <= self._available_blocks:  # it is about blocks that are to come, or promised
                     detail += f"; up to {self.blocks_for(own.max_total_tokens)} to its end"
-                return self.hold_back(request, verdict, "capacity", detail)
-            return self.hold_back(request, Verdict.STOP, "blocks", detail)
+                return self.reject(request, verdict, "capacity", detail)
+            return self.reject(request, Verdict.STOP, "blocks", detail)
         self._available_blocks -= need_blocks
-        self._num_seats -= 1
-        self._considered[own.seniority] = Admission(own, num_tokens, num_new_tokens, uncached)
+        self._num_free_slots -= 1
+        self._considered[own.arrival_index] = PlannedAdmission(own, num_tokens, num_new_tokens, uncached)
         self._arriving.add(own, own.num_tokens)
         self._budgeted.add(own)
         self._credit_of = None
@@ -171,32 +178,32 @@ class Step(StepView):
         """Compute so many tokens of a request that was considered and may be admitted. Raises PolicyError."""
         self._expect_open()
         own, num_tokens = self._waits(request), operator.index(num_tokens)
-        considered = self._considered.get(own.seniority)
+        considered = self._considered.get(own.arrival_index)
         num_new_tokens = considered.num_new_tokens if considered else 0
-        if considered is None or not 1 <= num_tokens <= num_new_tokens or own.seniority in self._placed:
+        if considered is None or not 1 <= num_tokens <= num_new_tokens or own.arrival_index in self._placed:
             raise PolicyError(
                 f"{request}: {num_tokens} tokens, blocks are set aside for {num_new_tokens}; or in already"
             )
         same = num_tokens == considered.num_tokens
         self._place(considered if same else considered._replace(num_tokens=num_tokens))
 
-    def _place(self, admission: Admission) -> None:
+    def _place(self, admission: PlannedAdmission) -> None:
         request = admission.request
         self._spend(admission.num_tokens)
-        self._worker.binding_tokens += admission.num_uncached_tokens
-        self._placed[request.seniority] = admission
+        self._worker.allocating_tokens += admission.num_uncached_tokens
+        self._placed[request.arrival_index] = admission
         num_computed = request.num_tokens - admission.num_uncached_tokens + admission.num_tokens
         self._computing.add(request, num_computed)
         self._credit_of = None
 
-    def hold_back(self, request: RequestView, verdict: Verdict, reason: str, detail: str = "") -> Verdict:
+    def reject(self, request: RequestView, verdict: Verdict, reason: str, detail: str = "") -> Verdict:
         """Note why a request does not get in now, for `paceline explain`; returns the verdict."""
         if not self._open:
-            raise PolicyError("hold_back after the composition has ended")
-        self._held_back.append((self._waits(request), str(reason), str(detail)))
+            raise PolicyError("reject after the step is scheduled")
+        self._rejected.append((self._waits(request), str(reason), str(detail)))
         return verdict
 
-    def hold_back_all(self, reason: str, detail: str = "") -> None:
+    def reject_all(self, reason: str, detail: str = "") -> None:
         """Note why nobody is offered a place in this step, for `paceline explain`; without a look at who waits."""
         self._expect_open()
         self._closed = str(reason), str(detail)
@@ -221,9 +228,9 @@ class Step(StepView):
         return self.num_decoding > 0 if self._decodes is None else bool(self._decodes)
 
     @property
-    def held_back(self) -> Sequence[tuple[RequestView, str, str]]:
+    def rejected(self) -> Sequence[tuple[RequestView, str, str]]:
         """Request, reason, detail: who was looked at and does not get in."""
-        return tuple((view_of(request), reason, detail) for request, reason, detail in self._held_back)
+        return tuple((view_of(request), reason, detail) for request, reason, detail in self._rejected)
 
     def own(self, sequences: Iterable[Running]) -> list[Running]:
         """What a policy named, checked: running sequences of this step, each once. Raises PolicyError."""
@@ -257,7 +264,7 @@ class Step(StepView):
             chunks=[(slot, int(generation[slot]), tokens) for slot, tokens in self._chunks.items()],
             admissions=list(self._placed.values()),
             shares=self._shares,
-            held_back=self._held_back,
+            rejected=self._rejected,
             closed=self._closed,
         )
 
@@ -284,7 +291,7 @@ class Step(StepView):
 
     def _waits(self, request: RequestView) -> Request:
         own = request._request if isinstance(request, RequestView) else None
-        if own is None or self._offered.get(own.seniority) is not own:
+        if own is None or self._offered.get(own.arrival_index) is not own:
             raise PolicyError(f"{request!r} is none of the requests that this step's `waiting` gave")
         return own
 

@@ -12,9 +12,9 @@ from scheduler_svc.core.arrays import Slots
 from scheduler_svc.core.policy.order import OrderPolicy, sortable
 from scheduler_svc.core.policy.views import Running
 from scheduler_svc.core.requests.prefixes import PrefixIndex, common_blocks
-from scheduler_svc.core.requests.request import TOKEN_BYTES, Match, Request, RequestView, view_of
-from scheduler_svc.core.workers.decision import Admission, Admitted, OutOfBlocks
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.requests.request import TOKEN_BYTES, PrefixMatch, Request, RequestView, view_of
+from scheduler_svc.core.workers.decision import Admitted, OutOfBlocks, PlannedAdmission
+from scheduler_svc.core.workers.state import WorkerState
 
 
 class StepView:
@@ -37,11 +37,10 @@ class StepView:
         "_decodes",
         "_full_loras",
         "_growth",
-        "_held_back",
         "_lack",
         "_now_s",
+        "_num_free_slots",
         "_num_running",
-        "_num_seats",
         "_offered",
         "_open",
         "_order",
@@ -49,13 +48,14 @@ class StepView:
         "_placed",
         "_preempted",
         "_prefilling",
+        "_rejected",
         "_running",
         "_shares",
         "_waiting",
         "_worker",
     )
 
-    _worker: Worker
+    _worker: WorkerState
     _waiting: Callable[[], Iterator[Request]]
     _over_budget: Callable[[Request, Admitted], str | None]
     _now_s: float
@@ -65,19 +65,19 @@ class StepView:
     _running: tuple[Running, ...] | None  # once somebody has asked
     _available_blocks: int
     _budget_tokens: int
-    _num_seats: int
+    _num_free_slots: int
     _growth: list[Slots]
     _decodes: list[int] | None  # slots; None: all that decode
     _chunks: dict[int, int]  # tokens by slot
     _computing: PrefixIndex[Request]  # what has tokens to compute in it, with how many of them computed after it
     _arriving: PrefixIndex[Request]  # who is considered, with all known tokens
     _prefilling: PrefixIndex[Request] | None  # `prefills`, with all known tokens; once somebody has asked
-    _offered: dict[int, Request]  # what `waiting` gave, by seniority
-    _considered: dict[int, Admission]  # by seniority
-    _placed: dict[int, Admission]  # by seniority
+    _offered: dict[int, Request]  # what `waiting` gave, by arrival_index
+    _considered: dict[int, PlannedAdmission]  # by arrival_index
+    _placed: dict[int, PlannedAdmission]  # by arrival_index
     _budgeted: Admitted  # who is considered
     _full_loras: set[str]  # adapters for which there is no room
-    _held_back: list[tuple[Request, str, str]]
+    _rejected: list[tuple[Request, str, str]]
     _closed: tuple[str, str] | None  # why nobody is offered a place: reason, detail
     _open: bool
     _lack: OutOfBlocks | None  # of blocks: then the composition has failed
@@ -87,7 +87,7 @@ class StepView:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: WorkerState,
         waiting: Callable[[], Iterator[Request]],
         now_s: float,
         over_budget: Callable[[Request, Admitted], str | None],
@@ -106,7 +106,7 @@ class StepView:
         self._running = None
         self._available_blocks = worker.available_blocks
         self._budget_tokens = worker.max_batched_tokens
-        self._num_seats = worker.slots.num_free
+        self._num_free_slots = worker.slots.num_free
         self._growth = []
         self._decodes = []
         self._chunks = {}
@@ -118,7 +118,7 @@ class StepView:
         self._placed = {}
         self._budgeted = Admitted()
         self._full_loras = set()
-        self._held_back = []
+        self._rejected = []
         self._closed = None
         self._open = True
         self._lack = None
@@ -139,7 +139,7 @@ class StepView:
         """Where the order puts a request, whether it waits or runs: smaller first. None if it ranks only what waits.
         Raises PolicyError for NaN."""
         key = self._order.rank(request)
-        return None if key is None else (sortable(key, request), request.place)
+        return None if key is None else (sortable(key, request), request.queue_position)
 
     def goes_before(self, waiting: RequestView, running: RequestView) -> bool:
         """Whether the order would offer the waiting request a slot before the running one, if both waited."""
@@ -194,9 +194,9 @@ class StepView:
         return self._budget_tokens
 
     @property
-    def num_seats(self) -> int:
+    def num_free_slots(self) -> int:
         """Requests that may still be admitted."""
-        return self._num_seats
+        return self._num_free_slots
 
     @property
     def num_admissions(self) -> int:
@@ -232,7 +232,7 @@ class StepView:
         for request in self._waiting():
             if request.lora and request.lora in self._full_loras:
                 continue  # as the one before it
-            self._offered[request.seniority] = request
+            self._offered[request.arrival_index] = request
             yield request.view or view_of(request)
 
     def cached_tokens(self, request: RequestView | Request) -> int:
@@ -258,14 +258,14 @@ class StepView:
         self._credit_of = known = request, cached, live
         return known
 
-    def _device_tokens(self, match: Match) -> int:
+    def _device_tokens(self, match: PrefixMatch) -> int:
         """In whole blocks that it would share."""
         block_size = self._worker.block_size
         return (match.num_tokens - match.num_host_tokens) // block_size * block_size
 
     def has_admitted(self, request: RequestView) -> bool:
         """Whether this step lets it in."""
-        return request.seniority in self._placed
+        return request.arrival_index in self._placed
 
     def exceeds_budget(self, request: RequestView) -> bool:
         """Whether a budget that is not the policies' keeps a waiting request out of this step: its tenant's, or that of

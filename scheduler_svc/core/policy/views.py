@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scheduler_svc.core.requests.request import Request, RequestView, view_of
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.workers.state import WorkerState
 
 
 class Paused(Exception):
@@ -19,7 +19,7 @@ class Running:
 
     __slots__ = ("_request", "_slot", "_worker")
 
-    def __init__(self, worker: Worker, slot: int, request: Request) -> None:
+    def __init__(self, worker: WorkerState, slot: int, request: Request) -> None:
         self._worker = worker
         self._slot = slot
         self._request = request

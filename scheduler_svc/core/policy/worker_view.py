@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from scheduler_svc.core.requests.prefixes import PrefixIndex, common_blocks
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Phase, Request, RequestView
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.step_time import StepTime
 
 
@@ -26,7 +26,7 @@ class WorkerView:
         "_worker",
     )
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: WorkerState) -> None:
         self._worker = worker
         self._waiting: dict[int, Request] = {}  # that the round has placed here, by arrival index
         self._read()
@@ -36,7 +36,7 @@ class WorkerView:
         what takes time is read when it is asked for, and before anything is added to it."""
         worker = self._worker
         self._read_at = worker.steps_sent, worker.num_departed
-        self._free_slots = worker.free_seats
+        self._free_slots = worker.free_slots
         self._rows = worker.num_rows
         self._free_blocks: int | None = None
         self._prefill_tokens = self._context_tokens = -1
@@ -139,7 +139,7 @@ class WorkerView:
             self._placed = PrefixIndex(worker.block_size)
             for slot in worker.prefills:
                 self._placed.add(worker.running[slot], worker.running[slot].num_tokens)
-            for admission in worker.draft.decision.admissions if worker.draft else ():
+            for admission in worker.pending_step.decision.admissions if worker.pending_step else ():
                 self._placed.add(admission.request, admission.request.num_tokens)
         if not len(self._placed):
             return matched
@@ -185,7 +185,7 @@ class WorkerView:
         self._free_blocks = self.free_blocks - self._need_blocks(request)
         self._rows += 1
         self._free_slots -= 1
-        self._waiting[request.seniority] = request
+        self._waiting[request.arrival_index] = request
         if self._placed is not None:
             self._placed.add(request, request.num_tokens)
 

@@ -30,7 +30,7 @@ Candidates = Sequence[tuple[int, float]]  # token and its log-probability, best 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Beam:
+class SearchBeam:
     """A sequence under search. Beams of one origin share their past, so that a step adds one token to each of them.
 
     `parent` is the index of the beam it grew from among the live beams of the step before.
@@ -40,7 +40,7 @@ class Beam:
     token: int
     logprob: float  # of all output tokens
     num_tokens: int
-    origin: Beam | None = field(repr=False)
+    origin: SearchBeam | None = field(repr=False)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -52,10 +52,10 @@ class Beam:
         return tuple(reversed(tokens))
 
 
-PROMPT = Beam(parent=-1, token=-1, logprob=0.0, num_tokens=0, origin=None)
+PROMPT = SearchBeam(parent=-1, token=-1, logprob=0.0, num_tokens=0, origin=None)
 
 
-class Hypothesis(NamedTuple):
+class BeamHypothesis(NamedTuple):
     tokens: tuple[int, ...]  # with the token that ended it
     score: float
     reason: Literal["stop", "length"]
@@ -63,7 +63,7 @@ class Hypothesis(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ending:
-    beam: Beam
+    beam: SearchBeam
     score: float
 
 
@@ -93,7 +93,7 @@ class BeamSearch:
     eos_token_ids: Collection[int] = ()
     stop_token_ids: Collection[int] = ()
     _stops: frozenset[int] = field(init=False)
-    _live: list[Beam] = field(init=False, default_factory=lambda: [PROMPT])
+    _live: list[SearchBeam] = field(init=False, default_factory=lambda: [PROMPT])
     _num_tokens: int = field(init=False, default=0)  # of every live beam
     _ended: list[_Ending] = field(init=False, default_factory=list)  # `width` at most, best first
 
@@ -115,7 +115,7 @@ class BeamSearch:
         return self.width + len(self._stops)
 
     @property
-    def live(self) -> Sequence[Beam]:
+    def live(self) -> Sequence[SearchBeam]:
         """Best first; none when the search is over."""
         return self._live
 
@@ -123,7 +123,7 @@ class BeamSearch:
     def done(self) -> bool:
         return not self._live
 
-    def advance(self, candidates: Sequence[Candidates]) -> Sequence[Beam]:
+    def advance(self, candidates: Sequence[Candidates]) -> Sequence[SearchBeam]:
         """One step: a list of candidates for each live beam, in the order of `live`. Returns the new live beams.
 
         The best `width` extensions may end here; behind them, an end only makes way for the next.
@@ -134,7 +134,7 @@ class BeamSearch:
             raise ValueError(f"candidates: {len(candidates)} lists for {len(self._live)} live beams")
         self._num_tokens += 1
         at_limit = self._num_tokens == self.max_new_tokens
-        grown: list[Beam] = []
+        grown: list[SearchBeam] = []
         for rank, beam in enumerate(self._extensions(candidates)):
             if len(grown) == self.width or (at_limit and rank == self.width):
                 break
@@ -145,31 +145,31 @@ class BeamSearch:
         self._live = [] if self._is_settled(grown) else grown
         return self._live
 
-    def best(self) -> list[Hypothesis]:
+    def best(self) -> list[BeamHypothesis]:
         """The `num_return` best of those that have ended so far, best first. Once the search is over there are so many,
         unless the vocabulary is smaller than the width."""
         return [
-            Hypothesis(ending.beam.tokens, ending.score, "stop" if ending.beam.token in self._stops else "length")
+            BeamHypothesis(ending.beam.tokens, ending.score, "stop" if ending.beam.token in self._stops else "length")
             for ending in self._ended[: self.num_return]
         ]
 
-    def _extensions(self, candidates: Sequence[Candidates]) -> Iterator[Beam]:
+    def _extensions(self, candidates: Sequence[Candidates]) -> Iterator[SearchBeam]:
         """Of all live beams, best first; lazily, as few are looked at."""
         banned = self._stops if self._num_tokens <= self.min_new_tokens else frozenset()
 
-        def grow(parent: int) -> Iterator[Beam]:
+        def grow(parent: int) -> Iterator[SearchBeam]:
             origin = self._live[parent]
             for token, logprob in candidates[parent]:
                 if token not in banned and logprob > -math.inf:
-                    yield Beam(parent, token, origin.logprob + logprob, self._num_tokens, origin)
+                    yield SearchBeam(parent, token, origin.logprob + logprob, self._num_tokens, origin)
 
         return heapq.merge(*map(grow, range(len(candidates))), key=attrgetter("logprob"), reverse=True)
 
-    def _end(self, beam: Beam) -> None:
+    def _end(self, beam: SearchBeam) -> None:
         bisect.insort(self._ended, _Ending(beam, self._score(beam.logprob, beam.num_tokens)), key=lambda e: -e.score)
         del self._ended[self.width :]
 
-    def _is_settled(self, grown: Sequence[Beam]) -> bool:
+    def _is_settled(self, grown: Sequence[SearchBeam]) -> bool:
         if not grown:
             return True
         if len(self._ended) < self.width:

@@ -20,13 +20,13 @@ TOKEN_BYTES = 4  # token ids travel and rest as packed little-endian int32
 
 class Phase(enum.Enum):
     WAITING = "waiting"  # in the queue
-    BINDING = "binding"  # in a draft whose cache exchange has not come back
+    ALLOCATING = "allocating"  # in a draft whose cache exchange has not come back
     RUNNING = "running"  # holds a slot and blocks of one worker
     PARKED = "parked"  # a beam that has left its slot and keeps its blocks, for those that fork from it
     ENDED = "ended"
 
 
-class Match(NamedTuple):
+class PrefixMatch(NamedTuple):
     """What one worker has of a request in its cache, as paceline.v1.WorkerMatch says it; but `num_tokens` counts those
     in host memory, too: they need not be computed."""
 
@@ -35,14 +35,14 @@ class Match(NamedTuple):
     num_host_tokens: int = 0  # at the end; they need new blocks
 
 
-NO_MATCH = Match(0)
+NO_MATCH = PrefixMatch(0)
 
 
 @dataclass(slots=True, eq=False)
 class Siblings:
     """All sequences of one client's request share this: its samples, or the beams of its search."""
 
-    first: int  # seniority of the client's request
+    first: int  # arrival_index of the client's request
     num_bound: int = 0  # sequences that run or are about to, on any worker
 
 
@@ -50,13 +50,13 @@ class Siblings:
 class Request:
     """A request and what is known of it, wherever it is. Policies read it and change nothing.
 
-    `seniority` orders requests by arrival, names them, and survives preemption and the loss of a worker. `place` is
-    the rank by which equals stand in the queue: the seniority, unless a preemption policy put the request elsewhere.
+    `arrival_index` orders requests by arrival, names them, and survives preemption and the loss of a worker.
+    `queue_position` orders equal requests in the queue: the arrival index, unless a preemption policy changed it.
     `sequence` is the cache's name for the current attempt: a new one each time the request (re)enters the queue, so
     that an attempt never meets the late blocks of the one before. 0: the cache does not know it.
     """
 
-    seniority: int
+    arrival_index: int
     session_id: str
     handle: int
     request_id: str
@@ -76,9 +76,9 @@ class Request:
     sequence: int = 0
     num_registered: int = 0  # tokens that the cache knows of that sequence
     num_committed: int = 0  # of these, computed by steps that were sent, as far as the cache has been told
-    matches: dict[int, Match] | None = None  # by worker; None until the cache has answered
-    place: int = 0
-    worker: int = 0  # while BINDING or RUNNING
+    matches: dict[int, PrefixMatch] | None = None  # by worker; None until the cache has answered
+    queue_position: int = 0
+    worker: int = 0  # while ALLOCATING or RUNNING
     slot: int = -1  # while RUNNING
     unflushed: tuple[OutputBuffer, int] | None = field(
         default=None, init=False, repr=False
@@ -89,14 +89,14 @@ class Request:
     cached_tokens: int | None = None  # reused at the first admission
     num_preemptions: int = 0
     num_worker_losses: int = 0
-    is_spoiled: bool = False  # what it computed is not to be trusted
+    kv_is_invalid: bool = False  # what it computed is not to be trusted
     is_suspect: bool = False  # of having failed its step: it runs with others of its kind only (faults/)
     extra_stop_ids: frozenset[int] = NO_TOKENS
     parent: Request | None = None  # to fork from, as long as that is possible
     prompt_is_computed: bool = False  # and known to be, of the attempt that runs
     siblings: Siblings = field(default=None)  # type: ignore[assignment]  # its own, unless it is given that of another
     samples: list[Request] | None = None  # of the same prompt, itself among them; also those that have ended
-    swapped_on: int = 0  # the worker that has its KV in host memory, while WAITING or BINDING
+    swapped_on: int = 0  # the worker that has its KV in host memory, while WAITING or ALLOCATING
     host_blocks: bytes = field(default=b"", init=False, repr=False)  # there, once the cache has answered; packed int32
     # While RUNNING (but for what its slot table has noted) or PARKED: to be told again when the cache forgets it.
     block_table: array[int] = field(default_factory=partial(array, "i"), init=False, repr=False)
@@ -118,7 +118,7 @@ class Request:
         self.grammar = self.sampling.grammar
         self.scores_prompt = self.sampling.prompt_logprobs
         if self.siblings is None:
-            self.siblings = Siblings(self.seniority)
+            self.siblings = Siblings(self.arrival_index)
 
     def add_output(self, token_ids: bytes) -> None:
         """Packed int32."""
@@ -137,7 +137,7 @@ class Request:
     @property
     def is_further_sequence(self) -> bool:
         """Of a client's request that asks for several, a sample after the first or a beam."""
-        return self.siblings.first != self.seniority
+        return self.siblings.first != self.arrival_index
 
     @property
     def is_one_of_several(self) -> bool:
@@ -188,16 +188,16 @@ class Request:
         """Since it first ran."""
         return 0.0 if self.started_s is None else now_s - self.started_s
 
-    def match_on(self, worker: int) -> Match:
+    def match_on(self, worker: int) -> PrefixMatch:
         """What the worker has of it in its cache, or swapped out."""
         match = self.matches.get(worker, NO_MATCH) if self.matches else NO_MATCH
         if self.parent is None and not self.swapped_on:  # as mostly
             return match
         all_but_one = self.num_tokens - 1
         if self.can_fork_on(worker):
-            match = Match(all_but_one, all_but_one)
+            match = PrefixMatch(all_but_one, all_but_one)
         if self.swapped_on:
-            return Match(all_but_one if self.swapped_on == worker else 0, match.num_live_tokens)
+            return PrefixMatch(all_but_one if self.swapped_on == worker else 0, match.num_live_tokens)
         return match
 
     def matched_tokens(self, worker: int) -> int:
@@ -219,7 +219,7 @@ class Request:
         parent = self.parent
         if parent is None or parent.prompt_is_computed or parent.num_preemptions:
             return False
-        return parent.phase in (Phase.WAITING, Phase.BINDING, Phase.RUNNING)
+        return parent.phase in (Phase.WAITING, Phase.ALLOCATING, Phase.RUNNING)
 
     @property
     def best_matched_tokens(self) -> int:
@@ -238,7 +238,7 @@ class BeamGroup:
     search: BeamSearch | None = None  # once the model is known
     members: list[Request] = field(default_factory=list)  # one for each live beam, in the search's order
     reports: dict[int, Candidates] = field(default_factory=dict)  # by place among the members
-    parked: dict[int, int] = field(default_factory=dict)  # forks that still need it, by the member's seniority
+    parked: dict[int, int] = field(default_factory=dict)  # forks that still need it, by the member's arrival_index
 
 
 class RequestView:
@@ -260,20 +260,20 @@ class RequestView:
         return isinstance(other, RequestView) and other._request is self._request
 
     def __hash__(self) -> int:
-        return self._request.seniority
+        return self._request.arrival_index
 
     def __repr__(self) -> str:
         return f"<request {self._request.request_id!r}, {self.num_prompt_tokens}+{self.num_output_tokens} tokens>"
 
     @property
-    def seniority(self) -> int:
+    def arrival_index(self) -> int:
         """Names the request, and orders requests by arrival."""
-        return self._request.seniority
+        return self._request.arrival_index
 
     @property
-    def place(self) -> int:
-        """Where it stands among equals: its seniority, unless a preemption policy put it elsewhere."""
-        return self._request.place
+    def queue_position(self) -> int:
+        """Where it stands among equals: its arrival_index, unless a preemption policy put it elsewhere."""
+        return self._request.queue_position
 
     @property
     def request_id(self) -> str:

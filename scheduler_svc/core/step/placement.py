@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from scheduler_svc.core.policy.interfaces import PlacementPolicy
 from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.policy.worker_view import FleetView, WorkerView
-from scheduler_svc.core.requests.request import Match, Request, view_of
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.requests.request import PrefixMatch, Request, view_of
+from scheduler_svc.core.workers.state import WorkerState
 
 
 class Placement:
@@ -21,34 +21,34 @@ class Placement:
     """
 
     def __init__(
-        self, workers: Iterable[Worker], policy: PlacementPolicy, mean_output_tokens: float | None = None
+        self, workers: Iterable[WorkerState], policy: PlacementPolicy, mean_output_tokens: float | None = None
     ) -> None:
         self.policy = policy
         self._views = {worker.id: WorkerView(worker) for worker in workers if not worker.draining}
         self._ids = list(self._views)
         self._turn = -1  # index of the worker that was drawn last
-        self._composing: set[int] = set()  # workers that have composed in this round
+        self._scheduled: set[int] = set()  # workers that have composed in this round
         # By arrival index: where the request is placed, and what was known of its matches.
-        self._placed: dict[int, tuple[WorkerView, dict[int, Match] | None]] = {}
+        self._placed: dict[int, tuple[WorkerView, dict[int, PrefixMatch] | None]] = {}
         policy.begin(FleetView(tuple(self._views.values()), mean_output_tokens))
 
-    def turn_of(self, worker: Worker) -> bool:
+    def turn_of(self, worker: WorkerState) -> bool:
         """The worker composes; False if it has done so in this round, which is over then."""
-        if worker.id in self._composing:
+        if worker.id in self._scheduled:
             return False
-        self._composing.add(worker.id)
+        self._scheduled.add(worker.id)
         self._views[worker.id]._renew()
         return True
 
     def knows(self, request: Request) -> bool:
         """Whether the request is placed, and nothing that has become known of it since speaks against that."""
-        placed = self._placed.get(request.seniority)
+        placed = self._placed.get(request.arrival_index)
         return placed is not None and placed[1] == request.matches and not placed[0]._worker.has_refused(request)
 
-    def place(self, request: Request) -> Worker | None:
+    def place(self, request: Request) -> WorkerState | None:
         """The worker that the request is placed on, which may have no room: then the request waits for it. None if no
         worker has room. Raises PolicyError, and whatever the policy raises."""
-        placed = self._placed.get(request.seniority)
+        placed = self._placed.get(request.arrival_index)
         if placed is not None and self.knows(request):
             return placed[0]._worker
         fitting: list[WorkerView] = []
@@ -68,9 +68,9 @@ class Placement:
         if not any(chosen is view for view in (*fitting, *full)):
             raise PolicyError(f"placement: place returned {chosen!r}, which is none of the workers offered")
         if placed is not None:
-            placed[0]._waiting.pop(request.seniority, None)
+            placed[0]._waiting.pop(request.arrival_index, None)
         chosen._add(request)
-        self._placed[request.seniority] = chosen, request.matches
+        self._placed[request.arrival_index] = chosen, request.matches
         return chosen._worker
 
     def _compared(self, request: Request) -> Iterable[WorkerView]:

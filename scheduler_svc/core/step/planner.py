@@ -1,6 +1,6 @@
 """One step of one worker: compose it, let the cache grant its blocks, turn it into a plan.
 
-A step reads top to bottom in `draft_step` (before the cache exchange) and `finish_step` (after it).
+A step reads top to bottom in `decide_step` (before the cache exchange) and `emit_plan` (after it).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.policy.step import Step
 from scheduler_svc.core.policy.views import Paused, Running
 from scheduler_svc.core.requests.request import Phase, Request
-from scheduler_svc.core.workers.decision import Admission, Admitted, OutOfBlocks
-from scheduler_svc.core.workers.state import Chunk, Draft, Prefill, StepInFlight, Worker, new_plan
+from scheduler_svc.core.workers.decision import Admitted, OutOfBlocks, PlannedAdmission
+from scheduler_svc.core.workers.state import PendingStep, Prefill, PrefillChunk, StepInFlight, WorkerState, new_plan
 
 # Why a request waits that running sequences can give way to.
 ROOM = ("seats", "capacity", "blocks")
@@ -34,46 +34,46 @@ MAX_PAUSES = 64
 @dataclass(frozen=True, slots=True)
 class Planner:
     preempt: Callable[[Request, str, str, str], None]  # with PreemptionPolicy's requeue and mode, and the reason
-    over_budget: Callable[[Worker, Request, Admitted], str | None]
+    over_budget: Callable[[WorkerState, Request, Admitted], str | None]
     session_index: Callable[[Request], int]
     resumed: Callable[[Request], None]  # what was swapped out is seated again
     commit: Callable[[int, bytes, int], None]  # sequence, new tokens, how many of all are computed by what was sent
 
     # ── before the exchange ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def draft_step(
-        self, worker: Worker, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
+    def decide_step(
+        self, worker: WorkerState, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
     ) -> Step | None:
         """The next step of `worker`, composed; it may be empty. `waiting` gives what it may bind, in order.
 
         None if somebody had to give way: the blocks come back with the next exchange, and then the step is composed
         anew. Raises whatever a policy raises.
         """
-        step = self._compose(worker, policies, waiting, now_s)
+        step = self._apply_policies(worker, policies, waiting, now_s)
         if step is not None and (torn := self._torn_samples(worker, policies, step)):
             before = partial(takewhile, lambda request: id(request.samples) not in torn)  # nobody passes them
-            step = self._compose(worker, policies, lambda: before(waiting()), now_s)
-        if step is None or self._make_way(worker, policies, step):
+            step = self._apply_policies(worker, policies, lambda: before(waiting()), now_s)
+        if step is None or self._preempt_for_waiting(worker, policies, step):
             return None
         self._expect_progress(worker, step)
         return step
 
-    def draft_trial(
-        self, worker: Worker, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
+    def decide_retry_step(
+        self, worker: WorkerState, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
     ) -> Step | None:
-        """As draft_step, for a step that leaves out most of what could run."""
-        return self._compose(worker, policies, waiting, now_s)
+        """As decide_step, for a step that leaves out most of what could run."""
+        return self._apply_policies(worker, policies, waiting, now_s)
 
-    def _compose(
-        self, worker: Worker, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
+    def _apply_policies(
+        self, worker: WorkerState, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
     ) -> Step | None:
-        worker.binding_tokens = 0
+        worker.allocating_tokens = 0
         shares = policies.batch.shares_in_step
         over_budget = partial(self.over_budget, worker)
         step = Step(worker, waiting, policies.capacity, now_s, over_budget, policies.order, shares)
         try:
             policies.capacity.begin(step)
-            policies.batch.compose(step)
+            policies.batch.schedule(step)
             step.close()
         except OutOfBlocks as lack:
             self._make_room(worker, policies, step, lack.shortfall_blocks)
@@ -84,33 +84,33 @@ class Planner:
                 times = f"{worker.num_pauses} times without a token in between"
                 raise PolicyError(f"capacity: what runs was paused {times}") from None
             for victims in self._units(worker, policies, step, step.own(paused.victims)):
-                self._take_out(worker, victims, policies)
+                self._preempt_unit(worker, victims, policies)
             return None
         return step
 
     @staticmethod
-    def _torn_samples(worker: Worker, policies: Policies, step: Step) -> set[int]:
+    def _torn_samples(worker: WorkerState, policies: Policies, step: Step) -> set[int]:
         """In mode "auto", groups of samples (their ids) of which the step takes some back from host memory and leaves
         others there. A group may need more than there is, for what its samples shared each of them holds now; so where
         nothing runs, some are better than none."""
         if not (worker.swapped and policies.preemption.mode == "auto" and (worker.running or worker.in_flight)):
             return set()
-        back = {admission.request.seniority for admission in step._decision().admissions}
+        back = {admission.request.arrival_index for admission in step._decision().admissions}
         ids = {True: set[int](), False: set[int]()}
         for request in worker.swapped.values():
             if request.samples:
-                ids[request.seniority in back].add(id(request.samples))
+                ids[request.arrival_index in back].add(id(request.samples))
         return ids[True] & ids[False]
 
     @staticmethod
-    def _expect_progress(worker: Worker, step: Step) -> None:
+    def _expect_progress(worker: WorkerState, step: Step) -> None:
         """A worker that has nothing to do gets something, or the policies say of some request why not."""
         if not step.is_empty or worker.in_flight or step.preempted:
             return
-        if step.running or not (step.held_back or next(step.waiting(), None) is None):
+        if step.running or not (step.rejected or next(step.waiting(), None) is None):
             raise PolicyError("batch: the step is empty, though something could run, and no reason is given")
 
-    def _make_room(self, worker: Worker, policies: Policies, step: Step, shortfall_blocks: int) -> None:
+    def _make_room(self, worker: WorkerState, policies: Policies, step: Step, shortfall_blocks: int) -> None:
         """Preempt until the shortfall is covered, as far as can be told: a victim's shared blocks may stay in use.
 
         A sequence that runs alone and still has no room holds blocks twice: its own, and the equal ones that others had
@@ -128,12 +128,12 @@ class Planner:
         for unit in self._units(worker, policies, step, victims):
             for victim in unit:
                 shortfall_blocks -= victim.num_blocks + step.growth_of(victim)  # nor does it need what it asked for
-            self._take_out(worker, unit, policies)
+            self._preempt_unit(worker, unit, policies)
             if shortfall_blocks <= 0:
                 break
 
     @staticmethod
-    def _units(worker: Worker, policies: Policies, step: Step, victims: list[Running]) -> Iterator[list[Running]]:
+    def _units(worker: WorkerState, policies: Policies, step: Step, victims: list[Running]) -> Iterator[list[Running]]:
         """The victims one by one; in mode "auto" each with all that run of its prompt's samples (a sequence group of
         vLLM V0), unless nothing would be left to run."""
         left = {sequence.slot: (sequence, worker.running[sequence.slot].samples) for sequence in step.running}
@@ -148,25 +148,27 @@ class Planner:
                 del left[sequence.slot]
             yield unit
 
-    def _make_way(self, worker: Worker, policies: Policies, step: Step) -> bool:
+    def _preempt_for_waiting(self, worker: WorkerState, policies: Policies, step: Step) -> bool:
         """Let sequences give way to a waiting request, if the policy names any. The step after that runs without them
         and admits nothing, so that there is progress in between."""
-        refused = any(reason in ROOM for _, reason, _ in step._held_back)
+        refused = any(reason in ROOM for _, reason, _ in step._rejected)
         if not (refused and worker.num_further) or step.num_admissions or step.preempted:
             return False
         victims = step.own(policies.preemption.for_waiting(step))
         if len(victims) >= len(step.running):
             victims = victims[:-1]
         for victim in victims:
-            self._give_way(worker, victim, policies.preemption.requeue, "recompute", "gave way to a waiting request")
+            self._preempt_victim(
+                worker, victim, policies.preemption.requeue, "recompute", "gave way to a waiting request"
+            )
         return bool(victims)
 
-    def _take_out(self, worker: Worker, victims: list[Running], policies: Policies) -> None:
+    def _preempt_unit(self, worker: WorkerState, victims: list[Running], policies: Policies) -> None:
         requeue, mode = policies.preemption.requeue, policies.preemption.mode
         for victim in victims:
-            self._give_way(worker, victim, requeue, mode, "gave its blocks to what runs")
+            self._preempt_victim(worker, victim, requeue, mode, "gave its blocks to what runs")
 
-    def _give_way(self, worker: Worker, victim: Running, requeue: str, mode: str, why: str) -> None:
+    def _preempt_victim(self, worker: WorkerState, victim: Running, requeue: str, mode: str, why: str) -> None:
         request = worker.running[victim.slot]
         worker.preempted.append(request)
         self.preempt(request, requeue, mode, why)
@@ -174,10 +176,10 @@ class Planner:
 
     # ── after the exchange ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def finish_step(
+    def emit_plan(
         self,
-        worker: Worker,
-        draft: Draft,
+        worker: WorkerState,
+        pending_step: PendingStep,
         response: CacheServiceLinkResponse | None,
         extend: int,
         admits: Sequence[int],
@@ -186,45 +188,50 @@ class Planner:
 
         `extend` and `admits` are the indexes of the draft's operations in `response`.
         """
-        decision = draft.decision
+        decision = pending_step.decision
         message = new_plan(worker)
         plan = message.plan
-        worker.binding_tokens = 0
+        worker.allocating_tokens = 0
         if len(decision.growth):
             assert response is not None, "growth needs an exchange"
-            self._grow(worker, draft, response, extend, plan)
+            self._grow(worker, pending_step, response, extend, plan)
         self._choose_decodes(worker, decision.decodes, plan)
         generation = worker.slots.generation
-        lost = draft.decision.shares and self._has_lost(worker, draft)
+        lost = pending_step.decision.shares and self._has_lost(worker, pending_step)
         sizes = {slot: size for slot, gen, size in decision.chunks if generation[slot] == gen}
         for admission, index in zip(decision.admissions, admits, strict=True):
             assert response is not None, "an admission needs an exchange"
             if lost and (granted := admit_result(response, index)) is not None and granted.shares_planned:
                 continue  # the caller puts it back into the queue
-            self._seat(worker, admission, response, index, plan, sizes)
+            self._fill_slot(worker, admission, response, index, plan, sizes)
         return message if self._run(worker, plan, sizes) else None
 
     @staticmethod
-    def _has_lost(worker: Worker, draft: Draft) -> bool:
+    def _has_lost(worker: WorkerState, pending_step: PendingStep) -> bool:
         """Whether something has ended meanwhile that the step was to compute tokens of."""
         generation = worker.slots.generation
-        ended = any(admission.request.phase is Phase.ENDED for admission in draft.decision.admissions)
-        return ended or any(generation[slot] != gen for slot, gen, _ in draft.decision.chunks)
+        ended = any(admission.request.phase is Phase.ENDED for admission in pending_step.decision.admissions)
+        return ended or any(generation[slot] != gen for slot, gen, _ in pending_step.decision.chunks)
 
     def _grow(
-        self, worker: Worker, draft: Draft, response: CacheServiceLinkResponse, extend: int, plan: StepPlan
+        self,
+        worker: WorkerState,
+        pending_step: PendingStep,
+        response: CacheServiceLinkResponse,
+        extend: int,
+        plan: StepPlan,
     ) -> None:
-        slots, blocks = draft.decision.growth, response.results[extend].extend.block_ids
-        if worker.slots.num_releases != draft.num_releases:
+        slots, blocks = pending_step.decision.growth, response.results[extend].extend.block_ids
+        if worker.slots.num_releases != pending_step.num_releases:
             # A sequence that ended while the exchange was on its way has been freed with its new block.
-            alive = worker.slots.generation[slots] == draft.decision.growth_generations
+            alive = worker.slots.generation[slots] == pending_step.decision.growth_generations
             slots, blocks = slots[alive], np.frombuffer(blocks, np.int32)[alive].tobytes()
         packed_slots = slots.astype(np.int32).tobytes()
         plan.grow_slots, plan.grow_blocks = packed_slots, blocks
         worker.grow(slots)
         worker.slots.note_growth(packed_slots, blocks)
 
-    def _choose_decodes(self, worker: Worker, chosen: list[int] | None, plan: StepPlan) -> None:
+    def _choose_decodes(self, worker: WorkerState, chosen: list[int] | None, plan: StepPlan) -> None:
         """Hold what decodes and was not chosen, resume what was. A step without decodes needs neither."""
         if chosen == []:
             plan.skip_decodes = worker.num_decoding > 0
@@ -242,10 +249,10 @@ class Planner:
             plan.hold_slots = packed(held)
             plan.resume_slots = packed(resumed)
 
-    def _seat(
+    def _fill_slot(
         self,
-        worker: Worker,
-        admission: Admission,
+        worker: WorkerState,
+        admission: PlannedAdmission,
         response: CacheServiceLinkResponse,
         index: int,
         plan: StepPlan,
@@ -284,7 +291,7 @@ class Planner:
         new.sampling.CopyFrom(request.sampling)
         new.request_id, new.cache_salt = request.request_id, request.cache_salt
 
-    def _run(self, worker: Worker, plan: StepPlan, sizes: dict[int, int]) -> bool:
+    def _run(self, worker: WorkerState, plan: StepPlan, sizes: dict[int, int]) -> bool:
         """Note the rows as in flight; whether there are any."""
         slots = worker.slots
         rows = slots.no_rows() if plan.skip_decodes else slots.decode_rows()
@@ -314,11 +321,11 @@ class Planner:
             self._advance_prefill(worker, chunk)
         return True
 
-    def _chunk(self, worker: Worker, slot: int, size: int) -> Chunk:
+    def _chunk(self, worker: WorkerState, slot: int, size: int) -> PrefillChunk:
         prefill = worker.prefills[slot]
-        return Chunk(slot, int(worker.slots.generation[slot]), prefill.num_planned + size, prefill.num_tokens)
+        return PrefillChunk(slot, int(worker.slots.generation[slot]), prefill.num_planned + size, prefill.num_tokens)
 
-    def _advance_decodes(self, worker: Worker) -> None:
+    def _advance_decodes(self, worker: WorkerState) -> None:
         step = worker.decode_step
         worker.decode_step += 1
         if worker.last_steps.is_due(step):
@@ -326,7 +333,7 @@ class Planner:
                 worker.finish_sending(slot)
             worker.last_steps.discard(step)
 
-    def _advance_prefill(self, worker: Worker, chunk: Chunk) -> None:
+    def _advance_prefill(self, worker: WorkerState, chunk: PrefillChunk) -> None:
         """The cache hears of it at once: whoever is admitted next runs in a later step, when its blocks are written."""
         request = worker.running[chunk.slot]
         request.num_committed = chunk.num_computed
@@ -340,7 +347,7 @@ class Planner:
         else:
             worker.finish_sending(chunk.slot)
 
-    def _withdraw(self, worker: Worker, plan: StepPlan) -> None:
+    def _withdraw(self, worker: WorkerState, plan: StepPlan) -> None:
         """Everything the step was for has ended meanwhile: it never was."""
         worker.steps_sent -= 1
         worker.frees[:0] = np.frombuffer(plan.free_slots, np.int32).tolist()

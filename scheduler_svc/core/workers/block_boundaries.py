@@ -21,7 +21,7 @@ class Group:
     slots: Slots | None = None  # the members, once asked for
 
 
-class Borders:
+class BlockBoundaries:
     """Decoding sequences by the step at which they next need a block, modulo the block size.
 
     They all advance by one token a step, so who crosses together once does so every `block_size` steps. Keeping them in

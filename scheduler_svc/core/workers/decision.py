@@ -22,7 +22,7 @@ class OutOfBlocks(Exception):
         self.shortfall_blocks = shortfall_blocks
 
 
-class Admission(NamedTuple):
+class PlannedAdmission(NamedTuple):
     request: Request
     num_tokens: int  # to compute in this step
     num_new_tokens: int  # to take blocks for, after the cached prefix
@@ -56,7 +56,7 @@ class Decision(NamedTuple):
     growth_generations: Longs
     decodes: list[int] | None  # slots; None: all that decode
     chunks: list[tuple[int, int, int]]  # (slot, generation, tokens)
-    admissions: list[Admission]
+    admissions: list[PlannedAdmission]
     shares: bool  # the admissions may share what the step is to compute
-    held_back: list[tuple[Request, str, str]]  # (request, reason, detail): first of the queue that did not get in
+    rejected: list[tuple[Request, str, str]]  # (request, reason, detail): first of the queue that did not get in
     closed: tuple[str, str] | None  # why nobody was offered a place: reason, detail

@@ -13,7 +13,7 @@ TIMES_ALLOWED = 2.0
 
 
 @dataclass(slots=True)
-class Progress:
+class WorkerProgress:
     """Of the oldest step in flight: for how many heartbeats it has been that, against what they say of it.
 
     A worker says how long the step that it runs may take (by its size, and by what the last ones took), so a long

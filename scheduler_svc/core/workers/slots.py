@@ -9,7 +9,7 @@ import numpy as np
 from scheduler_svc.core.arrays import Longs, Slots, Tokens
 from scheduler_svc.core.requests.output_buffer import FAR, OutputBuffer
 from scheduler_svc.core.requests.request import Request
-from scheduler_svc.core.workers.block_boundaries import Borders
+from scheduler_svc.core.workers.block_boundaries import BlockBoundaries
 
 # Growths that are noted before they are put into the requests' tables, all at once: while they are only noted, a step
 # in which sequences grow costs no more for that.
@@ -31,7 +31,7 @@ class DecodeRows:
         return len(self.slots)
 
 
-class SlotTable:
+class SlotLedger:
     """Slots 0..num_slots-1 of a worker; the one freed last is handed out first.
 
     A slot's `generation` goes up when its sequence leaves: a step in flight that still names the old one is recognised
@@ -49,7 +49,7 @@ class SlotTable:
         self.requests: list[Request | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self.generation = np.zeros(num_slots, np.int64)
-        self.stint = np.zeros(num_slots, np.int64)
+        self.decode_epoch = np.zeros(num_slots, np.int64)
         self.base = np.zeros(num_slots, np.int64)
         self.capacity = np.zeros(num_slots, np.int64)  # tokens that the slot's blocks hold
         self.max_total = np.zeros(num_slots, np.int64)  # tokens that the sequence may grow to
@@ -60,8 +60,8 @@ class SlotTable:
         self.decoding = np.zeros(num_slots, bool)
         self.sequence = np.zeros(num_slots, np.int64)  # the cache's name
         self.num_releases = 0  # of any slot; while it stands still, no sequence has left
-        self.borders = Borders(block_size)
-        self._border = [0] * num_slots  # as `borders` knows it
+        self.block_boundaries = BlockBoundaries(block_size)
+        self._next_boundary = [0] * num_slots  # as `borders` knows it
         self._rows: DecodeRows | None = None
         self.output = OutputBuffer(num_slots)
         self._growths: list[tuple[bytes, bytes]] = []  # the last ones: slots, and their new blocks; packed int32
@@ -103,12 +103,12 @@ class SlotTable:
     def start_decoding(self, slot: int, num_tokens: int, step: int) -> None:
         """From decode step `step` on, at which the sequence has `num_tokens` tokens."""
         self.decoding[slot] = True
-        self.stint[slot] += 1
+        self.decode_epoch[slot] += 1
         self.base[slot] = num_tokens - step
         self.output.start(slot, step)
         # At step t the sequence computes position base + t - 1 and needs room for base + t tokens.
-        self._border[slot] = int(self.capacity[slot]) - num_tokens + step + 1
-        self.borders.add(slot, self._border[slot])
+        self._next_boundary[slot] = int(self.capacity[slot]) - num_tokens + step + 1
+        self.block_boundaries.add(slot, self._next_boundary[slot])
         self._rows = None
 
     def stop_decoding(self, slot: int, step: int) -> None:
@@ -116,7 +116,7 @@ class SlotTable:
         if self.decoding[slot]:
             self.decoding[slot] = False
             self.output.stop(slot, step)
-            self.borders.remove(slot, self._border[slot])
+            self.block_boundaries.remove(slot, self._next_boundary[slot])
             self._rows = None
 
     def decode_rows(self) -> DecodeRows:
@@ -133,12 +133,12 @@ class SlotTable:
         base_tokens = int(self.base[slots].sum())
         return DecodeRows(slots, self.generation[slots], self.handle[slots], sessions, session, base_tokens)
 
-    def still_decoding(self, slots: list[int], stints: list[int]) -> Slots:
+    def still_decoding(self, slots: list[int], decode_epochs: list[int]) -> Slots:
         """Those that decode, without a break since that stint."""
         found = np.array(slots, np.intp)
         if not slots:
             return found
-        kept: Slots = found[(self.stint[found] == stints) & self.decoding[found]]
+        kept: Slots = found[(self.decode_epoch[found] == decode_epochs) & self.decoding[found]]
         return kept
 
     # ── blocks ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -15,10 +15,10 @@ from scheduler_svc.core.arrays import Slots, packed, unpacked
 from scheduler_svc.core.requests.request import Phase, Request
 from scheduler_svc.core.workers.decision import Decision
 from scheduler_svc.core.workers.grammars import WorkerGrammars
-from scheduler_svc.core.workers.progress import Progress
-from scheduler_svc.core.workers.slots import DecodeRows, SlotTable
+from scheduler_svc.core.workers.progress import WorkerProgress
+from scheduler_svc.core.workers.slots import DecodeRows, SlotLedger
 from scheduler_svc.core.workers.step_time import StepTimeFit
-from scheduler_svc.core.workers.step_timers import Calendar
+from scheduler_svc.core.workers.step_timers import StepTimers
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Prefill:
         return self.num_tokens - self.num_planned
 
 
-class Chunk(NamedTuple):
+class PrefillChunk(NamedTuple):
     """A prefill row of a step: after it, `num_computed` of `num_tokens` known tokens are computed."""
 
     slot: int
@@ -54,7 +54,7 @@ class StepInFlight(NamedTuple):
     rows: DecodeRows
     decode_step: int  # if it has rows
     num_releases: int  # of the slot table when the plan was made
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[PrefillChunk, ...]
     num_sampled: int
     new_tokens: int  # prompt tokens that it computes
     context_tokens: int  # that its decoding rows attend to
@@ -63,14 +63,14 @@ class StepInFlight(NamedTuple):
     def num_rows(self) -> int:
         return len(self.rows) + len(self.chunks)
 
-    def seats(self) -> Iterator[tuple[int, int]]:
+    def slots_and_generations(self) -> Iterator[tuple[int, int]]:
         """Slots and generations of all its rows."""
         yield from zip(self.rows.slots.tolist(), self.rows.generations.tolist(), strict=True)
         yield from ((chunk.slot, chunk.generation) for chunk in self.chunks)
 
 
 @dataclass(slots=True)
-class Draft:
+class PendingStep:
     """A plan whose cache exchange is on its way."""
 
     worker: int
@@ -80,14 +80,14 @@ class Draft:
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class WorkerState:
     id: int
     registration: WorkerRegistration
     window: int
-    slots: SlotTable
+    slots: SlotLedger
     available_blocks: int
     prefix_caching: bool = True
-    progress: Progress = field(default_factory=Progress)
+    progress: WorkerProgress = field(default_factory=WorkerProgress)
     step_fit: StepTimeFit = field(default_factory=StepTimeFit)
     kept: list[KeptSequence] = field(default_factory=list)  # what it has brought with it, until the cache is told
     steps_sent: int = 0
@@ -97,8 +97,8 @@ class Worker:
     prefills: dict[int, Prefill] = field(default_factory=dict)  # by slot, in order of admission
     finishing: set[int] = field(default_factory=set)  # their last token is in flight; the worker has been told
     frees: list[int] = field(default_factory=list)  # slots the worker has not been told to free yet
-    last_steps: Calendar = field(default_factory=Calendar)
-    draft: Draft | None = None
+    last_steps: StepTimers = field(default_factory=StepTimers)
+    pending_step: PendingStep | None = None
     draining: bool = False
     released: bool = False
     preempted: list[Request] = field(default_factory=list)  # while the next step was composed
@@ -106,7 +106,7 @@ class Worker:
     knows_cache: bool = False  # since the last plan, the cache has answered what had been gathered then
     asked_for_pins: bool = False  # of the cache, to give them up, since it ran something
     held: dict[int, int] = field(default_factory=dict)  # decode, but not now: slot -> tokens
-    parked: dict[int, Request] = field(default_factory=dict)  # beams that keep their blocks here, by seniority
+    parked: dict[int, Request] = field(default_factory=dict)  # beams that keep their blocks here, by arrival_index
     swapped: dict[int, Request] = field(default_factory=dict)  # wait with their KV in host memory, by sequence
     swap_outs: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # copies to ask for: device, host blocks
     demotions: dict[int, int] = field(default_factory=dict)  # copies to ask for: evicted device blocks, by host block
@@ -114,9 +114,9 @@ class Worker:
     loras: Counter[str] = field(default_factory=Counter)  # requests that are bound, by adapter
     num_departed: int = 0  # sequences that ever left
     num_further: int = 0  # running sequences that are further ones of their requests (Request.is_further_sequence)
-    _refused: set[int] = field(default_factory=set)  # by seniority
+    _refused: set[int] = field(default_factory=set)  # by arrival_index
     _refused_at: int = 0  # num_departed
-    binding_tokens: int = 0  # uncached tokens of the requests that the draft binds
+    allocating_tokens: int = 0  # uncached tokens of the requests that the draft binds
     # As in the registration, which is slow to read.
     num_blocks: int = field(init=False)
     block_size: int = field(init=False)
@@ -147,8 +147,8 @@ class Worker:
     @property
     def bound(self) -> list[Request]:
         """What runs here, and what the draft binds."""
-        admissions = self.draft.decision.admissions if self.draft else []
-        return [*self.running.values(), *(a.request for a in admissions if a.request.phase is Phase.BINDING)]
+        admissions = self.pending_step.decision.admissions if self.pending_step else []
+        return [*self.running.values(), *(a.request for a in admissions if a.request.phase is Phase.ALLOCATING)]
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -158,23 +158,23 @@ class Worker:
         if self._refused_at != self.num_departed:
             self._refused_at = self.num_departed
             self._refused.clear()
-        self._refused.add(request.seniority)
+        self._refused.add(request.arrival_index)
 
     def has_refused(self, request: Request) -> bool:
         """Whether nobody has left since, so that it would be refused again."""
-        return request.seniority in self._refused and self._refused_at == self.num_departed
+        return request.arrival_index in self._refused and self._refused_at == self.num_departed
 
     @property
-    def free_seats(self) -> int:
+    def free_slots(self) -> int:
         """Beside those that its draft is about to take."""
-        return self.slots.num_free - (0 if self.draft is None else len(self.draft.decision.admissions))
+        return self.slots.num_free - (0 if self.pending_step is None else len(self.pending_step.decision.admissions))
 
     @property
     def free_blocks(self) -> int:
-        """As free_seats; for prefixes that its draft takes out of what is available nothing is counted."""
-        if self.draft is None:
+        """As free_slots; for prefixes that its draft takes out of what is available nothing is counted."""
+        if self.pending_step is None:
             return self.available_blocks
-        growth, admissions = self.draft.decision.growth, self.draft.decision.admissions
+        growth, admissions = self.pending_step.decision.growth, self.pending_step.decision.admissions
         return self.available_blocks - len(growth) - sum(self.blocks_for(one.num_new_tokens) for one in admissions)
 
     def can_ever_hold(self, request: Request) -> bool:
@@ -250,12 +250,12 @@ class Worker:
     @property
     def queued_prefill_tokens(self) -> int:
         """Uncached prompt tokens of bound requests that no plan computes yet."""
-        return self.binding_tokens + sum(prefill.remaining_tokens for prefill in self.prefills.values())
+        return self.allocating_tokens + sum(prefill.remaining_tokens for prefill in self.prefills.values())
 
     @property
     def num_rows(self) -> int:
         """Sequences that run here, and those that the draft binds."""
-        return len(self.running) + (len(self.draft.decision.admissions) if self.draft else 0)
+        return len(self.running) + (len(self.pending_step.decision.admissions) if self.pending_step else 0)
 
     @property
     def context_tokens(self) -> int:
@@ -263,7 +263,9 @@ class Worker:
         rows = self.slots.decode_rows()
         tokens = rows.base_tokens + len(rows) * self.decode_step + sum(self.held.values())
         tokens += sum(prefill.num_tokens for prefill in self.prefills.values())
-        return tokens + (sum(one.request.num_tokens for one in self.draft.decision.admissions) if self.draft else 0)
+        return tokens + (
+            sum(one.request.num_tokens for one in self.pending_step.decision.admissions) if self.pending_step else 0
+        )
 
     @property
     def may_grow(self) -> bool:
@@ -272,7 +274,7 @@ class Worker:
     def growing_slots(self) -> Slots:
         """Those that need one more block before all decode again."""
         slots = self.slots
-        due = slots.borders.due(self.decode_step, slots.base, slots.capacity)
+        due = slots.block_boundaries.due(self.decode_step, slots.base, slots.capacity)
         if not self.held:
             return due
         held = [slot for slot, num_tokens in self.held.items() if self.slots.capacity[slot] < num_tokens]
@@ -292,12 +294,12 @@ class Worker:
         slots, step = self.slots, self.decode_step
         slots.start_decoding(slot, num_tokens, step)
         last_step = int(slots.max_total[slot]) - 1 - num_tokens + step
-        self.last_steps.add(last_step, [slot], [int(slots.stint[slot])])
+        self.last_steps.add(last_step, [slot], [int(slots.decode_epoch[slot])])
 
     def grow(self, slots: Slots) -> None:
         """A block for each slot (one that prefills may stand several times). For one that decodes it is the block that
         it needs for the next decode step."""
-        if self.slots.borders.grown(slots, self.decode_step):
+        if self.slots.block_boundaries.grown(slots, self.decode_step):
             self.slots.capacity[slots] += self.block_size
         else:
             np.add.at(self.slots.capacity, slots, self.block_size)
@@ -314,9 +316,9 @@ class Worker:
         """Of the steps in flight from `first` to `last`: the requests with rows in them that still run here, the number
         of all their rows' sequences, and of the steps."""
         steps = [step for step in self.in_flight if first <= step.step <= last]
-        seats = {seat for step in steps for seat in step.seats()}
+        pairs = {pair for step in steps for pair in step.slots_and_generations()}
         generation = self.slots.generation
-        return [self.running[slot] for slot, gen in sorted(seats) if generation[slot] == gen], len(seats), len(steps)
+        return [self.running[slot] for slot, gen in sorted(pairs) if generation[slot] == gen], len(pairs), len(steps)
 
     def finish_sending(self, slot: int) -> None:
         """The last token of the slot is in flight: it takes part in no later plan."""
@@ -352,15 +354,15 @@ class Worker:
             plan.swap_out_to += packed(self.demotions)
             self.demotions.clear()
 
-    def drop_draft(self) -> list[Request]:
+    def drop_pending_step(self) -> list[Request]:
         """Forget the draft, if there is one: it will find that it is an orphan. Returns the live requests it binds."""
-        draft, self.draft = self.draft, None
-        if draft is None:
+        pending_step, self.pending_step = self.pending_step, None
+        if pending_step is None:
             return []
-        self.binding_tokens = 0
-        bound = enumerate(admission.request for admission in draft.decision.admissions)
+        self.allocating_tokens = 0
+        bound = enumerate(admission.request for admission in pending_step.decision.admissions)
         alive = [(i, request) for i, request in bound if request.phase is not Phase.ENDED]
-        draft.orphans = [(request.sequence, i) for i, request in alive]
+        pending_step.orphans = [(request.sequence, i) for i, request in alive]
         return [request for _, request in alive]
 
     def vacate(self, slot: int) -> Request:
@@ -379,7 +381,10 @@ class Worker:
         return request
 
 
-def new_plan(worker: Worker) -> WorkerServiceLinkResponse:
+PendingSteps = list[tuple[WorkerState, PendingStep]]
+
+
+def new_plan(worker: WorkerState) -> WorkerServiceLinkResponse:
     """The message with the worker's next plan, to be filled in place: to put a plan into a message is to copy it."""
     worker.steps_sent += 1
     message = WorkerServiceLinkResponse()

@@ -11,7 +11,7 @@ from itertools import islice
 from scheduler_svc.core.policy.interfaces import BatchPolicy
 from scheduler_svc.core.policy.step import Step, Verdict
 from scheduler_svc.core.policy.views import Running
-from scheduler_svc.policies.batch.rules import hold_back_after_preemption, may_cut
+from scheduler_svc.policies.batch.rules import may_cut, reject_after_preemption
 from scheduler_svc.policies.options import Count
 
 
@@ -27,20 +27,20 @@ class DecodeFirst(BatchPolicy):
         self.threshold = long_prefill_token_threshold
         self._longest_chunk = 0  # in the step that is being composed; 0: no limit
 
-    def compose(self, step: Step) -> None:
+    def schedule(self, step: Step) -> None:
         self._longest_chunk = 0 if self._is_alone(step) else self.threshold
         self._run(step)
         if step.preempted:
-            hold_back_after_preemption(step)
+            reject_after_preemption(step)
             return
         for request in step.waiting():
             left = step.budget_tokens
             if not left:
-                step.hold_back(request, Verdict.STOP, "budget", f"{step.max_batched_tokens} tokens are spent")
+                step.reject(request, Verdict.STOP, "budget", f"{step.max_batched_tokens} tokens are spent")
                 break
             tokens = self._limit(step.uncached_tokens(request))
             if tokens > left and not may_cut(step, tokens, self.chunked_prefill):
-                step.hold_back(request, Verdict.STOP, "budget", f"{tokens} tokens, {left} are left")
+                step.reject(request, Verdict.STOP, "budget", f"{tokens} tokens, {left} are left")
                 break
             if step.admit(request, min(tokens, left)) is Verdict.STOP:
                 break

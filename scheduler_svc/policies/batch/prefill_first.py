@@ -18,7 +18,7 @@ import math
 
 from scheduler_svc.core.policy.interfaces import BatchPolicy
 from scheduler_svc.core.policy.step import Step, Verdict
-from scheduler_svc.policies.batch.rules import hold_back_after_preemption, may_cut
+from scheduler_svc.policies.batch.rules import may_cut, reject_after_preemption
 from scheduler_svc.policies.options import Count
 
 
@@ -75,12 +75,12 @@ class PrefillFirst(BatchPolicy):
         self._decodes_since: dict[int, int] = {}
         self._full_at: dict[int, int] = {}
 
-    def compose(self, step: Step) -> None:
+    def schedule(self, step: Step) -> None:
         since = self._decodes_since.get(step.worker_id, self.interval)
         if not (step.num_decoding and since < self.interval):
             self._prefill(step)
         elif not step.num_swapped:
-            step.hold_back_all("interval", f"{since} of {self.interval} decode steps since the last prompts")
+            step.reject_all("interval", f"{since} of {self.interval} decode steps since the last prompts")
         if step.budget_tokens == step.max_batched_tokens:
             step.run_decodes()
             self._take_back(step)
@@ -96,12 +96,12 @@ class PrefillFirst(BatchPolicy):
         for request in itertools.islice(step.waiting(), step.num_swapped):
             tokens = step.uncached_tokens(request)
             if tokens > step.budget_tokens:
-                step.hold_back(request, Verdict.STOP, "budget", f"{step.max_batched_tokens} tokens are spent")
+                step.reject(request, Verdict.STOP, "budget", f"{step.max_batched_tokens} tokens are spent")
                 return
             if step.admit(request, tokens) is Verdict.STOP:
                 return
         if not step.is_empty:
-            step.hold_back_all("swapped", "what was swapped out comes back first")
+            step.reject_all("swapped", "what was swapped out comes back first")
 
     def _prefill(self, step: Step) -> None:
         left = self._left(step)
@@ -114,13 +114,13 @@ class PrefillFirst(BatchPolicy):
                 left.spend(tokens)
         full = step.num_running and self._full_at.get(step.worker_id) == step.num_departed
         if unfinished:
-            step.hold_back_all("prefill", "a prompt that is not finished goes first")
+            step.reject_all("prefill", "a prompt that is not finished goes first")
         elif step.preempted:
-            hold_back_after_preemption(step)
+            reject_after_preemption(step)
         elif step.num_swapped and step.runs_prefills:
-            step.hold_back_all("swapped", "it comes back beside decodes, and this step runs prompts")
+            step.reject_all("swapped", "it comes back beside decodes, and this step runs prompts")
         elif full:
-            step.hold_back_all("full", "somebody was refused for want of room, and nobody has left since")
+            step.reject_all("full", "somebody was refused for want of room, and nobody has left since")
         if unfinished or step.preempted or step.num_swapped or full:
             return
         if self._take_in(step, left) and step.num_decoding and self.closes_when_full:
@@ -130,7 +130,7 @@ class PrefillFirst(BatchPolicy):
         """Offer places to those who wait, until no more get one; whether that is for want of room."""
         for request in step.waiting():
             if left.is_spent:
-                step.hold_back(request, Verdict.STOP, "budget", "nothing of it is left")
+                step.reject(request, Verdict.STOP, "budget", "nothing of it is left")
                 break
             tokens = step.uncached_tokens(request)
             cut = not left.holds(tokens) and may_cut(step, tokens, self.chunked_prefill)
@@ -144,13 +144,13 @@ class PrefillFirst(BatchPolicy):
                 if verdict is Verdict.SKIP:
                     continue
             if not fits:
-                step.hold_back(request, Verdict.STOP, "budget", f"{tokens} tokens, {left} are left")
+                step.reject(request, Verdict.STOP, "budget", f"{tokens} tokens, {left} are left")
                 return False
             step.place(request, tokens)
             left.spend(tokens)
             if cut:
                 return False
-        return bool(step.num_admissions or step.held_back) and step.capacity_is_spent
+        return bool(step.num_admissions or step.rejected) and step.capacity_is_spent
 
     def _within(self, left: Left, step: Step, tokens: int) -> bool:
         """Without chunks, the first prompt may be longer than `max_prefill_tokens`: it would never get in."""

@@ -15,5 +15,5 @@ def may_cut(step: Step, num_tokens: int, chunked_prefill: bool) -> bool:
     return chunked_prefill or num_tokens > step.max_batched_tokens
 
 
-def hold_back_after_preemption(step: Step) -> None:
-    step.hold_back_all("preemption", f"{len(step.preempted)} had to give way in this step")
+def reject_after_preemption(step: Step) -> None:
+    step.reject_all("preemption", f"{len(step.preempted)} had to give way in this step")

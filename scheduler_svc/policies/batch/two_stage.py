@@ -77,7 +77,7 @@ class TwoStage(BatchPolicy):
         self._waited: dict[int, int] = {}  # by worker: steps for which prefills have been held back
         self._next_waited = 0
 
-    def compose(self, step: Step) -> None:
+    def schedule(self, step: Step) -> None:
         step.run_decodes()  # first, so that nobody who waits is offered the blocks that they grow by
         contexts = self._contexts(step)
         sizes = self._sizes(step, contexts)
@@ -95,7 +95,7 @@ class TwoStage(BatchPolicy):
             elif size:
                 step.place(context.item, size)
             else:
-                step.hold_back(context.item, Verdict.STOP, reason, detail)
+                step.reject(context.item, Verdict.STOP, reason, detail)
 
     def _contexts(self, step: Step) -> list[Context]:
         """Prompts that fit the resources: what has begun goes on, then as many as the budget may have tokens for."""
@@ -107,7 +107,7 @@ class TwoStage(BatchPolicy):
         for request in step.waiting():
             tokens = step.uncached_tokens(request)
             if left <= 0 or (tokens > left and not may_cut(step, tokens, self.chunked_prefill)):
-                step.hold_back(request, Verdict.STOP, "budget", f"{tokens} tokens, {left} are left")
+                step.reject(request, Verdict.STOP, "budget", f"{tokens} tokens, {left} are left")
                 break
             context = self._context(step, request, tokens, left)
             match step.consider(request, context.tokens):

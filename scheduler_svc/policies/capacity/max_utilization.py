@@ -35,7 +35,7 @@ class MaxUtilization(CapacityPolicy):
 
     def __init__(self, prefix_aware: bool = True) -> None:
         self.prefix_aware = prefix_aware
-        self._fitting: dict[int, RequestView] = {}  # waiting ones, by seniority
+        self._fitting: dict[int, RequestView] = {}  # waiting ones, by arrival_index
         # By worker: what ranks, who was admitted and has left, in numbers; and of those that run then the least urgent.
         self._last: dict[int, tuple[tuple[object, int, int], ref[RequestView] | None]] = {}
 
@@ -43,14 +43,14 @@ class MaxUtilization(CapacityPolicy):
         self._fitting.clear()
         waiting = _newcomers(step)
         first = next(waiting, None)
-        free_blocks, seats = step.available_blocks, step.max_num_seqs - step.num_running
+        free_blocks, slots = step.available_blocks, step.max_num_seqs - step.num_running
         growth = step.growth_blocks() + sum(_growth(step, prefill) for prefill in step.prefills)
         if growth <= free_blocks and (first is None or not self._has_behind(step, first)):
-            paused = self._pass(step, seats, free_blocks - growth, [], first, waiting)
+            paused = self._pass(step, slots, free_blocks - growth, [], first, waiting)
         else:
-            seats += len(step.running)  # what is finishing keeps its seat
+            slots += len(step.running)  # what is finishing keeps its seat
             running = sorted(((_rank(step, item.request), item) for item in step.running), key=itemgetter(0))
-            paused = self._pass(step, seats, free_blocks, running, first, waiting)
+            paused = self._pass(step, slots, free_blocks, running, first, waiting)
         step.pause(paused)
 
     def _has_behind(self, step: Step, first: Ranked) -> bool:
@@ -66,7 +66,7 @@ class MaxUtilization(CapacityPolicy):
     def _pass(
         self,
         step: Step,
-        seats: int,
+        slots: int,
         free_blocks: int,
         running: list[tuple[Any, Running]],
         new: Ranked | None,
@@ -86,15 +86,15 @@ class MaxUtilization(CapacityPolicy):
                     new = next(waiting, None)
                     continue
                 need = step.need_blocks(request, step.uncached_tokens(request))
-                if seats > 0 and need <= free_blocks:
-                    self._fitting[request.seniority] = request
+                if slots > 0 and need <= free_blocks:
+                    self._fitting[request.arrival_index] = request
                     starting.add(request, request.num_tokens)
-                    seats, free_blocks, new = seats - 1, free_blocks - need, next(waiting, None)
+                    slots, free_blocks, new = slots - 1, free_blocks - need, next(waiting, None)
                     continue
             elif sequence is not None:
                 need = _growth(step, sequence)
-                if seats > 0 and need <= free_blocks:
-                    seats, free_blocks, i = seats - 1, free_blocks - need, i + 1
+                if slots > 0 and need <= free_blocks:
+                    slots, free_blocks, i = slots - 1, free_blocks - need, i + 1
                     continue
             if i == len(running):
                 break
@@ -104,14 +104,14 @@ class MaxUtilization(CapacityPolicy):
         return paused
 
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
-        if self._fitting.pop(request.seniority, None) is not None:
+        if self._fitting.pop(request.arrival_index, None) is not None:
             return Verdict.ADMIT
         return Verdict.SKIP if self._fitting else Verdict.STOP  # the queue's order may be another than the pass's
 
 
 def _rank(step: Step, request: RequestView, waits: bool = False) -> Any:
     rank = step.rank(request)
-    return (waits, 0 if waits else request.place) if rank is None else rank
+    return (waits, 0 if waits else request.queue_position) if rank is None else rank
 
 
 def _growth(step: Step, sequence: Running) -> int:

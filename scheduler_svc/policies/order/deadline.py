@@ -31,7 +31,7 @@ class EarliestDeadlineFirst(KeyedOrder):
         self._best_tokens_per_s = 0.0
         self._began_s = math.nan  # the measurement
         self._begun_tokens = 0
-        # What runs and has not generated anything since it began, with its output tokens then; by seniority.
+        # What runs and has not generated anything since it began, with its output tokens then; by arrival_index.
         self._computing: dict[int, tuple[RequestView, int]] = {}
 
     def key(self, request: RequestView) -> float:
@@ -44,10 +44,10 @@ class EarliestDeadlineFirst(KeyedOrder):
 
     def started(self, request: RequestView) -> None:
         self._begun_tokens += _uncached_tokens(request)
-        self._computing[request.seniority] = request, request.num_output_tokens
+        self._computing[request.arrival_index] = request, request.num_output_tokens
 
     def stopped(self, request: RequestView) -> None:
-        self._computing.pop(request.seniority, None)
+        self._computing.pop(request.arrival_index, None)
 
     def hopeless(self, now_s: float) -> Iterator[RequestView]:
         rate = self.prefill_tokens_per_s or self._measure(now_s)
@@ -58,9 +58,9 @@ class EarliestDeadlineFirst(KeyedOrder):
                 yield request
 
     def _measure(self, now_s: float) -> float:
-        for seniority, (request, num_output_tokens) in list(self._computing.items()):
+        for arrival_index, (request, num_output_tokens) in list(self._computing.items()):
             if request.num_output_tokens != num_output_tokens:
-                del self._computing[seniority]
+                del self._computing[arrival_index]
         if not (self._entries and self._computing):
             self._began_s = math.nan
             return self._best_tokens_per_s

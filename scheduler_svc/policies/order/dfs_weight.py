@@ -17,7 +17,7 @@ from scheduler_svc.policies.options import Positive
 
 # Of a child: its tokens, and on the first level the namespace, since below it there is one only.
 Key = bytes | tuple[tuple[str, str], bytes]
-Age = tuple[int, int]  # place and seniority
+Age = tuple[int, int]  # place and arrival_index
 
 
 class Node:
@@ -25,7 +25,7 @@ class Node:
 
     def __init__(self) -> None:
         self.children: dict[Key, Node] = {}
-        self.requests: dict[int, RequestView] = {}  # that match up to here and no further, by seniority
+        self.requests: dict[int, RequestView] = {}  # that match up to here and no further, by arrival_index
         self.weight = 0  # requests here and below
         self.oldest: Age | None = None  # of these; None: not known
 
@@ -57,12 +57,12 @@ class DepthFirstByWeight(OrderPolicy):
                 child.oldest = age
             child.weight += 1
             node = child
-        node.requests[request.seniority] = request
-        self._paths[request.seniority] = path
+        node.requests[request.arrival_index] = request
+        self._paths[request.arrival_index] = path
 
     def remove(self, request: RequestView) -> None:
         node, age = self._root, _age(request)
-        for key in self._paths.pop(request.seniority):
+        for key in self._paths.pop(request.arrival_index):
             child = node.children[key]
             if child.oldest == age:
                 child.oldest = None
@@ -70,10 +70,10 @@ class DepthFirstByWeight(OrderPolicy):
             if not child.weight:
                 del node.children[key]
             node = child
-        del node.requests[request.seniority]
+        del node.requests[request.arrival_index]
 
     def rematched(self, request: RequestView) -> None:
-        if len(self._paths[request.seniority]) != request.best_matched_tokens * TOKEN_BYTES // self._stride_bytes:
+        if len(self._paths[request.arrival_index]) != request.best_matched_tokens * TOKEN_BYTES // self._stride_bytes:
             self.remove(request)
             self.add(request)
 
@@ -97,7 +97,7 @@ class DepthFirstByWeight(OrderPolicy):
 
 
 def _age(request: RequestView) -> Age:
-    return request.place, request.seniority
+    return request.queue_position, request.arrival_index
 
 
 def _find_oldest(node: Node) -> None:

@@ -38,15 +38,17 @@ MAX_IDLE = 1024
 # look at one takes 1.5 us, so charging takes 1.5 % of a core at most, however much runs.
 CHARGE_INTERVAL_S, CHARGE_INTERVAL_S_PER_SEQUENCE = 0.1, 1e-4
 
-Key = tuple[int, int, int]  # running sequences of the client's request; place and seniority of the next one that waits
+Key = tuple[
+    int, int, int
+]  # running sequences of the client's request; place and arrival_index of the next one that waits
 
 
 @dataclass(slots=True)
-class Line:
+class TenantQueue:
     """The sequences of one client's request that wait, in the order of their places; mostly one."""
 
     key: Key = (0, 0, 0)  # under which it stands in its tenant's `waiting`
-    sequences: list[tuple[int, int, RequestView]] = field(default_factory=list)  # place, seniority; sorted
+    sequences: list[tuple[int, int, RequestView]] = field(default_factory=list)  # place, arrival_index; sorted
 
 
 @dataclass(slots=True)
@@ -54,11 +56,11 @@ class Tenant:
     name: str
     weight: float
     counter: float
-    waiting: SortedDict[Key, Line] = field(default_factory=SortedDict)
-    lines: dict[int, Line] = field(default_factory=dict)  # the same, by the client's request
+    waiting: SortedDict[Key, TenantQueue] = field(default_factory=SortedDict)
+    lines: dict[int, TenantQueue] = field(default_factory=dict)  # the same, by the client's request
     running: dict[int, tuple[RequestView, int]] = field(
         default_factory=dict
-    )  # by seniority; output tokens charged so far
+    )  # by arrival_index; output tokens charged so far
     charged_s: float = -math.inf  # when what runs was charged last
 
     @property
@@ -68,13 +70,15 @@ class Tenant:
     def add(self, request: RequestView) -> None:
         line = self.lines.get(request.client_request)
         if line is None:
-            line = self.lines[request.client_request] = Line()
-        insort(line.sequences, (request.place, request.seniority, request), key=itemgetter(0, 1))
+            line = self.lines[request.client_request] = TenantQueue()
+        insort(line.sequences, (request.queue_position, request.arrival_index, request), key=itemgetter(0, 1))
         self._place(line)
 
     def remove(self, request: RequestView) -> None:
         line = self.lines[request.client_request]
-        del line.sequences[bisect_left(line.sequences, (request.place, request.seniority), key=itemgetter(0, 1))]
+        del line.sequences[
+            bisect_left(line.sequences, (request.queue_position, request.arrival_index), key=itemgetter(0, 1))
+        ]
         self._place(line)
         if not line.sequences:
             del self.lines[request.client_request]
@@ -84,7 +88,7 @@ class Tenant:
         if line := self.lines.get(request.client_request):
             self._place(line)
 
-    def _place(self, line: Line) -> None:
+    def _place(self, line: TenantQueue) -> None:
         """Where the line belongs now."""
         if self.waiting.get(line.key) is line:
             del self.waiting[line.key]
@@ -117,7 +121,7 @@ def _request_of(sequence: tuple[int, int, RequestView]) -> RequestView:
 
 def _standing(request: RequestView, num_running: int) -> Key:
     """The beams of a search stand together: their search goes on when all of them have run."""
-    return min(num_running, 1) if request.is_beam else num_running, request.place, request.seniority
+    return min(num_running, 1) if request.is_beam else num_running, request.queue_position, request.arrival_index
 
 
 class FairAmongTenants(OrderPolicy):
@@ -184,13 +188,13 @@ class FairAmongTenants(OrderPolicy):
     def started(self, request: RequestView) -> None:
         tenant = self._busy(request.tenant)
         self._charge(tenant, self._prompt_cost(request, tenant))
-        tenant.running[request.seniority] = (request, request.num_output_tokens)
+        tenant.running[request.arrival_index] = (request, request.num_output_tokens)
         tenant.siblings_changed(request)
         self._running[tenant.name] = tenant
 
     def stopped(self, request: RequestView) -> None:
         tenant = self._busy(request.tenant)
-        if (entry := tenant.running.pop(request.seniority, None)) is not None:
+        if (entry := tenant.running.pop(request.arrival_index, None)) is not None:
             self._charge(tenant, self._output_cost(tenant, request.num_output_tokens - entry[1]))
         tenant.siblings_changed(request)
         if not tenant.running:
@@ -248,11 +252,11 @@ class FairAmongTenants(OrderPolicy):
             return
         tenant.charged_s = now_s
         num_tokens = 0
-        for seniority, (request, charged) in tenant.running.items():
+        for arrival_index, (request, charged) in tenant.running.items():
             now = request.num_output_tokens
             if now != charged:
                 num_tokens += now - charged
-                tenant.running[seniority] = (request, now)
+                tenant.running[arrival_index] = (request, now)
         if num_tokens:
             self._charge(tenant, self._output_cost(tenant, num_tokens))
 

@@ -19,37 +19,37 @@ from scheduler_svc.core.requests.request import RequestView
 
 
 @dataclass(slots=True)
-class Entry:
+class HrrnEntry:
     """What of a request the order depends on, at hand: a pass looks at all of them."""
 
     request: RequestView
     arrived_at: int  # on the clock of tokens
-    place: int
+    queue_position: int
     uncached_tokens: int
     is_computed: bool  # all of its prompt
 
     @classmethod
-    def of(cls, request: RequestView, arrived_at: int) -> Entry:
+    def of(cls, request: RequestView, arrived_at: int) -> HrrnEntry:
         matched = request.best_matched_tokens
         uncached, is_computed = request.num_tokens - matched, matched >= request.num_prompt_tokens
-        return cls(request, arrived_at, request.place, uncached, is_computed)
+        return cls(request, arrived_at, request.queue_position, uncached, is_computed)
 
 
 class HighestResponseRatioNext(OrderPolicy):
     def __init__(self) -> None:
         self._served_tokens = 0
-        self._entries: dict[int, Entry] = {}  # by seniority
+        self._entries: dict[int, HrrnEntry] = {}  # by arrival_index
         # On the clock of tokens, when each one came first, for as long as it is there: wherever it is, it ages.
         self._arrived_at: WeakKeyDictionary[RequestView, int] = WeakKeyDictionary()
 
     def add(self, request: RequestView) -> None:
-        self._entries[request.seniority] = Entry.of(request, self._arrival(request))
+        self._entries[request.arrival_index] = HrrnEntry.of(request, self._arrival(request))
 
     def remove(self, request: RequestView) -> None:
-        del self._entries[request.seniority]
+        del self._entries[request.arrival_index]
 
     def rematched(self, request: RequestView) -> None:
-        self._entries[request.seniority] = Entry.of(request, self._arrival(request))
+        self._entries[request.arrival_index] = HrrnEntry.of(request, self._arrival(request))
 
     def _arrival(self, request: RequestView) -> int:
         return self._arrived_at.setdefault(request, self._served_tokens)
@@ -62,7 +62,12 @@ class HighestResponseRatioNext(OrderPolicy):
     def ordered(self, now_s: float) -> Iterator[RequestView]:
         served = self._served_tokens
         ranked = sorted(
-            (not entry.is_computed, (entry.arrived_at - served) / entry.uncached_tokens, entry.place, seniority)
-            for seniority, entry in self._entries.items()
+            (
+                not entry.is_computed,
+                (entry.arrived_at - served) / entry.uncached_tokens,
+                entry.queue_position,
+                arrival_index,
+            )
+            for arrival_index, entry in self._entries.items()
         )
-        return (self._entries[seniority].request for *_, seniority in ranked)
+        return (self._entries[arrival_index].request for *_, arrival_index in ranked)

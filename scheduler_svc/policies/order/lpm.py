@@ -29,10 +29,10 @@ class LongestPrefixMatch(KeyedOrder):
         self.check_threshold = in_batch_check_threshold
         self.beginning_bytes = max(1, in_batch_deprioritize_threshold) * TOKEN_BYTES
         self._groups: dict[Beginning, SortedDict[tuple[int, int], RequestView]] = {}
-        self._group_of: dict[int, Beginning] = {}  # by seniority
+        self._group_of: dict[int, Beginning] = {}  # by arrival_index
 
     def key(self, request: RequestView) -> tuple[bool, int]:
-        beginning = self._group_of.get(request.seniority)
+        beginning = self._group_of.get(request.arrival_index)
         group = None if beginning is None else self._groups.get(beginning)
         follows = group is not None and group.peekitem(0)[1] != request
         return (True, 0) if follows else (False, -request.best_matched_tokens)
@@ -43,20 +43,20 @@ class LongestPrefixMatch(KeyedOrder):
             beginning = request.namespace, tokens
             group = self._groups.setdefault(beginning, SortedDict())
             led_before = group.peekitem(0)[1] if group else None
-            group[request.place, request.seniority] = request
-            self._group_of[request.seniority] = beginning
+            group[request.queue_position, request.arrival_index] = request
+            self._group_of[request.arrival_index] = beginning
             if led_before is not None and group.peekitem(0)[1] == request:  # it came back to a place before theirs
                 super().rematched(led_before)
         super().add(request)
 
     def remove(self, request: RequestView) -> None:
         super().remove(request)
-        beginning = self._group_of.pop(request.seniority, None)
+        beginning = self._group_of.pop(request.arrival_index, None)
         if beginning is None:
             return
         group = self._groups[beginning]
         led = group.peekitem(0)[1] == request
-        del group[request.place, request.seniority]
+        del group[request.queue_position, request.arrival_index]
         if not group:
             del self._groups[beginning]
         elif led:
@@ -64,7 +64,7 @@ class LongestPrefixMatch(KeyedOrder):
 
     def rematched(self, request: RequestView) -> None:
         """It may enter or leave its group by this, and so make way for the next leader."""
-        grouped = request.seniority in self._group_of
+        grouped = request.arrival_index in self._group_of
         if grouped == (request.best_matched_tokens <= self.check_threshold):
             super().rematched(request)
         else:

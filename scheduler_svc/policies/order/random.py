@@ -20,4 +20,4 @@ class Random(KeyedOrder):
 
     def key(self, request: RequestView) -> bytes:
         # No checksum would do: those are linear, so that another seed hardly changes who of two is first.
-        return blake2b(f"{self.seed} {request.seniority}".encode(), digest_size=8).digest()
+        return blake2b(f"{self.seed} {request.arrival_index}".encode(), digest_size=8).digest()

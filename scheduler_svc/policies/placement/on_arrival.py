@@ -35,16 +35,16 @@ class OnArrival(PlacementPolicy):
 
     def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
         offered = {worker.id: worker for worker in (*workers, *full)}
-        chosen = self._chosen.get(request.seniority)
+        chosen = self._chosen.get(request.arrival_index)
         if chosen is None or chosen.worker not in offered:
             worker, why = self.choose(request, sorted(offered.values(), key=lambda worker: worker.id))
-            self._chosen[request.seniority] = chosen = Chosen(worker.id, why)
+            self._chosen[request.arrival_index] = chosen = Chosen(worker.id, why)
             if len(self._chosen) > MAX_CHOICES:
                 self._chosen.popitem(last=False)
         return offered[chosen.worker]
 
     def bound(self, request: RequestView, worker_id: int) -> str:
-        chosen = self._chosen.pop(request.seniority, None)
+        chosen = self._chosen.pop(request.arrival_index, None)
         return chosen.why if chosen is not None and chosen.worker == worker_id else ""
 
 
@@ -56,5 +56,5 @@ def fewest_requests(workers: Sequence[WorkerView]) -> WorkerView:
 
 def drawn(seed: int, request: RequestView, count: int) -> int:
     """A number below `count`, drawn for the request by a seed."""
-    digest = blake2b(f"{seed} {request.seniority}".encode(), digest_size=8).digest()
+    digest = blake2b(f"{seed} {request.arrival_index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % count

@@ -55,7 +55,7 @@ class Cost(NamedTuple):
     first_s: float  # to its first token
 
 
-class Choice(NamedTuple):
+class PlacementChoice(NamedTuple):
     """Where a round has placed a request, and why."""
 
     worker_id: int
@@ -71,7 +71,7 @@ class PredictedTime(PlacementPolicy):
 
     def __init__(self) -> None:
         self._mean_tokens: float | None = None
-        self._choices: dict[int, Choice] = {}  # of the round, by the request's arrival index
+        self._choices: dict[int, PlacementChoice] = {}  # of the round, by the request's arrival index
         self._lost_s: OrderedDict[PrefixKey, float] = OrderedDict()  # by bound requests
         self._round_lost_s: dict[PrefixKey, float] = {}  # by those that the round has placed
         self._bindings = itertools.count(1)
@@ -111,7 +111,7 @@ class PredictedTime(PlacementPolicy):
                 self._round_lost_s[prefix] = 0.0 if copies else lost_before_s + lost_s
                 best = other if copies else best
         chosen = workers[best]
-        self._choices[request.seniority] = Choice(
+        self._choices[request.arrival_index] = PlacementChoice(
             chosen.id, list(zip(costs, workers, strict=True)), prefix, lost_s, copies
         )
         return chosen
@@ -120,7 +120,7 @@ class PredictedTime(PlacementPolicy):
         self._last_binding[worker_id] = next(self._bindings)
         if len(self._last_binding) > 4 * MAX_PREFIXES:  # of workers that have left
             del self._last_binding[min(self._last_binding, key=self._last_binding.__getitem__)]
-        choice = self._choices.pop(request.seniority, None)
+        choice = self._choices.pop(request.arrival_index, None)
         if choice is None or choice.worker_id != worker_id:
             return ""
         if choice.prefix is not None:
@@ -165,7 +165,7 @@ class PredictedTime(PlacementPolicy):
         return request.namespace, num_tokens, last_block
 
 
-def _explained(choice: Choice) -> str:
+def _explained(choice: PlacementChoice) -> str:
     """Predicted times of the worker that was chosen, and of the next best ones."""
     own = next(cost for cost, worker in choice.costs if worker.id == choice.worker_id)
     others = sorted((cost, worker.id) for cost, worker in choice.costs if worker.id != choice.worker_id)

@@ -1,6 +1,6 @@
 """Who has generated least gives way first, of equals the one with the longest prompt, then the newest (SGLang's
 retraction): the least work is lost, and the most blocks come free. SGLang puts it at the tail of the queue; here it
-keeps its seniority unless `requeue` says "back"."""
+keeps its arrival_index unless `requeue` says "back"."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class LargestShare(PreemptionPolicy):
         if not newcomers:
             return
         spare = (one for one in self._spare(step) if step.goes_before(newcomers[0], one.request))
-        if step.num_seats > 0:  # blocks are missing
+        if step.num_free_slots > 0:  # blocks are missing
             missing = step.need_blocks(newcomers[0], step.uncached_tokens(newcomers[0]))
             for sequence in spare:
                 if missing <= 0:

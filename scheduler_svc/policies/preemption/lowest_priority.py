@@ -16,4 +16,4 @@ class LowestPriority(PreemptionPolicy):
         self.mode = mode
 
     def victims(self, step: Step) -> Iterable[Running]:
-        return sorted(step.running, key=lambda sequence: (sequence.request.priority, -sequence.request.seniority))
+        return sorted(step.running, key=lambda sequence: (sequence.request.priority, -sequence.request.arrival_index))

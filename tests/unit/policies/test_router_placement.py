@@ -24,7 +24,7 @@ RULES = (RoundRobin, LeastLoaded, TwoChoices, CacheAware, OverlapCost)
 
 @dataclass
 class FakeRequest:
-    seniority: int
+    arrival_index: int
     num_tokens: int = 100
     live: dict[int, int] = field(default_factory=dict)
 

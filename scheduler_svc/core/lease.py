@@ -12,7 +12,7 @@ SAFE_SHARE = 5 / 6
 RENEWALS = 4
 
 
-class Tenure:
+class LeaseClock:
     """All moments are monotonic seconds of the master's own clock."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from scheduler_svc.core.admission.budgets import Budgets
 from scheduler_svc.core.admission.queue import WaitingQueue
 from scheduler_svc.core.cache.link import CacheLink
-from scheduler_svc.core.faults.retry_groups import TrialBatch, TrialCapacity, candidates
+from scheduler_svc.core.faults.retry_groups import RetryBatch, RetryCapacity, retry_candidates
 from scheduler_svc.core.policy.interfaces import PlacementPolicy, Policies
 from scheduler_svc.core.policy.order import OrderPolicy, PolicyError
 from scheduler_svc.core.policy.step import Step
@@ -19,12 +19,12 @@ from scheduler_svc.core.requests.request import Request, view_of
 from scheduler_svc.core.step.placement import Placement
 from scheduler_svc.core.step.planner import Planner
 from scheduler_svc.core.step.policy_failures import PolicyFailures
-from scheduler_svc.core.types import Counters
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.types import SchedulerCounters
+from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.step_time import FleetStepTimes, OutputLength
 
 # Waiting requests whose matches are asked for anew, at the most.
-MAX_HEADS = 16
+MAX_CANDIDATES = 16
 # Waiting requests that are placed between two events, at the most. One takes 0.1 ms, and nothing is heard meanwhile.
 MAX_PLACEMENTS = 512
 # Why a step has no room for a request, for which another worker may have some.
@@ -33,14 +33,14 @@ REFUSALS = ("capacity", "blocks")
 MAX_WHY = 500
 
 
-class Composer:
+class StepScheduler:
     """`policies` are in force. They are guests: what one raises costs its turn, is counted, and costs no request."""
 
     def __init__(
         self,
         policies: Policies,
         fallback: Callable[[], Policies],
-        counters: Counters,
+        counters: SchedulerCounters,
         on_policy_error: Callable[[Exception], None],
         budgets: Budgets,
         step_times: FleetStepTimes,
@@ -66,7 +66,7 @@ class Composer:
         # Looked at in a composition, where a tenant's limit holds: whether they are stuck may not be what it was.
         self._doubtful: list[Request] = []
 
-    def set_policies(self, policies: Policies, workers: dict[int, Worker]) -> None:
+    def set_policies(self, policies: Policies, workers: dict[int, WorkerState]) -> None:
         """Other policies from the next step on. Raises what their order raises; then nothing has changed."""
         self.queue.reorder(policies.order)
         self.failures = PolicyFailures(policies, self._counters.steps)
@@ -79,10 +79,10 @@ class Composer:
         """Compositions follow, for the workers in turn."""
         self._placements_left = MAX_PLACEMENTS
 
-    def must_ask(self, worker: Worker, cache: CacheLink) -> bool:
+    def must_ask(self, worker: WorkerState, cache: CacheLink) -> bool:
         """Whether the next step has to wait for the cache. Decisions about who runs are made on what is there, so the
         cache first answers for all that has happened; a step in which everything just goes on needs no answer."""
-        room = worker.slots.num_free > 0 or self._looks_past_seats
+        room = worker.slots.num_free > 0 or self._looks_past_slots
         may_admit = len(self.queue) > 0 and room and not worker.draining
         if not (may_admit or worker.preempted or worker.prefills or worker.may_grow):
             return False
@@ -94,46 +94,48 @@ class Composer:
         return may_admit or bool(worker.preempted) or worker.may_lack_blocks
 
     @property
-    def _looks_past_seats(self) -> bool:
+    def _looks_past_slots(self) -> bool:
         """Compared and not asked for its truth, as nobody catches here what that may raise by now."""
         return self.policies.capacity.preempts_for_waiting is True
 
-    def compose(
-        self, planner: Planner, worker: Worker, workers: dict[int, Worker], now_s: float, closed: bool
+    def schedule_step(
+        self, planner: Planner, worker: WorkerState, workers: dict[int, WorkerState], now_s: float, closed: bool
     ) -> Step | None:
         """The worker's next step; None if somebody gave way, and it has to be composed anew when the cache knows.
         `closed`: nobody is let in."""
-        step = self._draft(planner, worker, workers, now_s, closed)
+        step = self._decide(planner, worker, workers, now_s, closed)
         if step is not None and len(workers) > 1:
-            for request, reason, _ in step._held_back:
+            for request, reason, _ in step._rejected:
                 if reason in REFUSALS:
                     worker.refuse(request)
         if self._doubtful and self._reconsider(workers) and step is not None and step.is_empty:
-            return self._draft(planner, worker, workers, now_s, closed)
+            return self._decide(planner, worker, workers, now_s, closed)
         return step
 
-    def _draft(
-        self, planner: Planner, worker: Worker, workers: dict[int, Worker], now_s: float, closed: bool
+    def _decide(
+        self, planner: Planner, worker: WorkerState, workers: dict[int, WorkerState], now_s: float, closed: bool
     ) -> Step | None:
         self.at_limit.clear()
         self.without_grammar.clear()
         waiting = self._waiting(worker, workers, now_s, closed)
         try:
-            return planner.draft_step(worker, self.policies, waiting, now_s)
+            return planner.decide_step(worker, self.policies, waiting, now_s)
         except Exception as error:
             self._failed(error)
-        return planner.draft_step(worker, self._fallback, self._waiting(worker, workers, None, closed), now_s)
+        return planner.decide_step(worker, self._fallback, self._waiting(worker, workers, None, closed), now_s)
 
-    def compose_trial(self, planner: Planner, worker: Worker, members: list[Request], now_s: float) -> Step | None:
+    def schedule_retry_step(
+        self, planner: Planner, worker: WorkerState, members: list[Request], now_s: float
+    ) -> Step | None:
         """As compose(), a step that tries these suspects. The policies in force say who gives way, no more."""
-        policies = replace(self.policies, capacity=TrialCapacity(), batch=TrialBatch(members))
-        waiting = partial(candidates, members, worker)
+        policies = replace(self.policies, capacity=RetryCapacity(), batch=RetryBatch(members))
+        waiting = partial(retry_candidates, members, worker)
         try:
-            return planner.draft_trial(worker, policies, waiting, now_s)
+            return planner.decide_retry_step(worker, policies, waiting, now_s)
         except Exception as error:
             self._failed(error)
         policies = replace(policies, preemption=self._fallback.preemption)
-        return planner.draft_trial(worker, policies, waiting, now_s)
+        return planner.decide_retry_step(worker, policies, waiting, now_s)
 
     def planned(self, step: Step) -> None:
         """The composition stands."""
@@ -154,26 +156,26 @@ class Composer:
             self._failed(error)
             return ""
 
-    def heads(self, workers: dict[int, Worker], now_s: float) -> list[Request]:
+    def candidates(self, workers: dict[int, WorkerState], now_s: float) -> list[Request]:
         """The requests that the next composition looks at first, as many as the workers can begin in a step, after what
         is known to be cached of them."""
-        seats = sum(max(0, worker.free_seats) for worker in workers.values())
-        count = MAX_HEADS if self._looks_past_seats else min(seats, MAX_HEADS)
+        num_slots = sum(max(0, worker.free_slots) for worker in workers.values())
+        count = MAX_CANDIDATES if self._looks_past_slots else min(num_slots, MAX_CANDIDATES)
         if not count or not len(self.queue):
             return []
-        heads, budget_tokens = list[Request](), sum(worker.max_batched_tokens for worker in workers.values())
+        candidates, budget_tokens = list[Request](), sum(worker.max_batched_tokens for worker in workers.values())
         try:
             for request in itertools.islice(self.queue.ordered(now_s), count):
-                heads.append(request)
+                candidates.append(request)
                 budget_tokens -= request.num_tokens - request.best_matched_tokens
                 if budget_tokens <= 0:
                     break
         except Exception:  # the composition, which asks for the same order, meets it too and says so
             return list(itertools.islice(self.queue, count))
-        return heads
+        return candidates
 
     def _waiting(
-        self, worker: Worker, workers: dict[int, Worker], ordered_at_s: float | None, closed: bool
+        self, worker: WorkerState, workers: dict[int, WorkerState], ordered_at_s: float | None, closed: bool
     ) -> Callable[[], Iterator[Request]]:
         """What may be bound to the worker: what it has swapped out, oldest first, then the others in the order in force
         at that time, or (None) oldest first."""
@@ -184,7 +186,7 @@ class Composer:
                 return
             if worker.swapped and not worker.preempted:  # nobody comes back while somebody else has to go
                 back = (request for request in worker.swapped.values() if not request.is_suspect)
-                yield from sorted(back, key=lambda request: request.seniority)
+                yield from sorted(back, key=lambda request: request.arrival_index)
             queue = self.queue
             limited, tenant_tokens = self._budgets.limits_tenants, self._budgets.tenant_tokens
             for request in iter(queue) if ordered_at_s is None else queue.ordered(ordered_at_s):
@@ -209,7 +211,7 @@ class Composer:
         return waiting
 
     def _taker(
-        self, worker: Worker, workers: dict[int, Worker], policy: PlacementPolicy
+        self, worker: WorkerState, workers: dict[int, WorkerState], policy: PlacementPolicy
     ) -> Callable[[Request], bool | None]:
         """For a composition: whether a request may be bound to the worker; None: nor any that comes after it, now."""
         placement: Placement | None = None
@@ -226,11 +228,11 @@ class Composer:
                 self._placements_left -= 1
             if placement.place(request) in (worker, None):
                 return True
-            return False if worker.free_seats or self._looks_past_seats else None  # the others fill up first
+            return False if worker.free_slots or self._looks_past_slots else None  # the others fill up first
 
         return takes
 
-    def _round_of(self, worker: Worker, workers: dict[int, Worker], policy: PlacementPolicy) -> Placement:
+    def _round_of(self, worker: WorkerState, workers: dict[int, WorkerState], policy: PlacementPolicy) -> Placement:
         """The round of placement that goes on, or a new one."""
         going = self._placement
         if going is None or going.policy is not policy or not going.turn_of(worker):
@@ -243,7 +245,7 @@ class Composer:
         """A worker came, left, or is to leave."""
         self._placement = None
 
-    def _reconsider(self, workers: dict[int, Worker]) -> bool:
+    def _reconsider(self, workers: dict[int, WorkerState]) -> bool:
         """Whether others of their tenants have come into the order for those that were passed over."""
         there = [worker for worker in workers.values() if not worker.draining]
         doubtful, self._doubtful = self._doubtful, []
@@ -266,7 +268,7 @@ def _waits_for_another(request: Request) -> bool:
     return request.is_suspect or (request.parent is not None and request.waits_for_parent)
 
 
-def _is_stuck(request: Request, workers: list[Worker]) -> bool:
+def _is_stuck(request: Request, workers: list[WorkerState]) -> bool:
     """Whether nobody could take it, whatever its tenant has left."""
     able = (worker for worker in workers if worker.can_ever_hold(request) and worker.has_adapter(request))
     takers = (worker for worker in able if worker.has_grammar(request))
