@@ -24,7 +24,7 @@ from typing import IO, Any
 
 import pytest
 
-from scheduler_svc.core.policy.step import ScenarioStep as ComposedStep
+from scheduler_svc.core.policy.step import Step as ScheduledStep
 from scheduler_svc.policies.capacity.token_ratio import TokenRatio
 from simulator.scenario import Scenario, ScenarioRun, ScenarioStep
 from tests.peer.sglang_workloads import workload
@@ -63,7 +63,7 @@ class Watched(TokenRatio):
         self.states: dict[int, State] = {}
         self.now = 0
 
-    def begin(self, step: ComposedStep) -> None:
+    def begin(self, step: ScheduledStep) -> None:
         if not step.preempted:  # else the step is composed anew
             matches = {
                 request.request_id: [step.cached_tokens(request), request.live_tokens(step.worker_id)]

@@ -17,7 +17,7 @@ from cache_svc.core.eviction import EvictionQueue
 from cache_svc.core.memory import Memory
 from cache_svc.core.operations import Operations
 from cache_svc.core.tree import Holding, PrefixNode
-from cache_svc.core.worker import WorkerState as CachedWorker
+from cache_svc.core.worker import Worker as CachedWorker
 from paceline.v1.inference_pb2 import Submission
 from scheduler_svc.core.cache.link import CacheLink
 from scheduler_svc.core.lease import LeaseClock

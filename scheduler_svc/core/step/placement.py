@@ -13,11 +13,11 @@ from scheduler_svc.core.workers.state import WorkerState
 
 
 class Placement:
-    """Offers each waiting request, in the order in force, the workers that have room for it; the policy chooses.
+    """Offers each waiting request, in queue order, the workers that have room for it. The policy chooses one of them.
 
-    Nothing is bound here. A request stays in the central queue until the worker that it is placed on composes a step.
-    A round serves all workers that compose in turn, and ends with the first of them that composes again: so a request
-    is placed about once, however many workers look at it, and a placement is never older than a step.
+    Placement binds nothing. A request stays in the central queue until its worker schedules a step. A round serves all
+    workers in turn, and ends when the first worker schedules for the second time. So a request is placed about once,
+    however many workers look at it, and a placement is never older than one step.
     """
 
     def __init__(
@@ -27,13 +27,14 @@ class Placement:
         self._views = {worker.id: WorkerView(worker) for worker in workers if not worker.draining}
         self._ids = list(self._views)
         self._turn = -1  # index of the worker that was drawn last
-        self._scheduled: set[int] = set()  # workers that have composed in this round
-        # By arrival index: where the request is placed, and what was known of its matches.
+        self._scheduled: set[int] = set()  # workers that have scheduled a step in this round
+        # By arrival index: the worker that the request is placed on, and the matches that were known then.
         self._placed: dict[int, tuple[WorkerView, dict[int, PrefixMatch] | None]] = {}
         policy.begin(FleetView(tuple(self._views.values()), mean_output_tokens))
 
     def turn_of(self, worker: WorkerState) -> bool:
-        """The worker composes; False if it has done so in this round, which is over then."""
+        """The worker schedules a step. Returns False if it has done so in this round already; then the round is
+        over."""
         if worker.id in self._scheduled:
             return False
         self._scheduled.add(worker.id)
@@ -41,13 +42,14 @@ class Placement:
         return True
 
     def knows(self, request: Request) -> bool:
-        """Whether the request is placed, and nothing that has become known of it since speaks against that."""
+        """Whether the request is placed, its matches have not changed since, and the worker has not refused it
+        since."""
         placed = self._placed.get(request.arrival_index)
         return placed is not None and placed[1] == request.matches and not placed[0]._worker.has_refused(request)
 
     def place(self, request: Request) -> WorkerState | None:
-        """The worker that the request is placed on, which may have no room: then the request waits for it. None if no
-        worker has room. Raises PolicyError, and whatever the policy raises."""
+        """The worker that the request is placed on. If that worker has no room now, the request waits for it. None if
+        no worker has room. Raises PolicyError, and whatever the policy raises."""
         placed = self._placed.get(request.arrival_index)
         if placed is not None and self.knows(request):
             return placed[0]._worker
@@ -60,7 +62,7 @@ class Placement:
                 continue
             if view._has_room(request):
                 fitting.append(view)
-            elif view.num_rows:  # else nothing would ever change there
+            elif view.num_rows:  # a full worker without rows frees nothing, so the request would wait for ever
                 full.append(view)
         if not fitting:
             return None
@@ -74,7 +76,7 @@ class Placement:
         return chosen._worker
 
     def _compared(self, request: Request) -> Iterable[WorkerView]:
-        """The workers that come into question, by ascending id: all, or as many as the policy compares."""
+        """The workers to compare, by ascending id: all, or as many as the policy compares (`max_compared`)."""
         count = self.policy.max_compared
         if not 0 < count < len(self._ids):
             return self._views.values()

@@ -1,4 +1,4 @@
-"""What a step's result means: tokens to sessions, sequences that are over."""
+"""Applies a step's result: tokens go to sessions, finished sequences end."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Failures = dict[int, RowError]  # by slot
 
 @dataclass(frozen=True, slots=True)
 class ResultReader:
-    publish: Callable[[int, Longs, Longs, Tokens], None]  # session of all or -1, sessions, handles, tokens
+    publish: Callable[[int, Longs, Longs, Tokens], None]  # session of all rows or -1, sessions, handles, tokens
     finish: Callable[[Request, FinishReason.ValueType], None]
-    invalidate_kv: Callable[[Request, str], None]  # it fails, and what it computed is not to be trusted
-    fail: Callable[[Request, str, int], None]  # message, google.rpc.Code
-    publish_score: Callable[[Request, TokenLogprobs], None]  # of its newest token
+    invalidate_kv: Callable[[Request, str], None]  # the request fails, and its KV is not reused
+    fail: Callable[[Request, str, int], None]  # request, message, google.rpc.Code
+    publish_score: Callable[[Request, TokenLogprobs], None]  # log probabilities of the newest token
     publish_prompt_scores: Callable[[Request, PromptLogprobs], None]
     report_beam: Callable[[Request, TokenLogprobs | None], None]
 
     def apply(self, worker: WorkerState, result: StepResult, now_s: float) -> int:
-        """Take in the result of the oldest step in flight; returns how many tokens were new.
+        """Apply the result of the oldest step in flight. Returns the number of new tokens.
 
-        Raises ProtocolError if it is not the result of that step.
+        Raises ProtocolError if the result is not of that step.
         """
         step = self._matching_step(worker, result)
         if result.finished_us and step.step > 1:  # the first step of a link may compile kernels
@@ -113,7 +113,7 @@ class ResultReader:
         logprobs: Logprobs,
         now_s: float,
     ) -> int:
-        """Prefill rows; those that were the last of their sequence have sampled."""
+        """The prefill rows. A row that computes the last known token of its sequence also samples."""
         sampled = iter(tokens.tolist())
         new: list[tuple[int, int, int]] = []  # session, handle, token
         for chunk in step.chunks:
@@ -159,7 +159,7 @@ class ResultReader:
                 self._fail(worker.running[slot], failed[slot])
 
     def _fail(self, request: Request, error: RowError) -> None:
-        if error.code:  # what it asks for cannot be: its KV is as good as any
+        if error.code:  # the request asks for something impossible; its KV is valid
             self.fail(request, error.message, error.code)
         else:
             self.invalidate_kv(request, error.message)

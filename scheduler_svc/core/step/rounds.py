@@ -1,6 +1,6 @@
-"""Rounds of steps: each is composed for a worker with credit, granted its blocks by the cache, and sent as a plan.
+"""Rounds of steps. A step is scheduled for a worker with credit, the cache grants its blocks, and the plan is sent.
 
-A composed step that needs nothing of the cache is a plan at once; the others are drafts until the cache has answered.
+A step that needs nothing from the cache becomes a plan at once. Any other step is pending until the cache answers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Rounds:
         retry_groups: RetryGroups,
         send: Callable[[int, WorkerServiceLinkResponse], None],
     ) -> None:
-        """`send` takes a worker's id and what it is to be sent."""
+        """`send` takes a worker's id and a message to it."""
         self._workers = workers
         self._cache = cache
         self._step_scheduler = step_scheduler
@@ -42,14 +42,14 @@ class Rounds:
         self._groups = groups
         self._retry_groups = retry_groups
         self._send = send
-        self._refusals = 0  # of an idle system, in a row
+        self._refusals = 0  # refusals in a row while the system is idle
         self._candidates_due = False
 
     def plan(self, now_s: float) -> CacheServiceLinkRequest | None:
-        """Compose a step for every worker with credit; returns what there is to tell the cache."""
+        """Schedule a step for every worker with credit. Returns the next exchange for the cache, if there is one."""
         if not self._cache.connected:
             return None
-        if self._cache.restoring:  # who may go on is not known before all is answered
+        if self._cache.restoring:  # until the cache has answered, it is not known which sequences keep their blocks
             return self._cache.open(now_s)
         pending_steps: PendingSteps = []
         awaiting_cache: list[WorkerState] = []
@@ -71,8 +71,8 @@ class Rounds:
         awaiting_cache: list[WorkerState],
         now_s: float,
     ) -> list[Request]:
-        """Of the requests that come next, those whose matches the exchange asks for anew. If it lets others in before
-        them, and nobody waits for its answer, the next exchange has to do so, which is soon enough."""
+        """The next waiting requests, for which the exchange asks for fresh matches. An exchange that admits other
+        requests first, while no worker waits for its answer, leaves the question to the next exchange."""
         if not len(self._life.queue):
             return []
         lets_in = any(pending_step.decision.admissions for _, pending_step in pending_steps)
@@ -81,8 +81,8 @@ class Rounds:
         return self._step_scheduler.candidates(self._workers, now_s) if asks else []
 
     def _is_about_to_ask(self) -> bool:
-        """Whether all that there is to tell the cache are commits, and they can go with a question that comes anyway:
-        somebody's last token is in flight, and then his seat is free for one who waits."""
+        """Whether the exchange would carry only commits, and a question follows soon anyway: the last token of a
+        sequence is in flight, and then its slot is free for a waiting request. The commits go with that question."""
         waits = self._cache.has_only_commits and len(self._life.queue) > 0
         return waits and any(worker.finishing and not worker.draining for worker in self._workers.values())
 
@@ -100,14 +100,14 @@ class Rounds:
                 return
             members = retry_groups.members(worker) if may_retry else []
             if members and worker.in_flight:
-                return  # a trial is to be alone in flight
+                return  # no other step is in flight beside a retry step
             step = self._schedule_step(worker, members, now_s)
             if step is None:
                 if worker.parked:
                     self._groups.give_up_blocks(worker)
-                elif not worker.running:  # it ran alone, and gave way to itself
+                elif not worker.running:  # the sequence ran alone and was preempted itself
                     self._cache.unpins[worker.id] = None
-                awaiting_cache.append(worker)  # somebody gave way
+                awaiting_cache.append(worker)  # a sequence was preempted; its blocks come back with the exchange
                 return
             if self._accept(worker, step, pending_steps, is_retry=bool(members)):
                 continue
@@ -128,7 +128,8 @@ class Rounds:
         )
 
     def _accept(self, worker: WorkerState, step: Step, pending_steps: PendingSteps, is_retry: bool) -> bool:
-        """Turn a composed step into a plan, or into a draft that waits for the cache; False if it was empty."""
+        """Turn a scheduled step into a plan, or into a pending step that waits for the cache. Returns False if the step
+        is empty."""
         worker.knows_cache = False
         preempted = bool(worker.preempted)
         worker.preempted.clear()
@@ -145,7 +146,7 @@ class Rounds:
             self._life.counters.empty_steps += preempted
             if not (self._ask_for_pins(worker, step) or is_retry):
                 self._watch_progress(decision)
-            return preempted  # what gave way may be all that there is to run
+            return preempted  # the preempted sequences may be all that there is to run
         self._refusals, worker.asked_for_pins = 0, False
         pending_step = PendingStep(worker.id, decision, worker.slots.num_releases)
         if len(decision.growth) or decision.admissions:
@@ -159,8 +160,8 @@ class Rounds:
         return True
 
     def _ask_for_pins(self, worker: WorkerState, step: Step) -> bool:
-        """Whether pins are in the way: nothing runs on the worker, blocks of it are in use all the same, and somebody
-        waits for blocks. Then they are given up, and the next step may let him in."""
+        """Whether pinned blocks are in the way: nothing runs on the worker, some of its blocks are in use all the same,
+        and a request waits for blocks. Then the cache gives up the pins, and the next step may admit the request."""
         busy = worker.running or worker.in_flight or worker.pending_step or worker.parked
         lacks_blocks = any(reason in ("capacity", "blocks") for _, reason, _ in step.rejected)
         if busy or not lacks_blocks or worker.asked_for_pins or worker.available_blocks == worker.num_blocks:
@@ -170,8 +171,8 @@ class Rounds:
         return True
 
     def _watch_progress(self, decision: Decision) -> None:
-        """Nothing runs anywhere, and still the policies let nobody in: after a while the first one is failed, so that
-        it does not block the others for ever."""
+        """Nothing runs on any worker, and the policies still admit no request. After `stuck_decisions` decisions per
+        worker the first request fails, so that it does not block the others for ever."""
         idle = not any(w.running or w.in_flight or w.pending_step for w in self._workers.values())
         if not (idle and decision.rejected and len(self._life.queue)):
             return
@@ -185,13 +186,13 @@ class Rounds:
             self._life.fail(request, message)
 
     def answered(self, sent: Sent, response: CacheServiceLinkResponse) -> None:
-        """The cache has answered an exchange: its drafts become plans."""
+        """The cache has answered an exchange: its pending steps become plans."""
         for pending_step, extend, admits in sent.pending_steps:
             worker = self._workers.get(pending_step.worker)
             if worker is not None and worker.pending_step is pending_step:
                 worker.pending_step = None
                 self._finish_pending_step(worker, pending_step, response, extend, admits)
-            else:  # lost meanwhile: RemoveWorker follows and forgets what was admitted there, but not what was refused
+            else:  # the worker was lost: RemoveWorker frees what was admitted there; what was refused is freed here
                 refused = [seq for seq, i in pending_step.orphans if admit_result(response, admits[i]) is None]
                 self._cache.frees.extend(refused)
 
@@ -216,16 +217,16 @@ class Rounds:
             if request.phase is not Phase.ALLOCATING:
                 continue
             assert response is not None, "an admission needs an exchange"
-            if admit_result(response, index) is None:  # the cache had less room than was thought
+            if admit_result(response, index) is None:  # the cache had less room than the step assumed
                 self._life.refused(request)
-            else:  # it was to share what is not computed after all
+            else:  # it would share tokens that the step no longer computes
                 self._life.requeue(request)
 
     def _undo_pending_step(self, pending_step: PendingStep) -> None:
-        """The running sequences could not grow after all, so this step is not made; the next draft makes room.
+        """The cache could not extend the running sequences, so this step is dropped. The next one makes room.
 
-        It happens when a commit of the same exchange found its block stored already: it then holds that one too, which
-        takes an evictable block out of what was counted as available.
+        This happens when a commit of the same exchange finds its block stored already. The sequence then holds the
+        stored block too, and one block less is available.
         """
         self._workers[pending_step.worker].allocating_tokens = 0
         for admission in pending_step.decision.admissions:
