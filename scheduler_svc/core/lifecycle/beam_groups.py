@@ -1,11 +1,11 @@
-"""Beam searches: one request of a client, many sequences that fork and end in the course of it.
+"""Beam search: one client request, and many sequences that fork and end during the search.
 
-Each beam of a step is a request of its own in the queue (a member), with the client's prompt and the beam's tokens. It
-runs for one token, of which not the token counts but the most likely candidates. When every member of the step has
-reported, the search (beams.py) says which beams go on. Those fork from the members they grew from, which until then
-are parked: they have left their slots, but keep their blocks.
+In each step of the search, every beam is a request of its own in the queue (a member), with the client's prompt and the
+beam's tokens. A member runs for one token. The search uses the most likely candidates for that token, not the token
+itself. When every member of the step has reported, the search (beams.py) decides which beams continue. These fork from
+the members that they grew from. Until then those members are parked: they have left their slots and keep their blocks.
 
-    member:  WAITING -> RUNNING -> (candidates) -> PARKED -> (its forks run, or somebody needs its blocks) -> ENDED
+    member:  WAITING -> RUNNING -> (candidates) -> PARKED -> (its forks run, or its blocks are needed) -> ENDED
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EARLY_STOPPING: dict[int, beams.EarlyStopping] = {
     EarlyStopping.EARLY_STOPPING_FIRST: True,
     EarlyStopping.EARLY_STOPPING_NEVER: "never",
 }
-# Sampling parameters that a search does not know.
+# Sampling parameters that beam search does not support.
 UNSEARCHED = (
     "repetition_penalty",
     "presence_penalty",
@@ -80,10 +80,11 @@ class BeamGroups:
     def __init__(self, life: Lifecycle, workers: dict[int, WorkerState]) -> None:
         self._life = life
         self._workers = workers
-        self._unstarted: list[BeamGroup] = []  # accepted before anybody knew the model
+        self._unstarted: list[BeamGroup] = []  # accepted before the model was known
 
     def start(self, root: Request, options: BeamOptions, limits: Limits | None) -> None:
-        """The root is accepted: its search begins, as soon as the model is known. Until then it stands in the queue."""
+        """Start the search of an accepted root as soon as the model is known. Until then the root waits in the
+        queue."""
         root.group = BeamGroup(root, options)
         self._unstarted.append(root.group)
         self.model_known(limits)
@@ -101,7 +102,7 @@ class BeamGroups:
             self._run_beams(group, group.search, parents=[])
 
     def report(self, member: Request, logprobs: TokenLogprobs | None) -> None:
-        """A member has run. Its blocks stay, for those that fork from it."""
+        """A member has run. It keeps its blocks, so that beams can fork from it."""
         group = member.group
         assert group is not None
         assert group.search is not None
@@ -125,7 +126,7 @@ class BeamGroups:
                 self._run_beams(group, group.search, group.members)
 
     def release_parents(self, admitted: Iterable[Request]) -> None:
-        """These have forked, or will do without: their parents may be needed no longer."""
+        """These members have forked, or will run without a fork. A parent that no member needs any more is freed."""
         for member in admitted:
             parent, member.parent = member.parent, None
             if member.group is None or parent is None or parent.phase is not Phase.PARKED:
@@ -135,8 +136,8 @@ class BeamGroups:
                 self._life.unpark(parent)
 
     def give_up_blocks(self, worker: WorkerState) -> bool:
-        """Let go of what is parked there; who would have forked from it computes a few tokens anew. Whether there was
-        anything."""
+        """Free the parked members of the worker. A beam that would have forked from one computes a few tokens again.
+        Returns whether there was any."""
         parked = list(worker.parked.values())
         for member in parked:
             self._life.unpark(member)

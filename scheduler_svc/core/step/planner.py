@@ -85,7 +85,7 @@ class Planner:
             worker.num_pauses += 1
             if worker.num_pauses > MAX_PAUSES:
                 times = f"{worker.num_pauses} times without a token in between"
-                raise PolicyError(f"capacity: what runs was paused {times}") from None
+                raise PolicyError(f"capacity: running sequences were paused {times}") from None
             for victims in self._units(worker, policies, step, step.own(paused.victims)):
                 self._preempt_unit(worker, victims, policies)
             return None
@@ -112,7 +112,7 @@ class Planner:
         if not step.is_empty or worker.in_flight or step.preempted:
             return
         if step.running or not (step.rejected or next(step.waiting(), None) is None):
-            raise PolicyError("batch: the step is empty, though something could run, and no reason is given")
+            raise PolicyError("batch: the step is empty, though a request could run, and no reason is given")
 
     def _make_room(self, worker: WorkerState, policies: Policies, step: Step, shortfall_blocks: int) -> None:
         """Preempt until the shortfall is covered. This is an estimate: another sequence may still use a victim's shared
@@ -125,7 +125,7 @@ class Planner:
             return  # parked beams are freed first: a fork without its parent computes a few tokens again
         victims = step.own(policies.preemption.victims(step))
         if not victims and len(step.running) > 1:
-            raise PolicyError("preemption: nobody is named to give way")
+            raise PolicyError("preemption: the policy names no victim")
         if len(victims) >= len(step.running):
             victims.pop()
         if not victims and not worker.in_flight:
@@ -362,4 +362,4 @@ class Planner:
         worker.frees[:0] = np.frombuffer(plan.free_slots, np.int32).tolist()
         for slot in np.frombuffer(plan.hold_slots, np.int32).tolist():
             worker.resume(slot)
-        assert not plan.new_sequences, "a sequence that was seated has something to run"
+        assert not plan.new_sequences, "a new sequence has something to run"

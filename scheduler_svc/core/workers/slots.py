@@ -11,20 +11,20 @@ from scheduler_svc.core.requests.output_buffer import FAR, OutputBuffer
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.block_boundaries import BlockBoundaries
 
-# Growths that are noted before they are put into the requests' tables, all at once: while they are only noted, a step
-# in which sequences grow costs no more for that.
+# Growths that are noted before they go into the requests' block tables, all at once. Until then a growth costs a step
+# almost nothing.
 NOTED_GROWTHS = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeRows:
-    """The sequences that decode, by ascending slot. The same object from step to step while they are the same."""
+    """The decoding sequences, by ascending slot. The same object from step to step while the sequences are the same."""
 
     slots: Slots
     generations: Longs
     handles: Longs
     sessions: Longs
-    session: int  # of all of them; -1 if they differ
+    session: int  # session of all rows; -1 if they differ
     base_tokens: int  # sum of `base`: at decode step t they have base_tokens + t * rows tokens
 
     def __len__(self) -> int:
@@ -32,15 +32,14 @@ class DecodeRows:
 
 
 class SlotLedger:
-    """Slots 0..num_slots-1 of a worker; the one freed last is handed out first.
+    """The scheduler's record of a worker's slots 0..num_slots-1. The slot freed last is used first.
 
-    A slot's `generation` goes up when its sequence leaves: a step in flight that still names the old one is recognised
-    by it, and its token dropped. Its `stint` goes up whenever it begins to decode: what the calendar noted for an
-    earlier one is void.
+    A slot's `generation` goes up when its sequence leaves: the result of a step in flight that names the old generation
+    is dropped. Its `decode_epoch` goes up whenever the slot begins to decode: a step timer of an earlier epoch is void.
 
-    At decode step t a decoding sequence has base + t tokens, so that nothing is touched for each sequence each step.
+    At decode step t a decoding sequence has base + t tokens, so a step writes nothing for each sequence.
 
-    Block tables are complete on demand, which is hardly ever (`complete_tables`).
+    Block tables are complete only after `complete_tables`, which is rarely called.
     """
 
     def __init__(self, num_slots: int, block_size: int) -> None:
@@ -58,22 +57,23 @@ class SlotLedger:
         self.stops_at_eos = np.zeros(num_slots, bool)
         self.extra_stops: dict[int, frozenset[int]] = {}
         self.decoding = np.zeros(num_slots, bool)
-        self.sequence = np.zeros(num_slots, np.int64)  # the cache's name
-        self.num_releases = 0  # of any slot; while it stands still, no sequence has left
+        self.sequence = np.zeros(num_slots, np.int64)  # the cache's name for the sequence
+        self.num_releases = 0  # of any slot; if it has not changed, no sequence has left
         self.block_boundaries = BlockBoundaries(block_size)
-        self._next_boundary = [0] * num_slots  # as `borders` knows it
+        self._next_boundary = [0] * num_slots  # the step that `block_boundaries` has for the slot
         self._rows: DecodeRows | None = None
         self.output = OutputBuffer(num_slots)
-        self._growths: list[tuple[bytes, bytes]] = []  # the last ones: slots, and their new blocks; packed int32
-        self._num_growths = 0  # ever
-        self._grows_from = np.full(num_slots, FAR)  # which of these are the slot's sequence's own
+        # growths since `complete_tables`: slots and their new blocks; packed int32
+        self._growths: list[tuple[bytes, bytes]] = []
+        self._num_growths = 0  # growths ever
+        self._grows_from = np.full(num_slots, FAR)  # number of the first growth of the slot's current sequence
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     def occupy(self, request: Request, session_index: int, num_blocks: int) -> int:
-        """Seat a request whose known tokens are in `num_blocks` blocks."""
+        """Put a request into a free slot; its known tokens are in `num_blocks` blocks. Returns the slot."""
         slot = self._free.pop()
         self.requests[slot] = request
         request.unflushed = (self.output, slot)
@@ -101,7 +101,7 @@ class SlotLedger:
         self._free.append(slot)
 
     def start_decoding(self, slot: int, num_tokens: int, step: int) -> None:
-        """From decode step `step` on, at which the sequence has `num_tokens` tokens."""
+        """The slot's sequence decodes from decode step `step` on, with `num_tokens` tokens at that step."""
         self.decoding[slot] = True
         self.decode_epoch[slot] += 1
         self.base[slot] = num_tokens - step
@@ -112,7 +112,7 @@ class SlotLedger:
         self._rows = None
 
     def stop_decoding(self, slot: int, step: int) -> None:
-        """From decode step `step` on, if it decodes."""
+        """The slot's sequence, if it decodes, stops at decode step `step`."""
         if self.decoding[slot]:
             self.decoding[slot] = False
             self.output.stop(slot, step)
@@ -134,7 +134,7 @@ class SlotLedger:
         return DecodeRows(slots, self.generation[slots], self.handle[slots], sessions, session, base_tokens)
 
     def still_decoding(self, slots: list[int], decode_epochs: list[int]) -> Slots:
-        """Those that decode, without a break since that stint."""
+        """Of these slots, those that have decoded without a break since these epochs."""
         found = np.array(slots, np.intp)
         if not slots:
             return found
@@ -144,14 +144,14 @@ class SlotLedger:
     # ── blocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def note_growth(self, slots: bytes, blocks: bytes) -> None:
-        """A block more for each slot, which may stand several times. Packed int32."""
+        """Each slot gets one more block; a slot may occur several times. Packed int32."""
         self._growths.append((slots, blocks))
         self._num_growths += 1
         if len(self._growths) == NOTED_GROWTHS:
             self.complete_tables()
 
     def complete_tables(self) -> None:
-        """The requests' block tables lack nothing now."""
+        """Complete the requests' block tables."""
         growths, self._growths = self._growths, []
         if not growths:
             return
@@ -172,7 +172,7 @@ class SlotLedger:
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def write_tokens(self, step: int, slots: Slots, tokens: Tokens) -> None:
-        """What decode step `step` sampled for these slots, for the first time. Steps come in their order."""
+        """Store what decode step `step` sampled for these slots. Steps come in order."""
         for slot in self.output.due(step):
             if (request := self.requests[slot]) is not None:
                 request.add_output(self.output.flush(slot))
@@ -183,4 +183,5 @@ class SlotLedger:
         request, complete = self.requests[slot], self.output.is_complete(slot)
         if complete is not None:
             return complete
-        return request is not None and request.num_tokens >= request.max_total_tokens  # its one token was a prefill's
+        # its one token came from a prefill
+        return request is not None and request.num_tokens >= request.max_total_tokens
