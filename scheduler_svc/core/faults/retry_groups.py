@@ -1,13 +1,13 @@
-"""Retrying what was in a failed step, apart from all else (the rule is in suspects.py).
+"""Retries the requests of a failed step, apart from all others (the rule is in suspects.py).
 
-A group of suspects is tried by one worker at a time, in steps of its own: no other step is in flight meanwhile, and
-what else runs there is on hold. Each member computes what it had and then generates until it is past the point at which
-the step failed: two tokens, so that both a prefill and a decode have been seen to work (and as many as there were steps
-in flight, if more). Then it is cleared and runs on among the others, and between two groups the worker takes a step
-with all of them. Nobody is let in on a worker while a group waits that it can try, so there will be room for it.
+A worker retries one group of suspects at a time, in steps of its own: no other step is in flight meanwhile, and the
+other sequences are on hold. Each suspect computes what it had and then generates until it is past the point of the
+failure: two tokens, so that a prefill and a decode have been seen to work (or as many as there were steps in flight, if
+more). Then it is cleared and runs with the others. Between two groups the worker takes a step with all other sequences.
+A worker admits no request while a group waits that it can retry, so there will be room for the group.
 
-A suspect waits in the queue as any other request. Where it is tried, all of its group that there is room for is seated;
-the rest waits for the next turn. One that is held (suspects.py) is tried nowhere, and keeps nobody waiting.
+A suspect waits in the queue like any other request. Where it is retried, as many of its group get a slot as there is
+room for; the rest waits for the next turn. A held suspect (suspects.py) is not retried, and no request waits for it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from scheduler_svc.core.policy.step import CapacityPolicy, Step, Verdict
 from scheduler_svc.core.requests.request import Phase, Request, RequestView
 from scheduler_svc.core.workers.state import WorkerState
 
-# Of the time between two ticks no more counts for those who are away: what was longer, this process was stopped.
+# Most time between two ticks that counts for absent workers: during a longer gap this process was stopped.
 MOST_BETWEEN_TICKS_S = 0.5
-# Tokens that a suspect has to generate: one comes of its prefill, one of a decode.
+# Tokens that a suspect has to generate: the first comes from its prefill, the second from a decode.
 PROOF_TOKENS = 2
 
 
@@ -32,12 +32,12 @@ PROOF_TOKENS = 2
 class RetryGroups:
     life: Lifecycle
     _suspects: Suspects
-    _requests: dict[int, Request] = field(default_factory=dict)  # every suspect, by arrival_index
-    _cleared_at: dict[int, int] = field(default_factory=dict)  # tokens that it has when it is past the failure
-    _why: dict[int, str] = field(default_factory=dict)  # each was accused the last time
-    _at: dict[int, list[int]] = field(default_factory=dict)  # the group that a worker tries, by worker
-    _resting: set[int] = field(default_factory=set)  # workers whose next step is for what else runs there
-    clock_s: float = 0.0  # which does not count the time in which this process did not run
+    _requests: dict[int, Request] = field(default_factory=dict)  # every suspect, by arrival index
+    _cleared_at: dict[int, int] = field(default_factory=dict)  # number of tokens at which it is past the failure
+    _why: dict[int, str] = field(default_factory=dict)  # the reason of its latest blame
+    _at: dict[int, list[int]] = field(default_factory=dict)  # the group that a worker retries, by worker
+    _resting: set[int] = field(default_factory=set)  # workers that run other sequences in their next step
+    clock_s: float = 0.0  # does not count time in which this process did not run
     _ticked_s: float = 0.0
 
     @property
@@ -47,7 +47,7 @@ class RetryGroups:
     def blame(
         self, requests: Sequence[Request], num_rows: int, num_steps: int, why: str, absence: Absence | None
     ) -> Request | None:
-        """They were in steps that failed, and are in no slot any more; see Suspects.accuse."""
+        """These requests were in steps that failed, and hold no slot any more. See Suspects.blame."""
         for request in requests:
             self._is_cleared(request)  # what it had done before counts
         poisoned = self._suspects.blame([request.arrival_index for request in requests], num_rows, absence)
@@ -64,15 +64,15 @@ class RetryGroups:
         return next((request for request in requests if request.arrival_index == poisoned), None)
 
     def came_back(self, incarnation: str) -> None:
-        """A worker that was lost."""
+        """A lost worker has come back."""
         self._suspects.came_back(incarnation)
 
     def find_poisoned(self) -> list[tuple[Request, str]]:
-        """Who was held and is guilty, as it turns out, and why. To be called with each tick."""
+        """Held requests that turn out to be poisoned, with the reason. Call it with each tick."""
         self.clock_s += min(self.life.now_s - self._ticked_s, MOST_BETWEEN_TICKS_S)
         self._ticked_s = self.life.now_s
         for one in list(self._suspects.held):
-            self._is_cleared(self._requests[one])  # it may have ended
+            self._is_cleared(self._requests[one])  # the request may have ended
         found = []
         for poisoned in self._suspects.find_poisoned(self.clock_s):
             request = self._requests[poisoned]
@@ -82,23 +82,23 @@ class RetryGroups:
         return found
 
     def worker_lost(self, worker: int, blamed: Collection[Request]) -> None:
-        """What it tried is tried again, but for those that were accused anew, who are among those that wait already."""
+        """Retry again what the lost worker was retrying, except requests that were blamed again: these wait already."""
         again = {request.arrival_index for request in blamed}
         group = self._at.pop(worker, [])
         self._suspects.requeue([one for one in group if one in self._requests and one not in again])
         self._resting.discard(worker)
 
     def claims(self, worker: WorkerState) -> bool:
-        """Whether a group waits that the worker can try: then it lets nobody else in."""
+        """Whether a group waits that the worker can retry. Then the worker admits no other request."""
         return self.active and any(self._suits(worker, group) for group in self._suspects.waiting())
 
     def members(self, worker: WorkerState) -> list[Request]:
-        """Whom the worker's next step is to try, and nobody else; empty if it is as any other."""
+        """The suspects that the worker's next step retries, alone. Empty if the step is an ordinary one."""
         if worker.id in self._resting:
             return []
         group = self._at.pop(worker.id, [])
         if not (left := self._left(worker, group)):
-            if group:  # done with it
+            if group:  # the group is done
                 self._resting.add(worker.id)
                 return []
             taken = self._suspects.take(lambda waiting: self._suits(worker, waiting))
@@ -108,7 +108,8 @@ class RetryGroups:
         return left
 
     def pause(self, worker: WorkerState) -> None:
-        """None of them could run: there is no room, or the cache has yet to answer. Others go on."""
+        """No suspect of the group could run: there is no room, or the cache has not answered yet. Other requests go
+        on."""
         self._suspects.requeue(self._at.pop(worker.id, []))
         self._resting.add(worker.id)
 
@@ -122,7 +123,7 @@ class RetryGroups:
         return not worker.draining and all(worker.can_ever_hold(one) and worker.has_grammar(one) for one in requests)
 
     def _left(self, worker: WorkerState, group: Sequence[int]) -> list[Request]:
-        """Those of a group that the worker has still to try. A worker that drains lets nobody in."""
+        """The members of a group that the worker still has to retry. A draining worker admits none."""
         left = [request for one in group if (request := self._requests.get(one)) and not self._is_cleared(request)]
         if not worker.draining:
             return left
@@ -130,7 +131,7 @@ class RetryGroups:
         return [request for request in left if request.phase is not Phase.WAITING]
 
     def _is_cleared(self, request: Request) -> bool:
-        """Whether it is no suspect (any more): it has ended, or has got past the point of the failure."""
+        """Whether the request is no suspect any more: it has ended, or is past the point of the failure."""
         if not request.is_suspect:
             return True
         if request.phase not in (Phase.ENDED, Phase.PARKED):
@@ -150,7 +151,7 @@ class RetryGroups:
 
 
 class RetryCapacity(CapacityPolicy):
-    """Whoever fits."""
+    """Admits every request that fits."""
 
     reserves_prompt = True
 
@@ -159,7 +160,7 @@ class RetryCapacity(CapacityPolicy):
 
 
 class RetryBatch(BatchPolicy):
-    """A step of these and nothing else."""
+    """Schedules the members, and nothing else."""
 
     shares_in_step = False
 
@@ -177,7 +178,7 @@ class RetryBatch(BatchPolicy):
 
 
 def retry_candidates(members: Sequence[Request], worker: WorkerState) -> Iterator[Request]:
-    """Those of the members that could be seated there now."""
+    """The members that could get a slot on the worker now."""
     for request in members:
         if request.phase is not Phase.WAITING or not (request.matches is not None or request.swapped_on == worker.id):
             continue

@@ -3,8 +3,8 @@
 The KV on the workers is still valid; only the ownership of blocks is lost. The scheduler keeps the block table of every
 running request (Request.block_table) and the host blocks of every swapped-out request (Request.host_blocks). By phase:
 
-    RUNNING, PARKED     The request stays. No step is planned without a cache. Results of steps in flight are applied, and a
-                        request that ends just ends.
+    RUNNING, PARKED     The request stays. No step is planned without a cache. Results of steps in flight are applied,
+                        and a request that ends just ends.
     ALLOCATING          The request waits again. The exchange may or may not have been executed, and no step has written
                         to the blocks that it granted.
     swapped out         The request stays. Copies that no plan has carried yet go with the next plan, before anything

@@ -1,8 +1,8 @@
-"""Why requests wait, for `paceline explain`: of all that are there, and of the last ones that have ended.
+"""Why requests wait, for `paceline explain`. Knows every live request and the last MAX_ENDED finished ones.
 
-A decision costs what it names, not what waits: it notes the requests that it looked at and left out, or why it looked
-at none. Whoever stood behind the first of those waited for their turn, which is told from the same notes when somebody
-asks.
+The cost of a decision depends on what it names, not on what waits. A decision notes the requests that it looked at and
+rejected, or why it looked at none. The requests behind the first of those waited for their turn; `explain` derives that
+from the same notes.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from types import MappingProxyType
 from scheduler_svc.core.requests.request import Request
 
 MAX_ENDED = 4096
-MAX_SPANS = 64  # of one request, and as many events
+MAX_SPANS = 64  # looks of one request, and as many events
 MAX_TOP_REJECTED = 4096
 MAX_OUTAGES = 256
 WAITING = ("waiting", "preempted", "requeued")
 NOBODY: Mapping[str, int] = MappingProxyType({})
 
 
-# Reason, detail, decision, time. A plain tuple: every request leaves three, and hardly one is ever asked for.
+# Reason, detail, decision, time. A plain tuple: every request leaves three of them, and few are ever read.
 Event = tuple[str, str, int, float]
 
 
 @dataclass(slots=True)
 class Span:
-    """One reason over consecutive decisions of a worker, or an event as it is told."""
+    """One reason over consecutive decisions of a worker, or an event."""
 
     reason: str
     detail: str
@@ -44,7 +44,7 @@ class Span:
 
 @dataclass(slots=True)
 class Wait:
-    """Decisions at which it stood in the queue, and from when until when."""
+    """A range of decisions at which the request waited in the queue, and its times."""
 
     first: int
     from_s: float
@@ -59,9 +59,9 @@ class Record:
     arrival_index: int
     arrival_s: float
     tenant: str
-    # Lists, though only the last MAX_SPANS are kept: most records have a few, and an empty deque takes 600 bytes.
+    # Lists, though only the last MAX_SPANS are kept: most records have few entries, and an empty deque takes 600 bytes.
     events: list[Event]
-    looks: list[Span] = field(default_factory=list)  # decisions that looked at it and left it out
+    looks: list[Span] = field(default_factory=list)  # decisions that looked at the request and rejected it
 
     def add_event(self, event: Event) -> None:
         self.events.append(event)
@@ -77,11 +77,11 @@ class Record:
         return [Span(reason, detail, n, n, at_s, at_s) for reason, detail, n, at_s in self.events] + self.looks
 
     def waits(self) -> list[Wait]:
-        """It has waited since each event that says so, up to the next one."""
+        """The request waits from each event that says so to the next event."""
         waits = list[Wait]()
         for reason, _, decision, at_s in self.events:
             if waits and waits[-1].last is None:
-                # The decision that let it in is none at which it waited.
+                # At the decision that admitted the request it did not wait.
                 waits[-1].last, waits[-1].to_s = decision - (reason == "running"), at_s
             if reason in WAITING:
                 waits.append(Wait(decision, at_s))
@@ -90,8 +90,8 @@ class Record:
 
 @dataclass(slots=True)
 class TopRejected:
-    """Who was first of those that a worker's decisions left out, as long as that and the reason were the same; 0 and ""
-    if they looked at nobody."""
+    """The first request that a worker's decisions rejected, as long as the request and the reason stayed the same. 0
+    and "" if the decisions looked at no request."""
 
     arrival_index: int
     request_id: str
@@ -100,7 +100,7 @@ class TopRejected:
 
 @dataclass(slots=True)
 class AtLimit:
-    """A tenant, at consecutive decisions of a worker that passed over what waits of it, since so much of it ran."""
+    """A tenant that consecutive decisions of a worker skipped, because it was at its limit of running tokens."""
 
     tenant: str
     tokens: int
@@ -109,7 +109,7 @@ class AtLimit:
 
 @dataclass(slots=True)
 class RequestTimeline:
-    tenant_limit: int = 0  # tokens of one that may run
+    tenant_limit: int = 0  # running tokens of one tenant
     decisions: int = 0
     # By arrival index. As many live requests as the queue and the workers take, and the last MAX_ENDED finished ones.
     _live: dict[int, Record] = field(default_factory=dict)
@@ -119,9 +119,10 @@ class RequestTimeline:
     _tops: deque[TopRejected] = field(default_factory=lambda: deque(maxlen=MAX_TOP_REJECTED))
     _last: dict[int, tuple[int, TopRejected | None]] = field(
         default_factory=dict
-    )  # each worker's last decision, and its head
+    )  # each worker's last decision, and its first rejected request
     _limits: deque[AtLimit] = field(default_factory=lambda: deque(maxlen=MAX_TOP_REJECTED))
-    _at_limit: dict[int, dict[str, AtLimit]] = field(default_factory=dict)  # by each worker's last decision; by tenant
+    # by worker: its last decision's tenants at their limit
+    _at_limit: dict[int, dict[str, AtLimit]] = field(default_factory=dict)
     _outages: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_OUTAGES))
 
     def arrived(self, request: Request, now_s: float) -> None:
@@ -132,19 +133,19 @@ class RequestTimeline:
             self._names.setdefault(name, {})[request.arrival_index] = None
 
     def event(self, request: Request, reason: str, detail: str, now_s: float) -> None:
-        """It waits, runs, was preempted."""
+        """Note an event: the request waits, runs, was preempted."""
         record = self._live.get(request.arrival_index)
         if record is not None:
             record.add_event((reason, detail, self.decisions, now_s))
 
     def ended(self, request: Request, how: str, now_s: float) -> None:
-        """From now on it may be forgotten."""
+        """The request has ended. From now on its record may be forgotten."""
         record = self._live.pop(request.arrival_index, None)
         if record is None:
             return
         record.add_event(("ended", how, self.decisions, now_s))
         self._ended[record.arrival_index] = record
-        for name in _names(record):  # finished ones stand in the order in which they finished
+        for name in _names(record):  # finished ones are kept in the order in which they finished
             self._names[name].pop(record.arrival_index)
             self._names[name][record.arrival_index] = None
         if len(self._ended) > MAX_ENDED:
@@ -166,9 +167,9 @@ class RequestTimeline:
         at_limit: Mapping[str, int] = NOBODY,
         without_grammar: Sequence[Request] = (),
     ) -> None:
-        """A decision for a worker looked at these and left them out, the first one first; or it is `closed` (reason,
-        detail), and looked at nobody. `at_limit`: the tenants that it passed over, and how many tokens of them run.
-        `without_grammar`: the requests whose grammar the worker has still to prepare."""
+        """A decision for a worker looked at these requests and rejected them, in this order; or it is `closed` (reason,
+        detail) and looked at none. `at_limit`: the skipped tenants, and how many tokens of each run. `without_grammar`:
+        the requests with a grammar that the worker still prepares."""
         self.decisions += 1
         self._passed_over(worker, at_limit, now_s)
         before, top = self._last.get(worker, (0, None))
@@ -215,7 +216,7 @@ class RequestTimeline:
         self._at_limit.pop(worker, None)
 
     def out(self, reason: str, detail: str, now_s: float) -> None:
-        """From now on nothing can be decided for this reason; or if there is none, decisions go on."""
+        """From now on no decision is possible, for this reason. An empty reason: decisions go on."""
         outage = self._outages[-1] if self._outages and self._outages[-1].to_s == math.inf else None
         if outage is not None and outage.reason != reason:
             outage.last, outage.to_s, outage = self.decisions, now_s, None
@@ -240,7 +241,7 @@ class RequestTimeline:
         return [record, *(other for other in others if other.request_id.startswith(continued))]
 
     def _named(self, name: str) -> dict[str, Record]:
-        """By request id, what has this request id or answer id."""
+        """Records with this request id or answer id, by request id."""
         found: dict[str, Record] = {}
         for index in self._names.get(name, ()):
             record = self._live.get(index) or self._ended[index]
@@ -250,12 +251,12 @@ class RequestTimeline:
         return dict(sorted(found.items(), key=lambda item: item[1].arrival_index))
 
     def explain(self, name: str, now_s: float) -> list[Span] | None:
-        """Why the (first) sequence that this id stands for waited; None if nothing is known of it."""
+        """Why the first sequence with this id waited. None if the id is unknown."""
         found = self.find(name)
         return self.explain_record(found[0], now_s) if found else None
 
     def explain_record(self, record: Record, now_s: float) -> list[Span]:
-        """Oldest first, times in seconds since the arrival."""
+        """Oldest first. Times are seconds since the arrival."""
         spans = record.told()
         for wait in record.waits():
             spans += self._turns(record, wait)
@@ -269,8 +270,8 @@ class RequestTimeline:
         return [replace(s, from_s=s.from_s - record.arrival_s, to_s=s.to_s - record.arrival_s) for s in spans]
 
     def _turns(self, record: Record, wait: Wait) -> list[Span]:
-        """While it waited and was not looked at: too much of its tenant ran, or who stood before it, and what that one
-        waited for; or why nobody was looked at."""
+        """Why the request waited while no decision looked at it: its tenant was at its limit; another request was
+        before it, and waited for a reason; or the decision looked at no request."""
         last = self.decisions if wait.last is None else wait.last
         told, looks = list[Span](), Apart(record.looks)
         for limit in self._limits:
@@ -288,8 +289,8 @@ class RequestTimeline:
         return told
 
     def _extend(self, record: Record, worker: int, reason: str, detail: str, before: int, now_s: float) -> None:
-        """`before`: the number of the worker's decision before this one. What others decided in between does not end
-        a range, but what became of the request does."""
+        """`before`: the number of the worker's previous decision. Decisions for other workers in between do not end a
+        range; an event of the request does."""
         last = next((span for span in reversed(record.looks) if span.worker == worker), None)
         since = max(before, record.events[-1][2])
         if last is not None and last.reason == reason and last.last >= since:
@@ -299,12 +300,12 @@ class RequestTimeline:
 
 
 def _names(record: Record) -> set[str]:
-    """What it can be found by."""
+    """The ids that find the record."""
     return {name for name in (record.request_id, record.answer_id) if name}
 
 
 class Apart:
-    """Ranges that tell of a request already, to be left out of others; those of one worker do not overlap."""
+    """Ranges with a known reason, to be cut out of other ranges. Those of one worker do not overlap."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._of: dict[int, list[Span]] = {}  # by worker, in order
@@ -312,7 +313,7 @@ class Apart:
             self._of.setdefault(span.worker, []).append(span)
 
     def parts(self, span: Span, wait: Wait, last: int) -> list[Span]:
-        """What is left of the span in the wait, up to that decision."""
+        """The parts of the span within the wait, up to that decision, that no known range covers."""
         told, parts = self._of.get(span.worker, []), list[Span]()
         first, last, from_s = max(span.first, wait.first + 1), min(span.last, last), max(span.from_s, wait.from_s)
         for one in itertools.islice(told, bisect_left(told, first, key=lambda one: one.last), None):
@@ -327,7 +328,7 @@ class Apart:
 
 
 def _joined(spans: list[Span]) -> list[Span]:
-    """Ranges of several workers that tell the same, and meet, as one."""
+    """Merge adjacent ranges with the same reason and detail, also of several workers."""
     joined: list[Span] = []
     for span in spans:
         last = joined[-1] if joined else span

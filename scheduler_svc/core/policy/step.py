@@ -1,4 +1,4 @@
-"""One step of one worker, while policies compose it: what they may decide."""
+"""One step of one worker while policies schedule it: the decisions that they can make."""
 
 from __future__ import annotations
 
@@ -28,44 +28,45 @@ from scheduler_svc.core.workers.state import WorkerState
 
 
 class Verdict(enum.Enum):
-    """What becomes of a waiting request in this step."""
+    """What a waiting request gets in this step."""
 
     ADMIT = "admit"
-    SKIP = "skip"  # not now; others may pass it
-    STOP = "stop"  # not now, and nobody may pass it
+    SKIP = "skip"  # not now; other requests may pass it
+    STOP = "stop"  # not now, and no request may pass it
 
 
 class CapacityPolicy(ABC):
-    """Which requests may hold blocks."""
+    """Decides which requests may hold blocks."""
 
-    # Take blocks for all known tokens of a request when it is admitted, not chunk by chunk.
+    # Whether an admitted request takes blocks for all its known tokens at once, and not chunk by chunk.
     reserves_prompt: ClassVar[bool] = False
-    # A waiting request may push out a running one, so that it is looked at also when every seat is taken.
+    # Whether a waiting request may preempt a running one, so that it is looked at even if every slot is taken.
     preempts_for_waiting: ClassVar[bool] = False
 
     def begin(self, step: Step) -> None:  # noqa: B027
-        """Called once before each composition; may call `step.pause`."""
+        """Called once before each schedule. May call `step.pause`."""
 
     def planned(self, step: Step) -> None:  # noqa: B027
-        """The composition stands: what is in `step` is what will run."""
+        """The step is accepted: what is in `step` will run."""
 
     def is_spent(self, step: Step) -> bool:
-        """Whether it is known already that nobody else will be admitted in this composition."""
+        """Whether it is certain that no other request will be admitted in this schedule."""
         return False
 
     @abstractmethod
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
-        """Whether a waiting request may have `need_blocks` now, and what that means for those behind it.
+        """Whether a waiting request may have `need_blocks` now, and what that means for the requests behind it.
 
-        There is a seat for it, and `need_blocks <= step.available_blocks` has not been checked.
+        There is a slot for it. `need_blocks <= step.available_blocks` has not been checked.
         """
 
 
 class Step(StepView):
-    """Policies read the attributes and call the methods under "decisions"; everything counts what is decided so far.
+    """Policies read the attributes and call the methods under "decisions". Every counter includes the decisions made so
+    far.
 
-    Nothing that a policy does to it can bring about a step that cannot be: attributes are read-only, a decision is
-    checked before it changes anything, and after the composition none is taken any more.
+    No policy can bring about an impossible step: attributes are read-only, a decision is checked before it changes
+    anything, and no decision is taken after the schedule has ended.
     """
 
     __slots__ = ("_capacity",)
@@ -88,16 +89,17 @@ class Step(StepView):
 
     @property
     def capacity_is_spent(self) -> bool:
-        """Whether the capacity policy knows already that it will admit nobody else."""
+        """Whether the capacity policy is certain that it will admit no other request."""
         return self._capacity.is_spent(self)
 
     # ── decisions ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    # A decision that cannot be raises before it changes anything. A lack of blocks ends the composition, whether or not
-    # the policy lets the exception through.
+    # An impossible decision raises before it changes anything. A lack of blocks ends the schedule, even if the policy
+    # catches the exception.
 
     def run_decodes(self) -> None:
-        """Everything that decodes gets its token. Raises OutOfBlocks; PolicyError if the token budget is too small."""
+        """Every decoding sequence gets its token. Raises OutOfBlocks, and PolicyError if the token budget is too
+        small."""
         self._expect_open()
         if self._decodes != []:
             raise PolicyError("run_decodes after run or run_decodes of a decoding sequence")
@@ -108,7 +110,7 @@ class Step(StepView):
             self._grow(growing)
 
     def run(self, sequence: Running, num_tokens: int) -> None:
-        """Compute so many of its remaining tokens. Raises OutOfBlocks, PolicyError."""
+        """Compute this many of the sequence's remaining tokens. Raises OutOfBlocks, PolicyError."""
         self._expect_open()
         sequence, num_tokens = self._own(sequence), operator.index(num_tokens)
         slot = sequence.slot
@@ -129,9 +131,9 @@ class Step(StepView):
             self._grow(np.full(missing, slot, np.intp))
 
     def admit(self, request: RequestView, num_tokens: int) -> Verdict:
-        """Offer a waiting request a place, with so many of its uncached tokens to compute in this step.
+        """Offer a waiting request a slot, to compute this many of its uncached tokens in this step.
 
-        Raises PolicyError if that is more than it has, or than the budget has left.
+        Raises PolicyError if the request has fewer uncached tokens, or if the budget has fewer tokens left.
         """
         verdict = self.consider(request, num_tokens)
         if verdict is Verdict.ADMIT:
@@ -139,8 +141,8 @@ class Step(StepView):
         return verdict
 
     def consider(self, request: RequestView, num_tokens: int) -> Verdict:
-        """Whether a waiting request may have a seat, and blocks for so many of its uncached tokens. They are set aside
-        for it; who is not placed after all gives them back when the step ends. Raises PolicyError."""
+        """Whether a waiting request may have a slot, and blocks for this many of its uncached tokens. They are reserved
+        for it. A request that is not placed gives them back at the end of the step. Raises PolicyError."""
         self._expect_open()
         own, num_tokens = self._waits(request), operator.index(num_tokens)
         request, uncached = view_of(own), own.num_tokens - self.cached_tokens(own)
@@ -162,7 +164,7 @@ class Step(StepView):
         if verdict is not Verdict.ADMIT or need_blocks > self._available_blocks:
             detail = f"needs {need_blocks} blocks, {self._available_blocks} are available"
             if verdict is not Verdict.ADMIT:
-                if need_blocks <= self._available_blocks:  # it is about blocks that are to come, or promised
+                if need_blocks <= self._available_blocks:  # the blocks are there, but are promised, or are needed later
                     detail += f"; up to {self.blocks_for(own.max_total_tokens)} to its end"
                 return self.reject(request, verdict, "capacity", detail)
             return self.reject(request, Verdict.STOP, "blocks", detail)
@@ -175,7 +177,7 @@ class Step(StepView):
         return verdict
 
     def place(self, request: RequestView, num_tokens: int) -> None:
-        """Compute so many tokens of a request that was considered and may be admitted. Raises PolicyError."""
+        """Compute this many tokens of a request that was considered and may be admitted. Raises PolicyError."""
         self._expect_open()
         own, num_tokens = self._waits(request), operator.index(num_tokens)
         considered = self._considered.get(own.arrival_index)
@@ -197,19 +199,21 @@ class Step(StepView):
         self._credit_of = None
 
     def reject(self, request: RequestView, verdict: Verdict, reason: str, detail: str = "") -> Verdict:
-        """Note why a request does not get in now, for `paceline explain`; returns the verdict."""
+        """Note why a request is not admitted in this step, for `paceline explain`. Returns the verdict."""
         if not self._open:
-            raise PolicyError("reject after the step is scheduled")
+            raise PolicyError("reject after the schedule has ended")
         self._rejected.append((self._waits(request), str(reason), str(detail)))
         return verdict
 
     def reject_all(self, reason: str, detail: str = "") -> None:
-        """Note why nobody is offered a place in this step, for `paceline explain`; without a look at who waits."""
+        """Note why no request is offered a slot in this step, for `paceline explain`, without a look at the waiting
+        requests."""
         self._expect_open()
         self._closed = str(reason), str(detail)
 
     def pause(self, victims: Iterable[Running]) -> None:
-        """Take running sequences out, for recomputation. The composition starts over without them (raises Paused)."""
+        """Preempt running sequences; their tokens are computed again. Scheduling starts again without them (raises
+        Paused)."""
         if own := self.own(victims):
             raise Paused(own)
 
@@ -229,11 +233,11 @@ class Step(StepView):
 
     @property
     def rejected(self) -> Sequence[tuple[RequestView, str, str]]:
-        """Request, reason, detail: who was looked at and does not get in."""
+        """Request, reason, detail: the requests that were looked at and are not admitted."""
         return tuple((view_of(request), reason, detail) for request, reason, detail in self._rejected)
 
     def own(self, sequences: Iterable[Running]) -> list[Running]:
-        """What a policy named, checked: running sequences of this step, each once. Raises PolicyError."""
+        """The sequences that a policy named, checked: running sequences of this step, each once. Raises PolicyError."""
         own: dict[int, Running] = {}
         for sequence in map(self._own, sequences):
             if sequence.slot in own:
@@ -242,13 +246,13 @@ class Step(StepView):
         return list(own.values())
 
     def close(self) -> None:
-        """The composition is over. Raises the lack of blocks that a policy kept to itself."""
+        """The schedule has ended. Raises the lack of blocks if a policy has caught it."""
         self._open = False
         if self._lack is not None:
             raise self._lack
 
     def _decision(self) -> Decision:
-        """For the planner: it has the requests themselves in it, which are no policy's business."""
+        """For the planner. It contains the requests themselves, which policies must not see."""
         generation = self._worker.slots.generation
         match self._growth:
             case []:
@@ -270,10 +274,10 @@ class Step(StepView):
 
     def _expect_open(self) -> None:
         if not self._open or self._lack is not None:
-            raise PolicyError("a decision after the composition has ended")
+            raise PolicyError("a decision after the schedule has ended")
 
     def _ask_capacity(self, request: RequestView, need_blocks: int) -> Verdict:
-        self._open = False  # its answer is all that it decides here
+        self._open = False  # while it answers, it makes no other decision
         try:
             verdict = self._capacity.admit(self, request, need_blocks)
         finally:
@@ -301,7 +305,7 @@ class Step(StepView):
         self._budget_tokens -= num_tokens
 
     def growth_of(self, sequence: Running) -> int:
-        """Blocks that the step has asked for on its behalf."""
+        """Blocks that the step has asked for on behalf of the sequence."""
         return sum(int(np.count_nonzero(slots == sequence.slot)) for slots in self._growth)
 
     def _grow(self, slots: Slots) -> None:

@@ -1,4 +1,4 @@
-"""What a placement policy sees of the workers, read-only. Everything counts what the round has placed so far."""
+"""A placement policy's read-only view of the workers. Every counter includes what the round has placed so far."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler_svc.core.workers.step_time import StepTime
 
 
 class WorkerView:
-    """A worker, while a round places requests. Only names that begin with _ can be written: they are the core's own."""
+    """A worker, while a round places requests. Only names that begin with _ can be written; they belong to the core."""
 
     __slots__ = (
         "_context_tokens",
@@ -28,12 +28,12 @@ class WorkerView:
 
     def __init__(self, worker: WorkerState) -> None:
         self._worker = worker
-        self._waiting: dict[int, Request] = {}  # that the round has placed here, by arrival index
+        self._waiting: dict[int, Request] = {}  # requests that the round has placed here, by arrival index
         self._read()
 
     def _read(self) -> None:
-        """What the worker is like now. A round sees many workers, and most of them only to find that they are full: so
-        what takes time is read when it is asked for, and before anything is added to it."""
+        """Read the worker's state. A round sees many workers and finds most of them full, so slow values are read only
+        when they are asked for, before anything is added to them."""
         worker = self._worker
         self._read_at = worker.steps_sent, worker.num_departed
         self._free_slots = worker.free_slots
@@ -41,7 +41,7 @@ class WorkerView:
         self._free_blocks: int | None = None
         self._prefill_tokens = self._context_tokens = -1
         self._in_flight_s: float | None = None
-        self._placed: PrefixIndex[Request] | None = None  # and what has prefill queued here
+        self._placed: PrefixIndex[Request] | None = None  # requests placed here, and those with queued prefill
 
     def __repr__(self) -> str:
         return f"<worker {self.id}: {self._rows} rows, {self.queued_prefill_tokens} prompt tokens queued>"
@@ -54,19 +54,19 @@ class WorkerView:
 
     @property
     def num_rows(self) -> int:
-        """Sequences that run here, are about to, or were placed here in this round."""
+        """Sequences that run here, are about to run here, or were placed here in this round."""
         return self._rows
 
     @property
     def queued_prefill_tokens(self) -> int:
-        """Their uncached prompt tokens that no plan computes yet: a new request waits for these."""
+        """Uncached prompt tokens of these sequences that no plan computes yet: a new request waits for them."""
         if self._prefill_tokens < 0:
             self._prefill_tokens = self._worker.queued_prefill_tokens
         return self._prefill_tokens
 
     @property
     def context_tokens(self) -> int:
-        """All their known tokens: what a decode step attends to."""
+        """Known tokens of these sequences: what a decode step attends to."""
         if self._context_tokens < 0:
             self._context_tokens = self._worker.context_tokens
         return self._context_tokens
@@ -86,7 +86,7 @@ class WorkerView:
 
     @property
     def block_size(self) -> int:
-        """Tokens."""
+        """Tokens per block."""
         return self._worker.block_size
 
     @property
@@ -105,13 +105,13 @@ class WorkerView:
 
     @property
     def step_time(self) -> StepTime:
-        """What its steps take, as fitted to its results."""
+        """The model of its step times, fitted to its results."""
         return self._worker.step_fit.time
 
     @property
     def in_flight_s(self) -> float:
-        """Predicted seconds of the steps that were sent and have not come back, with no time taken off for what has run
-        of them: a request that is bound now runs after these."""
+        """Predicted seconds of the steps that were sent and have no result yet, without subtracting the time that they
+        have run: a request that is bound now runs after them."""
         if self._in_flight_s is None:
             of = self._worker.step_fit.time.of
             self._in_flight_s = sum(
@@ -126,8 +126,8 @@ class WorkerView:
         return request._request.match_on(self._worker.id).num_tokens
 
     def cached_tokens(self, request: RequestView) -> int:
-        """Tokens of the request that need not be computed here: cached ones, and whole blocks that a request ahead of
-        it computes (one that was placed here in this round, or the prefill of which is queued here)."""
+        """Tokens of the request that need not be computed here: cached tokens, and whole blocks that a request ahead of
+        it computes (placed here in this round, or with its prefill queued here)."""
         return self._cached_tokens(request._request)
 
     def _cached_tokens(self, request: Request) -> int:
@@ -161,7 +161,7 @@ class WorkerView:
 
     @property
     def _is_outdated(self) -> bool:
-        """Whether the worker has been sent a step since it was read, or somebody has left it."""
+        """Whether the worker has been sent a step, or a sequence has left it, since the view was read."""
         return self._read_at != (self._worker.steps_sent, self._worker.num_departed)
 
     def _has_room(self, request: Request) -> bool:
@@ -190,7 +190,7 @@ class WorkerView:
             self._placed.add(request, request.num_tokens)
 
     def _renew(self) -> None:
-        """What has happened on the worker since it was read counts, and what still waits for it."""
+        """Read the worker again, and count the placed requests that still wait for it."""
         waiting = [request for request in self._waiting.values() if request.phase is Phase.WAITING]
         self._waiting.clear()
         self._read()
@@ -199,7 +199,7 @@ class WorkerView:
 
 
 class FleetView:
-    """All workers of a round, full ones too."""
+    """All workers of a round, full ones included."""
 
     __slots__ = ("_mean_output_tokens", "_workers")
 
@@ -209,10 +209,10 @@ class FleetView:
 
     @property
     def workers(self) -> Sequence[WorkerView]:
-        """By ascending id; without those that drain."""
+        """By ascending id, without draining workers."""
         return self._workers
 
     @property
     def mean_output_tokens(self) -> float | None:
-        """Tokens that a request generates that ends by itself, the latest 128 counting most. None before any."""
+        """Mean output tokens of a request that ends by itself; the latest 128 count most. None before the first."""
         return self._mean_output_tokens

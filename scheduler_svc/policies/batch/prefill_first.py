@@ -83,14 +83,14 @@ class PrefillFirst(BatchPolicy):
             step.reject_all("interval", f"{since} of {self.interval} decode steps since the last prompts")
         if step.budget_tokens == step.max_batched_tokens:
             step.run_decodes()
-            self._take_back(step)
+            self._resume_swapped(step)
             if step.is_empty and step.num_swapped:  # capacity prefers others: then those
-                self._take_in(step, self._left(step))
+                self._admit_waiting(step, self._left(step))
 
     def _left(self, step: Step) -> Left:
         return Left(step, self.max_prefill_tokens, step.block_size if self.charges_blocks else 1)
 
-    def _take_back(self, step: Step) -> None:
+    def _resume_swapped(self, step: Step) -> None:
         if not step.num_swapped:
             return
         for request in itertools.islice(step.waiting(), step.num_swapped):
@@ -120,13 +120,13 @@ class PrefillFirst(BatchPolicy):
         elif step.num_swapped and step.runs_prefills:
             step.reject_all("swapped", "it comes back beside decodes, and this step runs prompts")
         elif full:
-            step.reject_all("full", "somebody was refused for want of room, and nobody has left since")
+            step.reject_all("full", "a request was rejected for want of room, and no sequence has left since")
         if unfinished or step.preempted or step.num_swapped or full:
             return
-        if self._take_in(step, left) and step.num_decoding and self.closes_when_full:
+        if self._admit_waiting(step, left) and step.num_decoding and self.closes_when_full:
             self._full_at[step.worker_id] = step.num_departed
 
-    def _take_in(self, step: Step, left: Left) -> bool:
+    def _admit_waiting(self, step: Step, left: Left) -> bool:
         """Offer places to those who wait, until no more get one; whether that is for want of room."""
         for request in step.waiting():
             if left.is_spent:

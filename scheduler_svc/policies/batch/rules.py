@@ -16,4 +16,4 @@ def may_cut(step: Step, num_tokens: int, chunked_prefill: bool) -> bool:
 
 
 def reject_after_preemption(step: Step) -> None:
-    step.reject_all("preemption", f"{len(step.preempted)} had to give way in this step")
+    step.reject_all("preemption", f"{len(step.preempted)} were preempted in this step")

@@ -82,7 +82,7 @@ class TwoStage(BatchPolicy):
         contexts = self._contexts(step)
         sizes = self._sizes(step, contexts)
         reason, detail = "budget", "what is left is less than a chunk"
-        if self._holds_back(step, sum(sizes)):
+        if self._delays_prefills(step, sum(sizes)):
             reason, detail = (
                 "batch-wait",
                 f"{sum(sizes)} tokens, for {self._next_waited} of {self.wait_iters} iterations",
@@ -142,7 +142,7 @@ class TwoStage(BatchPolicy):
         """The unit of a chunk, and the longest one."""
         return self.unit or step.block_size, self.longest or step.max_batched_tokens
 
-    def _holds_back(self, step: Step, context_tokens: int) -> bool:
+    def _delays_prefills(self, step: Step, context_tokens: int) -> bool:
         waited = self._waited.get(step.worker_id, 0)
         self._next_waited = 0
         if not (step.num_decoding and context_tokens):
