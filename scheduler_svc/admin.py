@@ -1,4 +1,4 @@
-"""AdminService: which policies decide, and why a request waited."""
+"""AdminService: the current policies, and why a request waited."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from services.runtime.logs import get_logger
 log = get_logger(__name__)
 
 MAX_WORDS = 2000
-MAX_SEQUENCES = 64  # of one request that are explained at once
-MAX_EXPLANATIONS = 10_000  # after which no further sequence is explained; some 150 bytes each
+MAX_SEQUENCES = 64  # sequences of one request that are explained at once
+MAX_EXPLANATIONS = 10_000  # after this many, no further sequence is explained; about 150 bytes each
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -71,7 +71,7 @@ class Admin(AdminServiceServicer):
             self.core.set_policies(policies)
         except PolicyError as error:
             await _invalid(context, str(error))
-        except Exception as error:  # a policy that cannot even take over what waits
+        except Exception as error:  # a policy that cannot take over the waiting requests
             await _invalid(context, f"order: {error!r} when it took over the queue")
         self.choice, self._order = choice, policies.order
         log.info("policies changed", **{kind: getattr(choice, kind) for kind in KINDS}, options=choice.options)
@@ -104,12 +104,12 @@ class Admin(AdminServiceServicer):
 
     @property
     def _has_failed(self) -> bool:
-        """The order of the choice; then the default one has taken its place."""
+        """Whether the order of the choice has failed; then the default order has replaced it."""
         return self.core.policies.order is not self._order
 
     @property
     def _in_force(self) -> PolicySet:
-        """Without the order that failed, and without its options."""
+        """The choice, without an order that failed, and without that order's options."""
         return (
             choose(overrides={"order": PRESETS[DEFAULT].order}, base=self.choice) if self._has_failed else self.choice
         )
@@ -139,7 +139,7 @@ def _as_message(preset: str, choice: PolicySet) -> PolicyChoice:
 
 
 def _encodable(text: str) -> str:
-    """A policy's words: no status has room for megabytes, nor for half a character."""
+    """A policy's text, cut and encodable: a status has no room for megabytes, and takes no half character."""
     return text[:MAX_WORDS].encode("utf-8", "backslashreplace").decode()
 
 

@@ -1,14 +1,14 @@
-"""One master among several schedulers, by a lease in etcd.
+"""One leader among several schedulers, by a lease in etcd.
 
-Whoever puts its key under a lease where there is none is the master, with an epoch that is higher than that of all
-before it (both in one transaction). It renews the lease; when that fails, etcd deletes the key, and the next one takes
+A scheduler that puts its key under a lease where there is none is the leader, with a higher epoch than every earlier
+leader (both in one transaction). It renews the lease. If that fails, etcd deletes the key, and another scheduler takes
 it.
 
-A master's time is over before its lease's is, whatever the network does (core/tenure.py). It looks at the clock before
-everything it does (`holds`), so a frozen master that wakes up does nothing more. What it had sent before it was frozen
-is refused by those it arrives at, by its epoch (services/runtime/fence.py).
+A leader's time ends before its lease does, whatever the network does (core/lease.py). The leader looks at the clock
+before everything it does (`holds`), so a frozen leader that wakes up does nothing more. What it had sent before it was
+frozen is refused by its receivers, because of its epoch (services/runtime/fence.py).
 
-simulator/election.py plays the same with events for coroutines.
+simulator/election.py does the same with events instead of coroutines.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from services.runtime.logs import get_logger
 log = get_logger(__name__)
 
 RETRY_S = 0.1
-# An etcd that stays away is mentioned this often.
+# Interval of the log lines about an etcd that stays unreachable.
 REMIND_S = 15.0
 
 
 class Election:
-    """`campaign()` until elected, `reign()` until it is over, `close()` to let the next one in at once.
+    """`campaign()` until elected, `lead()` until it is over, `close()` so that another scheduler can take over at once.
 
-    `address` is what others are told of the master. `clock` gives monotonic seconds, `wall_ms` the time of day.
+    `address`: what others are told of the leader. `clock` gives monotonic seconds, `wall_ms` the time of day.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class Election:
         clock: Callable[[], float] = time.monotonic,
         wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
-        self.epoch = 0  # of our mastership; 0 before
-        self.leader = ""  # as last heard
+        self.epoch = 0  # of our leadership; 0 before
+        self.leader = ""  # address, as last heard
         self._etcd = etcd
         self._address = address
         self._ttl_s = ttl_s
@@ -51,24 +51,24 @@ class Election:
         self._wall_ms = wall_ms
         self._lease = 0
         self._lease_clock = LeaseClock()
-        self._trouble = ""  # of the latest renewal
+        self._trouble = ""  # reason of the last failed renewal
         self._reminded_s = float("-inf")
 
     @property
     def holds(self) -> bool:
-        """Whether nobody else can have been elected by now."""
+        """Whether no other scheduler can have been elected by now."""
         return self._lease_clock.holds(self._clock())
 
     @property
     def why_not(self) -> str:
-        """What is known of why we do not hold it any more."""
+        """Why we do not hold the lease any more, as far as known."""
         asked_s = self._lease_clock.asked_s
         silent_s, counted_s = self._clock() - asked_s, self._lease_clock.ends_s - asked_s
         trouble = self._trouble or "this process did not run"
         return f"the lease was last renewed {silent_s:.1f} s ago, for {counted_s:.1f} s ({trouble})"
 
     async def campaign(self) -> int:
-        """Stand by until elected; the epoch."""
+        """Stand by until elected. Returns the epoch."""
         while True:
             try:
                 record = await self._etcd.read_leader()
@@ -77,14 +77,14 @@ class Election:
                         return self.epoch
                 else:
                     self._stand_by(record)
-                    # A silent connection would say nothing for ever: look again from time to time.
+                    # A silent connection would never report anything: look again from time to time.
                     await self._etcd.wait_until_left(record, self._ttl_s)
             except EtcdError as error:
                 self._remind(error)
                 await asyncio.sleep(RETRY_S)
 
     async def lead(self) -> str:
-        """Keep the lease; returns why we are not the master any more."""
+        """Keep the lease. Returns why we are not the leader any more."""
         tasks = [asyncio.create_task(self._renew()), asyncio.create_task(self._watch())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -96,7 +96,8 @@ class Election:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """Let the next one in at once, if this one is in; to be called when nothing more is sent."""
+        """Give the lease back, if we hold it, so that another scheduler takes over at once. Call it when nothing more
+        is sent."""
         if self.epoch:
             await self._give_back()
         await self._etcd.close()
@@ -108,7 +109,7 @@ class Election:
         try:
             await self._etcd.revoke(self._lease)
         except EtcdError as error:
-            log.warning("the lease could not be given back and has to run out", reason=str(error))
+            log.warning("the lease cannot be given back and has to run out", reason=str(error))
 
     async def _claim(self, record: LeaderRecord) -> bool:
         asked_s = self._clock()
@@ -121,7 +122,7 @@ class Election:
                 self._lease_clock.extend(asked_s, ttl_s)
                 won = self.holds
         finally:
-            # Without an answer the seat may be ours: then nobody has it until the lease is gone.
+            # Without an answer we may hold the key: then no scheduler leads until the lease has expired.
             if not won:
                 await self._give_back()
         if won:
@@ -149,14 +150,14 @@ class Election:
                 self._trouble, pause_s = "", self._ttl_s / RENEWALS
 
     async def _watch(self) -> str:
-        """The key may be deleted by hand, to have another master."""
+        """Watch the key: an operator may delete it, to have another leader."""
         while True:
             try:
                 record = await self._etcd.read_leader()
                 if record.lease != self._lease:
                     return "the key in etcd is not ours any more"
                 await self._etcd.wait_until_left(record, self._ttl_s)
-            except EtcdError:  # _renew says so
+            except EtcdError:  # _renew logs it
                 await asyncio.sleep(RETRY_S)
 
     def _stand_by(self, record: LeaderRecord) -> None:
@@ -166,5 +167,5 @@ class Election:
 
     def _remind(self, error: EtcdError) -> None:
         if self._clock() - self._reminded_s >= REMIND_S:
-            log.warning("etcd cannot be asked who is the master, retrying", reason=str(error))
+            log.warning("etcd does not say which scheduler is the leader, retrying", reason=str(error))
             self._reminded_s = self._clock()

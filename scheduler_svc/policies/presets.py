@@ -1,4 +1,5 @@
-"""Combinations that behave as a known system does, and ours. docs/presets.md says how each was checked."""
+"""Combinations of policies: ours, and some that behave as a known system does. docs/presets.md says how each was
+checked."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class PolicySet:
-    """One policy of each kind by name ("module:Class" for one's own), and the options that they share."""
+    """One policy of each kind by name ("module:Class" for a user's own), and the options that they share."""
 
     order: str
     capacity: str
@@ -21,8 +22,8 @@ class PolicySet:
 DEFAULT = "paceline"
 
 PRESETS: dict[str, PolicySet] = {
-    # Prompts in chunks beside decodes; admit while it fits, fairly among tenants and requests; what holds most gives
-    # way. A preempted request comes back only when there is room to grow.
+    # Prompts in chunks beside decodes. Admits while blocks are left, fairly among tenants and requests. The largest
+    # share is preempted first. A preempted request resumes only when there is room to grow.
     "paceline": PolicySet(
         "fair", "watermark", "decode-first", "largest-share", {"watermark": 0.01, "resume_watermark": 0.05}
     ),

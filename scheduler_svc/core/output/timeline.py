@@ -224,11 +224,11 @@ class RequestTimeline:
             self._outages.append(Span(reason, detail, self.decisions, self.decisions, now_s, math.inf))
 
     def find(self, name: str) -> list[Record]:
-        """The sequences that an id stands for, by arrival; empty if none is known.
+        """The sequences that an id stands for, by arrival. Empty if the id is unknown.
 
-        The id of an answer stands for all its sequences. A request id stands for the sequence that has it, and for
-        those of the same answer whose ids continue it (`x-1`: another prompt of request x, `x.1`: another sample). Of
-        several sequences with the same request id: the last live one, else the last one that finished.
+        An answer id stands for all sequences of the answer. A request id stands for its own sequence, and for sequences
+        of the same answer with ids that continue it (`x-1`: another prompt of request x; `x.1`: another sample). If
+        several sequences have the same request id, it is the last live one, otherwise the last finished one.
         """
         known = self._named(name)
         if of_answer := [record for record in known.values() if record.answer_id == name]:

@@ -1,14 +1,14 @@
-"""Prefill or decode, never both; prefill whenever anything can be prefilled (SGLang, vLLM V0).
+"""Prefill or decode, never both; prefill whenever there is anything to prefill (SGLang, vLLM V0).
 
-Unfinished prompts go on first, then waiting ones come in. With chunks, the first prompt that does not fit the budget is
-cut, and it is the only unfinished one. `prefill_decode_interval` makes a prefill wait until that many decode steps have
-followed the one before (SGLang's answer to starved decodes; 0: never waits).
+Unfinished prompts continue first, then waiting requests are admitted. With chunks, the first prompt that does not fit
+the budget is cut, and it is the only unfinished one. `prefill_decode_interval` delays a prefill until that many decode
+steps have followed the previous one (SGLang's answer to starved decodes; 0: no delay).
 
-What was swapped out comes back beside the decodes, and until all of it is back nobody else comes in (vLLM V0).
+Swapped-out requests resume beside the decodes. Until all of them have resumed, no other request is admitted (vLLM V0).
 
-Two rules are SGLang's alone, and can be switched off. `closes_when_full`: once a waiting request was refused for want
-of room beside others that decode, nobody is offered a place until somebody has left (its `batch_is_full`); vLLM V0
-tries again in every step. `charges_blocks`: the budgets are charged in whole blocks; vLLM V0 counts tokens.
+Two rules are SGLang's alone, and can be switched off. `closes_when_full`: if a waiting request was rejected for want of
+room while others decode, no request is offered a slot until a sequence has left (its `batch_is_full`); vLLM V0 tries
+again in every step. `charges_blocks`: the budgets are charged in whole blocks; vLLM V0 counts tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from scheduler_svc.policies.options import Count
 class Left:
     """What is left of a step's budgets for prompts. They are charged in whole units: blocks, or tokens.
 
-    A prompt may begin while anything is left of `prefill_tokens`; of `chunk_tokens` it gets no more than there is.
+    A prompt may begin while any of `prefill_tokens` is left. Of `chunk_tokens` it gets at most what is left.
     """
 
     def __init__(self, step: Step, prefill_tokens: float, unit: int) -> None:
@@ -55,7 +55,7 @@ class Left:
 
 
 class PrefillFirst(BatchPolicy):
-    shares_in_step = False  # as the originals: what is shared has been computed
+    shares_in_step = False  # as in the originals: only computed tokens are shared
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class PrefillFirst(BatchPolicy):
         self.interval = prefill_decode_interval
         self.charges_blocks = charges_blocks
         self.closes_when_full = closes_when_full
-        # By worker: decode steps since the last prefill; how many had left when a request was refused.
+        # By worker: decode steps since the last prefill; num_departed when a request was rejected.
         self._decodes_since: dict[int, int] = {}
         self._full_at: dict[int, int] = {}
 
@@ -84,7 +84,7 @@ class PrefillFirst(BatchPolicy):
         if step.budget_tokens == step.max_batched_tokens:
             step.run_decodes()
             self._resume_swapped(step)
-            if step.is_empty and step.num_swapped:  # capacity prefers others: then those
+            if step.is_empty and step.num_swapped:  # the capacity policy prefers other requests: admit those
                 self._admit_waiting(step, self._left(step))
 
     def _left(self, step: Step) -> Left:
@@ -127,7 +127,7 @@ class PrefillFirst(BatchPolicy):
             self._full_at[step.worker_id] = step.num_departed
 
     def _admit_waiting(self, step: Step, left: Left) -> bool:
-        """Offer places to those who wait, until no more get one; whether that is for want of room."""
+        """Offer slots to waiting requests until no more get one. Returns whether that is for want of room."""
         for request in step.waiting():
             if left.is_spent:
                 step.reject(request, Verdict.STOP, "budget", "nothing of it is left")
@@ -137,7 +137,7 @@ class PrefillFirst(BatchPolicy):
             if cut:
                 tokens = min(tokens, left.largest_cut())
             fits = tokens <= step.budget_tokens and self._within(left, step, tokens)
-            if fits or self.closes_when_full:  # who lacks room, too, closes the batch
+            if fits or self.closes_when_full:  # a request without room closes the batch too
                 verdict = step.consider(request, tokens)
                 if verdict is Verdict.STOP:
                     return True
@@ -153,7 +153,8 @@ class PrefillFirst(BatchPolicy):
         return bool(step.num_admissions or step.rejected) and step.capacity_is_spent
 
     def _within(self, left: Left, step: Step, tokens: int) -> bool:
-        """Without chunks, the first prompt may be longer than `max_prefill_tokens`: it would never get in."""
+        """Without chunks, the first prompt may be longer than `max_prefill_tokens`; otherwise it would never be
+        admitted."""
         return self.chunked_prefill or not step.num_admissions or left.in_units(tokens) < left.prefill_tokens
 
     def planned(self, step: Step) -> None:

@@ -1,11 +1,12 @@
-"""Longest cached prefix first (SGLang `lpm`), with its in-batch rule: of requests that share a prefix nobody has
-computed yet, one goes first and the others wait behind everything, so that they find it cached.
+"""Longest cached prefix first (SGLang `lpm`), with its in-batch rule: of requests that share a prefix which is not
+computed yet, one goes first and the others wait behind everything else, so that they find the prefix cached.
 
-SGLang matches every waiting request anew in every pass and builds a throw-away tree of those that match little; above
-128 waiting it gives up and becomes fcfs. Here a request is matched on arrival and moves when the cache reports a
-change. And the tree comes down to groups: a request meets an earlier one's first `in_batch_deprioritize_threshold`
-tokens in that tree exactly if its own are equal and of the same namespace, so the first request of each group of equal
-beginnings is its leader, and the rest are deprioritised. Everything is O(log waiting), at any length of the queue.
+SGLang matches every waiting request again in every pass, and builds a throw-away tree of those that match little; above
+128 waiting requests it falls back to fcfs. Here a request is matched on arrival, and moves when the cache reports a
+change. The tree reduces to groups: in that tree a request meets an earlier one's first
+`in_batch_deprioritize_threshold` tokens exactly if its own are equal and of the same namespace. So the first request of
+each group with equal beginnings is its leader, and the rest are deprioritised. Every operation is O(log waiting), at
+any length of the queue.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from scheduler_svc.core.policy.order import KeyedOrder
 from scheduler_svc.core.requests.request import TOKEN_BYTES, RequestView
 from scheduler_svc.policies.options import AtLeastMinusOne, Count
 
-# What requests have in common that could share it: namespace and tokens.
+# What requests must have in common to share it: namespace and tokens.
 Beginning = tuple[tuple[str, str], bytes]
 
 
@@ -29,7 +30,7 @@ class LongestPrefixMatch(KeyedOrder):
         self.check_threshold = in_batch_check_threshold
         self.beginning_bytes = max(1, in_batch_deprioritize_threshold) * TOKEN_BYTES
         self._groups: dict[Beginning, SortedDict[tuple[int, int], RequestView]] = {}
-        self._group_of: dict[int, Beginning] = {}  # by arrival_index
+        self._group_of: dict[int, Beginning] = {}  # by arrival index
 
     def key(self, request: RequestView) -> tuple[bool, int]:
         beginning = self._group_of.get(request.arrival_index)
@@ -45,7 +46,8 @@ class LongestPrefixMatch(KeyedOrder):
             led_before = group.peekitem(0)[1] if group else None
             group[request.queue_position, request.arrival_index] = request
             self._group_of[request.arrival_index] = beginning
-            if led_before is not None and group.peekitem(0)[1] == request:  # it came back to a place before theirs
+            # it came back to a position before the others
+            if led_before is not None and group.peekitem(0)[1] == request:
                 super().rematched(led_before)
         super().add(request)
 
@@ -63,7 +65,7 @@ class LongestPrefixMatch(KeyedOrder):
             super().rematched(group.peekitem(0)[1])
 
     def rematched(self, request: RequestView) -> None:
-        """It may enter or leave its group by this, and so make way for the next leader."""
+        """The request may enter or leave its group, and then its group may get another leader."""
         grouped = request.arrival_index in self._group_of
         if grouped == (request.best_matched_tokens <= self.check_threshold):
             super().rematched(request)

@@ -1,5 +1,5 @@
-"""What routers in front of replicas have in common: a request's worker is chosen once, when the request arrives, and
-the request waits for that worker even if another one has room first."""
+"""The common rule of routers in front of replicas: a request's worker is chosen once, when the request arrives, and the
+request waits for that worker even if another one has room first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scheduler_svc.core.policy.interfaces import PlacementPolicy
 from scheduler_svc.core.policy.worker_view import WorkerView
 from scheduler_svc.core.requests.request import RequestView
 
-# Choices that are kept. A request that is cancelled while it waits leaves its choice behind; the oldest ones go first.
+# Choices that are kept. A request cancelled while it waits leaves its choice behind; the oldest are dropped first.
 MAX_CHOICES = 1 << 15
 
 
@@ -23,15 +23,15 @@ class Chosen(NamedTuple):
 
 
 class OnArrival(PlacementPolicy):
-    """Subclasses choose among all workers that could hold the request, with or without room now. A request whose worker
-    is gone is placed anew, as a router that retries does."""
+    """Subclasses choose among all workers that could hold the request, with or without room now. If the worker is gone,
+    the request is placed again, as by a router that retries."""
 
     def __init__(self) -> None:
         self._chosen: OrderedDict[int, Chosen] = OrderedDict()  # by the request's arrival index
 
     @abstractmethod
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> tuple[WorkerView, str]:
-        """The request's worker of these (by ascending id), and why."""
+        """The request's worker among these (by ascending id), and the reason."""
 
     def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
         offered = {worker.id: worker for worker in (*workers, *full)}
@@ -49,8 +49,8 @@ class OnArrival(PlacementPolicy):
 
 
 def fewest_requests(workers: Sequence[WorkerView]) -> WorkerView:
-    """The worker with the fewest requests, running ones and those that wait for the worker; of equal ones the one with
-    the smallest id."""
+    """The worker with the fewest requests, running ones and those that wait for it. Of equal workers the smallest
+    id."""
     return min(workers, key=lambda worker: worker.num_rows)
 
 

@@ -1,4 +1,4 @@
-"""The least urgent gives way first, of equals the one that arrived last (vLLM priority)."""
+"""The least urgent sequence is preempted first; of equal ones the one that arrived last (vLLM priority)."""
 
 from __future__ import annotations
 
