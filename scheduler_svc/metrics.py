@@ -41,7 +41,7 @@ class SchedulerMetrics(Collector):
             ("retried_rows", "Rows of such steps that were retried", counters.retried),
             ("quarantined_requests", "Requests failed because they make steps fail", counters.poisoned),
             ("restored_requests", "Requests that went on when the cache was lost", counters.restored),
-            ("refused_claims", "Of these, requests that a new cache did not take over", counters.refused_claims),
+            ("refused_claims", "Of these, requests that a new cache did not take over", counters.refused_restores),
             ("steps", "Plans sent to workers", counters.steps),
             ("policy_errors", "Steps that fell back to the default policies", counters.policy_errors),
             ("core_seconds", "Processor time spent in the scheduler's core", self._server.core_seconds),

@@ -1,7 +1,7 @@
-"""A fleet of simulated workers behind the real scheduler and cache cores, on a virtual clock.
+"""A fleet of simulated workers with the real scheduler and cache cores, on a virtual clock.
 
-A discrete-event run: clients submit, workers run plans in order, workers join and die. Cores answer at once; the time
-of a run is the time of its steps. The same sessions, fleet, policies and seed give the same run, event by event.
+A discrete-event run: clients submit, workers run plans in order, workers join and die. Cores answer at once, so the
+time of a run is the time of its steps. The same sessions, fleet, policies and seed give the same run, event by event.
 
     cluster = Cluster(fleet=[WorkerSpec()] * 4, policies=build(choose()), seed=1)
     figures = cluster.run(sessions)
@@ -31,23 +31,23 @@ from scheduler_svc.policies.registry import build, choose
 from simulator.fleet import TimedWorker, WorkerSpec, sampled_tokens
 
 SESSION = "clients"
-MAX_TOKENS = 4096  # that every request asks for: it ends by itself before
-RAMP_S = 2.0  # in which the sessions of a closed run begin
-TICK_S = 0.25  # how often the scheduler's core is told the time
-# After so long on the virtual clock without an end of any request a run is given up.
+MAX_TOKENS = 4096  # max_tokens of every request; it ends by itself before
+RAMP_S = 2.0  # time in which the sessions of a closed run begin
+TICK_S = 0.25  # interval at which the scheduler's core is told the time
+# A run is given up after this time on the virtual clock without the end of a request.
 STALL_S = 600.0
 
 
 class Turn(NamedTuple):
     """One request of a client's session. Its prompt is everything before it, outputs included, and `new_tokens`."""
 
-    pause_s: float  # after the end of the turn before; of a first turn: after the arrival
+    pause_s: float  # after the end of the previous turn; for a first turn: after the arrival
     new_tokens: npt.NDArray[np.int32]
     num_output_tokens: int
 
 
 class ClientSession(NamedTuple):
-    """Requests of one client, one after another. `arrival_s` counts in an open run alone."""
+    """Requests of one client, one after another. `arrival_s` counts only in an open run."""
 
     arrival_s: float
     turns: Sequence[Turn]
@@ -55,7 +55,7 @@ class ClientSession(NamedTuple):
 
 @dataclass(slots=True)
 class SentRequest:
-    """A request and what has come of it."""
+    """A request and its progress."""
 
     session: ClientSession
     turn: int
@@ -69,7 +69,7 @@ class SentRequest:
 
 @dataclass(slots=True)
 class AttachedWorker:
-    """A worker that is attached: its plans that wait, and the one that runs."""
+    """An attached worker: its waiting plans, and the running one."""
 
     worker: TimedWorker
     id: int
@@ -79,7 +79,7 @@ class AttachedWorker:
 
 
 class Lived(NamedTuple):
-    """A worker's part in a run, from when it joined until the run's or its own end."""
+    """A worker's part in a run, from its joining to its end or the run's."""
 
     worker: TimedWorker
     alive_s: float
@@ -88,7 +88,7 @@ class Lived(NamedTuple):
 class Cluster:
     """`jitter` is the largest relative deviation of a step's time. Only client and worker know how long an output will
     be: a request asks for 4,096 tokens and ends by an end-of-sequence token. Raises RuntimeError if a run makes no
-    progress, AssertionError if a request does not get exactly its tokens."""
+    progress, and AssertionError if a request does not get exactly its tokens."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Cluster:
         self.now_s = 0.0
         self.asked: list[SentRequest] = []
         self.lived: list[Lived] = []
-        self.tokens_by_s: list[tuple[float, int]] = []  # when output tokens came, and how many
+        self.tokens_by_s: list[tuple[float, int]] = []  # arrival times and numbers of output tokens
         self.cache = CacheCore()
         config = config or SchedulerConfig(
             max_queued_requests=1 << 30, max_queued_tokens=1 << 60, no_worker_timeout_s=0.0
@@ -112,12 +112,12 @@ class Cluster:
         self._events: list[tuple[float, int, Any]] = []
         self._order = itertools.count()
         self._links: dict[int, AttachedWorker] = {}
-        self._closed: deque[ClientSession] = deque()  # sessions that wait for one before them to end
+        self._closed: deque[ClientSession] = deque()  # sessions that wait for the end of another one
         self._open_requests = 0
-        self._starts = 0  # sessions that have yet to begin
-        self._handles = np.empty(0, np.int64)  # of the last message that named any
+        self._starts = 0  # sessions that have not begun
+        self._handles = np.empty(0, np.int64)  # of the last message with handles
         self._received = np.zeros(1024, np.int64)  # output tokens by handle
-        self._lengths = np.zeros_like(self._received)  # output tokens that a request ends after, by handle
+        self._lengths = np.zeros_like(self._received)  # number of output tokens at which a request ends, by handle
         self._is_closed = False
         self._ended_at_s = 0.0
         self.last_start_s = 0.0  # when the last session began
@@ -126,7 +126,7 @@ class Cluster:
             self._at(spec.joins_s, partial(self._join, worker))
 
     def run(self, sessions: Iterable[ClientSession], concurrency: int = 0) -> None:
-        """Play all sessions to their end. `concurrency`: so many sessions run at any time, each without pauses
+        """Play all sessions to their end. `concurrency`: number of sessions that run at any time, without pauses
         (closed loop); 0: each begins at its arrival, with its pauses (open loop)."""
         self._is_closed = concurrency > 0
         if concurrency:
@@ -208,7 +208,7 @@ class Cluster:
 
     def _finish_step(self, link: AttachedWorker, result: StepResult) -> None:
         if link.id not in self._links:
-            return  # it died in this step
+            return  # the worker died in this step
         link.runs = False
         if link.plans:
             self._run_step(link)
@@ -218,7 +218,7 @@ class Cluster:
     # ── what the servers do ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _settle(self) -> None:
-        """Move messages until neither core has anything to say."""
+        """Move messages until neither core has any."""
         while True:
             outbox = self.core.poll(self.now_s)
             for id, message in outbox.to_workers:
@@ -241,7 +241,7 @@ class Cluster:
                 self.asked[handle - 1].first_s = self.now_s
         if response.token_ids:
             tokens = np.frombuffer(response.token_ids, np.int32)
-            # A message is about one step, so that no handle stands in it twice.
+            # A message is about one step, so no handle occurs twice in it.
             handles = self._handles
             expected = sampled_tokens(handles, self._received[handles], self._lengths[handles])
             assert np.array_equal(tokens, expected), "a request does not get the tokens that it would get alone"

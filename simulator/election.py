@@ -1,8 +1,8 @@
-"""Several schedulers, one of which is elected: scheduler_svc/election.py with events for coroutines.
+"""Several schedulers with an election: scheduler_svc/election.py with events instead of coroutines.
 
-Beside what the streams show, it is held against the truth (etcd.py): once a master has been succeeded it does nothing
-more, and no worker, gateway or cache follows it once it has followed a later one. The first is what leases are for, and
-holds as long as clocks run; the second is what epochs are for, and holds always.
+Two properties are checked against the truth (etcd.py). A leader that was succeeded does nothing more: that is what
+leases are for, and it holds as long as clocks run. And no worker, gateway or cache follows an earlier leader after a
+later one: that is what epochs are for, and it holds always.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ CLOCKS_DIFFER_MS = 3_600_000
 
 
 class ElectedScheduler(SchedulerParty):
-    """Stands by until it is elected. `on_end` is called when it has lost that and ends, `on_released` when it was told
-    to leave and may."""
+    """Stands by until it is elected. `on_end` is called when it has lost the election and ends. `on_released` is called
+    when it was told to leave and may."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class ElectedScheduler(SchedulerParty):
         on_end: Callable[[Party], None],
     ) -> None:
         self._lease_clock = LeaseClock()
-        self._leader_term = 0  # the how-manieth
+        self._leader_term = 0  # number of its leadership, from 1; 0: never elected
         self._data = data
         self._lease = 0
         self._on_end = on_end
@@ -51,7 +51,7 @@ class ElectedScheduler(SchedulerParty):
 
     @property
     def serves(self) -> bool:
-        """As its health says."""
+        """Whether its health says that it serves."""
         return bool(self._leader_term) and self.alive and not self.frozen and not self.leaving
 
     @property
@@ -59,11 +59,11 @@ class ElectedScheduler(SchedulerParty):
         return self._lease_clock.holds(self.clock_s)
 
     def cut_off(self, for_s: float) -> None:
-        """From etcd."""
+        """Cut off from etcd."""
         self._etcd.cut_off(for_s)
 
     def drain(self) -> None:
-        """The lease is given back when nothing more is sent."""
+        """Give the lease back when nothing more is sent."""
         self.leaving = True
         for connection in list(self.connections):
             if connection is not self._etcd.link:
@@ -73,7 +73,7 @@ class ElectedScheduler(SchedulerParty):
     # ── as a party ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> None:
-        """When it is elected."""
+        """The scheduler begins when it is elected."""
 
     def _event(self, handle: Callable[..., object], *args: object) -> None:
         if self.leaving or not self.alive:

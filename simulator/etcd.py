@@ -1,7 +1,7 @@
-"""An etcd with nothing in it but the master's seat, and a scheduler's way to it.
+"""An etcd with only the leader's key, and a scheduler's connection to it.
 
-What scheduler_svc/etcd.py asks for is asked for here, by the same names. Leases end when their time is over, or a
-little later; one that was killed gives all leases their time once more when it is back, as etcd does.
+It answers the requests of scheduler_svc/etcd.py, under the same names. Leases end when their time is over, or a little
+later. An etcd that was killed gives all leases their time again when it is back, as etcd does.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class EtcdAnswer(_Json):
 
 @dataclass(slots=True)
 class EtcdData:
-    """On its disk. `reigns` has the lease of each mastership there ever was: the truth that epochs are to tell."""
+    """The data on etcd's disk. `leader_terms` has the lease of every leadership ever: the truth that epochs are checked
+    against."""
 
-    ends_s: dict[int, float] = field(default_factory=dict)  # of the leases
-    leader: int | None = None  # its lease
+    ends_s: dict[int, float] = field(default_factory=dict)  # end of each lease
+    leader: int | None = None  # the leader's lease
     epoch: int = 0
     leader_terms: list[int] = field(default_factory=list)
 
@@ -56,7 +57,7 @@ class EtcdParty(Party):
         super().__init__(network, name)
         self.data = data
         self._ttl_s = ttl_s
-        self._watching: dict[SimulatedConnection, int] = {}  # the number of the question
+        self._watching: dict[SimulatedConnection, int] = {}  # number of the question
         for lease in data.ends_s:
             data.ends_s[lease] = network.now_s + ttl_s
         self.every(LOOK_S, self._end_leases)
@@ -104,7 +105,7 @@ class EtcdParty(Party):
         data = self.data
         if data.leader is not None or data.epoch != last_epoch or lease not in data.ends_s:
             return False
-        assert epoch > data.epoch, f"a master of epoch {epoch} after one of {data.epoch}"
+        assert epoch > data.epoch, f"a leader of epoch {epoch} after one of {data.epoch}"
         data.leader, data.epoch = lease, epoch
         data.leader_terms.append(lease)
         return True
@@ -115,17 +116,18 @@ class EtcdParty(Party):
 
 
 class WayToEtcd:
-    """Of one party, which hands on what comes by `link`. A question that is not answered in time has failed, and the
-    next one goes by another connection."""
+    """The connection of one party to etcd; the party passes on what comes by `link`. A question without an answer in
+    time has failed, and the next one goes by another connection."""
 
     def __init__(self, party: Party, etcd: Callable[[], Party], timeout_s: float) -> None:
-        self.link: SimulatedConnection | None = None  # dialled, at least
+        self.link: SimulatedConnection | None = None  # at least dialled
         self._party = party
         self._etcd = etcd
         self._timeout_s = timeout_s
         self._is_connected = False
         self._numbers = itertools.count(1)
-        self._open: dict[int, tuple[Callable[[Any], object], Action]] = {}  # questions: what to do then, or if it fails
+        # open questions: what to call with the answer, or on failure
+        self._open: dict[int, tuple[Callable[[Any], object], Action]] = {}
         self._cut_off_until_s = 0.0
         self._dial()
 
@@ -146,7 +148,7 @@ class WayToEtcd:
         self._party.after(self._timeout_s if timeout_s is None else timeout_s, lambda: self._expire(number))
 
     def cut_off(self, for_s: float) -> None:
-        """Nothing comes through, by whatever connection."""
+        """Nothing comes through for this time, by any connection."""
         self._cut_off_until_s = self._party.network.now_s + for_s
         if self.link is not None:
             self.link.fall_silent()

@@ -1,4 +1,4 @@
-"""A gateway as a party of a simulated network: SessionCore, and around it what its `SchedulerSession` does."""
+"""A gateway as a party of a simulated network: SessionCore, and what its `SchedulerSession` does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.runtime.fence import StaleScheduler
 from simulator.network import Network, Party, SimulatedConnection
 from simulator.parties import RETRY_S, TICK_S, Dial, follow
 
-DRAIN_S = 30.0  # --drain-s: told to leave, it gives its streams so long
+DRAIN_S = 30.0  # --drain-s: time that a leaving gateway gives its streams
 
 
 class GatewayParty(Party):
@@ -22,7 +22,7 @@ class GatewayParty(Party):
     ) -> None:
         super().__init__(network, name)
         self.core = core
-        self.has_failed_all = False  # what had not ended when its time to leave was over
+        self.has_failed_all = False  # it has failed every request that was open at the end of its time to leave
         self._dial = dial
         self._on_news = on_news
         self._leader_term = 0
@@ -31,7 +31,7 @@ class GatewayParty(Party):
         dial(self)
 
     def drain(self) -> None:
-        """It finishes what its clients read."""
+        """Finish what its clients read."""
         self.leaving = True
         self.after(DRAIN_S, self._fail_all)
 

@@ -1,10 +1,10 @@
-"""The services as parties of a simulated network: real cores, and around them what their asyncio shells do.
+"""The services as parties of a simulated network: real cores, with the behaviour of their asyncio shells.
 
-SchedulerParty   scheduler_svc/server.py around SchedulerCore (one of several: election.py)
-CacheParty       cache_svc/server.py around CacheCore
-WorkerParty      gpu_worker/link.py around a toy worker (toy_worker.py)
+    SchedulerParty   scheduler_svc/server.py around SchedulerCore (one of several: election.py)
+    CacheParty       cache_svc/server.py around CacheCore
+    WorkerParty      gpu_worker/link.py around a toy worker (toy_worker.py)
 
-Gateways: gateway_party.py.
+Gateways are in gateway_party.py.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from simulator.exchanges import check_exchange, check_plan
 from simulator.network import Network, Party, SimulatedConnection
 from simulator.toy_worker import ToyWorker
 
-Find = Callable[[], Party]  # the process that goes by a name now
-Dial = Callable[[Party], object]  # has a party connect to the scheduler, as soon as there is one
+Find = Callable[[], Party]  # returns the current process of a name
+Dial = Callable[[Party], object]  # connects a party to the scheduler, as soon as there is one
 
 RETRY_S = 0.2
 TICK_S = 0.25
 HEARTBEAT_S = 1.0
 STEP_ALLOWED_S = 1.0
-# Of those told to leave: what gRPC gives calls to end, and a gateway its clients.
+# Time for a leaving party: what gRPC gives calls to end, and a gateway its clients.
 LAST_CALLS_S = 0.2
 LAST_STREAMS_S = 0.5
 
@@ -58,22 +58,22 @@ class SchedulerParty(Party):
         self._cache_link: SimulatedConnection | None = None
         self._sessions: dict[str, SimulatedConnection] = {}
         self._workers: dict[int, SimulatedConnection] = {}
-        self._names: dict[SimulatedConnection, str | int] = {}  # of the session or the worker at the other end
+        self._names: dict[SimulatedConnection, str | int] = {}  # the session or the worker at the other end
         self.begin()
 
     @property
     def leader_term(self) -> int:
-        """Larger for every later master."""
+        """Larger for every later leader."""
         return self.core.epoch
 
     def begin(self) -> None:
-        """It is the master."""
+        """Whether it is the leader."""
         self._epochs = itertools.count(self.core.epoch)
         self.every(TICK_S, lambda: self._event(self.core.tick, self.network.now_s))
         self.network.connect(self, self._cache())
 
     def drain(self) -> None:
-        """It decides nothing more, and its streams end."""
+        """The scheduler decides nothing more, and its streams end."""
         self.leaving = True
         self.after(LAST_STREAMS_S, self._end)
 
@@ -104,14 +104,14 @@ class SchedulerParty(Party):
                     self._hang_up(self._workers[worker])
 
     def _check(self, worker: int, message: WorkerServiceLinkResponse) -> None:
-        """A plan, as long as the cache that granted its blocks holds this link."""
+        """A plan. It is valid as long as the cache that granted its blocks holds this link."""
         cache = self._cache_link.server if self._cache_link else None
         if message.HasField("plan") and isinstance(cache, CacheParty) and cache.link is self._cache_link:
             check_plan(cache.core, worker, message.plan)
 
     def accepted(self, connection: SimulatedConnection) -> None:
         if self.leaving:
-            connection.close(self)  # else its first message says who it is
+            connection.close(self)  # otherwise its first message names its sender
 
     def connected(self, connection: SimulatedConnection) -> None:
         if self.leaving:
@@ -138,13 +138,13 @@ class SchedulerParty(Party):
                 self._event(self.core.cache_lost)
             self.after(RETRY_S, lambda: self.network.connect(self, self._cache()))
             return
-        who = self._names.pop(connection, None)
-        if isinstance(who, str):
-            del self._sessions[who]
-            self._event(self.core.close_session, who)
-        elif isinstance(who, int):
-            del self._workers[who]
-            self._event(self.core.worker_lost, who)
+        peer = self._names.pop(connection, None)
+        if isinstance(peer, str):
+            del self._sessions[peer]
+            self._event(self.core.close_session, peer)
+        elif isinstance(peer, int):
+            del self._workers[peer]
+            self._event(self.core.worker_lost, peer)
 
     def _hang_up(self, connection: SimulatedConnection) -> None:
         connection.close(self)
@@ -188,15 +188,16 @@ class SchedulerParty(Party):
 
 
 def follow(party: Party, connection: SimulatedConnection, last: int) -> int:
-    """Whom `party` follows from now on, if that is none whose successor it has followed already."""
+    """The leader term that `party` follows from now on. Raises AssertionError if it has followed a later leader
+    before."""
     scheduler = connection.client if connection.server is party else connection.server
     assert isinstance(scheduler, SchedulerParty)
-    assert scheduler.leader_term >= last, f"{party.name} follows master {scheduler.leader_term} after {last}"
+    assert scheduler.leader_term >= last, f"{party.name} follows leader {scheduler.leader_term} after {last}"
     return scheduler.leader_term
 
 
 class CacheParty(Party):
-    """Every invariant of its core is checked after everything that it does."""
+    """A cache. Every invariant of its core is checked after each event."""
 
     def __init__(self, network: Network, name: str) -> None:
         super().__init__(network, name)
@@ -256,8 +257,8 @@ class CacheParty(Party):
 
 
 class WorkerParty(Party):
-    """Steps are run one after the other, each in its time, and for the link by which they came. Told to leave, it asks
-    to be let go; `on_released` is called when it is."""
+    """A worker. Steps run one after the other, each in its time, for the link by which they came. A leaving worker asks
+    to be released; `on_released` is called when it is."""
 
     def __init__(self, network: Network, name: str, toy: ToyWorker, dial: Dial) -> None:
         super().__init__(network, name)
@@ -270,7 +271,7 @@ class WorkerParty(Party):
         self._link: SimulatedConnection | None = None
         self._plans: deque[StepPlan] = deque()
         self._is_registered = False
-        self._grammar_due_s = 0.0  # when the last grammar is prepared
+        self._grammar_due_s = 0.0  # when the last grammar will be prepared
         self.every(HEARTBEAT_S, self._beat)
         dial(self)
 
@@ -325,7 +326,7 @@ class WorkerParty(Party):
 
         def run() -> None:
             if connection is not self._link:
-                return  # what is left of a link that is gone: its results are of no use to anybody
+                return  # a rest of a link that is gone: its results are of no use
             result = self.toy.run(self._plans[0])
             self._plans.popleft()
             self._say(WorkerServiceLinkRequest(result=result))
@@ -360,7 +361,7 @@ class WorkerParty(Party):
 
 
 def new_scheduler_core(config: SchedulerConfig, policies: Callable[[], Policies], epoch: int) -> SchedulerCore:
-    """A policy that fails is a failure of the run."""
+    """In a run, a failing policy is a failure."""
 
     def fail(error: Exception) -> None:
         raise AssertionError(f"policy failed: {error!r}") from error

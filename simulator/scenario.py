@@ -1,7 +1,7 @@
 """`paceline scenario`: what every step of a small workload decides, on the real cores (shared/SCENARIOS.md).
 
-Scheduler and cache run in this process with a null worker whose steps take no time; the window is 1, so that a step is
-decided on all that the one before it did.
+Scheduler and cache run in this process with a null worker; its steps take no time. The window is 1, so every step is
+decided after the previous one has finished.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose
 from simulator.scenario_file import VOCAB, Scenario, ScenarioRequest
 
-# A run that decides nothing for so many steps in a row is given up.
+# A run is given up after this many steps in a row without a decision.
 MAX_IDLE_STEPS = 50
 
 
 class PolicyFailed(Exception):
-    """One of the scenario's policies raised, or asked for what cannot be."""
+    """A policy of the scenario raised, or asked for something impossible."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -73,7 +73,7 @@ class ScenarioOutcome:
 
 @dataclass(slots=True)
 class ScenarioSlot:
-    """What the null worker knows of a slot."""
+    """The null worker's state of a slot."""
 
     name: str
     remaining: int  # tokens to compute before it samples
@@ -86,11 +86,11 @@ class ScenarioSlot:
 
 
 class NullWorker:
-    """Runs plans by arithmetic alone. Every token it "samples" is one that nobody else has."""
+    """Runs plans by arithmetic alone. Every token that it "samples" is unique."""
 
     def __init__(self) -> None:
         self.slot_states: dict[int, ScenarioSlot] = {}
-        self.swapped: set[str] = set()  # requests that were swapped out
+        self.swapped: set[str] = set()  # requests that are swapped out
         self._tokens = itertools.count(VOCAB - 2, -1)
 
     def run(self, plan: StepPlan) -> tuple[list[Scheduled], StepResult]:
@@ -114,7 +114,7 @@ class NullWorker:
         num_sampled = len(scheduled)
         for slot, tokens in zip(_ints(plan.prefill_slots), _ints(plan.prefill_tokens), strict=True):
             slot_state = self.slot_states[slot]
-            if slot_state.name in self.swapped:  # it goes on where it was: no prompt is computed
+            if slot_state.name in self.swapped:  # it resumes: no prompt is computed
                 self.swapped.remove(slot_state.name)
                 scheduled.append(Scheduled(slot_state.name, tokens, 0, "decode"))
             else:
@@ -133,8 +133,8 @@ class ScenarioRun:
         config = SchedulerConfig(
             window=1,
             prefix_caching=scenario.prefix_caching,
-            partial_reuse=False,  # none of the originals copies within a block by the same rules
-            host_cache=False,  # as with the schedulers that it is compared to
+            partial_reuse=False,  # none of the original systems copies within a block by the same rules
+            host_cache=False,  # as in the schedulers that it is compared with
             max_queued_requests=1 << 30,
             max_queued_tokens=1 << 60,
         )
@@ -149,7 +149,7 @@ class ScenarioRun:
             block_size=scenario.block_size,
             num_blocks=scenario.num_blocks,
             num_host_blocks=scenario.num_host_blocks,
-            max_num_seqs=min(scenario.max_num_seqs, len(scenario.requests)),  # a seat costs memory
+            max_num_seqs=min(scenario.max_num_seqs, len(scenario.requests)),  # a slot costs memory
             max_batched_tokens=scenario.max_batched_tokens,
             max_loras=loras,
         )
@@ -165,7 +165,7 @@ class ScenarioRun:
         self._plan: StepPlan | None = None
 
     def play(self) -> ScenarioOutcome:
-        """Until nothing is waiting or running."""
+        """Until no request is waiting or running."""
         steps: list[ScenarioStep] = []
         idle = 0
         arrivals = sorted({at for at, _ in self._submissions})
@@ -204,7 +204,8 @@ class ScenarioRun:
         return any(worker.running or worker.pending_step for worker in self.core.workers.values())
 
     def _submit(self, step: ScenarioStep) -> None:
-        """Queue what has arrived, also in the step before if that one was counted only once it had been decided."""
+        """Queue the requests that have arrived; also in the previous step, if that step was counted only after its
+        decision."""
         arriving = [submission for at, submission in self._submissions if self._arrived_until < at <= step.step]
         self._arrived_until = step.step
         if arriving:
@@ -212,7 +213,7 @@ class ScenarioRun:
             self.requests += list(self.core.queue)[-len(arriving) :]
 
     def _settle(self, step: ScenarioStep, empty: ScenarioStep | None = None) -> None:
-        """Let scheduler and cache talk until neither has anything to say."""
+        """Let scheduler and cache exchange messages until neither has any."""
         while True:
             outbox = self.core.poll(0.0)
             for _, message in outbox.to_workers:
@@ -222,7 +223,7 @@ class ScenarioRun:
                 self._take(response, step)
             for exchange in outbox.to_cache:
                 self.core.cache_response(self.cache.exchange(exchange))
-            for request in self.requests:  # the cache has had its say about swaps
+            for request in self.requests:  # the cache has answered the swaps
                 if request.num_preemptions > self._num_preemptions[request.request_id]:
                     self._num_preemptions[request.request_id] = request.num_preemptions
                     for record in (step, empty) if empty else (step,):
@@ -231,7 +232,7 @@ class ScenarioRun:
                 return
 
     def _mode(self, request: Request) -> str:
-        """How it was preempted."""
+        """How the request was preempted."""
         if not request.swapped_on:
             self.worker.swapped.discard(request.request_id)
             return "recompute"
@@ -239,7 +240,7 @@ class ScenarioRun:
         return "swap"
 
     def _endings(self, step: ScenarioStep) -> None:
-        """Deliver what the step's result brought about, without deciding the next one."""
+        """Deliver the step's result, without deciding the next step."""
         session = self.core.sessions["scenario"]
         while (message := session.next_message()) is not None:
             self._take(message, step)
@@ -264,7 +265,7 @@ class ScenarioRun:
         step.running = len(order)
 
     def _make_submissions(self) -> list[tuple[int, Submission]]:
-        # Token ids that a scenario names are its own business: none of the made-up ones is among them.
+        # Token ids that a scenario names differ from all invented ones.
         named = {token for request in self.scenario.requests for token in request.prompt or ()}
         ids = (token for token in itertools.count(1) if token not in named)
         families: dict[str, list[int]] = {}
@@ -294,7 +295,7 @@ class ScenarioRun:
 
 
 def play(scenario: Scenario) -> ScenarioOutcome:
-    """Raises PolicyError for a preset or an option that there is not, PolicyFailed if a policy fails."""
+    """Raises PolicyError for an unknown preset or option, and PolicyFailed if a policy fails."""
     return ScenarioRun(scenario, scenario.policies()).play()
 
 

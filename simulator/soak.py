@@ -1,6 +1,6 @@
-"""Play schedules until told to stop: `python -m simulator.soak`; or one again: `... --replay FILE`.
+"""Play schedules until told to stop: `python -m simulator.soak`. Play one again: `... --replay FILE`.
 
-A schedule that fails is shrunk, printed as JSON and ends the run with status 1; what is printed can be played again.
+A failing schedule is shrunk, printed as JSON and ends the run with status 1. The printed schedule can be played again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REPORT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class SoakOutcome:
-    """Of a schedule: how much happened in it, and what went wrong."""
+    """The result of a schedule: how much happened, and what went wrong."""
 
     schedule: Schedule
     num_events: int
@@ -30,12 +30,12 @@ class SoakOutcome:
 
 
 def play(schedule: Schedule) -> SoakOutcome:
-    """Any exception is a failure: the cores raise none of their own accord."""
+    """Any exception is a failure: the cores raise none on purpose."""
     world = None
     try:
         world = World(schedule)
         world.run()
-    except Exception as error:  # a seed that fails is what we are looking for
+    except Exception as error:  # a failing seed is what the soak looks for
         return SoakOutcome(schedule, world.network.num_events if world else 0, f"{type(error).__name__}: {error}")
     return SoakOutcome(schedule, world.network.num_events)
 
@@ -45,7 +45,7 @@ def play_seed(seed: int) -> SoakOutcome:
 
 
 def explain(outcome: SoakOutcome) -> str:
-    """What fails, and how to see it again, with as little in it as possible."""
+    """What fails, and how to reproduce it, with as few parts as possible."""
     small = play(shrink(outcome.schedule, lambda schedule: bool(play(schedule).error)))
     return (
         f"seed {outcome.schedule.seed}: {outcome.error}\n"

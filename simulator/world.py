@@ -1,7 +1,7 @@
-"""A whole Paceline under a virtual clock: gateways, scheduler, cache and workers, and everything that may befall them.
+"""A whole Paceline under a virtual clock: gateways, scheduler, cache and workers, with faults.
 
-A run plays one schedule (schedule.py). Whatever happens in it, every client has to get the tokens of an undisturbed
-run, each once and in order, and when all is quiet nothing may be left anywhere (DESIGN §5).
+A run plays one schedule (schedule.py). In every run, each client has to get the tokens of an undisturbed run, each once
+and in order; and at the end nothing may be left anywhere (DESIGN §5).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from simulator.parties import RETRY_S, CacheParty, SchedulerParty, WorkerParty, 
 from simulator.schedule import NUM_GATEWAYS, ClientScript, Fault, PartySizes, Schedule
 from simulator.toy_worker import ToyWorker
 
-PATIENCE_S = 120.0  # after the last thing of the schedule; then what has not ended never will
-START_S = 0.5  # who has lost an election is started again
-QUIET_S = 2 * KEEPALIVE_S + 1  # in which everybody notices whom it has lost
+PATIENCE_S = 120.0  # after the last event of the schedule; a request that is still open then never ends
+START_S = 0.5  # after this time a scheduler that lost an election is started again
+QUIET_S = 2 * KEEPALIVE_S + 1  # time in which every party notices its lost peers
 
 
 class World:
-    """Raises AssertionError, at the latest from `run`, if any promise is broken."""
+    """Raises AssertionError, at the latest from `run`, if a promise is broken."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -37,13 +37,14 @@ class World:
         self.network = Network(schedule.seed)
         self.parties: dict[str, Party] = {}
         self.clients = SimulatedClients(self.network, self._gateway)
-        self._leaving: set[Party] = set()  # told to, and not gone yet
+        self._leaving: set[Party] = set()  # parties that were told to leave, and have not left yet
         self._epochs = itertools.count(1)
         self._num_gateways = itertools.count(1)
         self._last_s = max([0.0, *(f.at_s + f.for_s for f in schedule.faults), *(ask.at_s for ask in schedule.asks)])
-        self._pending = len(schedule.asks) + len(schedule.faults)  # of the schedule, as far as not over
+        self._pending = len(schedule.asks) + len(schedule.faults)  # open parts of the schedule
         self.etcd = EtcdData()
-        # A worker that is killed just then accuses who was innocent. Whatever else befalls it, it comes back.
+        # A worker that is killed at that moment has innocent requests blamed. Whatever else happens to it, it comes
+        # back.
         kills = [fault for fault in schedule.faults if fault.kind == "kill" and fault.target.startswith("worker")]
         self._poison_failures = SchedulerConfig().poison_failures + len(kills)
         self._schedulers = ["scheduler", "scheduler-2"][: self.sizes.num_schedulers]
@@ -72,7 +73,7 @@ class World:
         return self.sizes.num_schedulers > 1
 
     def _unfinished(self) -> Iterator[str]:
-        """Who still waits for something: those told to leave, and clients."""
+        """The names of leaving parties and of clients that still wait."""
         yield from (party.name for party in self._leaving)
         yield from self.clients.unfinished()
 
@@ -91,7 +92,7 @@ class World:
         return lambda: self.parties[name]
 
     def _start(self, name: str) -> None:
-        """A process of that name, which knows nothing of any before it."""
+        """A new process of that name, which knows nothing of earlier ones."""
         match name.partition("-")[0]:
             case "cache":
                 party: Party = CacheParty(self.network, name)
@@ -121,7 +122,7 @@ class World:
         self._restart(party, START_S)
 
     def _dial_leader(self, client: Party) -> None:
-        """services/runtime/masters.py: all are asked whether they serve, and the first that does is dialled."""
+        """As services/runtime/masters.py: ask all whether they serve, and dial the first that does."""
         if not self._elects:
             self.network.connect(client, self.parties["scheduler"])
             return
@@ -136,7 +137,7 @@ class World:
         client.after(self.network.delay_s(), look)
 
     def _leaders(self) -> list[ElectedScheduler]:
-        """Those who believe to be it."""
+        """The schedulers that believe they are the leader."""
         parties = [self.parties[name] for name in self._schedulers]
         return [party for party in parties if isinstance(party, ElectedScheduler) and party.serves]
 
@@ -177,7 +178,7 @@ class World:
         self._pending -= 1
 
     def _stays(self, party: Party) -> bool:
-        """And may be told to leave."""
+        """A process that may be told to leave."""
         return party.alive and party not in self._leaving
 
     def _named(self, target: str) -> Party:
@@ -205,7 +206,7 @@ class World:
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _check_rest(self) -> None:
-        """Everybody has found everybody else again, and nothing is left anywhere."""
+        """Every party has found its peers again, and nothing is left anywhere."""
         (scheduler,) = self._leaders() if self._elects else [self.parties["scheduler"]]
         cache = self.parties["cache"]
         assert isinstance(scheduler, SchedulerParty)

@@ -68,4 +68,4 @@ class SchedulerCounters:
     retried: int = 0  # requests in these steps that were retried
     poisoned: int = 0  # requests in these steps that were found poisoned
     restored: int = 0  # requests that a new cache took over after the previous one was lost
-    refused_claims: int = 0  # requests that it did not take over
+    refused_restores: int = 0  # requests that it did not take over

@@ -66,7 +66,7 @@ class Watched(TokenRatio):
     def begin(self, step: ScheduledStep) -> None:
         if not step.preempted:  # else the step is composed anew
             matches = {
-                request.request_id: [step.cached_tokens(request), request.live_tokens(step.worker_id)]
+                request.request_id: [step.cached_tokens(request), request.referenced_tokens(step.worker_id)]
                 for request in step.waiting()
             }
             self.states.setdefault(self.now, State(step.available_blocks, matches))

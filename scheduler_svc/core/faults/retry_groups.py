@@ -88,7 +88,7 @@ class RetryGroups:
         self._suspects.requeue([one for one in group if one in self._requests and one not in again])
         self._resting.discard(worker)
 
-    def claims(self, worker: WorkerState) -> bool:
+    def has_group_for(self, worker: WorkerState) -> bool:
         """Whether a group waits that the worker can retry. Then the worker admits no other request."""
         return self.active and any(self._suits(worker, group) for group in self._suspects.waiting())
 

@@ -245,7 +245,7 @@ class Lifecycle:
             self._lose_blocks(request, why + was_in_it)
         return sorted(requests, key=lambda request: request.arrival_index)
 
-    def claim_refused(self, request: Request, why: str) -> None:
+    def restore_refused(self, request: Request, why: str) -> None:
         """A new cache refuses to give the request its blocks back: the request computes its tokens again."""
         worker, why = self._workers.get(request.worker), f"the cache was lost, and its blocks with it: {why}"
         match request.phase:

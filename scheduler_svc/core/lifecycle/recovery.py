@@ -45,13 +45,13 @@ def _kept_op(worker: int, kept: Iterable[KeptSequence], model: str, next_sequenc
         num_bytes += one.ByteSize()
         if num_bytes > MAX_EXCHANGE_BYTES:
             break
-        claim = op.sequences.add(
+        entry = op.sequences.add(
             sequence=next_sequence(),
             token_ids=one.token_ids,
             num_computed_tokens=one.num_computed_tokens,
             block_table=one.block_table,
         )
-        claim.namespace.model, claim.namespace.cache_salt = model, one.cache_salt
+        entry.namespace.model, entry.namespace.cache_salt = model, one.cache_salt
     return op
 
 
@@ -92,8 +92,8 @@ class Recovery:
         """Begin a link to a cache that knows nothing: first its workers, then what runs on them."""
         added = {worker.id: self.added(worker) for worker in self.workers.values()}
         for worker in self.workers.values():
-            if claimants := {request.sequence: request for request in self._claimants(worker)}:
-                self.cache.restoring[worker.id] = claimants
+            if holders := {request.sequence: request for request in self._holders(worker)}:
+                self.cache.restoring[worker.id] = holders
         if not self.cache.restoring:
             self.cache.added.update(added)
             return
@@ -101,12 +101,12 @@ class Recovery:
         for add_worker, *_ in added.values():  # what a new worker kept is not worth another message
             message.ops.add().MergeFrom(add_worker)
         num_bytes = 0
-        for worker_id, claimants in self.cache.restoring.items():
+        for worker_id, holders in self.cache.restoring.items():
             op = self._next_op(message, worker_id)
-            for request in claimants.values():
-                claim = op.sequences.add()
-                self._fill(claim, request)
-                num_bytes += len(claim.token_ids) + len(claim.block_table) + len(claim.host_blocks)
+            for request in holders.values():
+                entry = op.sequences.add()
+                self._fill(entry, request)
+                num_bytes += len(entry.token_ids) + len(entry.block_table) + len(entry.host_blocks)
                 if num_bytes > MAX_EXCHANGE_BYTES:
                     op.incomplete = True
                     num_bytes, op = 0, self._next_op(self._next_message(), worker_id)
@@ -114,13 +114,13 @@ class Recovery:
     def answered(self, sent: Sent, response: CacheServiceLinkResponse) -> None:
         """The cache has answered an exchange of `begin`. Steps are planned again after the last one."""
         for index, worker_id in sent.restores:
-            result, claimants = response.results[index], self.cache.restoring[worker_id]
+            result, holders = response.results[index], self.cache.restoring[worker_id]
             if result.HasField("error"):
-                refused = [(sequence, result.error.message) for sequence in claimants]
+                refused = [(sequence, result.error.message) for sequence in holders]
             else:
                 refused = [(one.sequence, one.message) for one in result.restore.refused]
             for sequence, why in refused:
-                self._refused(claimants.pop(sequence, None), sequence, why)
+                self._refused(holders.pop(sequence, None), sequence, why)
         if not self.cache.opening:
             self.life.counters.restored += sum(map(len, self.cache.restoring.values()))
             self.cache.restoring.clear()
@@ -128,12 +128,12 @@ class Recovery:
     def _refused(self, request: Request | None, sequence: int, why: str) -> None:
         if request is None:
             return
-        self.life.counters.refused_claims += 1
+        self.life.counters.refused_restores += 1
         if request.sequence == sequence:  # the request has neither ended since, nor lost its worker
-            self.life.claim_refused(request, why)
+            self.life.restore_refused(request, why)
         self.cache.never_knew(sequence)
 
-    def _claimants(self, worker: WorkerState) -> Iterator[Request]:
+    def _holders(self, worker: WorkerState) -> Iterator[Request]:
         """All requests with blocks on the worker, with complete records. Notes what the cache will know of each."""
         worker.slots.complete_tables()
         for slot, request in worker.running.items():
@@ -156,10 +156,10 @@ class Recovery:
         op.worker = worker
         return op
 
-    def _fill(self, claim: RestoredSequence, request: Request) -> None:
-        self.cache.fill(claim, request.sequence, request)
-        claim.num_computed_tokens = request.num_committed
+    def _fill(self, entry: RestoredSequence, request: Request) -> None:
+        self.cache.fill(entry, request.sequence, request)
+        entry.num_computed_tokens = request.num_committed
         if request.swapped_on:
-            claim.host_blocks = request.host_blocks
+            entry.host_blocks = request.host_blocks
         else:
-            claim.block_table = request.block_table.tobytes()
+            entry.block_table = request.block_table.tobytes()

@@ -128,7 +128,7 @@ class StepView:
         self._shares = shares and worker.prefix_caching
         self._credit_of = None
 
-    # ── what does not change while a step is composed ────────────────────────────────────────────────────────────────
+    # ── what does not change while a step is scheduled ───────────────────────────────────────────────────────────────
 
     @property
     def now_s(self) -> float:
@@ -253,14 +253,14 @@ class StepView:
         if known is not None and known[0] is request:
             return known
         match = request.match_on(self._worker.id)
-        cached, live, on_device = match.num_tokens, match.num_live_tokens, self._device_tokens(match)
+        cached, referenced, on_device = match.num_tokens, match.num_referenced_tokens, self._device_tokens(match)
         if self._shares and self._computing and not (request.swapped_on or request.scores_prompt):
             computed = self._computed_in_step(request, on_device)
-            cached, live = max(cached, computed), max(live, computed)
+            cached, referenced = max(cached, computed), max(referenced, computed)
         # Only the cache knows which blocks a swapped-out request shares.
-        if live < on_device and self._considered and not request.swapped_on:
-            live = self._shared_tokens(request, on_device, live)
-        self._credit_of = known = request, cached, live
+        if referenced < on_device and self._considered and not request.swapped_on:
+            referenced = self._shared_tokens(request, on_device, referenced)
+        self._credit_of = known = request, cached, referenced
         return known
 
     def _device_tokens(self, match: PrefixMatch) -> int:
@@ -288,9 +288,9 @@ class StepView:
         return self._need_blocks(request._request, num_new_tokens)
 
     def _need_blocks(self, request: Request, num_new_tokens: int) -> int:
-        _, cached, live = self._credit(request)
+        _, cached, referenced = self._credit(request)
         block_size = self._worker.block_size
-        return -(-(cached + num_new_tokens) // block_size) - live // block_size
+        return -(-(cached + num_new_tokens) // block_size) - referenced // block_size
 
     def remaining_new_tokens(self) -> npt.NDArray[np.int64]:
         """For each sequence that holds a slot: tokens that it may still generate. [num_running]"""
@@ -330,20 +330,20 @@ class StepView:
                 self._prefilling.add(request, request.num_tokens)
         return self._prefilling
 
-    def _shared_tokens(self, request: Request, on_device: int, live: int) -> int:
+    def _shared_tokens(self, request: Request, on_device: int, referenced: int) -> int:
         """The longest prefix of whole blocks that is on the device, and is referenced or belongs to a request
         considered before."""
         tokens, block_size = request.token_ids, self._worker.block_size
-        for other, _ in self._arriving.alike(request, live):
-            if live >= on_device:
+        for other, _ in self._arriving.alike(request, referenced):
+            if referenced >= on_device:
                 break
             longest = min(self._device_tokens(other.match_on(self._worker.id)), on_device)
-            if longest <= live or other.namespace != request.namespace:
+            if longest <= referenced or other.namespace != request.namespace:
                 continue
             others = other.token_ids
-            if others.startswith(tokens[: live * TOKEN_BYTES]):
-                live = common_blocks(others, tokens, live, longest, block_size)
-        return live
+            if others.startswith(tokens[: referenced * TOKEN_BYTES]):
+                referenced = common_blocks(others, tokens, referenced, longest, block_size)
+        return referenced
 
     def _computed_in_step(self, request: Request, on_device: int) -> int:
         """Tokens of whole blocks at the beginning of a waiting request that the step computes for other requests, or

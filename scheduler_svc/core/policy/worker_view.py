@@ -176,7 +176,10 @@ class WorkerView:
 
     def _need_blocks(self, request: Request) -> int:
         worker = self._worker
-        return worker.blocks_for(request.num_tokens) - request.match_on(worker.id).num_live_tokens // worker.block_size
+        return (
+            worker.blocks_for(request.num_tokens)
+            - request.match_on(worker.id).num_referenced_tokens // worker.block_size
+        )
 
     def _add(self, request: Request) -> None:
         """The round has placed the request here."""

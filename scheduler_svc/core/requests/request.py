@@ -31,7 +31,7 @@ class PrefixMatch(NamedTuple):
     host memory: they need not be computed."""
 
     num_tokens: int
-    num_live_tokens: int = 0
+    num_referenced_tokens: int = 0
     num_host_tokens: int = 0  # the last ones of num_tokens; they need new blocks
 
 
@@ -199,16 +199,16 @@ class Request:
         if self.can_fork_on(worker):
             match = PrefixMatch(all_but_one, all_but_one)
         if self.swapped_on:
-            return PrefixMatch(all_but_one if self.swapped_on == worker else 0, match.num_live_tokens)
+            return PrefixMatch(all_but_one if self.swapped_on == worker else 0, match.num_referenced_tokens)
         return match
 
     def matched_tokens(self, worker: int) -> int:
         """Tokens of the request that the worker has in its cache, or swapped out."""
         return self.match_on(worker).num_tokens
 
-    def live_tokens(self, worker: int) -> int:
+    def referenced_tokens(self, worker: int) -> int:
         """Of these, tokens in blocks that other sequences reference: reusing them takes no block from the pool."""
-        return self.match_on(worker).num_live_tokens
+        return self.match_on(worker).num_referenced_tokens
 
     def can_fork_on(self, worker: int) -> bool:
         """Whether its parent is on that worker and has computed the prompt that both have in common."""
@@ -388,9 +388,9 @@ class RequestView:
         """Tokens of the request that the worker has in its cache."""
         return self._request.matched_tokens(worker_id)
 
-    def live_tokens(self, worker_id: int) -> int:
+    def referenced_tokens(self, worker_id: int) -> int:
         """Of these, tokens in blocks that other sequences reference: reusing them takes no block from the pool."""
-        return self._request.live_tokens(worker_id)
+        return self._request.referenced_tokens(worker_id)
 
 
 def view_of(request: Request) -> RequestView:

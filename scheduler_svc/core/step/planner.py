@@ -95,7 +95,7 @@ class Planner:
     def _torn_samples(worker: WorkerState, policies: Policies, step: Step) -> set[int]:
         """Groups of samples (by id) that the step tears: it takes some of a group back from host memory and leaves
         others there. Only in mode "auto". Blocks that the samples shared are held once for each sample now, so a group
-        may need more than the pool has. Where nothing runs, the step takes back a part of the group."""
+        may need more than the pool has. Where nothing runs, the step resumes a part of it."""
         if not (worker.swapped and policies.preemption.mode == "auto" and (worker.running or worker.in_flight)):
             return set()
         back = {admission.request.arrival_index for admission in step._decision().admissions}

@@ -116,7 +116,7 @@ class Rounds:
                 if not worker.running:
                     self._groups.give_up_blocks(worker)
                 may_retry = False
-            elif not (may_retry and retry_groups.claims(worker)):
+            elif not (may_retry and retry_groups.has_group_for(worker)):
                 return
 
     def _schedule_step(self, worker: WorkerState, members: list[Request], now_s: float) -> Step | None:
@@ -124,7 +124,7 @@ class Rounds:
             return self._step_scheduler.schedule_retry_step(self._planner, worker, members, now_s)
         self._retry_groups.others_had_their_turn(worker)
         return self._step_scheduler.schedule_step(
-            self._planner, worker, self._workers, now_s, self._retry_groups.claims(worker)
+            self._planner, worker, self._workers, now_s, self._retry_groups.has_group_for(worker)
         )
 
     def _accept(self, worker: WorkerState, step: Step, pending_steps: PendingSteps, is_retry: bool) -> bool:

@@ -221,7 +221,7 @@ class WorkerState:
 
     def need_blocks(self, request: Request) -> int:
         """Blocks that admitting the whole request takes from the pool."""
-        return self.blocks_for(request.num_tokens) - request.live_tokens(self.id) // self.block_size
+        return self.blocks_for(request.num_tokens) - request.referenced_tokens(self.id) // self.block_size
 
     def num_tokens(self, slot: int) -> int:
         """Tokens of the slot's sequence after the steps in flight."""

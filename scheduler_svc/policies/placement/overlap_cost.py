@@ -29,6 +29,6 @@ class OverlapCost(OnArrival):
     def _cost_blocks(self, request: RequestView, worker: WorkerView) -> float:
         size = worker.block_size
         prefill_tokens = worker.queued_prefill_tokens + request.num_tokens - worker.cached_tokens(request)
-        own_blocks = -(-request.num_tokens // size) - request.live_tokens(worker.id) // size
+        own_blocks = -(-request.num_tokens // size) - request.referenced_tokens(worker.id) // size
         decode_blocks = worker.num_blocks - worker.free_blocks + own_blocks
         return self.overlap_weight * prefill_tokens / size + decode_blocks

@@ -28,7 +28,7 @@ class FakeRequest:
     num_tokens: int = 100
     live: dict[int, int] = field(default_factory=dict)
 
-    def live_tokens(self, worker_id: int) -> int:
+    def referenced_tokens(self, worker_id: int) -> int:
         return self.live.get(worker_id, 0)
 
 

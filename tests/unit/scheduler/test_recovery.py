@@ -95,7 +95,7 @@ def test_what_runs_is_not_computed_again(num_moves: int, prefix_caching: bool) -
         system.move(kind, moving)
     assert placed == len(PROMPTS) - len(before)
     counters = system.scheduler.counters
-    assert (counters.restored, counters.requeued, counters.refused_claims) == (len(before), 0, 0)
+    assert (counters.restored, counters.requeued, counters.refused_restores) == (len(before), 0, 0)
     finish(system)
 
 
@@ -159,7 +159,7 @@ def test_what_is_refused_is_computed_anew(how: str, meanwhile: str) -> None:
     finish(system, but=cancelled)
     counters = system.scheduler.counters
     refused = 1 if how == "a claim" else len(PROMPTS)
-    assert (counters.refused_claims, counters.restored) == (refused, len(PROMPTS) - refused)
+    assert (counters.refused_restores, counters.restored) == (refused, len(PROMPTS) - refused)
     if meanwhile != "worker lost":
         assert counters.requeued == refused - (meanwhile == "cancel")
     if meanwhile == "nothing":

@@ -205,7 +205,7 @@ def test_what_a_new_cache_refuses_is_computed_anew() -> None:
     assert not request.swapped_on
     assert not only(system).swap_outs
     finish(system)
-    assert system.scheduler.counters.refused_claims == 1
+    assert system.scheduler.counters.refused_restores == 1
 
 
 def test_a_worker_that_drains_gives_its_swapped_requests_away() -> None:
