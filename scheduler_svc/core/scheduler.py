@@ -44,7 +44,7 @@ from scheduler_svc.core.output.sessions import Publisher, Session
 from scheduler_svc.core.output.timeline import RequestTimeline
 from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, CODE_INVALID_ARGUMENT, Rejection, invalid
-from scheduler_svc.core.requests.request import Phase
+from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.step.planner import Planner
 from scheduler_svc.core.step.policy_failures import PolicyFailures
 from scheduler_svc.core.step.results import ResultReader

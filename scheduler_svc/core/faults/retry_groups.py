@@ -19,7 +19,8 @@ from scheduler_svc.core.faults.suspects import Absence, Suspects
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.policy.interfaces import BatchPolicy
 from scheduler_svc.core.policy.step import CapacityPolicy, Step, Verdict
-from scheduler_svc.core.requests.request import Phase, Request, RequestView
+from scheduler_svc.core.requests.phases import Phase
+from scheduler_svc.core.requests.request import Request, RequestView
 from scheduler_svc.core.workers.state import WorkerState
 
 # Most time between two ticks that counts for absent workers: during a longer gap this process was stopped.

@@ -23,7 +23,8 @@ from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.rejection import invalid
 from scheduler_svc.core.requests import beams
 from scheduler_svc.core.requests.beams import BeamSearch
-from scheduler_svc.core.requests.request import BeamGroup, Phase, Request
+from scheduler_svc.core.requests.phases import Phase
+from scheduler_svc.core.requests.request import BeamGroup, Request
 from scheduler_svc.core.workers.state import WorkerState
 
 EARLY_STOPPING: dict[int, beams.EarlyStopping] = {

@@ -22,7 +22,8 @@ from scheduler_svc.core.cache.swapping import Swaps
 from scheduler_svc.core.output.sessions import Session
 from scheduler_svc.core.output.timeline import RequestTimeline
 from scheduler_svc.core.rejection import CODE_DEADLINE_EXCEEDED, CODE_INTERNAL, CODE_UNAVAILABLE, Rejection
-from scheduler_svc.core.requests.request import Phase, PrefixMatch, Request
+from scheduler_svc.core.requests.phases import Event, Phase
+from scheduler_svc.core.requests.request import PrefixMatch, Request
 from scheduler_svc.core.types import SchedulerConfig, SchedulerCounters
 from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.step_time import OutputLength
@@ -88,7 +89,8 @@ class Lifecycle:
             self.enqueue(request)
 
     def enqueue(self, request: Request) -> None:
-        request.phase, request.worker, request.slot = Phase.WAITING, 0, -1
+        """Into the queue, in phase WAITING."""
+        request.worker, request.slot = 0, -1
         self.queue.add(request)
         if self._cache.connected:
             self.ask_match(request)
@@ -151,7 +153,8 @@ class Lifecycle:
         if request.swapped_on:
             self.swaps.bind(request)
         self.queue.started(request)
-        request.phase, request.worker = Phase.ALLOCATING, worker.id
+        request.advance(Event.SCHEDULE)
+        request.worker = worker.id
         worker.bind_adapter(request)
         request.has_run = True
         if request.started_s is None:
@@ -175,7 +178,7 @@ class Lifecycle:
         """The request was about to get a slot, and waits again. It keeps its KV in host memory if it can still resume
         there."""
         self._unbind(request)
-        request.phase = Phase.WAITING
+        request.advance(Event.REJECT)
         self.queue.add(request)
         if request.swapped_on:
             if self._workers[request.swapped_on].draining:
@@ -188,10 +191,11 @@ class Lifecycle:
         self.requeue_unchanged(request)
         self.note(request, "waiting", "the cache was lost before it answered")
 
-    def requeue(self, request: Request) -> None:
-        """Requeue a request. The cache has granted blocks for it, or may have, for nothing."""
+    def requeue(self, request: Request, event: Event = Event.REJECT) -> None:
+        """Requeue a request under a new sequence name. The cache has granted blocks for it, or may have."""
         self._unbind(request)
         self._forget_sequence(request)
+        request.advance(event)
         self.enqueue(request)
 
     def preempt(self, request: Request, requeue: str, mode: str, why: str) -> None:
@@ -208,10 +212,10 @@ class Lifecycle:
                 request.queue_position = next(self._arrival_indexes)
         self.note(request, "preempted", "moves to host memory" if swaps else why)
         if not swaps:
-            self.requeue(request)
+            self.requeue(request, Event.PREEMPT)
             return
         self._unbind(request)
-        request.phase = Phase.WAITING
+        request.advance(Event.PREEMPT)
         self.swaps.start(worker, request)
         self.queue.add(request)
 
@@ -222,7 +226,8 @@ class Lifecycle:
         worker.slots.complete_tables()
         worker.vacate(request.slot)
         self._unbind(request)
-        request.phase, request.worker, request.parent = Phase.PARKED, worker.id, None
+        request.advance(Event.PARK)
+        request.worker, request.parent = worker.id, None
         request.prompt_is_computed = True
         worker.parked[request.arrival_index] = request
 
@@ -262,14 +267,16 @@ class Lifecycle:
     def _drop_parked(self, worker: WorkerState, parked: Request) -> None:
         del worker.parked[parked.arrival_index]
         self._matched.pop(parked.sequence, None)
-        parked.phase, parked.sequence, parked.prompt_is_computed = Phase.ENDED, 0, False
+        parked.advance(Event.LOSE)
+        parked.sequence, parked.prompt_is_computed = 0, False
         del parked.block_table[:]
 
     def _lose_blocks(self, request: Request, why: str) -> None:
         """The request has neither blocks nor a sequence any more."""
         self._unbind(request)
         self._matched.pop(request.sequence, None)
-        request.phase, request.sequence, request.swapped_on, request.host_blocks = Phase.WAITING, 0, 0, b""
+        request.advance(Event.LOSE)
+        request.sequence, request.swapped_on, request.host_blocks = 0, 0, b""
         self.counters.requeued += 1
         self.note(request, "requeued", why)
 
@@ -391,7 +398,7 @@ class Lifecycle:
             case Phase.ENDED:
                 return
         self._forget_sequence(request)
-        request.phase = Phase.ENDED
+        request.advance(Event.END)
         # request and view refer to each other: without this its tokens would stay until a garbage collection
         request.view = None
 

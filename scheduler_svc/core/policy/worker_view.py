@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.requests.prefixes import PrefixIndex, common_blocks
-from scheduler_svc.core.requests.request import TOKEN_BYTES, Phase, Request, RequestView
+from scheduler_svc.core.requests.request import TOKEN_BYTES, Request, RequestView
 from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.step_time import StepTime
 

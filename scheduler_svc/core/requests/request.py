@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from array import array
 from dataclasses import dataclass, field
@@ -13,17 +12,10 @@ from paceline.v1.common_pb2 import RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions, Hypothesis, RequestTiming
 from scheduler_svc.core.requests.beams import BeamSearch, Candidates
 from scheduler_svc.core.requests.output_buffer import OutputBuffer
+from scheduler_svc.core.requests.phases import TRANSITIONS, Event, Phase
 
 NO_TOKENS: frozenset[int] = frozenset()
 TOKEN_BYTES = 4  # token ids are packed little-endian int32, in messages and in memory
-
-
-class Phase(enum.Enum):
-    WAITING = "waiting"  # in the queue
-    ALLOCATING = "allocating"  # in a pending step; the cache has not answered its exchange
-    RUNNING = "running"  # holds a slot and blocks of one worker
-    PARKED = "parked"  # a beam that has left its slot and keeps its blocks, so that other beams can fork from it
-    ENDED = "ended"
 
 
 class PrefixMatch(NamedTuple):
@@ -120,6 +112,10 @@ class Request:
         self.scores_prompt = self.sampling.prompt_logprobs
         if self.siblings is None:
             self.siblings = Siblings(self.arrival_index)
+
+    def advance(self, event: Event) -> None:
+        """Into the next phase. Raises KeyError if the event cannot happen in this phase."""
+        self.phase = TRANSITIONS[self.phase, event]
 
     def add_output(self, token_ids: bytes) -> None:
         """Packed int32."""

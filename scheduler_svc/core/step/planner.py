@@ -21,7 +21,8 @@ from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.policy.step import Step
 from scheduler_svc.core.policy.views import Paused, Running
-from scheduler_svc.core.requests.request import Phase, Request
+from scheduler_svc.core.requests.phases import Event, Phase
+from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.decision import Admitted, OutOfBlocks, PlannedAdmission
 from scheduler_svc.core.workers.state import PendingStep, Prefill, PrefillChunk, StepInFlight, WorkerState, new_plan
 
@@ -271,7 +272,8 @@ class Planner:
             return  # the caller requeues the request, or frees its blocks
         num_cached_tokens, block_table = granted.num_cached_tokens, granted.block_table
         slot = worker.slots.occupy(request, self.session_index(request), len(block_table) // 4)
-        request.phase, request.worker, request.slot = Phase.RUNNING, worker.id, slot
+        request.advance(Event.GRANT)
+        request.worker, request.slot = worker.id, slot
         request.block_table = array("i", block_table)
         if request.cached_tokens is None:
             request.cached_tokens = num_cached_tokens

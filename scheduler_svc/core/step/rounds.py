@@ -14,7 +14,8 @@ from scheduler_svc.core.faults.retry_groups import RetryGroups
 from scheduler_svc.core.lifecycle.beam_groups import BeamGroups
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.policy.step import Step
-from scheduler_svc.core.requests.request import Phase, Request
+from scheduler_svc.core.requests.phases import Phase
+from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.step.planner import Planner
 from scheduler_svc.core.step.scheduling import StepScheduler
 from scheduler_svc.core.workers.decision import Decision

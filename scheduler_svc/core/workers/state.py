@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from paceline.v1.worker_pb2 import GrammarOrders, KeptSequence, StepPlan, WorkerRegistration, WorkerServiceLinkResponse
 from scheduler_svc.core.arrays import Slots, packed, unpacked
-from scheduler_svc.core.requests.request import Phase, Request
+from scheduler_svc.core.requests.phases import Phase
+from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.decision import Decision
 from scheduler_svc.core.workers.grammars import WorkerGrammars
 from scheduler_svc.core.workers.progress import WorkerProgress

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.v1.cache_pb2 import CacheOp
 from paceline.v1.common_pb2 import SamplingParams
-from scheduler_svc.core.requests.request import Phase
+from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.step.rounds import Rounds
 from scheduler_svc.core.types import SchedulerConfig
 from simulator.system import LocalSystem
