@@ -42,9 +42,8 @@ class Sent:
     restores: list[tuple[int, int]] = field(default_factory=list)  # (operation, worker)
     # workers with a next step that waits for the answer
     awaiting_cache: list[WorkerState] = field(default_factory=list)
-    pending_steps: list[tuple[PendingStep, int, list[int]]] = field(
-        default_factory=list
-    )  # (pending step, index of extend or -1, indexes of admits)
+    # (pending step, index of extend or -1, indexes of admits)
+    pending_steps: list[tuple[PendingStep, int, list[int]]] = field(default_factory=list)
 
     def matched(self, response: CacheServiceLinkResponse) -> Iterator[tuple[int, Iterable[WorkerMatch]]]:
         """For each sequence that the exchange made known: what the cache holds of it."""

@@ -9,7 +9,7 @@ A step fails as a whole: it raised, was overdue, or took its worker down. Any of
                                   few steps clear the many innocent rows. Up to FEW rows are retried one by one.
     suspected again               It is retried alone.
     a group gets through          Its members are cleared, and all blames are forgotten.
-    a group fails                 Its members stay suspects.
+    a group fails                 Its members stay suspects. A request outside the failed step is not suspected.
     alone, for the second time    in a row (`poisoned_after`): the request is poisoned, and never retried.
 
 Only a request that was alone is ever found poisoned. So a request that is often in a step with a poisoned one is
@@ -106,7 +106,7 @@ class Suspects:
         return suspect in self._records
 
     def blame(self, rows: Sequence[int], num_rows: int, absence: Absence | None = None) -> int | None:
-        """A step has failed, or one of several. `rows` are its live suspects, of `num_rows` rows in all. With an
+        """A step has failed, or one of several. `rows` are its live requests, of `num_rows` rows in all. With an
         absence, it is only known that the worker is away. Returns the suspect that is found poisoned, if any; the
         others will be retried."""
         fresh = [suspect for suspect in rows if suspect not in self._records]

@@ -117,9 +117,8 @@ class RequestTimeline:
     # Arrival indexes by request id and by answer id. Clients choose request ids, and two requests may have the same.
     _names: dict[str, dict[int, None]] = field(default_factory=dict)
     _tops: deque[TopRejected] = field(default_factory=lambda: deque(maxlen=MAX_TOP_REJECTED))
-    _last: dict[int, tuple[int, TopRejected | None]] = field(
-        default_factory=dict
-    )  # each worker's last decision, and its first rejected request
+    # each worker's last decision, and its first rejected request
+    _last: dict[int, tuple[int, TopRejected | None]] = field(default_factory=dict)
     _limits: deque[AtLimit] = field(default_factory=lambda: deque(maxlen=MAX_TOP_REJECTED))
     # by worker: its last decision's tenants at their limit
     _at_limit: dict[int, dict[str, AtLimit]] = field(default_factory=dict)

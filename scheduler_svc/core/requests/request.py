@@ -72,9 +72,8 @@ class Request:
     queue_position: int = 0
     worker: int = 0  # while ALLOCATING or RUNNING
     slot: int = -1  # while RUNNING
-    unflushed: tuple[OutputBuffer, int] | None = field(
-        default=None, init=False, repr=False
-    )  # while RUNNING: the buffer, and the slot in it
+    # while RUNNING: the buffer, and the slot in it
+    unflushed: tuple[OutputBuffer, int] | None = field(default=None, init=False, repr=False)
     started_s: float | None = None  # first admission; of a beam: that of its search
     first_token_s: float | None = None  # of a beam search: the end of its first step
     has_run: bool = False

@@ -31,10 +31,10 @@ class StepTimers:
         """Whether a timer may be due. Its sequence may have left since."""
         return step in self._at
 
-    def due(self, step: int, table: SlotLedger) -> Slots:
+    def due(self, step: int, ledger: SlotLedger) -> Slots:
         """The slots with a valid timer for this step, in no particular order."""
         slots, decode_epochs = self._at.get(step, NOTHING)
-        return table.still_decoding(slots, decode_epochs)
+        return ledger.still_decoding(slots, decode_epochs)
 
     def discard(self, step: int) -> None:
         self._at.pop(step, None)

@@ -57,9 +57,8 @@ class Tenant:
     counter: float
     waiting: SortedDict[Key, TenantQueue] = field(default_factory=SortedDict)
     lines: dict[int, TenantQueue] = field(default_factory=dict)  # the same queues, by client request
-    running: dict[int, tuple[RequestView, int]] = field(
-        default_factory=dict
-    )  # by arrival index; output tokens charged so far
+    # by arrival index; output tokens charged so far
+    running: dict[int, tuple[RequestView, int]] = field(default_factory=dict)
     charged_s: float = -math.inf  # when running sequences were charged last
 
     @property
