@@ -23,7 +23,7 @@ class NoRoom(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class LoadRequest:
     prompt_tokens: int
     cached_tokens: int  # of the prompt; their KV is whatever the blocks hold
     output_tokens: int
@@ -32,7 +32,7 @@ class Request:
 @dataclass(slots=True)
 class _Running:
     number: int
-    request: Request
+    request: LoadRequest
     computed: int
     sampled: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -41,7 +41,7 @@ class _Running:
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
     plan: StepPlan
-    seated: list[int]  # numbers of the requests
+    placed: list[int]  # numbers of the requests
     sampled: list[int]  # in row order
     rows: int
     decodes_only: bool
@@ -49,7 +49,7 @@ class PlannedStep:
 
 class Load:
     def __init__(
-        self, limits: SlotLimits, requests: list[Request], sampling: SamplingParams = GREEDY, seed: int = 0
+        self, limits: SlotLimits, requests: list[LoadRequest], sampling: SamplingParams = GREEDY, seed: int = 0
     ) -> None:
         self._limits, self._sampling = limits, sampling
         self._rng = random.Random(seed)
@@ -72,10 +72,10 @@ class Load:
         plan = StepPlan(step=self._step, free_slots=_pack(self._ended))
         self._free_slots += self._ended
         self._ended = []
-        seated = []
+        placed = []
         while self._waiting and len(self._running) < concurrency:
-            seated.append(self._waiting[0][0])
-            plan.new_sequences.append(self._seat())
+            placed.append(self._waiting[0][0])
+            plan.new_sequences.append(self._new_sequence())
         decodes = sorted(slot for slot, r in self._running.items() if r.sampled)
         grown = [(slot, block) for slot in decodes for block in self._grow(self._running[slot])]
         plan.grow_slots, plan.grow_blocks = _pack([s for s, _ in grown]), _pack([b for _, b in grown])
@@ -87,9 +87,9 @@ class Load:
         numbers = [self._running[slot].number for slot in samples]
         for slot in samples:
             self._sample(slot)
-        return PlannedStep(plan, seated, numbers, len(decodes) + sum(chunks.values()), bool(decodes) and not chunks)
+        return PlannedStep(plan, placed, numbers, len(decodes) + sum(chunks.values()), bool(decodes) and not chunks)
 
-    def _seat(self) -> NewSequence:
+    def _new_sequence(self) -> NewSequence:
         number, request = self._waiting.popleft()
         slot = self._free_slots.pop()
         running = self._running[slot] = _Running(number, request, request.cached_tokens)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu_load import GREEDY, Load, PlannedStep, Request
+from bench.gpu_load import GREEDY, Load, LoadRequest, PlannedStep
 from gpu_worker.inputs import StepInput
 from gpu_worker.runner import LaunchedStep, ModelRunner
 from gpu_worker.step_arrays import StepArrays
@@ -69,7 +69,7 @@ class Measured:
 
 
 def play(
-    runner: ModelRunner, requests: list[Request], concurrency: int, clock: Clock, sampling: SamplingParams = GREEDY
+    runner: ModelRunner, requests: list[LoadRequest], concurrency: int, clock: Clock, sampling: SamplingParams = GREEDY
 ) -> list[Measured]:
     """Run the requests to their end."""
     runner.reset()
@@ -120,7 +120,7 @@ def decode(
     The prompts' KV is what the pool happens to hold (zeros, or an earlier run's): attention takes as long with any."""
     half = (steps + WARM_STEPS) // 2
     prompt = max(2, context_tokens - half)
-    requests = [Request(prompt, prompt - 1, steps + WARM_STEPS)] * batch
+    requests = [LoadRequest(prompt, prompt - 1, steps + WARM_STEPS)] * batch
     measured = [m for m in play(runner, requests, batch, clock, sampling) if m.step.decodes_only][WARM_STEPS:]
     step_ms = [1e3 * (b.result_s - a.result_s) for a, b in pairwise(measured)]
     gap_ms = [max(0.0, clock.ms(a.ended, b.began)) for a, b in pairwise(measured)]
@@ -146,7 +146,7 @@ def prefill(runner: ModelRunner, prompts: list[int], clock: Clock, times: int = 
     """All prompts in one step (or as few as the token budget allows)."""
     took_ms = []
     for _ in range(times + 1):
-        measured = play(runner, [Request(n, 0, 1) for n in prompts], len(prompts), clock)
+        measured = play(runner, [LoadRequest(n, 0, 1) for n in prompts], len(prompts), clock)
         computing = [m for m in measured if m.step.rows]
         took_ms.append(clock.ms(computing[0].began, computing[-1].ended))
     best_ms = statistics.median(took_ms[1:])
@@ -162,18 +162,18 @@ def serving(
     runner: ModelRunner, concurrency: int, requests: int, prompt: int, output: int, clock: Clock
 ) -> dict[str, Any]:
     """A closed loop of equal requests, in this process: the worker without the services around it."""
-    measured = play(runner, [Request(prompt, 0, output)] * requests, concurrency, clock)
-    seated: dict[int, float] = {}
+    measured = play(runner, [LoadRequest(prompt, 0, output)] * requests, concurrency, clock)
+    placed: dict[int, float] = {}
     first: dict[int, float] = {}
     last: dict[int, float] = {}
     for m in measured:
-        for number in m.step.seated:
-            seated[number] = m.launched_s
+        for number in m.step.placed:
+            placed[number] = m.launched_s
         for number in m.step.sampled:
             first.setdefault(number, m.result_s)
             last[number] = m.result_s
     wall_s = measured[-1].result_s - measured[0].launched_s
-    ttft_ms = sorted(1e3 * (first[n] - seated[n]) for n in first)
+    ttft_ms = sorted(1e3 * (first[n] - placed[n]) for n in first)
     tpot_ms = [1e3 * (last[n] - first[n]) / max(1, output - 1) for n in first]
     return {
         "concurrency": concurrency,

@@ -21,7 +21,7 @@ from bench.cores import BLOCK_SIZE
 from bench.peers.peer import Peer
 from bench.peers.quiet import no_collections
 from paceline.v1.common_pb2 import SamplingParams
-from scheduler_svc.core.requests.request import Match, Request, RequestView
+from scheduler_svc.core.requests.request import PrefixMatch, Request, RequestView
 from scheduler_svc.policies.registry import find, names
 
 WAITING = (128, 1_000, 5_000)
@@ -39,7 +39,7 @@ def requests(rng: np.random.Generator) -> Iterator[Request]:
         shared = np.arange(SHARED) + 1000 * family
         prompt = np.concatenate((shared, rng.integers(1 << 20, 1 << 29, OWN))).astype(np.int32)
         request = Request(
-            seniority=i,
+            arrival_index=i,
             session_id="",
             handle=i,
             request_id=str(i),
@@ -50,9 +50,9 @@ def requests(rng: np.random.Generator) -> Iterator[Request]:
             deadline_s=1e9 + float(rng.integers(1000)),
             priority=float(rng.integers(5)),
             tenant=f"tenant-{i % 10}",
-            place=i,
+            queue_position=i,
         )
-        request.matches = {1: Match(2 * BLOCK_SIZE * family)}
+        request.matches = {1: PrefixMatch(2 * BLOCK_SIZE * family)}
         yield request
 
 
@@ -72,7 +72,7 @@ def passes(order: str, waiting: int, seed: int) -> list[tuple[float, float]]:
             fresh = list(islice(source, changes))
             for i in places[changes:]:
                 match = 2 * BLOCK_SIZE * int(rng.integers(FAMILIES))
-                queue[i].matches = {1: Match(match)}
+                queue[i].matches = {1: PrefixMatch(match)}
             began = time.perf_counter()
             for i, request in zip(places, fresh, strict=False):
                 policy.remove(RequestView(queue[i]))

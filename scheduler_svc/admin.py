@@ -1,4 +1,4 @@
-"""AdminService: which policies decide, and why a request waited."""
+"""AdminService: the current policies, and why a request waited."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from paceline.v1.admin_pb2 import (
 from paceline.v1.admin_pb2_grpc import AdminServiceServicer
 from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.scheduler import SchedulerCore
-from scheduler_svc.policies.presets import DEFAULT, PRESETS, Choice
+from scheduler_svc.policies.presets import DEFAULT, PRESETS, PolicySet
 from scheduler_svc.policies.registry import KINDS, build, check_given, choose, names
 from services.runtime.logs import get_logger
 
 log = get_logger(__name__)
 
 MAX_WORDS = 2000
-MAX_SEQUENCES = 64  # of one request that are explained at once
-MAX_EXPLANATIONS = 10_000  # after which no further sequence is explained; some 150 bytes each
+MAX_SEQUENCES = 64  # sequences of one request that are explained at once
+MAX_EXPLANATIONS = 10_000  # after this many, no further sequence is explained; about 150 bytes each
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Admin(AdminServiceServicer):
-    def __init__(self, core: SchedulerCore, choice: Choice) -> None:
+    def __init__(self, core: SchedulerCore, choice: PolicySet) -> None:
         self.core = core
         self.choice = choice
         self._order = core.policies.order  # of the choice
@@ -71,14 +71,14 @@ class Admin(AdminServiceServicer):
             self.core.set_policies(policies)
         except PolicyError as error:
             await _invalid(context, str(error))
-        except Exception as error:  # a policy that cannot even take over what waits
+        except Exception as error:  # a policy that cannot take over the waiting requests
             await _invalid(context, f"order: {error!r} when it took over the queue")
         self.choice, self._order = choice, policies.order
         log.info("policies changed", **{kind: getattr(choice, kind) for kind in KINDS}, options=choice.options)
         return SetPolicyResponse(choice=self._message())
 
     async def Explain(self, request: ExplainRequest, context: Context) -> ExplainResponse:
-        found = self.core.journal.find(request.request_id)
+        found = self.core.timeline.find(request.request_id)
         if not found:
             message = f"request_id: nothing is known (any more) of {request.request_id[:200]!r}"
             await context.abort(grpc.StatusCode.NOT_FOUND, message)
@@ -98,18 +98,18 @@ class Admin(AdminServiceServicer):
                     worker=span.worker,
                     request_id=record.request_id,
                 )
-                for span in self.core.journal.explain_record(record, self.core.life.now_s)
+                for span in self.core.timeline.explain_record(record, self.core.life.now_s)
             )
         return answer
 
     @property
     def _has_failed(self) -> bool:
-        """The order of the choice; then the default one has taken its place."""
+        """Whether the order of the choice has failed; then the default order has replaced it."""
         return self.core.policies.order is not self._order
 
     @property
-    def _in_force(self) -> Choice:
-        """Without the order that failed, and without its options."""
+    def _in_force(self) -> PolicySet:
+        """The choice, without an order that failed, and without that order's options."""
         return (
             choose(overrides={"order": PRESETS[DEFAULT].order}, base=self.choice) if self._has_failed else self.choice
         )
@@ -130,7 +130,7 @@ class Admin(AdminServiceServicer):
         return _as_message(next((name for name, known in PRESETS.items() if known == choice), ""), choice)
 
 
-def _as_message(preset: str, choice: Choice) -> PolicyChoice:
+def _as_message(preset: str, choice: PolicySet) -> PolicyChoice:
     return PolicyChoice(
         preset=preset,
         options={name: json.dumps(value) for name, value in choice.options.items()},
@@ -139,7 +139,7 @@ def _as_message(preset: str, choice: Choice) -> PolicyChoice:
 
 
 def _encodable(text: str) -> str:
-    """A policy's words: no status has room for megabytes, nor for half a character."""
+    """A policy's text, cut and encodable: a status has no room for megabytes, and takes no half character."""
     return text[:MAX_WORDS].encode("utf-8", "backslashreplace").decode()
 
 

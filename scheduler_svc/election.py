@@ -1,14 +1,14 @@
-"""One master among several schedulers, by a lease in etcd.
+"""One leader among several schedulers, by a lease in etcd.
 
-Whoever puts its key under a lease where there is none is the master, with an epoch that is higher than that of all
-before it (both in one transaction). It renews the lease; when that fails, etcd deletes the key, and the next one takes
+A scheduler that puts its key under a lease where there is none is the leader, with a higher epoch than every earlier
+leader (both in one transaction). It renews the lease. If that fails, etcd deletes the key, and another scheduler takes
 it.
 
-A master's time is over before its lease's is, whatever the network does (core/tenure.py). It looks at the clock before
-everything it does (`holds`), so a frozen master that wakes up does nothing more. What it had sent before it was frozen
-is refused by those it arrives at, by its epoch (services/runtime/fence.py).
+A leader's time ends before its lease does, whatever the network does (core/lease.py). The leader looks at the clock
+before everything it does (`holds`), so a frozen leader that wakes up does nothing more. What it had sent before it was
+frozen is refused by its receivers, because of its epoch (services/runtime/fence.py).
 
-simulator/election.py plays the same with events for coroutines.
+simulator/election.py does the same with events instead of coroutines.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from scheduler_svc.core.tenure import RENEWALS, Tenure, next_epoch
-from scheduler_svc.etcd import Etcd, EtcdError, Seat
+from scheduler_svc.core.lease import RENEWALS, LeaseClock, next_epoch
+from scheduler_svc.etcd import Etcd, EtcdError, LeaderRecord
 from services.runtime.logs import get_logger
 
 log = get_logger(__name__)
 
 RETRY_S = 0.1
-# An etcd that stays away is mentioned this often.
+# Interval of the log lines about an etcd that stays unreachable.
 REMIND_S = 15.0
 
 
 class Election:
-    """`campaign()` until elected, `reign()` until it is over, `close()` to let the next one in at once.
+    """`campaign()` until elected, `lead()` until it is over, `close()` so that another scheduler can take over at once.
 
-    `address` is what others are told of the master. `clock` gives monotonic seconds, `wall_ms` the time of day.
+    `address`: what others are told of the leader. `clock` gives monotonic seconds, `wall_ms` the time of day.
     """
 
     def __init__(
@@ -42,53 +42,53 @@ class Election:
         clock: Callable[[], float] = time.monotonic,
         wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
-        self.epoch = 0  # of our mastership; 0 before
-        self.master = ""  # as last heard
+        self.epoch = 0  # of our leadership; 0 before
+        self.leader = ""  # address, as last heard
         self._etcd = etcd
         self._address = address
         self._ttl_s = ttl_s
         self._clock = clock
         self._wall_ms = wall_ms
         self._lease = 0
-        self._tenure = Tenure()
-        self._trouble = ""  # of the latest renewal
+        self._lease_clock = LeaseClock()
+        self._trouble = ""  # reason of the last failed renewal
         self._reminded_s = float("-inf")
 
     @property
     def holds(self) -> bool:
-        """Whether nobody else can have been elected by now."""
-        return self._tenure.holds(self._clock())
+        """Whether no other scheduler can have been elected by now."""
+        return self._lease_clock.holds(self._clock())
 
     @property
     def why_not(self) -> str:
-        """What is known of why we do not hold it any more."""
-        asked_s = self._tenure.asked_s
-        silent_s, counted_s = self._clock() - asked_s, self._tenure.ends_s - asked_s
+        """Why we do not hold the lease any more, as far as known."""
+        asked_s = self._lease_clock.asked_s
+        silent_s, counted_s = self._clock() - asked_s, self._lease_clock.ends_s - asked_s
         trouble = self._trouble or "this process did not run"
         return f"the lease was last renewed {silent_s:.1f} s ago, for {counted_s:.1f} s ({trouble})"
 
     async def campaign(self) -> int:
-        """Stand by until elected; the epoch."""
+        """Stand by until elected. Returns the epoch."""
         while True:
             try:
-                seat = await self._etcd.seat()
-                if seat.lease is None:
-                    if await self._claim(seat):
+                record = await self._etcd.read_leader()
+                if record.lease is None:
+                    if await self._claim(record):
                         return self.epoch
                 else:
-                    self._stand_by(seat)
-                    # A silent connection would say nothing for ever: look again from time to time.
-                    await self._etcd.wait_until_left(seat, self._ttl_s)
+                    self._stand_by(record)
+                    # A silent connection would never report anything: look again from time to time.
+                    await self._etcd.wait_until_left(record, self._ttl_s)
             except EtcdError as error:
                 self._remind(error)
                 await asyncio.sleep(RETRY_S)
 
-    async def reign(self) -> str:
-        """Keep the lease; returns why we are not the master any more."""
+    async def lead(self) -> str:
+        """Keep the lease. Returns why we are not the leader any more."""
         tasks = [asyncio.create_task(self._renew()), asyncio.create_task(self._watch())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            self._tenure.end()
+            self._lease_clock.end()
             return done.pop().result()
         finally:
             for task in tasks:
@@ -96,7 +96,8 @@ class Election:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """Let the next one in at once, if this one is in; to be called when nothing more is sent."""
+        """Give the lease back, if we hold it, so that another scheduler takes over at once. Call it when nothing more
+        is sent."""
         if self.epoch:
             await self._give_back()
         await self._etcd.close()
@@ -104,39 +105,39 @@ class Election:
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _give_back(self) -> None:
-        self._tenure.end()
+        self._lease_clock.end()
         try:
             await self._etcd.revoke(self._lease)
         except EtcdError as error:
-            log.warning("the lease could not be given back and has to run out", reason=str(error))
+            log.warning("the lease cannot be given back and has to run out", reason=str(error))
 
-    async def _claim(self, seat: Seat) -> bool:
+    async def _claim(self, record: LeaderRecord) -> bool:
         asked_s = self._clock()
         self._lease, ttl_s = await self._etcd.grant(self._ttl_s)
-        epoch = next_epoch(seat.epoch, self._wall_ms())
+        epoch = next_epoch(record.epoch, self._wall_ms())
         won = False
         try:
-            won = await self._etcd.claim(seat, self._lease, self._address, epoch)
+            won = await self._etcd.claim(record, self._lease, self._address, epoch)
             if won:
-                self._tenure.extend(asked_s, ttl_s)
+                self._lease_clock.extend(asked_s, ttl_s)
                 won = self.holds
         finally:
-            # Without an answer the seat may be ours: then nobody has it until the lease is gone.
+            # Without an answer we may hold the key: then no scheduler leads until the lease has expired.
             if not won:
                 await self._give_back()
         if won:
-            self.epoch, self.master = epoch, self._address
+            self.epoch, self.leader = epoch, self._address
         return won
 
     async def _renew(self) -> str:
         pause_s = self._ttl_s / RENEWALS
         while True:
-            await asyncio.sleep(min(pause_s, max(self._tenure.ends_s - self._clock(), 0)))
+            await asyncio.sleep(min(pause_s, max(self._lease_clock.ends_s - self._clock(), 0)))
             asked_s = self._clock()
             if not self.holds:
                 return self.why_not
             try:
-                async with asyncio.timeout(self._tenure.ends_s - asked_s):
+                async with asyncio.timeout(self._lease_clock.ends_s - asked_s):
                     ttl_s = await self._etcd.renew(self._lease)
             except EtcdError as error:
                 self._trouble, pause_s = str(error), RETRY_S
@@ -145,26 +146,26 @@ class Election:
             else:
                 if not ttl_s:
                     return "etcd has ended the lease"
-                self._tenure.extend(asked_s, ttl_s)
+                self._lease_clock.extend(asked_s, ttl_s)
                 self._trouble, pause_s = "", self._ttl_s / RENEWALS
 
     async def _watch(self) -> str:
-        """The key may be deleted by hand, to have another master."""
+        """Watch the key: an operator may delete it, to have another leader."""
         while True:
             try:
-                seat = await self._etcd.seat()
-                if seat.lease != self._lease:
+                record = await self._etcd.read_leader()
+                if record.lease != self._lease:
                     return "the key in etcd is not ours any more"
-                await self._etcd.wait_until_left(seat, self._ttl_s)
-            except EtcdError:  # _renew says so
+                await self._etcd.wait_until_left(record, self._ttl_s)
+            except EtcdError:  # _renew logs it
                 await asyncio.sleep(RETRY_S)
 
-    def _stand_by(self, seat: Seat) -> None:
-        if seat.address != self.master:
-            log.info("standing by", master=seat.address, epoch=seat.epoch)
-        self.master = seat.address
+    def _stand_by(self, record: LeaderRecord) -> None:
+        if record.address != self.leader:
+            log.info("standing by", leader=record.address, epoch=record.epoch)
+        self.leader = record.address
 
     def _remind(self, error: EtcdError) -> None:
         if self._clock() - self._reminded_s >= REMIND_S:
-            log.warning("etcd cannot be asked who is the master, retrying", reason=str(error))
+            log.warning("etcd does not say which scheduler is the leader, retrying", reason=str(error))
             self._reminded_s = self._clock()

@@ -1,6 +1,6 @@
-"""The few requests to etcd that an election needs, over its JSON gateway (API v3, etcd 3.4 or newer).
+"""The requests to etcd that an election needs, over its JSON gateway (API v3, etcd 3.4 or newer).
 
-JSON as etcd's gateway makes it: 64-bit numbers are strings, keys and values base64, and what is zero is left out.
+In that JSON, 64-bit numbers are strings, keys and values are base64, and zero values are left out.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class EtcdError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """What etcd knows of the master's seat, at one revision."""
+class LeaderRecord:
+    """What etcd knows of the leader, at one revision."""
 
     revision: int
-    # Of the master; None if there is none.
+    # Of the leader; None if there is none.
     lease: int | None
     address: str
-    # Of the latest master, and the revision in which it was written; 0 if there was never one.
+    # Of the latest leader, and the revision at which it was written; 0 if there never was one.
     epoch: int
     epoch_revision: int
 
@@ -37,71 +37,72 @@ class Seat:
 class Etcd:
     """Asks the endpoints in turn: the next one after a failure.
 
-    `key`: the seat is at KEY/master, and lives as long as the master's lease; the epoch of the latest master is at
-    KEY/epoch, for ever. `timeout_s`: what one request may take.
+    `key`: the leader's key is KEY/master, and lives as long as the leader's lease. The epoch of the latest leader is at
+    KEY/epoch, for ever. `timeout_s`: limit of one request.
     """
 
     def __init__(self, endpoints: Sequence[str], key: str, timeout_s: float) -> None:
         self._endpoints = list(endpoints)
-        self._master_key, self._epoch_key = _encode(f"{key}/master"), _encode(f"{key}/epoch")
+        self._leader_key, self._epoch_key = _encode(f"{key}/master"), _encode(f"{key}/epoch")
         self._timeout_s = timeout_s
-        # etcd is called by address; a proxy that the environment names is for the world outside.
+        # etcd is called by address; a proxy from the environment is for external hosts
         self._http = httpx.AsyncClient(timeout=None, trust_env=False)
 
     async def close(self) -> None:
         await self._http.aclose()
 
     async def grant(self, ttl_s: int) -> tuple[int, float]:
-        """A new lease; it may live longer than was asked for."""
+        """A new lease, with its time to live. It may be longer than asked for."""
         answer = await self._ask("lease/grant", {"TTL": str(ttl_s)})
         return _read(answer, lambda: (int(answer["ID"]), float(answer["TTL"])))
 
     async def renew(self, lease: int) -> float:
-        """Seconds that it lives now; 0 if it is no more."""
+        """Seconds that the lease lives from now on; 0 if it has ended."""
         answer = await self._ask("lease/keepalive", {"ID": str(lease)})
         return _read(answer, lambda: float(answer["result"].get("TTL", 0)))
 
     async def revoke(self, lease: int) -> None:
-        """End it, and what hangs on it."""
+        """End the lease, and delete its keys."""
         await self._ask("lease/revoke", {"ID": str(lease)})
 
-    async def seat(self) -> Seat:
-        ranges = [{"request_range": {"key": key}} for key in (self._master_key, self._epoch_key)]
+    async def read_leader(self) -> LeaderRecord:
+        ranges = [{"request_range": {"key": key}} for key in (self._leader_key, self._epoch_key)]
         answer = await self._ask("kv/txn", {"success": ranges})
 
-        def read() -> Seat:
-            masters, epochs = (part["response_range"].get("kvs", []) for part in answer["responses"])
-            master, epoch = masters[0] if masters else None, epochs[0] if epochs else None
-            return Seat(
+        def read() -> LeaderRecord:
+            leaders, epochs = (part["response_range"].get("kvs", []) for part in answer["responses"])
+            leader, epoch = leaders[0] if leaders else None, epochs[0] if epochs else None
+            return LeaderRecord(
                 revision=int(answer["header"]["revision"]),
-                lease=int(master.get("lease", 0)) if master else None,
-                address=_decode(master["value"])[:200] if master else "",
+                lease=int(leader.get("lease", 0)) if leader else None,
+                address=_decode(leader["value"])[:200] if leader else "",
                 epoch=int(_decode(epoch["value"])) if epoch else 0,
                 epoch_revision=int(epoch["mod_revision"]) if epoch else 0,
             )
 
         return _read(answer, read)
 
-    async def claim(self, seen: Seat, lease: int, address: str, epoch: int) -> bool:
-        """Take the seat if it is free and nobody had it since `seen`. An EtcdError leaves open whether it was taken."""
+    async def claim(self, seen: LeaderRecord, lease: int, address: str, epoch: int) -> bool:
+        """Take the leader's key if it is free and no scheduler had it since `seen`. After an EtcdError it is open
+        whether the key was taken."""
         body = {
             "compare": [
-                {"key": self._master_key, "target": "CREATE", "create_revision": "0"},
+                {"key": self._leader_key, "target": "CREATE", "create_revision": "0"},
                 {"key": self._epoch_key, "target": "MOD", "mod_revision": str(seen.epoch_revision)},
             ],
             "success": [
-                {"request_put": {"key": self._master_key, "value": _encode(address), "lease": str(lease)}},
+                {"request_put": {"key": self._leader_key, "value": _encode(address), "lease": str(lease)}},
                 {"request_put": {"key": self._epoch_key, "value": _encode(str(epoch))}},
             ],
         }
         return bool((await self._ask("kv/txn", body)).get("succeeded", False))
 
-    async def wait_until_left(self, seen: Seat, at_most_s: float) -> None:
-        """Until the seat's key is deleted after `seen`, or for so long; returns early where the watch cannot go on (a
-        revision that was compacted away), so look again. Raises EtcdError."""
+    async def wait_until_left(self, seen: LeaderRecord, at_most_s: float) -> None:
+        """Wait until the leader's key is deleted after `seen`, for at most `at_most_s`. Returns early if the watch
+        cannot continue (a revision that was compacted away), so look again. Raises EtcdError."""
         body = {
             "create_request": {
-                "key": self._master_key,
+                "key": self._leader_key,
                 "start_revision": str(seen.revision + 1),
                 "filters": ["NOPUT"],
             }
@@ -125,15 +126,15 @@ class Etcd:
         try:
             async with asyncio.timeout(self._timeout_s):
                 answer = await self._http.post(f"{endpoint}/v3/{method}", json=body)
-        except Exception as error:  # not only httpx's own: AttributeError where a connection is reset at once
+        except Exception as error:  # also other errors than httpx's: AttributeError if a connection is reset at once
             raise self._failed(endpoint, error) from error
         if answer.status_code != 200:
-            # An endpoint that has lost its cluster answers so; another one may not have.
+            # An endpoint without its cluster answers like this; another endpoint may work.
             raise self._failed(endpoint, f"{method}: {answer.status_code} {answer.text[:200]}")
         return _read(answer.text, answer.json)
 
     def _failed(self, endpoint: str, reason: object) -> EtcdError:
-        if self._endpoints[0] == endpoint:  # else another request has failed there before
+        if self._endpoints[0] == endpoint:  # otherwise another request has failed there before
             self._endpoints.append(self._endpoints.pop(0))
         words = " ".join(str(reason).split()) or type(reason).__name__
         return EtcdError(f"{endpoint}: {words}")

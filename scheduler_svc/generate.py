@@ -1,4 +1,4 @@
-"""InferenceService.Generate at the scheduler itself: token ids in, token ids out, over a session of one request."""
+"""InferenceService.Generate at the scheduler itself: token ids in, token ids out, over a session with one request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from scheduler_svc.core.rejection import Rejection, invalid
 
 HANDLE = 1
 _FORMS = (("json_schema", ""), ("regex", ""), ("choice", ""), ("grammar", ""))
-# Options that a beam search has no use for, with the values that change nothing (intake refuses the others).
+# Options that a beam search does not use, with the values that change nothing (validation refuses other values).
 _UNSEARCHED = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0}
 
 
@@ -39,11 +39,11 @@ def _refuse_for_gateways(request: GenerateRequest) -> None:
     is_random = request.sampling.temperature or not request.sampling.HasField("temperature")
     for name in ("idempotency_key", "resume_token_ids"):
         if getattr(request, name) and is_random and not request.sampling.HasField("seed"):
-            raise invalid(name, "the scheduler keeps no keys: what is to give the same tokens again needs a seed")
+            raise invalid(name, "the scheduler keeps no keys: a seed is needed to get the same tokens again")
 
 
 def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission:
-    """Fill in the defaults. Raises Rejection."""
+    """A submission with the defaults filled in. Raises Rejection."""
     if request.WhichOneof("prompt") != "token_ids":
         raise invalid("prompt", "the scheduler takes token_ids only; text and messages are for the gateway")
     if limits and request.model not in ("", limits.model.name):
@@ -54,7 +54,7 @@ def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission
     for field, value in options.ListFields():
         if field.name in ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs") and value < 0:
             raise invalid(field.name, f"{value} is negative")
-        if field.name in ("repetition_penalty", "typical_p") and not value:  # which would mean none below
+        if field.name in ("repetition_penalty", "typical_p") and not value:  # 0 would mean "off" in the submission
             raise invalid(field.name, "must be above 0")
         if request.HasField("beam") and field.name in _UNSEARCHED and value != _UNSEARCHED[field.name]:
             raise invalid(field.name, "beam search does not sample; leave it out")
@@ -105,7 +105,7 @@ async def generate(
     limits: Limits | None,
     context: grpc.aio.ServicerContext[GenerateRequest, GenerateResponse],
 ) -> AsyncIterator[GenerateResponse]:
-    """Submit and pass on what comes. Aborts the call with the status of a failed request."""
+    """Submit the request and yield its responses. Aborts the call with the status of a failed request."""
     try:
         submission = to_submission(request, limits)
     except Rejection as rejection:
@@ -154,7 +154,7 @@ async def generate(
 def _ended_already(
     request: GenerateRequest, submission: Submission, limits: Limits | None
 ) -> FinishReason.ValueType | None:
-    """Why nothing follows what the client has: only the last message was lost."""
+    """Why nothing follows what the client already has: only the last message was lost."""
     tokens, sampling = request.resume_token_ids, submission.sampling
     eos = limits.model.eos_token_ids if limits and not sampling.ignore_eos else ()
     if tokens and (tokens[-1] in sampling.stop_token_ids or tokens[-1] in eos):
@@ -171,7 +171,7 @@ def _token_logprob(score: TokenScore) -> TokenLogprob:
 
 
 def _prompt_logprobs(part: PromptLogprobs) -> Iterator[tuple[int, TokenLogprob]]:
-    """By position. What comes again after a preemption is the same."""
+    """By position. After a preemption the same values come again."""
     logprobs, ranks = np.frombuffer(part.logprobs, np.float32), np.frombuffer(part.ranks, np.int32).tolist()
     ids = np.frombuffer(part.top_token_ids, np.int32).reshape(len(ranks), -1).tolist()
     values = np.frombuffer(part.top_logprobs, np.float32).reshape(len(ranks), -1).tolist()

@@ -1,4 +1,4 @@
-"""The scheduler's Prometheus series, read off the core when they are scraped: a step pays nothing for them."""
+"""The scheduler's Prometheus series, read from the core at each scrape, so that a step costs nothing for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SchedulerMetrics(Collector):
         yield from self._of_model()
 
     def _process(self) -> Iterator[Metric]:
-        """Of this scheduler, whatever the model."""
+        """Metrics of this scheduler, without a model label."""
         core, election = self._server.core, self._server.election
         counters = core.counters
         yield _gauge("is_master", "Whether it schedules (1), or stands by (0)", election is None or election.epoch > 0)
@@ -39,9 +39,9 @@ class SchedulerMetrics(Collector):
         for name, documentation, value in (
             ("step_failures", "Steps that failed, or took their worker down", counters.failures),
             ("retried_rows", "Rows of such steps that were retried", counters.retried),
-            ("quarantined_requests", "Requests failed because they make steps fail", counters.quarantined),
+            ("quarantined_requests", "Requests failed because they make steps fail", counters.poisoned),
             ("restored_requests", "Requests that went on when the cache was lost", counters.restored),
-            ("refused_claims", "Of these, those whose blocks a new cache refused", counters.refused_claims),
+            ("refused_claims", "Of these, requests that a new cache did not take over", counters.refused_restores),
             ("steps", "Plans sent to workers", counters.steps),
             ("policy_errors", "Steps that fell back to the default policies", counters.policy_errors),
             ("core_seconds", "Processor time spent in the scheduler's core", self._server.core_seconds),
@@ -71,9 +71,9 @@ class SchedulerMetrics(Collector):
         yield finished
         for name, documentation, value in (
             ("requests_accepted", "Requests that entered the queue", counters.accepted),
-            ("requests_rejected", "Requests refused at intake", counters.rejected),
+            ("requests_rejected", "Requests refused at validation", counters.rejected),
             ("generated_tokens", "Tokens delivered to sessions", counters.tokens),
-            ("preemptions", "Requests that gave their blocks back", counters.preempted),
+            ("preemptions", "Requests that were preempted", counters.preempted),
             ("swapped_out", "Preempted requests that moved to host memory", counters.swapped_out),
             ("swapped_in", "Requests that came back from host memory", counters.swapped_in),
             ("requeued_requests", "Requests that lost their worker, or their blocks", counters.requeued),

@@ -1,4 +1,4 @@
-"""What policies do wrong, in the log: all of it is counted, but a policy that fails at every step fills no disk."""
+"""Logs the errors of policies. All errors are counted, but a policy that fails at every step does not fill the disk."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# The same error is logged again after so long, with how often it came meanwhile.
+# The same error is logged again after this time, with the number of repetitions.
 SAME_ERROR_S = 10.0
-# Different errors that are told apart; a policy whose every error is another one gets no more lines than that.
+# Errors that are told apart. A policy with a different error each time gets no more log lines than this.
 MAX_ERRORS = 64
 
 
@@ -17,22 +17,23 @@ class PolicyErrors:
         """`log` takes an event, `exc_info` and fields."""
         self._log = log
         self._clock = clock
-        self._seen: dict[tuple[type, str, int], tuple[float, int]] = {}  # logged at; held back since
+        self._seen: dict[tuple[type, str, int], tuple[float, int]] = {}  # time of the log line; errors suppressed since
 
     def __call__(self, error: Exception) -> None:
         now_s, key = self._clock(), self._place(error)
-        logged_s, held_back = self._seen.get(key, (-SAME_ERROR_S, 0))
+        logged_s, suppressed = self._seen.get(key, (-SAME_ERROR_S, 0))
         if now_s - logged_s < SAME_ERROR_S or (key not in self._seen and not self._room(now_s)):
             if key in self._seen:
-                self._seen[key] = logged_s, held_back + 1
+                self._seen[key] = logged_s, suppressed + 1
             return
         self._seen[key] = now_s, 0
-        same = {"same_error_since": held_back} if held_back else {}
+        same = {"same_error_since": suppressed} if suppressed else {}
         self._log("a policy failed; the default ones decided in its place", exc_info=error, **same)
 
     @staticmethod
     def _place(error: Exception) -> tuple[type, str, int]:
-        """Two errors of one type from one line are the same, whatever numbers are in their messages."""
+        """The type and source line of an error. Two errors with the same are equal, whatever numbers are in their
+        messages."""
         at = error.__traceback__
         while at is not None and at.tb_next is not None:
             at = at.tb_next

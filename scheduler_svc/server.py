@@ -44,8 +44,8 @@ log = get_logger(__name__)
 
 TICK_S = 0.25
 CACHE_RETRY_S = 0.2
-MAX_NAMED = 16  # requests in a line of the log
-# Until its first step is done a worker may be silent for so many times as long: it may load kernels, which holds
+MAX_NAMED = 16  # requests named in one log line
+# Until its first step is done, a worker may be silent for this many times as long: it may load kernels, which holds
 # Python's lock.
 FIRST_STEP_PATIENCE = 4.0
 
@@ -53,7 +53,7 @@ STATUS_BY_CODE = {status.value[0]: status for status in grpc.StatusCode}
 
 
 class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_grpc.WorkerServiceServicer):
-    """Serves InferenceService and WorkerService; keeps the link to the cache."""
+    """Serves InferenceService and WorkerService. Keeps the link to the cache."""
 
     def __init__(
         self,
@@ -69,17 +69,18 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         self._transport = transport
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self.core_seconds = 0.0  # spent in the core
-        self._served_name = ""  # of the model, as the last gateway said
+        self._served_name = ""  # the model's name, as the last gateway said
         self._sessions: dict[str, Outgoing[SessionResponse]] = {}
         self._workers: dict[int, Outgoing[WorkerServiceLinkResponse]] = {}
         self._cache: Outgoing[CacheServiceLinkRequest] | None = None
-        # Why there was no link to it; until it answers. (grpc says now and then that a write failed, and not why.)
+        # Reasons why there was no cache link, until the cache answers. (Now and then grpc says that a write failed,
+        # without a reason.)
         self._cache_troubles: set[str] = set()
 
     # ── the core ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def event(self, handle: Callable[..., object], *args: object) -> None:
-        """Give the core an event and send what follows from it. Raises what the event raises."""
+        """Give the core an event, and send the messages that follow. Raises what the event raises."""
         if self.election is not None and not self.election.holds:
             step_down(self.election.why_not)
         began = time.perf_counter()
@@ -106,7 +107,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                     what=failure.what,
                     num_retried=len(failure.requests),
                     retried=failure.requests[:MAX_NAMED],
-                    quarantined=failure.quarantined or None,
+                    quarantined=failure.poisoned or None,
                 )
             for worker, reason in outbox.lost_workers:
                 log.warning("worker lost", worker=worker, reason=reason)
@@ -115,13 +116,13 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
 
     @property
     def model_name(self) -> str:
-        """What clients call the model. Until a gateway has said: the workers' name for it, or empty."""
+        """The clients' name of the model. Until a gateway has said it: the workers' name, or empty."""
         if self._served_name or self.core.limits is None:
             return self._served_name
         return self.core.limits.model.name
 
     async def work(self, grpc_server: GrpcServer) -> None:
-        """For ever. Where there is an election, stand by until it is won, and end the process when it is lost."""
+        """Run for ever. With an election: stand by until it is won, and end the process when it is lost."""
         if self.election is None:
             grpc_server.set_serving(True)
             await asyncio.gather(self.tick(), self.keep_cache_link())
@@ -129,15 +130,15 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         grpc_server.set_serving(True, standby=True)
         epoch = await self.election.campaign()
         self.core.epoch = self.core.fence = epoch
-        log.info("elected master", epoch=epoch)
+        log.info("elected leader", epoch=epoch)
         grpc_server.set_serving(True)
-        await asyncio.gather(self.tick(), self.keep_cache_link(), self._reign(self.election))
+        await asyncio.gather(self.tick(), self.keep_cache_link(), self._lead(self.election))
 
-    async def _reign(self, election: Election) -> None:
-        step_down(await election.reign())
+    async def _lead(self, election: Election) -> None:
+        step_down(await election.lead())
 
     def _watch(self, *, promised: bool) -> Watch:
-        """Over a peer whose first message is here."""
+        """A watch over a peer after its first message."""
         watch = Watch(self._heartbeat_timeout_s, time.monotonic(), opened=True)
         watch.promised = promised
         return watch
@@ -167,7 +168,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
             async for message in request_iterator:
                 watch.heard(time.monotonic())
                 if session_id not in self.core.sessions:
-                    return  # it was silent for too long
+                    return  # the peer was silent for too long
                 self.event(self.core.session_message, session_id, message, time.monotonic())
 
         def give_up(reason: str) -> None:
@@ -242,7 +243,8 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                     return
                 try:
                     self.event(self._worker_message, worker, message)
-                except Exception as error:  # it registers again, and must not be taken for one that was only cut off
+                # the worker registers again, and must not be taken for one that was only cut off
+                except Exception as error:
                     self.event(self.core.worker_lost, worker, Loss.FAULT)
                     if not isinstance(error, ProtocolError):
                         raise
@@ -271,7 +273,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         try:
             async for message in messages:
                 yield message
-        except DecodeError:  # this is no cut either
+        except DecodeError:  # not just a broken link
             self.event(self.core.worker_lost, worker, Loss.FAULT)
             raise
 
@@ -294,7 +296,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
     # ── the cache ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def keep_cache_link(self) -> None:
-        """Hold a link to the cache, for ever: when it breaks, a new one with a new epoch."""
+        """Hold a link to the cache, for ever. When it breaks, open a new one with a new epoch."""
         async with open_channel(self.cache_target, self._transport) as channel:
             stub = cache_pb2_grpc.CacheServiceStub(channel)
             for epoch in itertools.count(self.core.epoch):
@@ -314,7 +316,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
     async def _cache_link(self, stub: cache_pb2_grpc.CacheServiceAsyncStub, epoch: int) -> None:
         self._cache = outgoing = Outgoing[CacheServiceLinkRequest]()
         call = stub.Link(aiter(outgoing), metadata=fence.to_metadata(self.core.fence))
-        # An opening that is not answered ends nothing: there is no other cache to turn to.
+        # An unanswered opening is no reason to give up: there is no other cache.
         watch = Watch(self._heartbeat_timeout_s, time.monotonic(), opened=True)
 
         async def read() -> None:
@@ -373,7 +375,7 @@ async def serve(
         check_given(choice, settings.policy_options)
     except PolicyError as error:
         raise CannotStart(str(error)) from error
-    # Later schedulers have larger epochs, so that a peer can tell an old one. Who is to be elected has none yet.
+    # Later schedulers have larger epochs, so that a peer can tell an old one. With an election there is no epoch yet.
     election = open_election(settings) if settings.etcd else None
     epoch = 0 if election else time.time_ns() // 1_000_000
     core = SchedulerCore(config, policies, lambda: build(choose()), epoch, on_policy_error=PolicyErrors(log.error))
@@ -410,5 +412,5 @@ async def serve(
         metrics.close()
         metrics_server.close()
         if election:
-            server.election = None  # what still ends has nobody to talk to
+            server.election = None  # the last calls still end, after the election
             await election.close()

@@ -24,7 +24,7 @@ Endpoints = Annotated[str, AfterValidator(_endpoints)]
 
 
 class SchedulerSettings(ServiceSettings, section="scheduler"):
-    """Where it listens, whom it calls, and the limits of queue and steps."""
+    """Addresses of the scheduler and of its peers, and the limits of queue and steps."""
 
     port: int = Field(50051, ge=0, le=65535, description="gRPC port for gateways, clients and workers; 0 picks one")
     metrics_port: int = Field(9101, ge=0, le=65535, description="Prometheus port; 0 picks one")
@@ -41,7 +41,7 @@ class SchedulerSettings(ServiceSettings, section="scheduler"):
         5,
         ge=2,
         le=60,
-        description="seconds without a word of the master until another one is elected; it ends before",
+        description="seconds without a renewal by the leader until another one is elected; it ends before",
     )
     window: int = Field(2, ge=1, le=8, description="steps in flight per worker")
     max_queued_requests: int = Field(4096, ge=1, description="waiting requests before new ones are refused")

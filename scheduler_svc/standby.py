@@ -1,4 +1,4 @@
-"""What a scheduler that is not the master (yet, or any more) does: refuse calls, and end."""
+"""A scheduler that is not the leader (yet, or any more): it refuses calls, and ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.runtime.logs import get_logger
 
 log = get_logger(__name__)
 
-# Somebody else is the master, and it would do good to stand by from now on: EX_TEMPFAIL of sysexits.h.
+# Another scheduler leads, and the supervisor should start this one again as a standby: EX_TEMPFAIL of sysexits.h.
 LOST_STATUS = 75
 EVERY_ADDRESS = {"0.0.0.0", "::"}
 
@@ -29,19 +29,19 @@ else:
 
 
 def open_election(settings: SchedulerSettings) -> Election:
-    """For the scheduler of these settings, which name an etcd."""
-    # Only here: most schedulers are alone, and the HTTP client takes long to import.
+    """The election for a scheduler of these settings, which name an etcd."""
+    # Imported only here: most schedulers run alone, and the HTTP client takes long to import.
     from scheduler_svc.election import Election
     from scheduler_svc.etcd import Etcd
 
     host = socket.gethostname() if settings.host in EVERY_ADDRESS else settings.host
-    # So that one that does not answer leaves time to ask the next.
+    # An endpoint that does not answer leaves time to ask the next.
     etcd = Etcd(settings.etcd.split(","), settings.etcd_key, timeout_s=settings.etcd_ttl_s / 4)
     return Election(etcd, f"{host}:{settings.port}", settings.etcd_ttl_s)
 
 
 class StandbyGate(_Interceptor):
-    """Lets nobody in before the election is won, but to health and reflection."""
+    """Refuses every call before the election is won, except health and reflection."""
 
     def __init__(self, election: Election) -> None:
         self._election = election
@@ -54,7 +54,7 @@ class StandbyGate(_Interceptor):
         handler = await continuation(handler_call_details)
         if handler is None or self._election.epoch or handler_call_details.method.startswith("/grpc."):
             return handler
-        return _refusing(handler, f"standby; the master is {self._election.master or 'not elected yet'}")
+        return _refusing(handler, f"standby; the leader is {self._election.leader or 'not elected yet'}")
 
 
 def _refusing(handler: grpc.RpcMethodHandler[Any, Any], why: str) -> grpc.RpcMethodHandler[Any, Any]:
@@ -71,6 +71,6 @@ def _refusing(handler: grpc.RpcMethodHandler[Any, Any], why: str) -> grpc.RpcMet
 
 
 def step_down(reason: str) -> NoReturn:
-    """End at once, with nothing more sent: somebody else may be the master by now."""
-    log.error("not the master any more, ending", reason=reason)
+    """End at once, without sending anything more: another scheduler may lead by now."""
+    log.error("not the leader any more, ending", reason=reason)
     os._exit(LOST_STATUS)

@@ -1,4 +1,4 @@
-"""One peer's stream: what goes out, what comes in, and heartbeats beside them."""
+"""The stream of one peer: outgoing messages, incoming messages, and heartbeats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ M = TypeVar("M")
 
 
 class Outgoing(Generic[M]):
-    """Messages on their way to one peer. Bounded by the protocols: windows, credits, one exchange at a time."""
+    """Outgoing messages to one peer. Bounded by the protocols: windows, credits, one exchange at a time."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[M | None] = asyncio.Queue()
@@ -25,12 +25,13 @@ class Outgoing(Generic[M]):
         self._queue.put_nowait(message)
 
     def beat(self, heartbeat: M) -> None:
-        """Unless something else is on its way: a peer that does not read gets no pile of them."""
+        """Send a heartbeat, unless another message is queued: heartbeats do not pile up for a peer that does not
+        read."""
         if self._queue.empty():
             self._queue.put_nowait(heartbeat)
 
     def close(self, error: tuple[grpc.StatusCode, str] | None = None) -> None:
-        """End the stream after what is in the queue; with an error, if one is given."""
+        """End the stream after the queued messages, with an error if one is given."""
         self.error = self.error or error
         self._queue.put_nowait(None)
 
@@ -45,7 +46,7 @@ async def stream(
     read: Callable[[], Coroutine[Any, Any, None]],
     beside: Coroutine[Any, Any, None],
 ) -> AsyncIterator[M]:
-    """What goes out, while `read` takes what comes in. Ends when `read` does or `outgoing` is closed."""
+    """Yield outgoing messages while `read` takes incoming ones. Ends when `read` ends or `outgoing` is closed."""
 
     async def read_then_close() -> None:
         try:
@@ -67,9 +68,9 @@ async def stream(
 
 
 async def keep(watch: Watch, outgoing: Outgoing[M], heartbeat: M | None, give_up: Callable[[str], None]) -> None:
-    """Heartbeats to a peer (None: it does not read them) until nothing is heard of it, and then give it up.
+    """Send heartbeats to a peer (None: it does not read them) until the peer is silent for too long; then give it up.
 
-    What it ran is given up at once; its stream ends when it reads again, or with its connection.
+    What the peer ran is given up at once. Its stream ends when the peer reads again, or with its connection.
     """
 
     def send() -> None:

@@ -1,9 +1,9 @@
 """The clients of a simulated Paceline: they ask, read, lose patience or their gateway, and come back for the rest.
 
-A client comes back to the other gateway as real ones do (docs/reliability.md, "Resuming a stream"): with the tokens
-that it has, to go on behind them (the Python gRPC client), or with its key, for the answer from its beginning, of which
-it skips what it has, or for the copy that still runs there (HTTP). What it has left may go on for a while, so there are
-two copies of its request or more, of which it reads the newest. All of them are checked, read or not.
+A client comes back to the other gateway as real clients do (docs/reliability.md, "Resuming a stream"). It brings the
+tokens that it has, to continue after them (the Python gRPC client). Or it brings its key, for the answer from its
+beginning (it skips what it has), or for the copy that still runs there (HTTP). The copy that it has left may go on for
+a while, so its request has two or more copies, and the client reads the newest. All copies are checked, read or not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scheduler_svc.core.lifecycle.beam_groups import make_search
 from services.gateway.engine.session_core import LiveRequest, Terms
 from simulator.gateway_party import GatewayParty
 from simulator.network import Network, Party
-from simulator.schedule import NUM_GATEWAYS, Ask
+from simulator.schedule import NUM_GATEWAYS, ClientScript
 from simulator.toy_worker import EOS, expected_hypotheses, expected_output, toy_logprob
 
 RETRY_S = 0.2
@@ -31,15 +31,15 @@ DONE = (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH)
 class Copy:
     """A client's request at one gateway. `requests`: its samples, once the gateway has taken it."""
 
-    client: Client
+    client: SimulatedClient
     gateway: GatewayParty
     requests: list[LiveRequest] = field(default_factory=list)
     num_brought: list[int] = field(default_factory=list)  # tokens of each that the client had
     num_checked: list[int] = field(default_factory=list)
     num_news: int = 0
-    num_left: int = 0  # how often its client went away
+    num_left: int = 0  # how often its client left
     cancelled: bool = False
-    gone: bool = False  # with its gateway
+    gone: bool = False  # together with its gateway
 
     @property
     def is_over(self) -> bool:
@@ -50,7 +50,7 @@ class Copy:
         return self.cancelled or any(r.ending is not None and r.ending.reason not in DONE for r in self.requests)
 
     def cancel(self) -> None:
-        """At its gateway."""
+        """The copy at its gateway."""
         if self.is_over:
             return
         self.cancelled = True
@@ -58,16 +58,17 @@ class Copy:
             self.gateway.cancel(request)
 
 
-class Client:
-    """`done`: it has what it wanted, or wants nothing any more. `gone`: with its gateway; it does not come back."""
+class SimulatedClient:
+    """`done`: the client has what it wanted, or wants nothing any more. `gone`: it went with its gateway, and does not
+    come back."""
 
-    def __init__(self, ask: Ask, name: str, clients: Clients) -> None:
+    def __init__(self, ask: ClientScript, name: str, clients: SimulatedClients) -> None:
         self.ask = ask
         self.name = name
         self.done = self.cancelled = self.gone = False
         self.copies: list[Copy] = []
         self.num_taken_up = 0
-        self.num_at_once = 0  # copies of which none was over, at the most
+        self.num_at_once = 0  # most copies that were open at the same time
         self._clients = clients
         self._network = clients.network
         self._reads: Copy | None = None
@@ -95,14 +96,14 @@ class Client:
         self._try()
 
     def lost(self, gateway: Party) -> None:
-        """Its connection, if it is with this one, which has died."""
+        """The client's connection is closed, if it belongs to this copy's gateway, which has died."""
         for copy in self.copies:
             copy.gone = copy.gone or copy.gateway is gateway
         if self._reads is not None and self._reads.gone and not self.done:
             self._come_back()
 
     def draining(self, gateway: Party) -> None:
-        """What nobody reads there is cancelled."""
+        """Cancel copies at the gateway that no client reads."""
         for copy in self.copies:
             if copy.gateway is gateway and copy is not self._reads and not copy.is_over:
                 copy.cancel()
@@ -128,7 +129,7 @@ class Client:
         self.num_at_once = max(self.num_at_once, sum(not copy.is_over for copy in self.copies))
         if self._patience_s is not None:
             self._wait(copy, self._patience_s)
-            self._patience_s *= 2  # else it would never have got what takes longer
+            self._patience_s *= 2  # otherwise a slow answer would never arrive
 
     def _come_back(self) -> None:
         self._reads = None
@@ -152,12 +153,12 @@ class Client:
         self._network.after(patience_s, look)
 
     def _break(self) -> None:
-        """Its connection, and the gateway does not see it yet."""
+        """The client's connection breaks, and the gateway does not notice yet."""
         if not self.done and self._reads is not None:
             self._leave(self._reads)
 
     def _leave(self, copy: Copy) -> None:
-        """Its gateway notices, or gives up waiting, later."""
+        """The gateway notices later, or gives up waiting."""
         copy.num_left += 1
         num_left = copy.num_left
 
@@ -207,7 +208,7 @@ class Client:
             copy.num_checked.append(len(brought))
             self._clients.by_request[id(request)] = copy, i
         for i, request in enumerate(copy.requests):
-            if request.ending is not None:  # it had all but the ending
+            if request.ending is not None:  # it had everything but the ending
                 self.news(copy, i)
 
     def _take_up(self, copy: Copy) -> None:
@@ -218,7 +219,7 @@ class Client:
             self._read(copy, i)
 
     def news(self, copy: Copy, i: int) -> None:
-        """What has come is looked at once, when it comes."""
+        """Check what has come, at once when it comes."""
         request, right, start = copy.requests[i], self.rights[i], copy.num_checked[i]
         got = request.tokens
         copy.num_news += 1
@@ -262,17 +263,17 @@ class Client:
         assert np.allclose([score for _, score in found], [score for _, score in expected])
 
 
-class Clients:
-    """All of them. `gateway`: the process that has this number now."""
+class SimulatedClients:
+    """All clients. `gateway` returns the current process of a number."""
 
     def __init__(self, network: Network, gateway: Callable[[int], GatewayParty]) -> None:
         self.network = network
         self.gateway = gateway
-        self.all: list[Client] = []
+        self.all: list[SimulatedClient] = []
         self.by_request: dict[int, tuple[Copy, int]] = {}
 
-    def ask(self, ask: Ask) -> None:
-        client = Client(ask, f"client-{len(self.all)}", self)
+    def ask(self, ask: ClientScript) -> None:
+        client = SimulatedClient(ask, f"client-{len(self.all)}", self)
         self.all.append(client)
         client.begin()
 
@@ -281,7 +282,7 @@ class Clients:
         return [copy for client in self.all for copy in client.copies]
 
     def unfinished(self) -> Iterator[str]:
-        """Who still waits, and for whom a gateway still works."""
+        """The clients that still wait, and those that a gateway still works for."""
         for client in self.all:
             if not client.done:
                 yield client.name

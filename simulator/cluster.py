@@ -1,7 +1,7 @@
-"""A fleet of simulated workers behind the real scheduler and cache cores, on a virtual clock.
+"""A fleet of simulated workers with the real scheduler and cache cores, on a virtual clock.
 
-A discrete-event run: clients submit, workers run plans in order, workers join and die. Cores answer at once; the time
-of a run is the time of its steps. The same sessions, fleet, policies and seed give the same run, event by event.
+A discrete-event run: clients submit, workers run plans in order, workers join and die. Cores answer at once, so the
+time of a run is the time of its steps. The same sessions, fleet, policies and seed give the same run, event by event.
 
     cluster = Cluster(fleet=[WorkerSpec()] * 4, policies=build(choose()), seed=1)
     figures = cluster.run(sessions)
@@ -31,31 +31,31 @@ from scheduler_svc.policies.registry import build, choose
 from simulator.fleet import TimedWorker, WorkerSpec, sampled_tokens
 
 SESSION = "clients"
-MAX_TOKENS = 4096  # that every request asks for: it ends by itself before
-RAMP_S = 2.0  # in which the sessions of a closed run begin
-TICK_S = 0.25  # how often the scheduler's core is told the time
-# After so long on the virtual clock without an end of any request a run is given up.
+MAX_TOKENS = 4096  # max_tokens of every request; it ends by itself before
+RAMP_S = 2.0  # time in which the sessions of a closed run begin
+TICK_S = 0.25  # interval at which the scheduler's core is told the time
+# A run is given up after this time on the virtual clock without the end of a request.
 STALL_S = 600.0
 
 
 class Turn(NamedTuple):
     """One request of a client's session. Its prompt is everything before it, outputs included, and `new_tokens`."""
 
-    pause_s: float  # after the end of the turn before; of a first turn: after the arrival
+    pause_s: float  # after the end of the previous turn; for a first turn: after the arrival
     new_tokens: npt.NDArray[np.int32]
     num_output_tokens: int
 
 
 class ClientSession(NamedTuple):
-    """Requests of one client, one after another. `arrival_s` counts in an open run alone."""
+    """Requests of one client, one after another. `arrival_s` counts only in an open run."""
 
     arrival_s: float
     turns: Sequence[Turn]
 
 
 @dataclass(slots=True)
-class Asked:
-    """A request and what has come of it."""
+class SentRequest:
+    """A request and its progress."""
 
     session: ClientSession
     turn: int
@@ -68,8 +68,8 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Link:
-    """A worker that is attached: its plans that wait, and the one that runs."""
+class AttachedWorker:
+    """An attached worker: its waiting plans, and the running one."""
 
     worker: TimedWorker
     id: int
@@ -79,7 +79,7 @@ class Link:
 
 
 class Lived(NamedTuple):
-    """A worker's part in a run, from when it joined until the run's or its own end."""
+    """A worker's part in a run, from its joining to its end or the run's."""
 
     worker: TimedWorker
     alive_s: float
@@ -88,7 +88,7 @@ class Lived(NamedTuple):
 class Cluster:
     """`jitter` is the largest relative deviation of a step's time. Only client and worker know how long an output will
     be: a request asks for 4,096 tokens and ends by an end-of-sequence token. Raises RuntimeError if a run makes no
-    progress, AssertionError if a request does not get exactly its tokens."""
+    progress, and AssertionError if a request does not get exactly its tokens."""
 
     def __init__(
         self,
@@ -99,9 +99,9 @@ class Cluster:
         config: SchedulerConfig | None = None,
     ) -> None:
         self.now_s = 0.0
-        self.asked: list[Asked] = []
+        self.asked: list[SentRequest] = []
         self.lived: list[Lived] = []
-        self.tokens_by_s: list[tuple[float, int]] = []  # when output tokens came, and how many
+        self.tokens_by_s: list[tuple[float, int]] = []  # arrival times and numbers of output tokens
         self.cache = CacheCore()
         config = config or SchedulerConfig(
             max_queued_requests=1 << 30, max_queued_tokens=1 << 60, no_worker_timeout_s=0.0
@@ -111,13 +111,13 @@ class Cluster:
         self.core.cache_connected(1)
         self._events: list[tuple[float, int, Any]] = []
         self._order = itertools.count()
-        self._links: dict[int, Link] = {}
-        self._closed: deque[ClientSession] = deque()  # sessions that wait for one before them to end
+        self._links: dict[int, AttachedWorker] = {}
+        self._closed: deque[ClientSession] = deque()  # sessions that wait for the end of another one
         self._open_requests = 0
-        self._starts = 0  # sessions that have yet to begin
-        self._handles = np.empty(0, np.int64)  # of the last message that named any
+        self._starts = 0  # sessions that have not begun
+        self._handles = np.empty(0, np.int64)  # of the last message with handles
         self._received = np.zeros(1024, np.int64)  # output tokens by handle
-        self._lengths = np.zeros_like(self._received)  # output tokens that a request ends after, by handle
+        self._lengths = np.zeros_like(self._received)  # number of output tokens at which a request ends, by handle
         self._is_closed = False
         self._ended_at_s = 0.0
         self.last_start_s = 0.0  # when the last session began
@@ -126,7 +126,7 @@ class Cluster:
             self._at(spec.joins_s, partial(self._join, worker))
 
     def run(self, sessions: Iterable[ClientSession], concurrency: int = 0) -> None:
-        """Play all sessions to their end. `concurrency`: so many sessions run at any time, each without pauses
+        """Play all sessions to their end. `concurrency`: number of sessions that run at any time, without pauses
         (closed loop); 0: each begins at its arrival, with its pauses (open loop)."""
         self._is_closed = concurrency > 0
         if concurrency:
@@ -160,7 +160,7 @@ class Cluster:
 
     def _join(self, worker: TimedWorker) -> None:
         id = self.core.register_worker(worker.registration())
-        self._links[id] = Link(worker, id, self.now_s)
+        self._links[id] = AttachedWorker(worker, id, self.now_s)
         if worker.spec.dies_s < float("inf"):
             self._at(worker.spec.dies_s, partial(self._die, id))
         self._settle()
@@ -182,7 +182,7 @@ class Cluster:
 
     def _ask(self, session: ClientSession, turn: int, prompt: npt.NDArray[np.int32]) -> None:
         num_output_tokens = session.turns[turn].num_output_tokens
-        self.asked.append(Asked(session, turn, prompt, self.now_s, num_output_tokens))
+        self.asked.append(SentRequest(session, turn, prompt, self.now_s, num_output_tokens))
         self._open_requests += 1
         handle = len(self.asked)
         if handle == len(self._received):
@@ -198,7 +198,7 @@ class Cluster:
         self.core.session_message(SESSION, SessionRequest(submissions=[submission]), self.now_s)
         self._settle()
 
-    def _run_step(self, link: Link) -> None:
+    def _run_step(self, link: AttachedWorker) -> None:
         """Begin the worker's next plan."""
         link.runs = True
         result, seconds = link.worker.run(link.plans.popleft())
@@ -206,9 +206,9 @@ class Cluster:
         result.finished_us = round((self.now_s + seconds) * 1e6)
         self._at(self.now_s + seconds, partial(self._finish_step, link, result))
 
-    def _finish_step(self, link: Link, result: StepResult) -> None:
+    def _finish_step(self, link: AttachedWorker, result: StepResult) -> None:
         if link.id not in self._links:
-            return  # it died in this step
+            return  # the worker died in this step
         link.runs = False
         if link.plans:
             self._run_step(link)
@@ -218,7 +218,7 @@ class Cluster:
     # ── what the servers do ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _settle(self) -> None:
-        """Move messages until neither core has anything to say."""
+        """Move messages until neither core has any."""
         while True:
             outbox = self.core.poll(self.now_s)
             for id, message in outbox.to_workers:
@@ -241,7 +241,7 @@ class Cluster:
                 self.asked[handle - 1].first_s = self.now_s
         if response.token_ids:
             tokens = np.frombuffer(response.token_ids, np.int32)
-            # A message is about one step, so that no handle stands in it twice.
+            # A message is about one step, so no handle occurs twice in it.
             handles = self._handles
             expected = sampled_tokens(handles, self._received[handles], self._lengths[handles])
             assert np.array_equal(tokens, expected), "a request does not get the tokens that it would get alone"

@@ -1,8 +1,8 @@
-"""Several schedulers, one of which is elected: scheduler_svc/election.py with events for coroutines.
+"""Several schedulers with an election: scheduler_svc/election.py with events instead of coroutines.
 
-Beside what the streams show, it is held against the truth (etcd.py): once a master has been succeeded it does nothing
-more, and no worker, gateway or cache follows it once it has followed a later one. The first is what leases are for, and
-holds as long as clocks run; the second is what epochs are for, and holds always.
+Two properties are checked against the truth (etcd.py). A leader that was succeeded does nothing more: that is what
+leases are for, and it holds as long as clocks run. And no worker, gateway or cache follows an earlier leader after a
+later one: that is what epochs are for, and it holds always.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from scheduler_svc.core.lease import RENEWALS, LeaseClock, next_epoch
 from scheduler_svc.core.scheduler import SchedulerCore
-from scheduler_svc.core.tenure import RENEWALS, Tenure, next_epoch
-from simulator.etcd import RETRY_S, Answer, EtcdData, WayToEtcd
-from simulator.network import Action, Connection, Network, Party
+from simulator.etcd import RETRY_S, EtcdAnswer, EtcdData, WayToEtcd
+from simulator.network import Action, Network, Party, SimulatedConnection
 from simulator.parties import Find, SchedulerParty
 
 TTL_S = 3.0
@@ -22,8 +22,8 @@ CLOCKS_DIFFER_MS = 3_600_000
 
 
 class ElectedScheduler(SchedulerParty):
-    """Stands by until it is elected. `on_end` is called when it has lost that and ends, `on_released` when it was told
-    to leave and may."""
+    """Stands by until it is elected. `on_end` is called when it has lost the election and ends. `on_released` is called
+    when it was told to leave and may."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class ElectedScheduler(SchedulerParty):
         data: EtcdData,
         on_end: Callable[[Party], None],
     ) -> None:
-        self._tenure = Tenure()
-        self._reign = 0  # the how-manieth
+        self._lease_clock = LeaseClock()
+        self._leader_term = 0  # number of its leadership, from 1; 0: never elected
         self._data = data
         self._lease = 0
         self._on_end = on_end
@@ -46,24 +46,24 @@ class ElectedScheduler(SchedulerParty):
         self._campaign()
 
     @property
-    def reign(self) -> int:
-        return self._reign
+    def leader_term(self) -> int:
+        return self._leader_term
 
     @property
     def serves(self) -> bool:
-        """As its health says."""
-        return bool(self._reign) and self.alive and not self.frozen and not self.leaving
+        """Whether its health says that it serves."""
+        return bool(self._leader_term) and self.alive and not self.frozen and not self.leaving
 
     @property
     def holds(self) -> bool:
-        return self._tenure.holds(self.clock_s)
+        return self._lease_clock.holds(self.clock_s)
 
     def cut_off(self, for_s: float) -> None:
-        """From etcd."""
+        """Cut off from etcd."""
         self._etcd.cut_off(for_s)
 
     def drain(self) -> None:
-        """The lease is given back when nothing more is sent."""
+        """Give the lease back when nothing more is sent."""
         self.leaving = True
         for connection in list(self.connections):
             if connection is not self._etcd.link:
@@ -73,7 +73,7 @@ class ElectedScheduler(SchedulerParty):
     # ── as a party ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> None:
-        """When it is elected."""
+        """The scheduler begins when it is elected."""
 
     def _event(self, handle: Callable[..., object], *args: object) -> None:
         if self.leaving or not self.alive:
@@ -81,26 +81,26 @@ class ElectedScheduler(SchedulerParty):
         if not self.holds:
             self._step_down()
             return
-        assert self._reign == len(self._data.reigns) or self.slept_s, f"{self.name} acts, and was succeeded"
+        assert self._leader_term == len(self._data.leader_terms) or self.slept_s, f"{self.name} acts, and was succeeded"
         super()._event(handle, *args)
 
-    def accepted(self, connection: Connection) -> None:
-        if not self._reign or self.leaving:
+    def accepted(self, connection: SimulatedConnection) -> None:
+        if not self._leader_term or self.leaving:
             connection.close(self)
 
-    def connected(self, connection: Connection) -> None:
+    def connected(self, connection: SimulatedConnection) -> None:
         if connection is self._etcd.link:
             self._etcd.connected()
         elif not self.leaving:
             super().connected(connection)
 
-    def received(self, connection: Connection, message: Any) -> None:
-        if isinstance(message, Answer):
+    def received(self, connection: SimulatedConnection, message: Any) -> None:
+        if isinstance(message, EtcdAnswer):
             self._etcd.received(message)
         else:
             super().received(connection, message)
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: SimulatedConnection) -> None:
         if connection is self._etcd.link:
             self._etcd.closed()
         elif connection.refused:
@@ -116,14 +116,14 @@ class ElectedScheduler(SchedulerParty):
 
     def _campaign(self) -> None:
         if not self.leaving:
-            self._etcd.ask("seat", then=self._seen, failed=self._retry)
+            self._etcd.ask("read_leader", then=self._seen, failed=self._retry)
 
     def _retry(self) -> None:
         self.after(RETRY_S, self._campaign)
 
-    def _seen(self, seat: tuple[int | None, int]) -> None:
-        master, last_epoch = seat
-        if master is not None:
+    def _seen(self, record: tuple[int | None, int]) -> None:
+        leader, last_epoch = record
+        if leader is not None:
             again = self._campaign
             self._etcd.ask("wait_until_left", then=lambda _: again(), failed=again, timeout_s=TTL_S)
             return
@@ -138,21 +138,21 @@ class ElectedScheduler(SchedulerParty):
 
     def _answered(self, asked_s: float, epoch: int, won: bool) -> None:
         if won:
-            self._tenure.extend(asked_s, TTL_S)
+            self._lease_clock.extend(asked_s, TTL_S)
         if not self.holds or self.leaving:
             self._give_back(then=self._retry)
             return
-        self._reign = self._data.reigns.index(self._lease) + 1
+        self._leader_term = self._data.leader_terms.index(self._lease) + 1
         self.core.epoch = self.core.fence = epoch
         super().begin()
         self._renew_after(TTL_S / RENEWALS)
 
     def _give_back(self, then: Action) -> None:
-        self._tenure.end()
+        self._lease_clock.end()
         self._etcd.ask("revoke", self._lease, then=lambda _: then(), failed=then)
 
     def _renew_after(self, pause_s: float) -> None:
-        self.after(min(pause_s, max(self._tenure.ends_s - self.clock_s, 0.0)), self._renew)
+        self.after(min(pause_s, max(self._lease_clock.ends_s - self.clock_s, 0.0)), self._renew)
 
     def _renew(self) -> None:
         if self.leaving:
@@ -168,5 +168,5 @@ class ElectedScheduler(SchedulerParty):
         if not ttl_s:
             self._step_down()
             return
-        self._tenure.extend(asked_s, ttl_s)
+        self._lease_clock.extend(asked_s, ttl_s)
         self._renew_after(TTL_S / RENEWALS)

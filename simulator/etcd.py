@@ -1,7 +1,7 @@
-"""An etcd with nothing in it but the master's seat, and a scheduler's way to it.
+"""An etcd with only the leader's key, and a scheduler's connection to it.
 
-What scheduler_svc/etcd.py asks for is asked for here, by the same names. Leases end when their time is over, or a
-little later; one that was killed gives all leases their time once more when it is back, as etcd does.
+It answers the requests of scheduler_svc/etcd.py, under the same names. Leases end when their time is over, or a little
+later. An etcd that was killed gives all leases their time again when it is back, as etcd does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from simulator.network import Action, Connection, Network, Party
+from simulator.network import Action, Network, Party, SimulatedConnection
 
 LOOK_S = 0.1
 RETRY_S = 0.1
@@ -29,26 +29,27 @@ class _Json:
 
 
 @dataclass(frozen=True)
-class Ask(_Json):
+class EtcdQuestion(_Json):
     number: int
     method: str
     arguments: list[Any]
 
 
 @dataclass(frozen=True)
-class Answer(_Json):
+class EtcdAnswer(_Json):
     number: int
     value: Any
 
 
 @dataclass(slots=True)
 class EtcdData:
-    """On its disk. `reigns` has the lease of each mastership there ever was: the truth that epochs are to tell."""
+    """The data on etcd's disk. `leader_terms` has the lease of every leadership ever: the truth that epochs are checked
+    against."""
 
-    ends_s: dict[int, float] = field(default_factory=dict)  # of the leases
-    master: int | None = None  # its lease
+    ends_s: dict[int, float] = field(default_factory=dict)  # end of each lease
+    leader: int | None = None  # the leader's lease
     epoch: int = 0
-    reigns: list[int] = field(default_factory=list)
+    leader_terms: list[int] = field(default_factory=list)
 
 
 class EtcdParty(Party):
@@ -56,30 +57,30 @@ class EtcdParty(Party):
         super().__init__(network, name)
         self.data = data
         self._ttl_s = ttl_s
-        self._watching: dict[Connection, int] = {}  # the number of the question
+        self._watching: dict[SimulatedConnection, int] = {}  # number of the question
         for lease in data.ends_s:
             data.ends_s[lease] = network.now_s + ttl_s
         self.every(LOOK_S, self._end_leases)
 
-    def accepted(self, connection: Connection) -> None:
+    def accepted(self, connection: SimulatedConnection) -> None:
         pass
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: SimulatedConnection) -> None:
         self._watching.pop(connection, None)
 
-    def received(self, connection: Connection, ask: Ask) -> None:
-        if ask.method == "wait_until_left" and self.data.master is not None:
+    def received(self, connection: SimulatedConnection, ask: EtcdQuestion) -> None:
+        if ask.method == "wait_until_left" and self.data.leader is not None:
             self._watching[connection] = ask.number
             return
         methods: dict[str, Callable[..., Any]] = {
             "grant": self._grant,
             "renew": self._renew,
             "revoke": self._revoke,
-            "seat": lambda: (self.data.master, self.data.epoch),
+            "read_leader": lambda: (self.data.leader, self.data.epoch),
             "claim": self._claim,
             "wait_until_left": lambda: None,
         }
-        connection.send(self, Answer(ask.number, methods[ask.method](*ask.arguments)))
+        connection.send(self, EtcdAnswer(ask.number, methods[ask.method](*ask.arguments)))
 
     def _grant(self) -> int:
         lease = self.network.rng.getrandbits(60)
@@ -94,19 +95,19 @@ class EtcdParty(Party):
 
     def _revoke(self, lease: int) -> None:
         self.data.ends_s.pop(lease, None)
-        if lease == self.data.master:
-            self.data.master = None
+        if lease == self.data.leader:
+            self.data.leader = None
             for connection, number in self._watching.items():
-                connection.send(self, Answer(number, None))
+                connection.send(self, EtcdAnswer(number, None))
             self._watching.clear()
 
     def _claim(self, last_epoch: int, lease: int, epoch: int) -> bool:
         data = self.data
-        if data.master is not None or data.epoch != last_epoch or lease not in data.ends_s:
+        if data.leader is not None or data.epoch != last_epoch or lease not in data.ends_s:
             return False
-        assert epoch > data.epoch, f"a master of epoch {epoch} after one of {data.epoch}"
-        data.master, data.epoch = lease, epoch
-        data.reigns.append(lease)
+        assert epoch > data.epoch, f"a leader of epoch {epoch} after one of {data.epoch}"
+        data.leader, data.epoch = lease, epoch
+        data.leader_terms.append(lease)
         return True
 
     def _end_leases(self) -> None:
@@ -115,17 +116,18 @@ class EtcdParty(Party):
 
 
 class WayToEtcd:
-    """Of one party, which hands on what comes by `link`. A question that is not answered in time has failed, and the
-    next one goes by another connection."""
+    """The connection of one party to etcd; the party passes on what comes by `link`. A question without an answer in
+    time has failed, and the next one goes by another connection."""
 
     def __init__(self, party: Party, etcd: Callable[[], Party], timeout_s: float) -> None:
-        self.link: Connection | None = None  # dialled, at least
+        self.link: SimulatedConnection | None = None  # at least dialled
         self._party = party
         self._etcd = etcd
         self._timeout_s = timeout_s
         self._is_connected = False
         self._numbers = itertools.count(1)
-        self._open: dict[int, tuple[Callable[[Any], object], Action]] = {}  # questions: what to do then, or if it fails
+        # open questions: what to call with the answer, or on failure
+        self._open: dict[int, tuple[Callable[[Any], object], Action]] = {}
         self._cut_off_until_s = 0.0
         self._dial()
 
@@ -142,11 +144,11 @@ class WayToEtcd:
             return
         number = next(self._numbers)
         self._open[number] = then, failed
-        self.link.send(self._party, Ask(number, method, list(arguments)))
+        self.link.send(self._party, EtcdQuestion(number, method, list(arguments)))
         self._party.after(self._timeout_s if timeout_s is None else timeout_s, lambda: self._expire(number))
 
     def cut_off(self, for_s: float) -> None:
-        """Nothing comes through, by whatever connection."""
+        """Nothing comes through for this time, by any connection."""
         self._cut_off_until_s = self._party.network.now_s + for_s
         if self.link is not None:
             self.link.fall_silent()
@@ -154,7 +156,7 @@ class WayToEtcd:
     def connected(self) -> None:
         self._is_connected = True
 
-    def received(self, answer: Answer) -> None:
+    def received(self, answer: EtcdAnswer) -> None:
         if answer.number in self._open:
             then, _ = self._open.pop(answer.number)
             then(answer.value)
@@ -177,7 +179,7 @@ class WayToEtcd:
         if number in self._open and self.link is not None:
             self._give_up(self.link)
 
-    def _give_up(self, link: Connection) -> None:
+    def _give_up(self, link: SimulatedConnection) -> None:
         if link is self.link:
             link.close(self._party)
             self.closed()

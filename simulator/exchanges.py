@@ -1,4 +1,4 @@
-"""What has to hold of every exchange between a scheduler and a cache, and of every plan, whoever plays them."""
+"""Invariants of every exchange between scheduler and cache, and of every plan."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def check_exchange(cache: CacheCore, request: CacheServiceLinkRequest, response:
 
 
 def check_plan(cache: CacheCore, worker_id: int, plan: StepPlan) -> None:
-    """Raises AssertionError if a plan that has just been made names a block that the cache has not granted to that
-    worker, or not any more (DESIGN §5.3). The cache may be ahead of the scheduler, but nobody frees what is to run."""
+    """Raises AssertionError if a new plan names a block that the cache has not granted to that worker, or has taken
+    back (DESIGN §5.3). The cache may be ahead of the scheduler, but no exchange frees blocks of sequences that are to
+    run."""
     worker = cache.workers.get(worker_id)
     running = [block for sequence in worker.sequences.values() for block in sequence.table] if worker else []
     named = [plan.grow_blocks, plan.copy_to, plan.swap_in_to, *(new.block_table for new in plan.new_sequences)]

@@ -1,7 +1,8 @@
-"""Simulated workers of a cluster: each computes nothing, and says how long a real one would have taken.
+"""Simulated workers of a cluster. They compute nothing, and say how long a real worker would have taken.
 
-A step's time is linear in its new tokens, in the context that its rows attend to and in its rows. Prefill attention
-adds a quadratic term and each step varies by a few percent, so a linear model that is fitted to the steps is not exact.
+A step's time is linear in its new tokens, in the context that its rows attend to, and in its rows. Prefill attention
+adds a quadratic term, and each step varies by a few percent, so a linear model that is fitted to the steps is not
+exact.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MAX_NUM_SEQS = 256
 MAX_BATCHED_TOKENS = 8192
 VOCAB = (1 << 31) - 1
 EOS = 0
-# A 131,072-token context is the model's limit; the pool's size is the lower one in every fleet here.
+# A context of 131,072 tokens is the model's limit; in every fleet here the pool's size is the lower limit.
 MAX_MODEL_LEN = 1 << 17
 
 Ints = npt.NDArray[np.int64]
@@ -68,7 +69,7 @@ class WorkerSpec:
 
 
 def sampled_tokens(numbers: Ints, positions: Ints, lengths: Ints) -> npt.NDArray[np.int32]:
-    """What the requests of these numbers generate, each at its output position: EOS at the end of its length.
+    """What the requests with these numbers generate at each output position: EOS at the end of its length.
     Deterministic, so that a client knows what it must get; hardly ever the same for two requests."""
     tokens = 1 + (numbers * 2_654_435_761 + positions * 40_503 + 12_345) % (VOCAB - 1)
     return np.where(positions == lengths - 1, EOS, tokens).astype(np.int32)
@@ -78,7 +79,8 @@ class TimedWorker:
     """Runs plans by arithmetic on arrays of slots.
 
     A request's sampling seed is its output length: the worker ends the sequence there, and the scheduler does not know
-    the length before. `run` returns the step's result, whose times the caller fills in, and the step's seconds.
+    the length before. `run` returns the step's result and the step's seconds; the caller fills the times into the
+    result.
     """
 
     def __init__(self, name: str, spec: WorkerSpec, seed: int, jitter: float) -> None:
@@ -87,10 +89,10 @@ class TimedWorker:
         self.busy_s = 0.0
         self.num_steps = 0
         self.num_sampled = 0
-        self.num_prompt_tokens = 0  # that it has computed
+        self.num_prompt_tokens = 0  # prompt tokens computed so far
         self._jitter = jitter
         self._rng = np.random.default_rng(seed)
-        self._numbers = np.zeros(MAX_NUM_SEQS, np.int64)  # request that a slot belongs to
+        self._numbers = np.zeros(MAX_NUM_SEQS, np.int64)  # the request in each slot
         self._prompts = np.zeros(MAX_NUM_SEQS, np.int64)  # prompt tokens of that request
         self._lengths = np.zeros(MAX_NUM_SEQS, np.int64)  # output tokens of that request
         self._known = np.zeros(MAX_NUM_SEQS, np.int64)  # tokens of the sequence, sampled ones included

@@ -1,4 +1,4 @@
-"""A gateway as a party of a simulated network: SessionCore, and around it what its `SchedulerSession` does."""
+"""A gateway as a party of a simulated network: SessionCore, and what its `SchedulerSession` does."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from paceline.v1.inference_pb2 import SessionResponse
 from services.gateway.engine.session_core import LiveRequest, SessionCore
 from services.runtime.fence import StaleScheduler
-from simulator.network import Connection, Network, Party
+from simulator.network import Network, Party, SimulatedConnection
 from simulator.parties import RETRY_S, TICK_S, Dial, follow
 
-DRAIN_S = 30.0  # --drain-s: told to leave, it gives its streams so long
+DRAIN_S = 30.0  # --drain-s: time that a leaving gateway gives its streams
 
 
 class GatewayParty(Party):
@@ -22,16 +22,16 @@ class GatewayParty(Party):
     ) -> None:
         super().__init__(network, name)
         self.core = core
-        self.has_failed_all = False  # what had not ended when its time to leave was over
+        self.has_failed_all = False  # it has failed every request that was open at the end of its time to leave
         self._dial = dial
         self._on_news = on_news
-        self._reign = 0
-        self._link: Connection | None = None
+        self._leader_term = 0
+        self._link: SimulatedConnection | None = None
         self.every(TICK_S, self._tick)
         dial(self)
 
     def drain(self) -> None:
-        """It finishes what its clients read."""
+        """Finish what its clients read."""
         self.leaving = True
         self.after(DRAIN_S, self._fail_all)
 
@@ -48,23 +48,23 @@ class GatewayParty(Party):
         self.core.cancel(request)
         self._flush()
 
-    def connected(self, connection: Connection) -> None:
+    def connected(self, connection: SimulatedConnection) -> None:
         self._link = connection
         self._tell(self.core.connect())
         self._flush()
 
-    def received(self, connection: Connection, response: SessionResponse) -> None:
+    def received(self, connection: SimulatedConnection, response: SessionResponse) -> None:
         try:
             news = self.core.receive(response)
         except StaleScheduler:
             connection.close(self)
             self.closed(connection)
             return
-        self._reign = follow(self, connection, self._reign)
+        self._leader_term = follow(self, connection, self._leader_term)
         self._tell(news)
         self._flush()
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: SimulatedConnection) -> None:
         self._link = None
         self.core.disconnect(self.network.now_s)
         self.after(RETRY_S, lambda: self._dial(self))

@@ -1,11 +1,11 @@
 """A network under a virtual clock: parties, and connections between them that delay, break and fall silent.
 
-Nothing here knows what the messages mean. All chance comes from one seeded generator, and what falls on the same moment
-happens in the order in which it was arranged, so a run can be repeated bit for bit (FoundationDB's way of testing).
+Nothing here knows what the messages mean. All chance comes from one seeded generator, and events of the same moment
+happen in the order in which they were arranged, so a run can be repeated bit for bit (FoundationDB's way of testing).
 
-What a party may rely on is what TCP and gRPC give it: messages of one connection arrive in order, once each, or the
-connection ends; an end that dies is noticed; one that falls silent is noticed after the keepalive. Between connections
-there is no order at all.
+A party may rely on what TCP and gRPC give it. Messages of one connection arrive in order, once each, or the connection
+ends. An end that dies is noticed. An end that falls silent is noticed after the keepalive. Between connections there is
+no order at all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KEEPALIVE_S = 4.0  # two seconds to the next ping, two for its answer: services/
 Action = Callable[[], object]
 
 
-class Message(Protocol):
+class SerializableMessage(Protocol):
     def SerializeToString(self) -> bytes: ...
 
     @classmethod
@@ -29,18 +29,18 @@ class Message(Protocol):
 
 
 class Party:
-    """A process. What is arranged for it happens while it runs, later while it is frozen, never once it is dead."""
+    """A process. Its events happen while it runs; while it is frozen they wait; after its death they never happen."""
 
     def __init__(self, network: Network, name: str) -> None:
         self.network = network
         self.name = name
         self.alive = True
         self.frozen = False
-        self.slept_s = 0.0  # while its machine stood still, and its monotonic clock with it
-        self.leaving = False  # told to (SIGTERM)
-        self.on_released: Action = lambda: None  # it has left
+        self.slept_s = 0.0  # time for which its machine stood still, and its monotonic clock too
+        self.leaving = False  # it was told to leave (SIGTERM)
+        self.on_released: Action = lambda: None  # called when it has left
         self._backlog: list[Action] = []
-        self.connections: list[Connection] = []
+        self.connections: list[SimulatedConnection] = []
 
     @property
     def clock_s(self) -> float:
@@ -79,12 +79,13 @@ class Party:
         for connection in list(self.connections):
             self.network.after(KEEPALIVE_S, partial(self._given_up, connection))
 
-    def _given_up(self, connection: Connection) -> None:
+    def _given_up(self, connection: SimulatedConnection) -> None:
         if self.frozen:
             connection.cut()
 
     def thaw(self, slept_s: float = 0.0) -> None:
-        """SIGCONT: all that came in meanwhile is there at once. A clock that stood still goes on where it was."""
+        """SIGCONT: everything that came in meanwhile is there at once. A clock that stood still continues where it
+        was."""
         self.frozen = False
         self.slept_s += slept_s
         backlog, self._backlog = self._backlog, []
@@ -92,29 +93,29 @@ class Party:
             self.perform(action)
 
     def drain(self) -> None:
-        """SIGTERM: it does what is to be done before the process ends, and calls `on_released`."""
+        """SIGTERM: it finishes its work before the process ends, and calls `on_released`."""
         raise NotImplementedError
 
     # ── what a party does about its connections ──────────────────────────────────────────────────────────────────────
 
-    def accepted(self, connection: Connection) -> None:
-        """Somebody has connected to it."""
+    def accepted(self, connection: SimulatedConnection) -> None:
+        """Another party has connected."""
         raise NotImplementedError
 
-    def connected(self, connection: Connection) -> None:
-        """It has connected to somebody."""
+    def connected(self, connection: SimulatedConnection) -> None:
+        """A connection that this party dialled is established."""
         raise NotImplementedError
 
-    def received(self, connection: Connection, message: Any) -> None:
+    def received(self, connection: SimulatedConnection, message: Any) -> None:
         raise NotImplementedError
 
-    def closed(self, connection: Connection) -> None:
-        """It is over, or never came about. Not called at the end that closed it."""
+    def closed(self, connection: SimulatedConnection) -> None:
+        """The connection is over, or was never established. Not called at the end that closed it."""
         raise NotImplementedError
 
 
-class Connection:
-    """A stream of messages in either direction, from the moment at which `client` dialled."""
+class SimulatedConnection:
+    """A stream of messages in both directions, from the moment at which `client` dialled."""
 
     def __init__(self, network: Network, client: Party, server: Party) -> None:
         self.network = network
@@ -131,27 +132,27 @@ class Connection:
     def is_open(self, party: Party) -> bool:
         return self._open[party]
 
-    def send(self, sender: Party, message: Message) -> None:
-        """Later changes of the message do not travel with it."""
+    def send(self, sender: Party, message: SerializableMessage) -> None:
+        """The message is copied: later changes do not travel with it."""
         if self._open[sender]:
             data, kind = message.SerializeToString(), type(message)
             receiver = self.other(sender)
             self._deliver(receiver, lambda: receiver.received(self, kind.FromString(data)))
 
     def close(self, party: Party) -> None:
-        """This end hangs up."""
+        """This end closes the connection."""
         self._leave(party)
         other = self.other(party)
         self._deliver(other, lambda: self._end(other))
 
     def cut(self) -> None:
-        """The connection breaks: what is under way is lost, and each end learns of it in its own time."""
+        """The connection breaks: messages in flight are lost, and each end learns of it in its own time."""
         for party in (self.client, self.server):
             self.network.after(self.network.delay_s(), partial(party.perform, partial(self._end, party)))
         self.silent = True
 
     def fall_silent(self) -> None:
-        """Nothing comes through any more, in either direction; pings go unanswered, too."""
+        """Nothing comes through any more, in either direction, not even pings."""
         self.silent = True
         self.network.after(KEEPALIVE_S, self.cut)
 
@@ -159,7 +160,7 @@ class Connection:
         return self.server if party is self.client else self.client
 
     def establish(self) -> None:
-        """The server takes it, if there is one; then the client knows."""
+        """The server accepts the connection, if there is a server; then the client learns of it."""
 
         def accept() -> None:
             self.server.connections.append(self)
@@ -173,7 +174,7 @@ class Connection:
         self._deliver(self.server, accept)
 
     def _deliver(self, receiver: Party, action: Action) -> None:
-        """In the order of sending."""
+        """Deliver in the order of sending."""
         arrival_s = max(self._last_arrival_s[receiver], self.network.now_s + self.network.delay_s())
         self._last_arrival_s[receiver] = arrival_s
 
@@ -195,7 +196,7 @@ class Connection:
 
 
 class Network:
-    """The clock, and the chance of all delays. `num_events` counts what has happened."""
+    """The clock, and the source of all random delays. `num_events` counts the events so far."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -205,7 +206,7 @@ class Network:
         self._order = itertools.count()
 
     def delay_s(self) -> float:
-        """Mostly a millisecond, now and then much more: so messages of different links overtake each other."""
+        """Mostly a millisecond, now and then much more, so messages of different connections overtake each other."""
         return self.rng.expovariate(1000.0) if self.rng.random() < 0.95 else self.rng.uniform(0.0, 0.3)
 
     def at(self, moment_s: float, action: Action) -> None:
@@ -214,15 +215,15 @@ class Network:
     def after(self, delay_s: float, action: Action) -> None:
         self.at(self.now_s + delay_s, action)
 
-    def connect(self, client: Party, server: Party) -> Connection:
-        """`client` is told when it is connected, or that it is not."""
-        connection = Connection(self, client, server)
+    def connect(self, client: Party, server: Party) -> SimulatedConnection:
+        """Connect. `client` learns whether it succeeded."""
+        connection = SimulatedConnection(self, client, server)
         client.connections.append(connection)
         connection.establish()
         return connection
 
     def step(self) -> None:
-        """The next thing happens."""
+        """Run the next event."""
         self.now_s, _, action = heapq.heappop(self._arranged)
         self.num_events += 1
         action()

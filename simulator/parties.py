@@ -1,10 +1,10 @@
-"""The services as parties of a simulated network: real cores, and around them what their asyncio shells do.
+"""The services as parties of a simulated network: real cores, with the behaviour of their asyncio shells.
 
-SchedulerParty   scheduler_svc/server.py around SchedulerCore (one of several: election.py)
-CacheParty       cache_svc/server.py around CacheCore
-WorkerParty      gpu_worker/link.py around a toy worker (toy_worker.py)
+    SchedulerParty   scheduler_svc/server.py around SchedulerCore (one of several: election.py)
+    CacheParty       cache_svc/server.py around CacheCore
+    WorkerParty      gpu_worker/link.py around a toy worker (toy_worker.py)
 
-Gateways: gateway_party.py.
+Gateways are in gateway_party.py.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
 from services.runtime.fence import Fence, StaleScheduler
 from simulator.exchanges import check_exchange, check_plan
-from simulator.network import Connection, Network, Party
+from simulator.network import Network, Party, SimulatedConnection
 from simulator.toy_worker import ToyWorker
 
-Find = Callable[[], Party]  # the process that goes by a name now
-Dial = Callable[[Party], object]  # has a party connect to the scheduler, as soon as there is one
+Find = Callable[[], Party]  # returns the current process of a name
+Dial = Callable[[Party], object]  # connects a party to the scheduler, as soon as there is one
 
 RETRY_S = 0.2
 TICK_S = 0.25
 HEARTBEAT_S = 1.0
 STEP_ALLOWED_S = 1.0
-# Of those told to leave: what gRPC gives calls to end, and a gateway its clients.
+# Time for a leaving party: what gRPC gives calls to end, and a gateway its clients.
 LAST_CALLS_S = 0.2
 LAST_STREAMS_S = 0.5
 
@@ -55,25 +55,25 @@ class SchedulerParty(Party):
         self.core = core
         self._cache = cache
         self._epochs = itertools.count(0)
-        self._cache_link: Connection | None = None
-        self._sessions: dict[str, Connection] = {}
-        self._workers: dict[int, Connection] = {}
-        self._names: dict[Connection, str | int] = {}  # of the session or the worker at the other end
+        self._cache_link: SimulatedConnection | None = None
+        self._sessions: dict[str, SimulatedConnection] = {}
+        self._workers: dict[int, SimulatedConnection] = {}
+        self._names: dict[SimulatedConnection, str | int] = {}  # the session or the worker at the other end
         self.begin()
 
     @property
-    def reign(self) -> int:
-        """Larger for every later master."""
+    def leader_term(self) -> int:
+        """Larger for every later leader."""
         return self.core.epoch
 
     def begin(self) -> None:
-        """It is the master."""
+        """Whether it is the leader."""
         self._epochs = itertools.count(self.core.epoch)
         self.every(TICK_S, lambda: self._event(self.core.tick, self.network.now_s))
         self.network.connect(self, self._cache())
 
     def drain(self) -> None:
-        """It decides nothing more, and its streams end."""
+        """The scheduler decides nothing more, and its streams end."""
         self.leaving = True
         self.after(LAST_STREAMS_S, self._end)
 
@@ -104,22 +104,22 @@ class SchedulerParty(Party):
                     self._hang_up(self._workers[worker])
 
     def _check(self, worker: int, message: WorkerServiceLinkResponse) -> None:
-        """A plan, as long as the cache that granted its blocks holds this link."""
+        """A plan. It is valid as long as the cache that granted its blocks holds this link."""
         cache = self._cache_link.server if self._cache_link else None
         if message.HasField("plan") and isinstance(cache, CacheParty) and cache.link is self._cache_link:
             check_plan(cache.core, worker, message.plan)
 
-    def accepted(self, connection: Connection) -> None:
+    def accepted(self, connection: SimulatedConnection) -> None:
         if self.leaving:
-            connection.close(self)  # else its first message says who it is
+            connection.close(self)  # otherwise its first message names its sender
 
-    def connected(self, connection: Connection) -> None:
+    def connected(self, connection: SimulatedConnection) -> None:
         if self.leaving:
             return
         self._cache_link = connection
         self._event(self.core.cache_connected, next(self._epochs))
 
-    def received(self, connection: Connection, message: Any) -> None:
+    def received(self, connection: SimulatedConnection, message: Any) -> None:
         if self.leaving:
             return
         if isinstance(message, CacheServiceLinkResponse):
@@ -129,7 +129,7 @@ class SchedulerParty(Party):
         else:
             self._from_worker(connection, message)
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: SimulatedConnection) -> None:
         if self.leaving:
             return
         if connection.client is self:
@@ -138,32 +138,32 @@ class SchedulerParty(Party):
                 self._event(self.core.cache_lost)
             self.after(RETRY_S, lambda: self.network.connect(self, self._cache()))
             return
-        who = self._names.pop(connection, None)
-        if isinstance(who, str):
-            del self._sessions[who]
-            self._event(self.core.close_session, who)
-        elif isinstance(who, int):
-            del self._workers[who]
-            self._event(self.core.worker_lost, who)
+        peer = self._names.pop(connection, None)
+        if isinstance(peer, str):
+            del self._sessions[peer]
+            self._event(self.core.close_session, peer)
+        elif isinstance(peer, int):
+            del self._workers[peer]
+            self._event(self.core.worker_lost, peer)
 
-    def _hang_up(self, connection: Connection) -> None:
+    def _hang_up(self, connection: SimulatedConnection) -> None:
         connection.close(self)
         self.closed(connection)
 
-    def _from_cache(self, connection: Connection, response: CacheServiceLinkResponse) -> None:
+    def _from_cache(self, connection: SimulatedConnection, response: CacheServiceLinkResponse) -> None:
         try:
             self._event(self.core.cache_response, response)
         except ProtocolError:
             self._hang_up(connection)
 
-    def _from_session(self, connection: Connection, request: SessionRequest) -> None:
+    def _from_session(self, connection: SimulatedConnection, request: SessionRequest) -> None:
         if connection not in self._names:
             session = self._names[connection] = request.open.session_id
             self._sessions[session] = connection
             self._event(self.core.open_session, session, request.open.response_window)
         self._event(self.core.session_message, self._names[connection], request, self.network.now_s)
 
-    def _from_worker(self, connection: Connection, message: WorkerServiceLinkRequest) -> None:
+    def _from_worker(self, connection: SimulatedConnection, message: WorkerServiceLinkRequest) -> None:
         if message.HasField("registration"):
             name = self._names[connection] = self.core.register_worker(message.registration)
             self._workers[name] = connection
@@ -187,23 +187,24 @@ class SchedulerParty(Party):
             self._hang_up(connection)
 
 
-def follow(party: Party, connection: Connection, last: int) -> int:
-    """Whom `party` follows from now on, if that is none whose successor it has followed already."""
+def follow(party: Party, connection: SimulatedConnection, last: int) -> int:
+    """The leader term that `party` follows from now on. Raises AssertionError if it has followed a later leader
+    before."""
     scheduler = connection.client if connection.server is party else connection.server
     assert isinstance(scheduler, SchedulerParty)
-    assert scheduler.reign >= last, f"{party.name} follows master {scheduler.reign} after {last}"
-    return scheduler.reign
+    assert scheduler.leader_term >= last, f"{party.name} follows leader {scheduler.leader_term} after {last}"
+    return scheduler.leader_term
 
 
 class CacheParty(Party):
-    """Every invariant of its core is checked after everything that it does."""
+    """A cache. Every invariant of its core is checked after each event."""
 
     def __init__(self, network: Network, name: str) -> None:
         super().__init__(network, name)
         self.core = CacheCore()
         self.fence = Fence()
-        self.link: Connection | None = None
-        self._reign = 0
+        self.link: SimulatedConnection | None = None
+        self._leader_term = 0
 
     def drain(self) -> None:
         """A link never ends by itself."""
@@ -215,7 +216,7 @@ class CacheParty(Party):
             self.link.close(self)
         self.on_released()
 
-    def accepted(self, connection: Connection) -> None:
+    def accepted(self, connection: SimulatedConnection) -> None:
         if self.leaving:
             connection.close(self)
             return
@@ -227,7 +228,7 @@ class CacheParty(Party):
             connection.refused = True
             connection.close(self)
             return
-        self._reign = follow(self, connection, self._reign)
+        self._leader_term = follow(self, connection, self._leader_term)
         if self.link is not None:
             self.link.close(self)
         self.link = connection
@@ -237,7 +238,7 @@ class CacheParty(Party):
         self.core.reset()
         self.core.check_invariants()
 
-    def received(self, connection: Connection, request: CacheServiceLinkRequest) -> None:
+    def received(self, connection: SimulatedConnection, request: CacheServiceLinkRequest) -> None:
         if connection is not self.link:
             return
         try:
@@ -249,15 +250,15 @@ class CacheParty(Party):
         check_exchange(self.core, request, response)
         connection.send(self, response)
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: SimulatedConnection) -> None:
         if connection is self.link:
             self.link = None
             self._reset()
 
 
 class WorkerParty(Party):
-    """Steps are run one after the other, each in its time, and for the link by which they came. Told to leave, it asks
-    to be let go; `on_released` is called when it is."""
+    """A worker. Steps run one after the other, each in its time, for the link by which they came. A leaving worker asks
+    to be released; `on_released` is called when it is."""
 
     def __init__(self, network: Network, name: str, toy: ToyWorker, dial: Dial) -> None:
         super().__init__(network, name)
@@ -266,11 +267,11 @@ class WorkerParty(Party):
         self.fence = Fence()
         self._incarnation = f"{name} of {network.now_s}"
         self._dial = dial
-        self._reign = 0
-        self._link: Connection | None = None
+        self._leader_term = 0
+        self._link: SimulatedConnection | None = None
         self._plans: deque[StepPlan] = deque()
         self._is_registered = False
-        self._grammar_due_s = 0.0  # when the last grammar is prepared
+        self._grammar_due_s = 0.0  # when the last grammar will be prepared
         self.every(HEARTBEAT_S, self._beat)
         dial(self)
 
@@ -278,7 +279,7 @@ class WorkerParty(Party):
         self.leaving = True
         self._say(WorkerServiceLinkRequest(drain=WorkerDrain()))
 
-    def connected(self, connection: Connection) -> None:
+    def connected(self, connection: SimulatedConnection) -> None:
         self._link = connection
         registration = WorkerServiceLinkRequest(registration=self.toy.registration)
         registration.registration.heartbeats = True
@@ -288,7 +289,7 @@ class WorkerParty(Party):
         if self.leaving:
             self._say(WorkerServiceLinkRequest(drain=WorkerDrain()))
 
-    def received(self, connection: Connection, message: WorkerServiceLinkResponse) -> None:
+    def received(self, connection: SimulatedConnection, message: WorkerServiceLinkResponse) -> None:
         match message.WhichOneof("message"):
             case "registered":
                 try:
@@ -296,7 +297,7 @@ class WorkerParty(Party):
                 except StaleScheduler:
                     self._hang_up(connection)
                     return
-                self._reign = follow(self, connection, self._reign)
+                self._leader_term = follow(self, connection, self._leader_term)
                 self.toy.reset(keeps_blocks=True)
                 self._plans.clear()
                 self._is_registered = True
@@ -310,22 +311,22 @@ class WorkerParty(Party):
                 assert not self._plans, "released with a plan to run"
                 self.on_released()
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: SimulatedConnection) -> None:
         self._link = None
         self._is_registered = False
         self._plans.clear()
         self.after(RETRY_S, lambda: self._dial(self))
 
-    def _hang_up(self, connection: Connection) -> None:
+    def _hang_up(self, connection: SimulatedConnection) -> None:
         connection.close(self)
         self.closed(connection)
 
-    def _begin(self, connection: Connection) -> None:
+    def _begin(self, connection: SimulatedConnection) -> None:
         seconds = 0.002 + self.network.delay_s()
 
         def run() -> None:
             if connection is not self._link:
-                return  # what is left of a link that is gone: its results are of no use to anybody
+                return  # a rest of a link that is gone: its results are of no use
             result = self.toy.run(self._plans[0])
             self._plans.popleft()
             self._say(WorkerServiceLinkRequest(result=result))
@@ -334,7 +335,7 @@ class WorkerParty(Party):
 
         self.after(seconds, run)
 
-    def _prepare(self, connection: Connection, orders: GrammarOrders) -> None:
+    def _prepare(self, connection: SimulatedConnection, orders: GrammarOrders) -> None:
         """One after the other; each takes as long as several steps."""
         for number in orders.forget:
             self.toy.forget_grammar(number, self.toy.step + len(self._plans))
@@ -360,7 +361,7 @@ class WorkerParty(Party):
 
 
 def new_scheduler_core(config: SchedulerConfig, policies: Callable[[], Policies], epoch: int) -> SchedulerCore:
-    """A policy that fails is a failure of the run."""
+    """In a run, a failing policy is a failure."""
 
     def fail(error: Exception) -> None:
         raise AssertionError(f"policy failed: {error!r}") from error

@@ -1,7 +1,7 @@
 """`paceline scenario`: what every step of a small workload decides, on the real cores (shared/SCENARIOS.md).
 
-Scheduler and cache run in this process with a null worker whose steps take no time; the window is 1, so that a step is
-decided on all that the one before it did.
+Scheduler and cache run in this process with a null worker; its steps take no time. The window is 1, so every step is
+decided after the previous one has finished.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose
 from simulator.scenario_file import VOCAB, Scenario, ScenarioRequest
 
-# A run that decides nothing for so many steps in a row is given up.
+# A run is given up after this many steps in a row without a decision.
 MAX_IDLE_STEPS = 50
 
 
 class PolicyFailed(Exception):
-    """One of the scenario's policies raised, or asked for what cannot be."""
+    """A policy of the scenario raised, or asked for something impossible."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -45,7 +45,7 @@ class Scheduled:
 
 
 @dataclass(slots=True)
-class Step:
+class ScenarioStep:
     step: int
     scheduled: list[Scheduled] = field(default_factory=list)
     preempted: list[dict[str, str]] = field(default_factory=list)
@@ -58,8 +58,8 @@ class Step:
 
 
 @dataclass(slots=True)
-class Outcome:
-    steps: list[Step]
+class ScenarioOutcome:
+    steps: list[ScenarioStep]
     num_steps: int
     generated_tokens: dict[str, int]
     stuck: bool = False
@@ -72,8 +72,8 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Seat:
-    """What the null worker knows of a slot."""
+class ScenarioSlot:
+    """The null worker's state of a slot."""
 
     name: str
     remaining: int  # tokens to compute before it samples
@@ -86,49 +86,55 @@ class Seat:
 
 
 class NullWorker:
-    """Runs plans by arithmetic alone. Every token it "samples" is one that nobody else has."""
+    """Runs plans by arithmetic alone. Every token that it "samples" is unique."""
 
     def __init__(self) -> None:
-        self.seats: dict[int, Seat] = {}
-        self.swapped: set[str] = set()  # requests that were swapped out
+        self.slot_states: dict[int, ScenarioSlot] = {}
+        self.swapped: set[str] = set()  # requests that are swapped out
         self._tokens = itertools.count(VOCAB - 2, -1)
 
     def run(self, plan: StepPlan) -> tuple[list[Scheduled], StepResult]:
         for slot in _ints(plan.free_slots):
-            del self.seats[slot]
+            del self.slot_states[slot]
         for new in plan.new_sequences:
             cached = new.num_cached_tokens
-            self.seats[new.slot] = Seat(new.request_id, len(new.token_ids) // 4 - cached, cached)
+            self.slot_states[new.slot] = ScenarioSlot(new.request_id, len(new.token_ids) // 4 - cached, cached)
         for slot in _ints(plan.hold_slots):
-            self.seats[slot].held = True
+            self.slot_states[slot].held = True
         for slot in _ints(plan.resume_slots):
-            self.seats[slot].held = False
-        decodes = [] if plan.skip_decodes else sorted(s for s, seat in self.seats.items() if seat.decodes)
-        scheduled = [Scheduled(self.seats[slot].name, 1, 0, "decode") for slot in decodes if not self.seats[slot].held]
+            self.slot_states[slot].held = False
+        decodes = (
+            [] if plan.skip_decodes else sorted(s for s, slot_state in self.slot_states.items() if slot_state.decodes)
+        )
+        scheduled = [
+            Scheduled(self.slot_states[slot].name, 1, 0, "decode")
+            for slot in decodes
+            if not self.slot_states[slot].held
+        ]
         num_sampled = len(scheduled)
         for slot, tokens in zip(_ints(plan.prefill_slots), _ints(plan.prefill_tokens), strict=True):
-            seat = self.seats[slot]
-            if seat.name in self.swapped:  # it goes on where it was: no prompt is computed
-                self.swapped.remove(seat.name)
-                scheduled.append(Scheduled(seat.name, tokens, 0, "decode"))
+            slot_state = self.slot_states[slot]
+            if slot_state.name in self.swapped:  # it resumes: no prompt is computed
+                self.swapped.remove(slot_state.name)
+                scheduled.append(Scheduled(slot_state.name, tokens, 0, "decode"))
             else:
-                scheduled.append(Scheduled(seat.name, tokens, seat.cached, "prefill"))
-            seat.remaining -= tokens
-            seat.cached = 0
-            num_sampled += seat.decodes
+                scheduled.append(Scheduled(slot_state.name, tokens, slot_state.cached, "prefill"))
+            slot_state.remaining -= tokens
+            slot_state.cached = 0
+            num_sampled += slot_state.decodes
         sampled = np.array(list(itertools.islice(self._tokens, num_sampled)), np.int32)
         return scheduled, StepResult(step=plan.step, token_ids=sampled.tobytes())
 
 
-class Run:
+class ScenarioRun:
     def __init__(self, scenario: Scenario, policies: Policies) -> None:
         self.scenario = scenario
         loras = scenario.max_loras or len({request.lora for request in scenario.requests if request.lora})
         config = SchedulerConfig(
             window=1,
             prefix_caching=scenario.prefix_caching,
-            partial_reuse=False,  # none of the originals copies within a block by the same rules
-            host_cache=False,  # as with the schedulers that it is compared to
+            partial_reuse=False,  # none of the original systems copies within a block by the same rules
+            host_cache=False,  # as in the schedulers that it is compared with
             max_queued_requests=1 << 30,
             max_queued_tokens=1 << 60,
         )
@@ -143,7 +149,7 @@ class Run:
             block_size=scenario.block_size,
             num_blocks=scenario.num_blocks,
             num_host_blocks=scenario.num_host_blocks,
-            max_num_seqs=min(scenario.max_num_seqs, len(scenario.requests)),  # a seat costs memory
+            max_num_seqs=min(scenario.max_num_seqs, len(scenario.requests)),  # a slot costs memory
             max_batched_tokens=scenario.max_batched_tokens,
             max_loras=loras,
         )
@@ -153,26 +159,26 @@ class Run:
         self._submissions = self._make_submissions()
         self._names = {submission.handle: submission.request_id for _, submission in self._submissions}
         self._num_preemptions: dict[str, int] = defaultdict(int)
-        self._barren_steps = 0
+        self._empty_steps = 0
         self._arrived_until = -1
         self._handles: list[int] = []
         self._plan: StepPlan | None = None
 
-    def play(self) -> Outcome:
-        """Until nothing is waiting or running."""
-        steps: list[Step] = []
+    def play(self) -> ScenarioOutcome:
+        """Until no request is waiting or running."""
+        steps: list[ScenarioStep] = []
         idle = 0
         arrivals = sorted({at for at, _ in self._submissions})
-        self._settle(Step(-1))
+        self._settle(ScenarioStep(-1))
         while True:
-            step = Step(len(steps))
+            step = ScenarioStep(len(steps))
             self._submit(step)
-            barren = Step(step.step)
-            self._settle(step, barren)
-            if self.core.counters.barren_steps > self._barren_steps:
-                self._barren_steps = self.core.counters.barren_steps
-                self._observe(barren)
-                steps.append(barren)
+            empty = ScenarioStep(step.step)
+            self._settle(step, empty)
+            if self.core.counters.empty_steps > self._empty_steps:
+                self._empty_steps = self.core.counters.empty_steps
+                self._observe(empty)
+                steps.append(empty)
                 step.step, step.preempted = len(steps), []
             result = None
             if self._plan is not None:
@@ -184,29 +190,30 @@ class Run:
                 self._endings(step)
             pending = any(at > self._arrived_until for at in arrivals)
             if not (step.scheduled or step.waiting or step.running or step.rejected or pending):
-                return Outcome(steps, len(steps), self.generated)
+                return ScenarioOutcome(steps, len(steps), self.generated)
             steps.append(step)
             idle = 0 if step.scheduled or step.rejected or pending else idle + 1
             if not (step.waiting or step.running or pending) and not step.scheduled:
-                return Outcome(steps, len(steps), self.generated)
+                return ScenarioOutcome(steps, len(steps), self.generated)
             if idle > MAX_IDLE_STEPS:
-                return Outcome(steps[: -idle + 1], len(steps) - idle + 1, self.generated, stuck=True)
+                return ScenarioOutcome(steps[: -idle + 1], len(steps) - idle + 1, self.generated, stuck=True)
             if not pending and not self.core.queue and not self._live():
-                return Outcome(steps, len(steps), self.generated)
+                return ScenarioOutcome(steps, len(steps), self.generated)
 
     def _live(self) -> bool:
-        return any(worker.running or worker.draft for worker in self.core.workers.values())
+        return any(worker.running or worker.pending_step for worker in self.core.workers.values())
 
-    def _submit(self, step: Step) -> None:
-        """Queue what has arrived, also in the step before if that one was counted only once it had been decided."""
+    def _submit(self, step: ScenarioStep) -> None:
+        """Queue the requests that have arrived; also in the previous step, if that step was counted only after its
+        decision."""
         arriving = [submission for at, submission in self._submissions if self._arrived_until < at <= step.step]
         self._arrived_until = step.step
         if arriving:
             self.core.session_message("scenario", SessionRequest(submissions=arriving), 0.0)
             self.requests += list(self.core.queue)[-len(arriving) :]
 
-    def _settle(self, step: Step, barren: Step | None = None) -> None:
-        """Let scheduler and cache talk until neither has anything to say."""
+    def _settle(self, step: ScenarioStep, empty: ScenarioStep | None = None) -> None:
+        """Let scheduler and cache exchange messages until neither has any."""
         while True:
             outbox = self.core.poll(0.0)
             for _, message in outbox.to_workers:
@@ -216,29 +223,29 @@ class Run:
                 self._take(response, step)
             for exchange in outbox.to_cache:
                 self.core.cache_response(self.cache.exchange(exchange))
-            for request in self.requests:  # the cache has had its say about swaps
+            for request in self.requests:  # the cache has answered the swaps
                 if request.num_preemptions > self._num_preemptions[request.request_id]:
                     self._num_preemptions[request.request_id] = request.num_preemptions
-                    for record in (step, barren) if barren else (step,):
+                    for record in (step, empty) if empty else (step,):
                         record.preempted.append({"id": request.request_id, "mode": self._mode(request)})
             if not outbox.to_cache:
                 return
 
     def _mode(self, request: Request) -> str:
-        """How it was preempted."""
+        """How the request was preempted."""
         if not request.swapped_on:
             self.worker.swapped.discard(request.request_id)
             return "recompute"
         self.worker.swapped.add(request.request_id)
         return "swap"
 
-    def _endings(self, step: Step) -> None:
-        """Deliver what the step's result brought about, without deciding the next one."""
+    def _endings(self, step: ScenarioStep) -> None:
+        """Deliver the step's result, without deciding the next step."""
         session = self.core.sessions["scenario"]
         while (message := session.next_message()) is not None:
             self._take(message, step)
 
-    def _take(self, message: Any, step: Step) -> None:
+    def _take(self, message: Any, step: ScenarioStep) -> None:
         self._handles = list(message.handles) or self._handles
         for handle in self._handles if message.handles or message.same_handles else ():
             self.generated[self._names[handle]] += 1
@@ -249,7 +256,7 @@ class Run:
             else:
                 step.finished.append(name)
 
-    def _observe(self, step: Step) -> None:
+    def _observe(self, step: ScenarioStep) -> None:
         order = {request.request_id: i for i, request in enumerate(self.core.workers[self.worker_id].running.values())}
         step.scheduled.sort(key=lambda scheduled: order.get(scheduled.id, 0))
         for pool in self.cache.pool_counters():
@@ -258,7 +265,7 @@ class Run:
         step.running = len(order)
 
     def _make_submissions(self) -> list[tuple[int, Submission]]:
-        # Token ids that a scenario names are its own business: none of the made-up ones is among them.
+        # Token ids that a scenario names differ from all invented ones.
         named = {token for request in self.scenario.requests for token in request.prompt or ()}
         ids = (token for token in itertools.count(1) if token not in named)
         families: dict[str, list[int]] = {}
@@ -287,9 +294,9 @@ class Run:
         )
 
 
-def play(scenario: Scenario) -> Outcome:
-    """Raises PolicyError for a preset or an option that there is not, PolicyFailed if a policy fails."""
-    return Run(scenario, scenario.policies()).play()
+def play(scenario: Scenario) -> ScenarioOutcome:
+    """Raises PolicyError for an unknown preset or option, and PolicyFailed if a policy fails."""
+    return ScenarioRun(scenario, scenario.policies()).play()
 
 
 def _ints(packed: bytes) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a scenario file may say (shared/SCENARIOS.md)."""
+"""The contents of a scenario file (shared/SCENARIOS.md)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.policies.registry import build, choose
 
 VOCAB = 2**31 - 1
-# A scenario is small: what is larger would take all memory, or days.
+# A scenario is small: a larger one would take all memory, or days.
 MAX_TOKENS = 10_000_000
 MAX_STEPS = 1_000_000
 MAX_BLOCKS = 1_000_000
@@ -22,7 +22,7 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 class Strict(BaseModel):
-    """Unknown keys are errors; true is no number, "1" neither, NaN neither."""
+    """Unknown keys are errors; true is no number, and neither are "1" and NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -100,7 +100,7 @@ class Scenario(Strict):
     @model_validator(mode="after")
     def _is_small(self) -> Scenario:
         prompts = sum(request.num_prompt_tokens for request in self.requests)
-        # What is longer than the model is refused by the scheduler, and generates nothing.
+        # The scheduler refuses a request that is longer than the model; it generates nothing.
         generated = sum(min(request.max_new_tokens, self.max_model_len) for request in self.requests)
         for name, total in (("prompt_len", prompts), ("max_new_tokens", generated)):
             if total > MAX_TOKENS:

@@ -1,7 +1,7 @@
-"""What happens in a simulated run, as data: who asks for what, which party meets with what, and when.
+"""The events of a simulated run, as data: which client asks for what, what happens to which party, and when.
 
-A schedule comes from a seed, travels as JSON, and can lose any of its parts and still be played: that is how a failing
-one is shrunk.
+A schedule comes from a seed, is stored as JSON, and can lose any of its parts and still be played. That is how a
+failing schedule is shrunk.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Literal
 FaultKind = Literal["kill", "freeze", "suspend", "drain", "cut", "silence", "isolate"]
 
 NUM_GATEWAYS = 2
-# One seed in so many has two schedulers, and an etcd that elects one of them.
+# One seed in this many has two schedulers, and an etcd that elects one of them.
 PAIR_EVERY = 6
-# Requests of lower seeds have none: what these seeds are known to catch hangs on the time of every message.
+# Requests of lower seeds have none: what these seeds are known to catch depends on the time of every message.
 FIRST_WITH_GRAMMARS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A client's request, and when it goes away for good.
+class ClientScript:
+    """A client's request, and when the client leaves for good.
 
-    One that `comes_back` does so when it has lost its gateway, when its connection breaks (`breaks_after_s`, from its
-    beginning), or when nothing has come for `patience_s` (twice as long each time): with the tokens that it has, or
-    else with its key. The gateway that it has left notices, or gives up waiting for it, `grace_s` later.
+    A client that `comes_back` does so when it has lost its gateway, when its connection breaks (`breaks_after_s`, from
+    its beginning), or when nothing has come for `patience_s` (twice as long each time). It brings the tokens that it
+    has, or otherwise its key. The gateway that it has left notices, or gives up waiting for it, `grace_s` later.
     """
 
     at_s: float
@@ -42,7 +42,7 @@ class Ask:
     beam_width: int = 0  # 0: no beam search
     cancel_after_s: float | None = None
     comes_back: bool = False
-    brings_tokens: bool = False  # without samples and beams: a client of gRPC
+    brings_tokens: bool = False  # without samples and beams: a gRPC client
     breaks_after_s: float | None = None
     patience_s: float | None = None
     grace_s: float = 0.0
@@ -51,11 +51,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What befalls a party: it is killed or told to leave (and started again after `for_s`), or frozen for so long, or
-    its machine stands still for so long, its clock too ("suspend"); or one of its connections, the `which`-th that it
-    has at that moment, is cut or falls silent; or a scheduler cannot reach etcd for so long ("isolate").
+    """A fault of a party. The party is killed or told to leave (and started again after `for_s`); or frozen for that
+    time; or its machine stands still for that time, its clock too ("suspend"); or the `which`-th of its connections at
+    that moment is cut or falls silent; or a scheduler cannot reach etcd for that time ("isolate").
 
-    `target` "master": the scheduler that is elected at that moment."""
+    `target` "leader": the scheduler that is elected at that moment.
+    """
 
     at_s: float
     kind: FaultKind
@@ -69,7 +70,7 @@ class Schedule:
     """`seed` gives the sizes of the parties and every delay of the network."""
 
     seed: int
-    asks: tuple[Ask, ...]
+    asks: tuple[ClientScript, ...]
     faults: tuple[Fault, ...]
 
     def to_json(self) -> str:
@@ -77,15 +78,15 @@ class Schedule:
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
-        """Raises ValueError, KeyError or TypeError if it is none."""
+        """Raises ValueError, KeyError or TypeError if the JSON is no schedule."""
         data = json.loads(text)
-        asks = tuple(Ask(**{**ask, "prompt": tuple(ask["prompt"])}) for ask in data["asks"])
+        asks = tuple(ClientScript(**{**ask, "prompt": tuple(ask["prompt"])}) for ask in data["asks"])
         return cls(data["seed"], asks, tuple(Fault(**fault) for fault in data["faults"]))
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """Of the parties; any of them may differ in all but the model and the size of a block."""
+class PartySizes:
+    """Sizes of the parties. Any of them may differ in everything except the model and the block size."""
 
     block_size: int
     num_blocks: int
@@ -98,7 +99,7 @@ class Sizes:
     num_schedulers: int
 
     @classmethod
-    def of(cls, seed: int) -> Sizes:
+    def of(cls, seed: int) -> PartySizes:
         rng = random.Random(f"sizes {seed}")
         block_size = rng.choice([1, 2, 4, 8])
         num_blocks = rng.choice([48, 56, 72, 300]) // block_size + 2
@@ -121,26 +122,27 @@ def random_schedule(seed: int) -> Schedule:
     asks = tuple(_random_ask(rng, families) for _ in range(rng.randrange(2, 8)))
     if seed >= FIRST_WITH_GRAMMARS:
         asks = tuple(replace(ask, grammar=_grammar_of(ask)) for ask in asks)
-    sizes = Sizes.of(seed)
+    sizes = PartySizes.of(seed)
     faults = [_random_fault(rng, sizes.num_workers) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 4]))]
     if sizes.num_schedulers > 1:
         faults += _takeover(rng, sizes.num_workers)
     return Schedule(seed, asks, tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
-def _grammar_of(ask: Ask) -> str:
-    """None, one that others have, too, or one that few have. Not drawn, so all else is as without."""
+def _grammar_of(ask: ClientScript) -> str:
+    """None, a salt that other requests have too, or one that few have. Not drawn at random, so that everything else is
+    as without it."""
     last = ask.prompt[-1]
     return "" if ask.beam_width else ("", "form 0", "form 1", f"form {last}")[last % 4]
 
 
-def _random_ask(rng: random.Random, families: list[list[int]]) -> Ask:
+def _random_ask(rng: random.Random, families: list[list[int]]) -> ClientScript:
     shared = rng.choice(families)[: rng.randrange(25)]
     prompt = (*shared, *(rng.randrange(8, 1000) for _ in range(rng.randrange(1, 6))))
     beam_width = rng.randrange(1, 4) if rng.random() < 0.08 else 0
     n = 1 if beam_width else rng.choice([1, 1, 1, 2, 3])
     comes_back = rng.random() < 0.6
-    return Ask(
+    return ClientScript(
         at_s=round(rng.uniform(0.1, 0.4), 4),
         gateway=rng.randrange(NUM_GATEWAYS),
         prompt=prompt,
@@ -153,7 +155,7 @@ def _random_ask(rng: random.Random, families: list[list[int]]) -> Ask:
         cancel_after_s=round(rng.uniform(0.0, 0.4), 4) if rng.random() < 0.15 else None,
         comes_back=comes_back,
         brings_tokens=n == 1 and not beam_width and rng.random() < 0.6,
-        # Some send it twice at once.
+        # Some clients send it twice at once.
         breaks_after_s=round(rng.uniform(0.0, 0.3), 4) if comes_back and rng.random() < 0.4 else None,
         patience_s=rng.choice([0.5, 2.0]) if comes_back and rng.random() < 0.3 else None,
         grace_s=rng.choice([0.0, 0.1, 3.0]),
@@ -161,7 +163,7 @@ def _random_ask(rng: random.Random, families: list[list[int]]) -> Ask:
 
 
 def _random_fault(rng: random.Random, num_workers: int) -> Fault:
-    """Mostly while the requests run; more often than not something that is over soon."""
+    """Mostly while the requests run; more often than not a short fault."""
     workers = [f"worker-{i}" for i in range(num_workers)]
     gateways = [f"gateway-{i}" for i in range(NUM_GATEWAYS)]
     target = rng.choice([*workers, *workers, "cache", "cache", "scheduler", "scheduler", *gateways])
@@ -176,16 +178,16 @@ def _random_fault(rng: random.Random, num_workers: int) -> Fault:
 
 
 def _takeover(rng: random.Random, num_workers: int) -> list[Fault]:
-    """Something by which the master loses its seat, mostly; and more, about the moment at which it comes back."""
+    """A fault by which the leader mostly loses its lease; and more faults, about the moment at which it comes back."""
     at_s, for_s = rng.uniform(0.2, 0.7), rng.uniform(2.5, 6.0)
 
     def fault(at_s: float, kind: FaultKind, target: str, for_s: float) -> Fault:
         return Fault(round(at_s, 4), kind, target, round(for_s, 4), which=rng.randrange(4))
 
     kind: FaultKind = rng.choice(["kill", "freeze", "suspend", "suspend", "suspend", "isolate", "drain"])
-    faults = [fault(at_s, kind, "master", for_s)]
+    faults = [fault(at_s, kind, "leader", for_s)]
     if kind == "suspend" and rng.random() < 0.9:
-        faults.append(fault(at_s + 0.001, "isolate", "master", for_s + 4.0))
+        faults.append(fault(at_s + 0.001, "isolate", "leader", for_s + 4.0))
     if rng.random() < 0.3:
         faults.append(fault(rng.uniform(0.1, 4.0), rng.choice(["kill", "freeze"]), "etcd", rng.uniform(0.0, 4.0)))
     clients = [*(f"worker-{i}" for i in range(num_workers)), "gateway-0", "gateway-1"]
@@ -197,7 +199,7 @@ def _takeover(rng: random.Random, num_workers: int) -> list[Fault]:
 
 
 def shrink(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
-    """A schedule that still fails, of which no single request or fault can be left out."""
+    """A schedule that still fails, and that passes without any single one of its requests and faults."""
     smaller = True
     while smaller:
         smaller = False

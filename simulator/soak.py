@@ -1,6 +1,6 @@
-"""Play schedules until told to stop: `python -m simulator.soak`; or one again: `... --replay FILE`.
+"""Play schedules until told to stop: `python -m simulator.soak`. Play one again: `... --replay FILE`.
 
-A schedule that fails is shrunk, printed as JSON and ends the run with status 1; what is printed can be played again.
+A failing schedule is shrunk, printed as JSON and ends the run with status 1. The printed schedule can be played again.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ REPORT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Of a schedule: how much happened in it, and what went wrong."""
+class SoakOutcome:
+    """The result of a schedule: how much happened, and what went wrong."""
 
     schedule: Schedule
     num_events: int
     error: str = ""
 
 
-def play(schedule: Schedule) -> Outcome:
-    """Any exception is a failure: the cores raise none of their own accord."""
+def play(schedule: Schedule) -> SoakOutcome:
+    """Any exception is a failure: the cores raise none on purpose."""
     world = None
     try:
         world = World(schedule)
         world.run()
-    except Exception as error:  # a seed that fails is what we are looking for
-        return Outcome(schedule, world.network.num_events if world else 0, f"{type(error).__name__}: {error}")
-    return Outcome(schedule, world.network.num_events)
+    except Exception as error:  # a failing seed is what the soak looks for
+        return SoakOutcome(schedule, world.network.num_events if world else 0, f"{type(error).__name__}: {error}")
+    return SoakOutcome(schedule, world.network.num_events)
 
 
-def play_seed(seed: int) -> Outcome:
+def play_seed(seed: int) -> SoakOutcome:
     return play(random_schedule(seed))
 
 
-def explain(outcome: Outcome) -> str:
-    """What fails, and how to see it again, with as little in it as possible."""
+def explain(outcome: SoakOutcome) -> str:
+    """What fails, and how to reproduce it, with as few parts as possible."""
     small = play(shrink(outcome.schedule, lambda schedule: bool(play(schedule).error)))
     return (
         f"seed {outcome.schedule.seed}: {outcome.error}\n"
@@ -54,7 +54,7 @@ def explain(outcome: Outcome) -> str:
     )
 
 
-def _outcomes(first_seed: int, processes: int) -> Iterator[Outcome]:
+def _outcomes(first_seed: int, processes: int) -> Iterator[SoakOutcome]:
     with multiprocessing.Pool(processes) as pool:
         seed = first_seed
         while True:

@@ -1,7 +1,7 @@
-"""The whole control plane in one process: real cores, any worker, links as queues, a clock turned by hand.
+"""The whole control plane in one process: real cores, any worker, queues for links, and a virtual clock.
 
-Messages of a link stay in order; which link moves next is the caller's (or a seed's) choice, so every interleaving that
-the network allows can be played, faults included.
+Messages of a link stay in order. The caller (or a seed) chooses which link moves next, so every interleaving that the
+network allows can be played, with faults.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def default_policies() -> Policies:
 
 
 def raise_policy_error(error: Exception) -> None:
-    """In a test a policy that fails is a failure."""
+    """In a test, a failing policy is a failure."""
     raise AssertionError(f"policy failed: {error!r}") from error
 
 
 class StepWorker(Protocol):
-    """What runs plans: a toy, or a real model."""
+    """Runs plans: a toy, or a real model."""
 
     registration: WorkerRegistration
 
@@ -47,7 +47,7 @@ class StepWorker(Protocol):
 
 @dataclass(slots=True)
 class WorkerEnd:
-    """A worker and what is under way to and from it."""
+    """A worker, and its messages in flight."""
 
     worker: StepWorker
     id: int
@@ -60,7 +60,7 @@ class WorkerEnd:
 
 @dataclass(slots=True)
 class Client:
-    """What a session has seen."""
+    """What a session has received."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     endings: dict[int, Ending] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class LocalSystem:
         self.connect_cache()
 
     def lose_cache(self) -> None:
-        """Until it is connected."""
+        """Break the cache link, until it is connected again."""
         self.has_cache = False
         self.to_cache.clear()
         self.from_cache.clear()
@@ -133,7 +133,7 @@ class LocalSystem:
         self.poll()
 
     def connect_cache(self) -> None:
-        """To a cache that knows nothing."""
+        """Connect to a cache that knows nothing."""
         self.has_cache = True
         self.cache = CacheCore()
         self.cache_epoch += 1
@@ -159,7 +159,7 @@ class LocalSystem:
         return self.clients[session_id]
 
     def submit(self, session_id: str, handle: int, prompt: list[int], sampling: SamplingParams, **fields: Any) -> None:
-        """`fields`: others of the submission, as priority and tenant."""
+        """`fields`: other fields of the submission, such as priority and tenant."""
         submission = Submission(
             handle=handle,
             request_id=f"{session_id}-{handle}",
@@ -177,7 +177,7 @@ class LocalSystem:
     # ── links that move ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def moves(self) -> list[tuple[str, WorkerEnd | None]]:
-        """Every link that has something to deliver or a worker that has something to run."""
+        """Every link with a message to deliver, and every worker with a step to run."""
         moves: list[tuple[str, WorkerEnd | None]] = []
         if self.to_cache:
             moves.append(("exchange", None))
@@ -239,7 +239,7 @@ class LocalSystem:
         for worker_id, message in outbox.to_workers:
             end = by_id.get(worker_id)
             if end is None or end.failed:
-                continue  # it does not listen any more
+                continue  # the worker does not listen any more
             if message.HasField("plan"):
                 check_plan(self.cache, worker_id, message.plan)
                 end.plans.append(message.plan)
@@ -258,7 +258,7 @@ class LocalSystem:
             self.scheduler.session_message(session_id, acknowledged, self.now_s)
 
     def run_for(self, num_moves: int) -> bool:
-        """The first link that can move, so often at the most; whether everything came to rest."""
+        """Move the first link that can move, at most this often. Returns whether everything came to rest."""
         for _ in range(num_moves):
             moves = self.moves()
             if not moves:
@@ -267,11 +267,11 @@ class LocalSystem:
         return False
 
     def run(self) -> None:
-        """Until nothing moves."""
+        """Run until no link can move."""
         assert self.run_for(100_000), "does not come to rest"
 
     def assert_at_rest(self) -> None:
-        """Nothing is left anywhere: no request, no sequence, no used block (DESIGN §5.1)."""
+        """Nothing is left: no request, no sequence, no used block (DESIGN §5.1)."""
         assert not self.moves()
         queue = self.scheduler.queue
         assert not any([len(queue), queue.num_requests, queue.num_tokens, queue.tenant_tokens])

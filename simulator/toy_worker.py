@@ -1,9 +1,9 @@
 """A worker without a model that notices every mistake in a plan.
 
 Its tokens are a function of the sequence alone, so the right output of a request is known without any server. Its KV
-blocks hold what a real worker's would mean: for each position, a hash of all tokens up to it. A row that attends reads
-its whole table back and compares: a block that was freed too early, shared wrongly or never written is found at once.
-No place is written twice while somebody has it in a table (DESIGN §5.2).
+blocks hold the meaning of a real worker's blocks: for each position, a hash of all tokens up to it. A row that attends
+reads its whole table and compares. So a block that was freed too early, shared wrongly or never written is found at
+once. No position of a block is written twice while a table contains the block (DESIGN §5.2).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Blocks = dict[int, list[int | None]]
 
 VOCAB = 50_000
 EOS = 7
-REFUSED = "refused"  # grammars that begin so are
+REFUSED = "refused"  # prefix of grammars that are refused
 
 
 class Corruption(AssertionError):
@@ -37,26 +37,26 @@ class Corruption(AssertionError):
 
 
 class StepRaised(Exception):
-    """A planted fault: the forward pass raised. The worker reports it and registers anew."""
+    """A planted fault: the forward pass raised. The worker reports it and registers again."""
 
 
 class WorkerDied(Exception):
-    """A planted fault: the process is gone, and says nothing."""
+    """A planted fault: the process is gone, without a message."""
 
 
 def next_token(tokens: list[int], sampling: SamplingParams) -> int:
-    """The toy model: any token of the vocabulary, about one in forty the end of the sequence."""
+    """The toy model: any token of the vocabulary; about one in forty ends the sequence."""
     digest = zlib.crc32(np.array([*tokens, sampling.seed & 0x7FFFFFFF], np.int64).tobytes())
     return EOS if digest % 40 == 0 else 8 + digest % (VOCAB - 8)
 
 
 def toy_logprob(tokens: list[int]) -> float:
-    """Of the last one."""
+    """The log probability of the last token."""
     return -((tokens[-1] * 31 + len(tokens)) % 64) / 8
 
 
 def toy_candidates(tokens: list[int], count: int) -> list[tuple[int, float]]:
-    """The most likely tokens to come next, best first: any, now and then the end of the sequence among them."""
+    """The most likely next tokens, best first: any, now and then with the end of the sequence."""
     digest = zlib.crc32(np.array(tokens, np.int64).tobytes())
     likely = [8 + (digest + 7919 * i) % (VOCAB - 8) for i in range(count)]
     if count and digest % 5 == 0:
@@ -66,14 +66,14 @@ def toy_candidates(tokens: list[int], count: int) -> list[tuple[int, float]]:
 
 
 def expected_hypotheses(prompt: list[int], search: BeamSearch) -> list[tuple[list[int], float]]:
-    """What an undisturbed beam search finds."""
+    """The result of an undisturbed beam search."""
     while not search.done:
         search.advance([toy_candidates([*prompt, *beam.tokens], search.candidates_needed) for beam in search.live])
     return [(list(found.tokens), found.score) for found in search.best()]
 
 
 def expected_output(prompt: list[int], sampling: SamplingParams) -> list[int]:
-    """What an undisturbed run gives."""
+    """The output of an undisturbed run."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < sampling.max_tokens:
         tokens.append(next_token(tokens, sampling))
@@ -123,14 +123,15 @@ class ToyWorker:
         self.block_size = block_size
         self.blocks: Blocks = {b: [None] * block_size for b in range(1, num_blocks + 1)}
         self.host: Blocks = {b: [None] * block_size for b in range(1, num_host_blocks + 1)}
-        self.num_computed = 0  # tokens, of all sequences that ever were
+        self.num_computed = 0  # tokens, of all sequences ever
         self.reset()
 
     def reset(self, keeps_blocks: bool = False) -> None:
-        """A new registration: slots are empty. What the blocks hold is void, or what was said of them holds."""
+        """A new registration: slots are empty. The contents of the blocks become void, or stay valid if the worker
+        keeps them."""
         self.step = 0
         self.slots: dict[int, ToySequence] = {}
-        self.grammars: dict[int, str] = {}  # that are prepared
+        self.grammars: dict[int, str] = {}  # prepared grammars
         self._forgets: list[tuple[int, int]] = []  # step, grammar
         if keeps_blocks:
             return
@@ -138,7 +139,7 @@ class ToyWorker:
             block[:] = [None] * self.block_size
 
     def kept(self) -> list[KeptSequence]:
-        """What is in its blocks of what ran last."""
+        """What its blocks hold of the sequences that ran last."""
         return [
             KeptSequence(
                 token_ids=np.array(sequence.tokens, np.int32).tobytes(),
@@ -150,7 +151,7 @@ class ToyWorker:
         ]
 
     def run(self, plan: StepPlan) -> StepResult:
-        """One step. Raises Corruption."""
+        """Run one step. Raises Corruption."""
         self._expect(plan.step == self.step + 1, f"plan {plan.step} after {self.step}")
         self.step = plan.step
         self._copy(self.blocks, plan.swap_out_from, self.host, plan.swap_out_to)
@@ -162,7 +163,7 @@ class ToyWorker:
             del self.slots[slot]
         filled = self._filled()
         for new in plan.new_sequences:
-            self._seat(new)
+            self._fill_slot(new)
         for slot, block in zip(_ints(plan.grow_slots), _ints(plan.grow_blocks), strict=True):
             self._at(slot, "grown").table.append(block)
         for slot in _ints(plan.hold_slots):
@@ -202,7 +203,7 @@ class ToyWorker:
             target[j][:] = source[i]
 
     def _logprobs(self, slot: int) -> TokenLogprobs:
-        """Of the token that the slot has just sampled."""
+        """The log probability of the token that the slot has just sampled."""
         sequence = self.slots[slot]
         likely = toy_candidates(sequence.tokens[:-1], sequence.sampling.num_top_logprobs)
         return TokenLogprobs(
@@ -213,7 +214,7 @@ class ToyWorker:
         )
 
     def _prompt_logprobs(self, slot: int, num_tokens: int) -> SlotPromptLogprobs | None:
-        """Of the tokens that come after those of the chunk that is about to be computed."""
+        """The log probabilities of the tokens after those of the chunk that is about to be computed."""
         sequence = self._at(slot, "prefilled")
         first = sequence.num_computed + 1
         end = min(first + num_tokens, sequence.num_prompt)
@@ -231,7 +232,7 @@ class ToyWorker:
         self._expect(slot in self.slots, f"slot {slot} {what}, but empty")
         return self.slots[slot]
 
-    def _seat(self, new: NewSequence) -> None:
+    def _fill_slot(self, new: NewSequence) -> None:
         self._expect(new.slot not in self.slots, f"slot {new.slot} is taken")
         if (grammar := new.sampling.grammar) and self.registration.prepares_grammars:
             self._expect(grammar in self.grammars.values(), f"slot {new.slot}: its grammar is not prepared")
@@ -246,14 +247,14 @@ class ToyWorker:
         self.slots[new.slot] = sequence
 
     def prepare_grammar(self, number: int, grammar: str) -> str:
-        """Returns why the grammar is refused; empty if it is prepared."""
+        """Prepare a grammar. Returns why the grammar is refused; empty if it is prepared."""
         if grammar.startswith(REFUSED):
             return grammar
         self.grammars[number] = grammar
         return ""
 
     def forget_grammar(self, number: int, step: int) -> None:
-        """When the plans up to this one have run, which came before the message."""
+        """Forget the grammar when the plans up to this step have run: they came before the message."""
         self._forgets.append((step, number))
         self._forget_grammars()
 
@@ -264,8 +265,8 @@ class ToyWorker:
             del self.grammars[number]
 
     def _filled(self) -> dict[int, int]:
-        """How many places of each block are written already, by the tables. (Who is seated only now may count on what
-        others write in this step.)"""
+        """How many positions of each block are written already, by the tables. (A new sequence may rely on what other
+        sequences write in this step.)"""
         filled: dict[int, int] = {}
         for sequence in self.slots.values():
             for i, block in enumerate(sequence.table):
@@ -273,7 +274,8 @@ class ToyWorker:
         return filled
 
     def _compute(self, sequence: ToySequence, num_tokens: int, filled: dict[int, int]) -> int | None:
-        """Write the KV of the next tokens, read all up to them, sample if the last known token was among them."""
+        """Write the KV of the next tokens, read all tokens up to them, and sample if the last known token was among
+        them."""
         start, end = sequence.num_computed, sequence.num_computed + num_tokens
         self._expect(num_tokens > 0 and end <= len(sequence.tokens), f"{num_tokens} tokens from {start}")
         self._expect(end <= len(sequence.table) * self.block_size, f"no block for position {end - 1}")

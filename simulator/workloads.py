@@ -1,8 +1,8 @@
 """Workloads for a cluster run, made from a seed: what clients ask, and when.
 
-Lengths and shapes follow what public traces show (chat: log-normal prompts of a few hundred tokens and outputs of one
-to two hundred; agents: contexts of ten thousand tokens that grow by a few hundred, outputs of a few dozen). Pauses are
-shortened, so that half a minute on the virtual clock shows the steady state. No token is shared by chance.
+Lengths and shapes follow public traces (chat: log-normal prompts of a few hundred tokens, and outputs of one to two
+hundred; agents: contexts of ten thousand tokens that grow by a few hundred, and outputs of a few dozen). Pauses are
+shorter, so that half a minute on the virtual clock shows the steady state. No tokens are equal by chance.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ TOKENS = 1 << 29  # token ids of prompts are below this
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`sessions_per_s`: of an open run, for each worker. It is 80 % of what one worker of the default cost was measured
-    to finish in a closed run, where nothing can be placed wrongly. `concurrency`: sessions of a closed run, for each
-    worker. `num_sessions`: of a run, for each worker.
-    """
+    """`sessions_per_s`: of an open run, for each worker. It is 80 % of the measured rate of one worker of the default
+    cost in a closed run, where no request can be placed wrongly. `concurrency`: sessions of a closed run, for each
+    worker. `num_sessions`: of a run, for each worker."""
 
     name: str
     what: str
@@ -36,7 +35,7 @@ class Workload:
 
 
 class Shared:
-    """Prompts that many sessions of a run begin with."""
+    """Prefixes of prompts that many sessions of a run share."""
 
     def __init__(self, rng: Rng) -> None:
         self.system = draw(rng, 1_500)
@@ -112,8 +111,8 @@ WORKLOADS = {
 
 
 def make_sessions(workload: Workload, capacity: float, seed: int, scale: float = 1.0) -> list[ClientSession]:
-    """Sessions for a fleet of that capacity (in workers of the default cost): Poisson arrivals at the workload's rate;
-    `scale` of the workload's number of sessions."""
+    """Sessions for a fleet of that capacity (in workers of the default cost): Poisson arrivals at the workload's rate.
+    `scale` multiplies the workload's number of sessions."""
     rng = np.random.default_rng(seed)
     shared = Shared(rng)
     count = round(workload.num_sessions * capacity * scale)

@@ -1,7 +1,7 @@
-"""A whole Paceline under a virtual clock: gateways, scheduler, cache and workers, and everything that may befall them.
+"""A whole Paceline under a virtual clock: gateways, scheduler, cache and workers, with faults.
 
-A run plays one schedule (schedule.py). Whatever happens in it, every client has to get the tokens of an undisturbed
-run, each once and in order, and when all is quiet nothing may be left anywhere (DESIGN §5).
+A run plays one schedule (schedule.py). In every run, each client has to get the tokens of an undisturbed run, each once
+and in order; and at the end nothing may be left anywhere (DESIGN §5).
 """
 
 from __future__ import annotations
@@ -14,36 +14,37 @@ from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose
 from services.gateway.engine.session_core import SessionCore
-from simulator.clients import Clients
+from simulator.clients import SimulatedClients
 from simulator.election import TTL_S, ElectedScheduler
 from simulator.etcd import EtcdData, EtcdParty
 from simulator.gateway_party import GatewayParty
 from simulator.network import KEEPALIVE_S, Network, Party
 from simulator.parties import RETRY_S, CacheParty, SchedulerParty, WorkerParty, new_scheduler_core
-from simulator.schedule import NUM_GATEWAYS, Ask, Fault, Schedule, Sizes
+from simulator.schedule import NUM_GATEWAYS, ClientScript, Fault, PartySizes, Schedule
 from simulator.toy_worker import ToyWorker
 
-PATIENCE_S = 120.0  # after the last thing of the schedule; then what has not ended never will
-START_S = 0.5  # who has lost an election is started again
-QUIET_S = 2 * KEEPALIVE_S + 1  # in which everybody notices whom it has lost
+PATIENCE_S = 120.0  # after the last event of the schedule; a request that is still open then never ends
+START_S = 0.5  # after this time a scheduler that lost an election is started again
+QUIET_S = 2 * KEEPALIVE_S + 1  # time in which every party notices its lost peers
 
 
 class World:
-    """Raises AssertionError, at the latest from `run`, if any promise is broken."""
+    """Raises AssertionError, at the latest from `run`, if a promise is broken."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.sizes = Sizes.of(schedule.seed)
+        self.sizes = PartySizes.of(schedule.seed)
         self.network = Network(schedule.seed)
         self.parties: dict[str, Party] = {}
-        self.clients = Clients(self.network, self._gateway)
-        self._leaving: set[Party] = set()  # told to, and not gone yet
+        self.clients = SimulatedClients(self.network, self._gateway)
+        self._leaving: set[Party] = set()  # parties that were told to leave, and have not left yet
         self._epochs = itertools.count(1)
         self._num_gateways = itertools.count(1)
         self._last_s = max([0.0, *(f.at_s + f.for_s for f in schedule.faults), *(ask.at_s for ask in schedule.asks)])
-        self._pending = len(schedule.asks) + len(schedule.faults)  # of the schedule, as far as not over
+        self._pending = len(schedule.asks) + len(schedule.faults)  # open parts of the schedule
         self.etcd = EtcdData()
-        # A worker that is killed just then accuses who was innocent. Whatever else befalls it, it comes back.
+        # A worker that is killed at that moment has innocent requests blamed. Whatever else happens to it, it comes
+        # back.
         kills = [fault for fault in schedule.faults if fault.kind == "kill" and fault.target.startswith("worker")]
         self._poison_failures = SchedulerConfig().poison_failures + len(kills)
         self._schedulers = ["scheduler", "scheduler-2"][: self.sizes.num_schedulers]
@@ -72,7 +73,7 @@ class World:
         return self.sizes.num_schedulers > 1
 
     def _unfinished(self) -> Iterator[str]:
-        """Who still waits for something: those told to leave, and clients."""
+        """The names of leaving parties and of clients that still wait."""
         yield from (party.name for party in self._leaving)
         yield from self.clients.unfinished()
 
@@ -83,7 +84,7 @@ class World:
         assert isinstance(party, GatewayParty)
         return party
 
-    def _ask(self, ask: Ask) -> None:
+    def _ask(self, ask: ClientScript) -> None:
         self._pending -= 1
         self.clients.ask(ask)
 
@@ -91,7 +92,7 @@ class World:
         return lambda: self.parties[name]
 
     def _start(self, name: str) -> None:
-        """A process of that name, which knows nothing of any before it."""
+        """A new process of that name, which knows nothing of earlier ones."""
         match name.partition("-")[0]:
             case "cache":
                 party: Party = CacheParty(self.network, name)
@@ -100,12 +101,12 @@ class World:
             case "scheduler":
                 party = self._scheduler(name)
             case "worker":
-                party = WorkerParty(self.network, name, self._toy(), self._dial_master)
+                party = WorkerParty(self.network, name, self._toy(), self._dial_leader)
             case _:
                 window = self.sizes.response_window
                 name_of_session = f"{name}-{next(self._num_gateways)}"
                 session = SessionCore(name_of_session, response_window=window, max_live=100, wait_s=1000.0)
-                party = GatewayParty(self.network, name, session, self._dial_master, self.clients.news)
+                party = GatewayParty(self.network, name, session, self._dial_leader, self.clients.news)
         self.parties[name] = party
 
     def _scheduler(self, name: str) -> SchedulerParty:
@@ -120,14 +121,14 @@ class World:
     def _stepped_down(self, party: Party) -> None:
         self._restart(party, START_S)
 
-    def _dial_master(self, client: Party) -> None:
-        """services/runtime/masters.py: all are asked whether they serve, and the first that does is dialled."""
+    def _dial_leader(self, client: Party) -> None:
+        """As services/runtime/masters.py: ask all whether they serve, and dial the first that does."""
         if not self._elects:
             self.network.connect(client, self.parties["scheduler"])
             return
 
         def look() -> None:
-            serving = self._masters()
+            serving = self._leaders()
             if serving:
                 self.network.connect(client, self.network.rng.choice(serving))
             else:
@@ -135,8 +136,8 @@ class World:
 
         client.after(self.network.delay_s(), look)
 
-    def _masters(self) -> list[ElectedScheduler]:
-        """Those who believe to be it."""
+    def _leaders(self) -> list[ElectedScheduler]:
+        """The schedulers that believe they are the leader."""
         parties = [self.parties[name] for name in self._schedulers]
         return [party for party in parties if isinstance(party, ElectedScheduler) and party.serves]
 
@@ -177,14 +178,14 @@ class World:
         self._pending -= 1
 
     def _stays(self, party: Party) -> bool:
-        """And may be told to leave."""
+        """A process that may be told to leave."""
         return party.alive and party not in self._leaving
 
     def _named(self, target: str) -> Party:
-        if target != "master":
+        if target != "leader":
             return self.parties[target]
         parties = [self.parties[name] for name in self._schedulers]
-        return max(parties, key=lambda party: party.reign if isinstance(party, ElectedScheduler) else 0)
+        return max(parties, key=lambda party: party.leader_term if isinstance(party, ElectedScheduler) else 0)
 
     def _restart(self, party: Party, for_s: float) -> None:
         party.die()
@@ -205,8 +206,8 @@ class World:
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _check_rest(self) -> None:
-        """Everybody has found everybody else again, and nothing is left anywhere."""
-        (scheduler,) = self._masters() if self._elects else [self.parties["scheduler"]]
+        """Every party has found its peers again, and nothing is left anywhere."""
+        (scheduler,) = self._leaders() if self._elects else [self.parties["scheduler"]]
         cache = self.parties["cache"]
         assert isinstance(scheduler, SchedulerParty)
         assert isinstance(cache, CacheParty)

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-Slots = npt.NDArray[np.intp]  # slot numbers, in the type that NumPy indexes with: others it converts each time
+Slots = npt.NDArray[np.intp]  # slot numbers in NumPy's index type; another type is converted at each use
 Longs = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.int32]  # token ids
 
 
 def packed(numbers: Iterable[int]) -> bytes:
-    """As they travel: packed int32."""
+    """As in messages: packed int32."""
     return array("i", numbers).tobytes()
 
 

@@ -1,10 +1,10 @@
-"""A request that is refused, or a registration, with the reason for its sender."""
+"""The refusal of a request or of a registration, with the reason for its sender."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# google.rpc.Code, spelled out because the core knows no grpc.
+# google.rpc.Code as numbers, because the core does not import grpc.
 CODE_INVALID_ARGUMENT = 3
 CODE_DEADLINE_EXCEEDED = 4
 CODE_RESOURCE_EXHAUSTED = 8

@@ -1,7 +1,7 @@
 """The scheduler's state machine: events in, messages out.
 
-Every public method is an event (a message, a connection that came or went, the passing of time). None of them does I/O;
-what is to be sent gathers until `poll` hands it over. Same events, same messages.
+Every public method is an event (a message, a new or broken connection, the passing of time). No method does I/O:
+messages gather until `poll` returns them. The same events give the same messages.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from scheduler_svc.core.admission.validation import (
     check_registration,
     check_submission,
     explain_rejection,
-    free_places,
     is_sample_of,
     new_request,
+    queue_credit,
     recheck,
 )
 from scheduler_svc.core.cache.link import CacheLink, ProtocolError
-from scheduler_svc.core.faults.retry_groups import Trials
+from scheduler_svc.core.faults.retry_groups import RetryGroups
 from scheduler_svc.core.faults.suspects import Absence, Loss, Suspects
 from scheduler_svc.core.lifecycle.beam_groups import BeamGroups, check_beam
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.lifecycle.recovery import Recovery
 from scheduler_svc.core.output.sessions import Publisher, Session
-from scheduler_svc.core.output.timeline import Journal
+from scheduler_svc.core.output.timeline import RequestTimeline
 from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, CODE_INVALID_ARGUMENT, Rejection, invalid
-from scheduler_svc.core.requests.request import Phase
-from scheduler_svc.core.step.composer import Composer
+from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.step.planner import Planner
 from scheduler_svc.core.step.policy_failures import PolicyFailures
 from scheduler_svc.core.step.results import ResultReader
 from scheduler_svc.core.step.rounds import Rounds
-from scheduler_svc.core.types import Counters, Failure, Outbox, SchedulerConfig
-from scheduler_svc.core.workers.slots import SlotTable
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.step.scheduling import StepScheduler
+from scheduler_svc.core.types import Failure, Outbox, SchedulerConfig, SchedulerCounters
+from scheduler_svc.core.workers.slots import SlotLedger
+from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.step_time import FleetStepTimes, OutputLength
 
-MAX_REASON_CHARS = 400  # of what a worker says of a grammar
+MAX_REASON_CHARS = 400  # of a worker's reason for refusing a grammar
 
 
 class SchedulerCore:
@@ -67,14 +67,15 @@ class SchedulerCore:
         epoch: int,
         on_policy_error: Callable[[Exception], None] = lambda error: None,
     ) -> None:
-        """`fallback` makes the policies that compose a step when those in force fail at it."""
+        """`fallback` makes the policies that schedule a step when the current ones fail."""
         self.config = config
         self.epoch = epoch
         self.fence = 0  # the epoch, if it comes from an election
-        self.counters = Counters()
-        self.workers: dict[int, Worker] = {}
+        self.counters = SchedulerCounters()
+        self.workers: dict[int, WorkerState] = {}
         self.sessions: dict[str, Session] = {}
-        self.limits: Limits | None = None  # of the last workers seen, so that intake can check while none is attached
+        # of the last workers seen, so that requests can be checked while no worker is attached
+        self.limits: Limits | None = None
         self._publisher = Publisher(self.sessions)
         self._outbox = Outbox()
         self._next_worker = 1
@@ -84,10 +85,10 @@ class SchedulerCore:
         self._cache = CacheLink(epoch)
         budgets = Budgets(config)
         output_length = OutputLength()
-        self._composer = Composer(
+        self._step_scheduler = StepScheduler(
             policies, fallback, self.counters, on_policy_error, budgets, self._step_times, output_length
         )
-        self.queue = self._composer.queue
+        self.queue = self._step_scheduler.queue
         self.life = Lifecycle(
             config, self.queue, budgets, self._cache, self.workers, self.sessions, self.counters, output_length
         )
@@ -102,14 +103,21 @@ class SchedulerCore:
             swaps.resumed,
             self._cache.add_commit,
         )
-        self._trials = Trials(self.life, Suspects(config.poison_failures))
+        self._retry_groups = RetryGroups(self.life, Suspects(config.poison_failures))
         self._rounds = Rounds(
-            self.workers, self._cache, self._composer, planner, self.life, self._groups, self._trials, self._send_worker
+            self.workers,
+            self._cache,
+            self._step_scheduler,
+            planner,
+            self.life,
+            self._groups,
+            self._retry_groups,
+            self._send_worker,
         )
         self._results = ResultReader(
             self._publisher.tokens,
             self.life.end,
-            self.life.spoil,
+            self.life.invalidate_kv,
             self.life.fail,
             self._publisher.score,
             self._publisher.prompt_scores,
@@ -119,25 +127,25 @@ class SchedulerCore:
 
     @property
     def policies(self) -> Policies:
-        """In force for the next step."""
-        return self._composer.policies
+        """The policies for the next step."""
+        return self._step_scheduler.policies
 
     @property
     def policy_failures(self) -> PolicyFailures:
-        """Since policies were last put in force."""
-        return self._composer.failures
+        """Failures since the policies were last set."""
+        return self._step_scheduler.failures
 
     @property
-    def journal(self) -> Journal:
-        return self.life.journal
+    def timeline(self) -> RequestTimeline:
+        return self.life.timeline
 
     def event_at(self, now_s: float) -> None:
-        """The next event happens now. Without this call its time is that of the last `poll` or `tick`."""
+        """Set the time of the next event. Without this call, it is the time of the last `poll` or `tick`."""
         self.life.now_s = now_s
 
     def set_policies(self, policies: Policies) -> None:
-        """Other policies from the next step on. Raises what their order raises; then nothing has changed."""
-        self._composer.set_policies(policies, self.workers)
+        """Set other policies from the next step on. Raises what their order raises; then nothing has changed."""
+        self._step_scheduler.set_policies(policies, self.workers)
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -154,7 +162,7 @@ class SchedulerCore:
         session.status = self._status()
 
     def close_session(self, session_id: str) -> None:
-        """The gateway is gone: so are its requests."""
+        """The gateway is gone, and so are its requests."""
         session = self.sessions.pop(session_id, None)
         if session is None:
             return
@@ -189,11 +197,11 @@ class SchedulerCore:
             check_limits(request, self.limits, changes_logits)
         if request.handle in session.live:
             raise Rejection(CODE_FAILED_PRECONDITION, f"handle: {request.handle} is in use", "handle")
-        request.seniority = request.place = request.siblings.first = self.life.next_seniority()
+        request.arrival_index = request.queue_position = request.siblings.first = self.life.next_arrival_index()
         parent = session.live.get(submission.fork_of) if submission.fork_of else None
         if parent is not None and not is_sample_of(parent, request):
             parent = None
-        # Nothing accepted is lost, and samples are one request: what was said of the first holds for them.
+        # Nothing accepted is lost. Samples are one request: the check of the first sample holds for all.
         if not (request.accepted_before or parent):
             check_queue(self.queue, request, self.config, self.life.budgets)
         if parent is not None:
@@ -211,25 +219,25 @@ class SchedulerCore:
     # ── workers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def register_worker(self, registration: WorkerRegistration) -> int:
-        """Attach a worker; returns its id. Raises Rejection if it does not fit those attached."""
+        """Attach a worker. Returns its id. Raises Rejection if the worker does not match the attached ones."""
         others = [worker.registration for worker in self.workers.values()]
         live = any(session.live for session in self.sessions.values())
         check_registration(registration, others, self.limits if live else None, self.config.allow_mixed_dtypes)
         sizes = registration.max_num_seqs, registration.max_batched_tokens, self.config.max_num_seqs
-        worker = Worker(
+        worker = WorkerState(
             id=self._next_worker,
             registration=registration,
             window=self.config.window,
-            slots=SlotTable(min(filter(None, sizes)), registration.block_size),
+            slots=SlotLedger(min(filter(None, sizes)), registration.block_size),
             available_blocks=0,  # until the cache has answered
             prefix_caching=self.config.prefix_caching,
             kept=list(registration.kept),
         )
-        registration.ClearField("kept")  # it may be large, and is of use once
+        registration.ClearField("kept")  # it may be large, and is needed only once
         self._next_worker += 1
         self.workers[worker.id] = worker
         if worker.incarnation:
-            self._trials.came_back(worker.incarnation)
+            self._retry_groups.came_back(worker.incarnation)
         registered = WorkerRegistered(worker=worker.id, epoch=self.epoch, window=worker.window, fence=self.fence)
         self._outbox.to_workers.append((worker.id, WorkerServiceLinkResponse(registered=registered)))
         self._workers_changed()
@@ -238,27 +246,27 @@ class SchedulerCore:
         return worker.id
 
     def worker_result(self, worker_id: int, result: StepResult) -> None:
-        """Raises ProtocolError; then the worker's link is to be closed."""
+        """A step's result. Raises ProtocolError; then the worker's link is to be closed."""
         worker = self.workers[worker_id]
         num_tokens = self._results.apply(worker, result, self.life.now_s)
         self.counters.tokens += num_tokens
         worker.num_pauses = 0 if num_tokens else worker.num_pauses
 
     def worker_heartbeat(self, worker_id: int, heartbeat: Heartbeat) -> None:
-        """A worker that answers, but does not get on, is lost. Raises ProtocolError if a result is missing."""
+        """A worker that sends heartbeats but makes no progress is lost. Raises ProtocolError if a result is missing."""
         worker = self.workers[worker_id]
         oldest = worker.in_flight[0].step if worker.in_flight else 0
         if heartbeat.step >= (oldest or worker.steps_sent + 1):
             raise ProtocolError(f"a heartbeat after step {heartbeat.step}, which has no result")
         if not worker.registration.heartbeats:
-            return  # of before these said more
+            return  # an older worker: its heartbeats say nothing more
         if stall := worker.progress.told(heartbeat, oldest, self.config.stall_s):
             self._outbox.lost_workers.append((worker_id, stall))
-            # A plan that has not arrived is nobody's doing but the link's.
+            # If the plan has not arrived, the link is to blame.
             self.worker_lost(worker_id, Loss.FAULT if heartbeat.received >= oldest else Loss.LINK)
 
     def worker_grammar(self, worker_id: int, prepared: GrammarPrepared) -> None:
-        """A worker has prepared a grammar, or refuses it: then the requests that wait with it fail. Raises
+        """A worker has prepared a grammar, or refuses it: then the waiting requests with this grammar fail. Raises
         ProtocolError."""
         grammar = self.workers[worker_id].grammars.answered(prepared.id, not prepared.refused)
         if grammar is None:
@@ -271,65 +279,68 @@ class SchedulerCore:
 
     def worker_drain(self, worker_id: int) -> None:
         self.workers[worker_id].draining = True
-        self.life.recompute(self.workers[worker_id].swapped.values())  # elsewhere
+        self.life.recompute(self.workers[worker_id].swapped.values())  # they run on another worker
         self._workers_changed()
 
     def worker_failed(self, worker_id: int, failure: StepFailure) -> None:
-        """It says that a step has failed, and that it forgets all it ran. Raises ProtocolError."""
+        """The worker reports that a step has failed, and that it forgets everything it ran. Raises ProtocolError."""
         worker, first, last = self.workers[worker_id], failure.first_step, failure.last_step
         if not (worker.in_flight and worker.in_flight[0].step <= first <= last <= worker.in_flight[-1].step):
             raise ProtocolError(f"failure of steps {first} to {last}, which are not in flight")
         self._lose(worker, f"{_steps(first, last)} of worker {worker_id} failed: {failure.message}", first, last)
 
     def worker_lost(self, worker_id: int, loss: Loss = Loss.LINK) -> None:
-        """Its link is gone: what it ran goes back to the queue with the tokens it has."""
+        """The worker's link is gone: its requests go back to the queue with the tokens they have."""
         worker = self.workers.get(worker_id)
         if worker is None:
             return
         absence = None
         if worker.incarnation and loss is not Loss.FAULT:
-            absence = Absence(worker.incarnation, loss, self._trials.clock_s)
-        if worker.in_flight and not worker.draining:  # one that drains leaves when its time is up
+            absence = Absence(worker.incarnation, loss, self._retry_groups.clock_s)
+        if worker.in_flight and not worker.draining:  # a draining worker leaves when its time is up
             first, last = worker.in_flight[0].step, worker.in_flight[-1].step
             self._lose(worker, f"worker {worker_id} was lost in {_steps(first, last)}", first, last, absence)
         else:
             self._lose(worker, "its worker was lost")
         newer = (one for one in self.workers.values() if one.id > worker_id)
-        if any(one.incarnation == worker.incarnation for one in newer):  # it knew before we did
-            self._trials.came_back(worker.incarnation)
+        if any(one.incarnation == worker.incarnation for one in newer):  # the worker noticed the broken link first
+            self._retry_groups.came_back(worker.incarnation)
 
-    def _lose(self, worker: Worker, why: str, first: int = 0, last: int = 0, absence: Absence | None = None) -> None:
-        """Steps `first` to `last` are to blame, if they are given (the first step is 1)."""
+    def _lose(
+        self, worker: WorkerState, why: str, first: int = 0, last: int = 0, absence: Absence | None = None
+    ) -> None:
+        """Remove the worker. Steps `first` to `last` are to blame, if they are given (the first step is 1)."""
         del self.workers[worker.id]
         self._step_times.left(worker.step_fit)
-        self.journal.worker_gone(worker.id)
+        self.timeline.worker_gone(worker.id)
         if self._cache.connected:
             self._cache.forget_worker(worker.id)
-        accused, num_rows, num_steps = worker.in_steps(first, last)
-        evacuated = self.life.evacuate(worker, why, accused)
-        guilty = self._trials.accuse(accused, num_rows, num_steps, why, absence)
-        self._trials.worker_lost(worker.id, accused)
+        blamed, num_rows, num_steps = worker.in_steps(first, last)
+        evacuated = self.life.evacuate(worker, why, blamed)
+        poisoned = self._retry_groups.blame(blamed, num_rows, num_steps, why, absence)
+        self._retry_groups.worker_lost(worker.id, blamed)
         for request in evacuated:
-            if request is guilty:
-                self.life.quarantine(request, why)
-            elif request.phase is not Phase.ENDED:  # with the guilty one, as a beam of the same search
-                # Its sequence goes with the worker, unless the exchange that binds it is on its way.
+            if request is poisoned:
+                self.life.fail_poisoned(request, why)
+            # otherwise it ended with the poisoned one, as a beam of the same search
+            elif request.phase is not Phase.ENDED:
+                # Its sequence goes with the worker, unless the exchange that binds it is in flight.
                 self.life.lost_worker(request)
         self.life.recompute(worker.swapped.values())
         if num_steps:
-            retried = [request.request_id for request in accused if request is not guilty]
+            retried = [request.request_id for request in blamed if request is not poisoned]
             self.counters.failures += 1
             self.counters.retried += len(retried)
-            self._outbox.failures.append(Failure(worker.id, why, retried, guilty.request_id if guilty else ""))
+            self._outbox.failures.append(Failure(worker.id, why, retried, poisoned.request_id if poisoned else ""))
         self._workers_changed()
 
     @property
     def _has_worker(self) -> bool:
-        """One that takes requests."""
+        """Whether a worker is attached that takes requests."""
         return not all(worker.draining for worker in self.workers.values())
 
     def _workers_changed(self) -> None:
-        self._composer.fleet_changed()
+        self._step_scheduler.fleet_changed()
         if self._has_worker:
             self.life.no_worker_since_s = None
         if self.workers:
@@ -339,7 +350,7 @@ class SchedulerCore:
             self.limits = Limits(first.model, pool, max(w.registration.max_loras for w in self.workers.values()))
             self._cache.model = first.model.fingerprint
             if fresh:
-                for request in list(self.queue):  # accepted before anybody knew the model
+                for request in list(self.queue):  # accepted before the model was known
                     if (rejection := recheck(request, self.limits)) is not None:
                         self.life.end(request, FINISH_REASON_ERROR, rejection)
                 if self._cache.connected:
@@ -350,14 +361,14 @@ class SchedulerCore:
 
     def _note_outage(self) -> None:
         if not self._cache.connected:
-            self.journal.out("no-cache", "the cache does not answer", self.life.now_s)
+            self.timeline.out("no-cache", "the cache does not answer", self.life.now_s)
         elif not self._has_worker:
-            self.journal.out("no-worker", "none is attached", self.life.now_s)
+            self.timeline.out("no-worker", "none is attached", self.life.now_s)
         else:
-            self.journal.out("", "", self.life.now_s)
+            self.timeline.out("", "", self.life.now_s)
 
     def _announce(self) -> None:
-        """Tell the sessions, if what they know of us has changed."""
+        """Tell the sessions if the status has changed."""
         status = self._status()
         self._told_full = status.full
         if status != self._told:
@@ -372,7 +383,7 @@ class SchedulerCore:
             model = type(self.limits.model)()
             model.CopyFrom(self.limits.model)
             model.max_model_len = self.limits.max_total_tokens
-        full = not free_places(self.queue, self.config)
+        full = not queue_credit(self.queue, self.config)
         ready = bool(active) and self._cache.connected and not full
         return SchedulerStatus(
             num_workers=len(active),
@@ -393,12 +404,12 @@ class SchedulerCore:
         self._workers_changed()
 
     def cache_lost(self) -> None:
-        """Block tables are gone, but not what is in the blocks: what runs goes on when there is a cache again."""
+        """Block tables are gone; the KV in the blocks is not. Running requests go on when there is a cache again."""
         self._recovery.cache_lost()
         self._workers_changed()
 
     def cache_response(self, response: CacheServiceLinkResponse) -> None:
-        """Raises ProtocolError; then the cache's link is to be closed."""
+        """The answer to an exchange. Raises ProtocolError; then the cache's link is to be closed."""
         sent = self._cache.receive(response)
         for counters in response.pools:
             if (worker := self.workers.get(counters.worker)) is not None:
@@ -408,7 +419,7 @@ class SchedulerCore:
         self.life.set_matches((update.sequence, update.matches) for update in response.match_updates)
         if sent.restores:
             self._recovery.answered(sent, response)
-        for worker in sent.askers:
+        for worker in sent.awaiting_cache:
             worker.knows_cache = True
         if sent.swap_outs:
             self.life.recompute(self.life.swaps.answered(sent.swap_outs, response))
@@ -426,25 +437,25 @@ class SchedulerCore:
             self.life.no_worker_since_s = now_s
         self.life.budgets.measure(now_s, self.queue.tenant_tokens)
         self.life.end_late(now_s)
-        for request, why in self._trials.judge():
-            if request.phase is not Phase.ENDED:  # with the one before, as a beam of the same search
-                self.life.quarantine(request, why)
+        for request, why in self._retry_groups.find_poisoned():
+            if request.phase is not Phase.ENDED:  # otherwise it ended with the one before, as a beam of the same search
+                self.life.fail_poisoned(request, why)
                 self._outbox.failures.append(Failure(0, why, [], request.request_id))
         self._announce()
 
     def poll(self, now_s: float) -> Outbox:
-        """Everything there is to send, after planning whatever can be planned."""
+        """Plan whatever can be planned. Returns everything to send."""
         self.life.now_s = now_s
         if (exchange := self._rounds.plan(now_s)) is not None:
             self._outbox.to_cache.append(exchange)
         for worker in self.workers.values():
             if worker.grammars.wanted:
                 self._send_worker(worker.id, WorkerServiceLinkResponse(grammars=worker.grammar_orders()))
-        places = free_places(self.queue, self.config)
-        if (not places) != self._told_full:  # at once: gateways refuse by it
+        credit = queue_credit(self.queue, self.config)
+        if (not credit) != self._told_full:  # at once, because gateways refuse requests by it
             self._announce()
         for session in self.sessions.values():
-            session.places = places
+            session.queue_credit = credit
             while (message := session.next_message()) is not None:
                 self._outbox.to_sessions.append((session.id, message))
         self._release_drained()
@@ -456,7 +467,7 @@ class SchedulerCore:
 
     def _release_drained(self) -> None:
         for worker in self.workers.values():
-            if worker.draining and not (worker.released or worker.running or worker.draft or worker.in_flight):
+            if worker.draining and not (worker.released or worker.running or worker.pending_step or worker.in_flight):
                 worker.released = True
                 self._outbox.to_workers.append((worker.id, WorkerServiceLinkResponse(released=WorkerReleased())))
 

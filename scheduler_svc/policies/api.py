@@ -1,4 +1,4 @@
-"""All that a policy imports, ours or a user's (docs/custom-policies.md). These names stay."""
+"""Everything that a policy imports, ours or a user's (docs/custom-policies.md). These names stay."""
 
 from scheduler_svc.core.policy.interfaces import BatchPolicy, PlacementPolicy, PreemptionPolicy
 from scheduler_svc.core.policy.order import KeyedOrder, OrderPolicy, PolicyError

@@ -1,4 +1,5 @@
-"""Combinations that behave as a known system does, and ours. docs/presets.md says how each was checked."""
+"""Combinations of policies: ours, and some that behave as a known system does. docs/presets.md says how each was
+checked."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """One policy of each kind by name ("module:Class" for one's own), and the options that they share."""
+class PolicySet:
+    """One policy of each kind by name ("module:Class" for a user's own), and the options that they share."""
 
     order: str
     capacity: str
@@ -20,14 +21,14 @@ class Choice:
 
 DEFAULT = "paceline"
 
-PRESETS: dict[str, Choice] = {
-    # Prompts in chunks beside decodes; admit while it fits, fairly among tenants and requests; what holds most gives
-    # way. A preempted request comes back only when there is room to grow.
-    "paceline": Choice(
+PRESETS: dict[str, PolicySet] = {
+    # Prompts in chunks beside decodes. Admits while blocks are left, fairly among tenants and requests. The largest
+    # share is preempted first. A preempted request resumes only when there is room to grow.
+    "paceline": PolicySet(
         "fair", "watermark", "decode-first", "largest-share", {"watermark": 0.01, "resume_watermark": 0.05}
     ),
     # https://github.com/vllm-project/vllm, the last V0 scheduler: prefill batches, then decode batches.
-    "vllm-v0": Choice(
+    "vllm-v0": PolicySet(
         "fcfs",
         "watermark",
         "prefill-first",
@@ -43,13 +44,13 @@ PRESETS: dict[str, Choice] = {
         },
     ),
     # vLLM V1 with its defaults.
-    "vllm-v1": Choice("fcfs", "watermark", "decode-first", "last-in", {"watermark": 0.0, "requeue": "front"}),
-    "vllm-v1-priority": Choice("priority", "watermark", "decode-first", "lowest-priority", {"watermark": 0.0}),
+    "vllm-v1": PolicySet("fcfs", "watermark", "decode-first", "last-in", {"watermark": 0.0, "requeue": "front"}),
+    "vllm-v1-priority": PolicySet("priority", "watermark", "decode-first", "lowest-priority", {"watermark": 0.0}),
     # SGLang with its defaults, and with --schedule-policy lpm.
-    "sglang": Choice("fcfs", "token-ratio", "prefill-first", "fewest-output", {"requeue": "back"}),
-    "sglang-lpm": Choice("lpm", "token-ratio", "prefill-first", "fewest-output", {"requeue": "back"}),
+    "sglang": PolicySet("fcfs", "token-ratio", "prefill-first", "fewest-output", {"requeue": "back"}),
+    "sglang-lpm": PolicySet("lpm", "token-ratio", "prefill-first", "fewest-output", {"requeue": "back"}),
     # TensorRT-LLM's three capacity schedulers, each with its micro-batch scheduler.
-    "trtllm-no-evict": Choice("priority", "guaranteed-no-evict", "two-stage", "last-in"),
-    "trtllm-max-util": Choice("priority", "max-utilization", "two-stage", "last-in"),
-    "trtllm-static": Choice("priority", "static-batch", "two-stage", "last-in"),
+    "trtllm-no-evict": PolicySet("priority", "guaranteed-no-evict", "two-stage", "last-in"),
+    "trtllm-max-util": PolicySet("priority", "max-utilization", "two-stage", "last-in"),
+    "trtllm-static": PolicySet("priority", "static-batch", "two-stage", "last-in"),
 }

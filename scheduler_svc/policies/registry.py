@@ -1,6 +1,5 @@
-"""From names and options to policies. A policy is built in, found by an entry point of the group `paceline.policies`,
-or named as "module:Class".
-"""
+"""Makes policies from names and options. A policy is built in, found by an entry point of the group
+`paceline.policies`, or named as "module:Class"."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from scheduler_svc.core.policy.interfaces import BatchPolicy, PlacementPolicy, Policies, PreemptionPolicy
 from scheduler_svc.core.policy.order import OrderPolicy, PolicyError
 from scheduler_svc.core.policy.step import CapacityPolicy
-from scheduler_svc.policies.presets import DEFAULT, PRESETS, Choice
+from scheduler_svc.policies.presets import DEFAULT, PRESETS, PolicySet
 
 GROUP = "paceline.policies"
-# What a policy states about itself, and may state.
+# Attributes that a policy may declare, and their values.
 DECLARED: dict[str, dict[str, tuple[object, ...]]] = {
     "capacity": {"reserves_prompt": (True, False), "preempts_for_waiting": (True, False)},
     "batch": {"shares_in_step": (True, False)},
@@ -40,7 +39,7 @@ KINDS: dict[str, type] = {
 
 @cache
 def names(kind: str) -> dict[str, str]:
-    """Every known name of a policy of that kind, with where its class is. A built-in one keeps its name."""
+    """Every known name of a policy of that kind, and the location of its class. A built-in policy keeps its name."""
     prefix = f"{kind}."
     found = sorted(entry_points(group=GROUP), key=lambda point: point.value.startswith("scheduler_svc."))
     return {point.name.removeprefix(prefix): point.value for point in found if point.name.startswith(prefix)}
@@ -50,10 +49,10 @@ def choose(
     preset: str = "",
     overrides: Mapping[str, str] | None = None,
     options: Mapping[str, Any] | None = None,
-    base: Choice | None = None,
-) -> Choice:
-    """A preset (else `base`, else the default one), with other policies and options on top. Options of the base's
-    policies go with them. Raises PolicyError."""
+    base: PolicySet | None = None,
+) -> PolicySet:
+    """A preset (else `base`, else the default preset), with other policies and options on top. If a policy of `base` is
+    replaced, its options are dropped. Raises PolicyError."""
     if preset and preset not in PRESETS:
         raise PolicyError(f"preset: {preset!r} is none of {', '.join(PRESETS)}")
     chosen = PRESETS[preset] if preset else base or PRESETS[DEFAULT]
@@ -66,8 +65,8 @@ def choose(
     return dataclasses.replace(choice, options={**kept, **(options or {})})
 
 
-def check_given(choice: Choice, options: Mapping[str, Any]) -> None:
-    """Raises PolicyError if one of these options, which an operator has set, is none of the policies'."""
+def check_given(choice: PolicySet, options: Mapping[str, Any]) -> None:
+    """Raise PolicyError if an option that the operator has set belongs to none of the policies."""
     of = {kind: _parameters(kind, find(kind, getattr(choice, kind))) for kind in KINDS}
     for name in options:
         if not any(name in known for known in of.values()):
@@ -75,9 +74,9 @@ def check_given(choice: Choice, options: Mapping[str, Any]) -> None:
             raise PolicyError(f"options.{name}: none of the policies has it; they and their options: {known}")
 
 
-def build(choice: Choice) -> Policies:
-    """Raises PolicyError naming the policy or option that is wrong. An option may be that of another policy: of the one
-    whose place somebody has taken, or of another preset that is tried on the same scenario."""
+def build(choice: PolicySet) -> Policies:
+    """Make the policies. Raises PolicyError, which names the policy or option that is wrong. An option may belong to
+    another policy: to one that was replaced, or to another preset that is tried on the same scenario."""
     left = dict(choice.options)
     policies: dict[str, Any] = {}
     used: set[str] = set()
@@ -95,7 +94,7 @@ def build(choice: Choice) -> Policies:
 
 
 def _options_of_any() -> dict[str, Any]:
-    """Options of all policies that are installed, with their types; one that cannot be imported has none."""
+    """Options of all installed policies, with their types. A policy that cannot be imported has none."""
     known: dict[str, Any] = {}
     for kind in KINDS:
         for name in names(kind):
@@ -114,7 +113,7 @@ def find(kind: str, name: str) -> type:
         cls = getattr(importlib.import_module(module_name), class_name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a script without a guard exits
+    except BaseException as error:  # a script without a `__main__` guard exits
         raise PolicyError(f"{kind}: {location} cannot be imported: {str(error) or type(error).__name__}") from error
     if not (isinstance(cls, type) and issubclass(cls, KINDS[kind])):
         raise PolicyError(f"{kind}: {location} is no {KINDS[kind].__name__}")
@@ -123,10 +122,10 @@ def find(kind: str, name: str) -> type:
 
 @cache
 def _parameters(kind: str, cls: type) -> dict[str, Any]:
-    """The options of a policy: the arguments of its constructor, with their types. Raises PolicyError."""
+    """The options of a policy: its constructor's arguments, with their types. Raises PolicyError."""
     try:
         parameters = inspect.signature(cls, eval_str=True).parameters.values()
-    except Exception as error:  # a type that is imported for type checkers alone
+    except Exception as error:  # a type may be imported for type checkers only
         raise PolicyError(f"{kind}: the options of {cls.__name__} have no types that can be read: {error}") from error
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {parameter.name: parameter.annotation for parameter in parameters if parameter.kind in named}
@@ -145,7 +144,7 @@ def _make(kind: str, cls: type, options: dict[str, Any], used: set[str]) -> obje
     except BaseException as error:  # as above
         raise PolicyError(f"{kind} {cls.__name__}: {str(error) or type(error).__name__}") from error
     for name, allowed in DECLARED.get(kind, {}).items():
-        # Not what a property would say: the core asks for it where nobody could catch what that raises.
+        # The declared value, not that of a property: the core reads it where no code catches an error.
         stated = inspect.getattr_static(policy, name)
         if inspect.ismemberdescriptor(stated):  # of __slots__
             stated = getattr(policy, name, None)
@@ -155,8 +154,8 @@ def _make(kind: str, cls: type, options: dict[str, Any], used: set[str]) -> obje
 
 
 def _checked(name: str, annotation: Any, value: object) -> object:
-    """The value of an option as its type says: 1 is no boolean, "1" no number, NaN neither. What JSON has no type for,
-    as a tuple, is a list."""
+    """The value of an option, checked against its type: 1 is no boolean, "1" no number, and neither is NaN. A value
+    that JSON has no type for, such as a tuple, becomes a list."""
     if annotation is inspect.Parameter.empty:
         return value
     try:
@@ -164,7 +163,7 @@ def _checked(name: str, annotation: Any, value: object) -> object:
         return adapter.validate_json(json.dumps(value))
     except ValidationError as error:
         raise PolicyError(f"options.{name}: {error.errors()[0]['msg']}, not {reprlib.repr(value)}") from error
-    except (TypeError, ValueError) as error:  # as a date in YAML
+    except (TypeError, ValueError) as error:  # a date in YAML, for example
         raise PolicyError(f"options.{name}: {reprlib.repr(value)} is no JSON: {error}") from error
     except PydanticUserError:
         raise PolicyError(f"options.{name}: its type, {annotation!r}, is none that can be checked") from None

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from scheduler_svc.core.policy.order import PolicyError
 from services.cli.arguments import Parser, console, usage_error
-from simulator.scenario import Outcome, PolicyFailed, Step, play
+from simulator.scenario import PolicyFailed, ScenarioOutcome, ScenarioStep, play
 from simulator.scenario_file import Scenario
 
 PROG = "paceline scenario"
@@ -74,7 +74,7 @@ def _first(error: ValidationError) -> str:
     return f"{'.'.join(parts)}: {message}" if parts else message
 
 
-def show(outcome: Outcome, out: Console) -> None:
+def show(outcome: ScenarioOutcome, out: Console) -> None:
     """A row a step; steps that decide the same are one row."""
     table = Table(box=None, pad_edge=False)
     for title in ("step", "prefill", "decode", "preempted", "finished", "free", "cached", "waiting", "running"):
@@ -100,7 +100,7 @@ def show(outcome: Outcome, out: Console) -> None:
     out.print(f"{outcome.num_steps} steps, {sum(outcome.generated_tokens.values())} tokens")
 
 
-def _decides(step: Step) -> tuple[str, str, str, str]:
+def _decides(step: ScenarioStep) -> tuple[str, str, str, str]:
     prefill = " ".join(
         f"{s.id}:{s.tokens}" + (f"+{s.cached_tokens} cached" if s.cached_tokens else "")
         for s in step.scheduled
@@ -112,5 +112,5 @@ def _decides(step: Step) -> tuple[str, str, str, str]:
     return prefill, f"{{{decode}}}" if decode else "", preempted, " ".join([*step.finished, rejected]).strip()
 
 
-def _is_plain(step: Step) -> bool:
+def _is_plain(step: ScenarioStep) -> bool:
     return not (step.preempted or step.finished or step.rejected)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from bench.gpu_load import SAMPLED, Load, Request
+from bench.gpu_load import SAMPLED, Load, LoadRequest
 from demo import CHECKPOINT
 from gpu_worker import runner as runner_module
 from gpu_worker.attention.flashinfer import FlashInferAttention
@@ -123,7 +123,7 @@ def test_two_steps_in_flight_give_the_tokens_of_one(graph_max_seqs: int, checkpo
     """The same plans, so the same kernels on the same numbers."""
     runner = gpu_runner(checkpoint("llama3").folder, graph_max_seqs=graph_max_seqs)
     rng = np.random.default_rng(1)
-    requests = [Request(int(rng.integers(1, 200)), 0, int(rng.integers(1, 60))) for _ in range(80)]
+    requests = [LoadRequest(int(rng.integers(1, 200)), 0, int(rng.integers(1, 60))) for _ in range(80)]
     outputs = []
     for window in (1, 2, 4):
         runner.reset()
@@ -141,7 +141,7 @@ def test_two_steps_in_flight_give_the_tokens_of_one(graph_max_seqs: int, checkpo
 def test_no_replayed_step_waits_for_the_device(checkpoint: Checkpoints) -> None:
     """As far as torch sees it; in the second run, when nothing has to be set up any more."""
     runner = gpu_runner(checkpoint("llama3").folder)
-    requests = [Request(20 + i, 0, 30) for i in range(24)]
+    requests = [LoadRequest(20 + i, 0, 30) for i in range(24)]
     replayed = 0
     for mode in ("default", "error"):
         runner.reset()

@@ -24,9 +24,9 @@ from typing import IO, Any
 
 import pytest
 
-from scheduler_svc.core.policy.step import Step as ComposedStep
+from scheduler_svc.core.policy.step import Step as ScheduledStep
 from scheduler_svc.policies.capacity.token_ratio import TokenRatio
-from simulator.scenario import Run, Scenario, Step
+from simulator.scenario import Scenario, ScenarioRun, ScenarioStep
 from tests.peer.sglang_workloads import workload
 
 DRIVER = Path(__file__).with_name("sglang_driver.py")
@@ -63,22 +63,22 @@ class Watched(TokenRatio):
         self.states: dict[int, State] = {}
         self.now = 0
 
-    def begin(self, step: ComposedStep) -> None:
+    def begin(self, step: ScheduledStep) -> None:
         if not step.preempted:  # else the step is composed anew
             matches = {
-                request.request_id: [step.cached_tokens(request), request.live_tokens(step.worker_id)]
+                request.request_id: [step.cached_tokens(request), request.referenced_tokens(step.worker_id)]
                 for request in step.waiting()
             }
             self.states.setdefault(self.now, State(step.available_blocks, matches))
         super().begin(step)
 
 
-class WatchedRun(Run):
+class WatchedRun(ScenarioRun):
     def __init__(self, scenario: Scenario) -> None:
         self.watched = Watched(scenario.options)
         super().__init__(scenario, replace(scenario.policies(), capacity=self.watched))
 
-    def _submit(self, step: Step) -> None:
+    def _submit(self, step: ScenarioStep) -> None:
         self.watched.now = step.step
         super()._submit(step)
 

@@ -20,14 +20,14 @@ from cache_svc.core.sequences.worker_blocks import WorkerBlocks
 from cache_svc.core.tree.nodes import BlockResidency, PrefixNode
 from paceline.v1.inference_pb2 import Submission
 from scheduler_svc.core.cache.link import CacheLink
+from scheduler_svc.core.lease import LeaseClock
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.lifecycle.recovery import Recovery
 from scheduler_svc.core.output.sessions import Session
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.step.planner import Planner
-from scheduler_svc.core.tenure import Tenure
 from scheduler_svc.core.workers.grammars import WorkerGrammars
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.workers.state import WorkerState
 from services.gateway.engine.session_core import SessionCore
 from simulator.parties import CacheParty, WorkerParty
 
@@ -91,14 +91,14 @@ def old_epoch_kept(patch: Patch) -> None:
 
 
 def _plan_without(patch: Patch, *fields: str) -> None:
-    seat = Planner._seat
+    fill_slot = Planner._fill_slot
 
     def mistaken(self: Planner, *args: Any) -> None:
-        seat(self, *args)
+        fill_slot(self, *args)
         for field in fields:
             args[4].ClearField(field)
 
-    patch.setattr(Planner, "_seat", mistaken)
+    patch.setattr(Planner, "_fill_slot", mistaken)
 
 
 def copy_lost(patch: Patch) -> None:
@@ -110,18 +110,18 @@ def swap_in_lost(patch: Patch) -> None:
 
 
 def demotion_lost(patch: Patch) -> None:
-    patch.setattr(Worker, "add_demotions", nothing)
+    patch.setattr(WorkerState, "add_demotions", nothing)
 
 
 def slot_not_freed(patch: Patch) -> None:
-    vacate = Worker.vacate
+    vacate = WorkerState.vacate
 
-    def mistaken(self: Worker, slot: int) -> Any:
+    def mistaken(self: WorkerState, slot: int) -> Any:
         request = vacate(self, slot)
         self.frees.remove(slot)
         return request
 
-    patch.setattr(Worker, "vacate", mistaken)
+    patch.setattr(WorkerState, "vacate", mistaken)
 
 
 def tokens_forgotten(patch: Patch) -> None:
@@ -230,7 +230,7 @@ def matches_outlive_cache(patch: Patch) -> None:
 
 
 def draft_lost_with_worker(patch: Patch) -> None:
-    patch.setattr(Worker, "drop_draft", lambda self: [])
+    patch.setattr(WorkerState, "drop_pending_step", lambda self: [])
 
 
 def copied_block_granted(patch: Patch) -> None:
@@ -261,7 +261,7 @@ def cache_forgets_epoch(patch: Patch) -> None:
 
 
 def lease_end_unnoticed(patch: Patch) -> None:
-    patch.setattr(Tenure, "holds", lambda self, _: self.ends_s > 0)
+    patch.setattr(LeaseClock, "holds", lambda self, _: self.ends_s > 0)
 
 
 def epoch_not_larger(patch: Patch) -> None:

@@ -203,7 +203,7 @@ class Run:
     def check(self) -> None:
         core = self.system.scheduler
         assert not core.life.budgets.tenant_tokens
-        assert not core.journal._live
+        assert not core.timeline._live
         for (session, handle), (prompt, sampling) in self.asked.items():
             client = self.system.clients[session]
             got, right = client.tokens.get(handle, []), expected_output(prompt, sampling)
@@ -231,7 +231,7 @@ class Run:
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in right]
             assert [score for _, score in found] == pytest.approx([score for _, score in right])
         counters = self.system.scheduler.counters
-        assert (counters.requeued, counters.refused_claims) == (self.requeued, 0), "a lost cache costs nothing"
+        assert (counters.requeued, counters.refused_restores) == (self.requeued, 0), "a lost cache costs nothing"
         self.system.assert_at_rest()
 
 

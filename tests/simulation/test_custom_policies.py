@@ -182,11 +182,13 @@ def test_shortest_prompt_first_until_age_counts() -> None:
     assert order(100) == ["a", "b", "long", "c"]
 
 
-def _view(seniority: int, name: str, length: int, arrival_s: float) -> Any:
+def _view(arrival_index: int, name: str, length: int, arrival_s: float) -> Any:
     from paceline.v1.common_pb2 import SamplingParams
     from scheduler_svc.core.requests.request import Request
     from scheduler_svc.policies.api import RequestView
 
     prompt = bytes(4 * length)
     sampling = SamplingParams(max_tokens=1)
-    return RequestView(Request(seniority, "", 0, name, prompt, bytearray(), sampling, arrival_s, place=seniority))
+    return RequestView(
+        Request(arrival_index, "", 0, name, prompt, bytearray(), sampling, arrival_s, queue_position=arrival_index)
+    )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from simulator.scenario import Outcome, Run, Scenario
+from simulator.scenario import Scenario, ScenarioOutcome, ScenarioRun
 
 Failed = dict[str, tuple[int, str]]
 
 
-def play(requests: list[dict[str, Any]], deadlines: dict[str, float], **fields: Any) -> tuple[Outcome, Failed]:
+def play(requests: list[dict[str, Any]], deadlines: dict[str, float], **fields: Any) -> tuple[ScenarioOutcome, Failed]:
     """With these deadlines, by the step, of others at a thousand; and who failed for it, in which step and why."""
     scenario = Scenario.model_validate(
         {
@@ -22,7 +22,7 @@ def play(requests: list[dict[str, Any]], deadlines: dict[str, float], **fields: 
             **fields,
         }
     )
-    run = Run(scenario, scenario.policies())
+    run = ScenarioRun(scenario, scenario.policies())
     for _, submission in run._submissions:
         submission.deadline_s = deadlines.get(submission.request_id, 1000.0)
     submit = run._submit

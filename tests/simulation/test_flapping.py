@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler_svc.core.faults.suspects import Suspects
-from simulator.schedule import Fault, FaultKind, Schedule, Sizes, random_schedule
+from simulator.schedule import Fault, FaultKind, PartySizes, Schedule, random_schedule
 from simulator.soak import explain, play
 from tests.simulation.mutants import nothing
 
@@ -21,7 +21,7 @@ def flapping(seed: int) -> Schedule:
     rng, schedule = random.Random(f"flapping {seed}"), random_schedule(seed)
 
     def fault() -> Fault:
-        target = f"worker-{rng.randrange(Sizes.of(seed).num_workers)}"
+        target = f"worker-{rng.randrange(PartySizes.of(seed).num_workers)}"
         return Fault(round(rng.uniform(0.1, 5.0), 4), rng.choice(KINDS), target, round(rng.uniform(0.0, 6.0), 4))
 
     faults = sorted((fault() for _ in range(NUM_FAULTS)), key=lambda one: one.at_s)

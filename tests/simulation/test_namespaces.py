@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from simulator.scenario import Outcome, Run, Scenario
+from simulator.scenario import Scenario, ScenarioOutcome, ScenarioRun
 from simulator.scenario_file import ScenarioRequest
 
 
-def play(field: str, names: list[str], requests: list[ScenarioRequest], num_blocks: int) -> Outcome:
+def play(field: str, names: list[str], requests: list[ScenarioRequest], num_blocks: int) -> ScenarioOutcome:
     """Guaranteed-no-evict, with the requests in the namespaces of these names."""
     for request, name in zip(requests, names, strict=True):
         if field == "lora":
@@ -22,7 +22,7 @@ def play(field: str, names: list[str], requests: list[ScenarioRequest], num_bloc
         preset="trtllm-no-evict",
         requests=requests,
     )
-    run = Run(scenario, scenario.policies())
+    run = ScenarioRun(scenario, scenario.policies())
     if field == "cache_salt":  # a scenario has none
         for (_, submission), name in zip(run._submissions, names, strict=True):
             submission.cache_salt = name
@@ -31,7 +31,7 @@ def play(field: str, names: list[str], requests: list[ScenarioRequest], num_bloc
     return outcome
 
 
-def started(outcome: Outcome) -> dict[str, int]:
+def started(outcome: ScenarioOutcome) -> dict[str, int]:
     """In which step each of them began."""
     first: dict[str, int] = {}
     for step in outcome.steps:

@@ -83,7 +83,7 @@ class PoisonRun(Run):
 
     def check(self) -> None:
         counters = self.system.scheduler.counters
-        assert counters.quarantined == len(self.poisoned)
+        assert counters.poisoned == len(self.poisoned)
         assert counters.failures <= len(self.poisoned) * 4
         for (session, handle), (prompt, sampling, after) in self.poisoned.items():
             client = self.system.clients[session]
@@ -142,8 +142,8 @@ def test_one_poison_among_many(preset: str, kind: int) -> None:
         handle: expected_output(prompt, sampling) for handle, prompt in prompts.items()
     }
     # In the crowd of seventeen, in a group of four, and alone twice; fewer where fewer ran together.
-    assert (counters.quarantined, counters.failures <= 4) == (1, True)
-    spans = system.scheduler.journal.explain("s-99", system.now_s)
+    assert (counters.poisoned, counters.failures <= 4) == (1, True)
+    spans = system.scheduler.timeline.explain("s-99", system.now_s)
     assert spans is not None
     assert any("it was in that step and is retried apart from others" in span.detail for span in spans)
     assert any("apart from others" in span.detail for span in spans if span.reason == "running")

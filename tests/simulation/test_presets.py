@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from scheduler_svc.policies.presets import PRESETS
 from scheduler_svc.policies.registry import build, choose
-from simulator.scenario import Outcome, Run, Step
+from simulator.scenario import ScenarioOutcome, ScenarioRun, ScenarioStep
 from simulator.scenario_file import Scenario
 
 REQUEST = st.fixed_dictionaries(
@@ -50,21 +50,21 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-class ChangingRun(Run):
+class ChangingRun(ScenarioRun):
     """Other presets are put in force in the middle, each before the step that is its key."""
 
     def __init__(self, scenario: Scenario, changes: dict[int, str]) -> None:
         super().__init__(scenario, scenario.policies())
         self.changes = sorted(changes.items())
 
-    def _submit(self, step: Step) -> None:
+    def _submit(self, step: ScenarioStep) -> None:
         super()._submit(step)
         while self.changes and self.changes[0][0] <= step.step:
             self.core.set_policies(build(choose(self.changes.pop(0)[1], options=self.scenario.options)))
 
 
 def check(scenario: dict[str, Any], changes: dict[int, str]) -> None:
-    def play() -> Outcome:
+    def play() -> ScenarioOutcome:
         return ChangingRun(Scenario.model_validate(scenario), changes).play()  # raises what a policy raises
 
     outcome = play()

@@ -11,7 +11,8 @@ from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import SessionRequest, Submission
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.policy.interfaces import Policies
-from scheduler_svc.core.requests.request import Phase, Request
+from scheduler_svc.core.requests.phases import Event, Phase
+from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem
@@ -47,17 +48,17 @@ class SharingRun(Run):
     def to_cancel(self) -> list[tuple[str, int]]:
         """While the answer to the exchange that admits it is on its way."""
         workers = self.system.scheduler.workers.values()
-        return [(r.session_id, r.handle) for w in workers if w.draft is not None for r in w.bound]
+        return [(r.session_id, r.handle) for w in workers if w.pending_step is not None for r in w.bound]
 
 
 def test_every_stream_is_the_undisturbed_one(monkeypatch: pytest.MonkeyPatch) -> None:
     taken_back = 0
     requeue = Lifecycle.requeue
 
-    def noted(self: Lifecycle, request: Request) -> None:
+    def noted(self: Lifecycle, request: Request, event: Event = Event.REJECT) -> None:
         nonlocal taken_back
-        taken_back += request.phase is Phase.BINDING
-        requeue(self, request)
+        taken_back += request.phase is Phase.ALLOCATING
+        requeue(self, request, event)
 
     monkeypatch.setattr(Lifecycle, "requeue", noted)
     for seed in range(60):

@@ -14,7 +14,7 @@ import pytest
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose
-from simulator.scenario import Outcome, Scenario, play
+from simulator.scenario import Scenario, ScenarioOutcome, play
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
 
@@ -28,7 +28,7 @@ def request(name: int, prompt: int | range, new: int, **fields: Any) -> dict[str
     return {"id": str(name), "max_new_tokens": new, **given, **fields}
 
 
-def run(preset: str | dict[str, str], requests: list[dict[str, Any]], **fields: Any) -> Outcome:
+def run(preset: str | dict[str, str], requests: list[dict[str, Any]], **fields: Any) -> ScenarioOutcome:
     """Ten tokens in a block, as there; 20 blocks and 2 seats unless told."""
     scenario: dict[str, Any] = {
         "block_size": 10,
@@ -46,7 +46,7 @@ def run(preset: str | dict[str, str], requests: list[dict[str, Any]], **fields: 
     return outcome
 
 
-def ranges(outcome: Outcome) -> str:
+def ranges(outcome: ScenarioOutcome) -> str:
     """Who was in the step, folded: "0-79 {0,1}; 80-119 {2}"."""
     folded: list[tuple[str, int, int]] = []
     for step in outcome.steps:
@@ -58,7 +58,7 @@ def ranges(outcome: Outcome) -> str:
     return "; ".join(f"{first}-{last} {ids}" for ids, first, last in folded)
 
 
-def prefills(outcome: Outcome, name: str) -> list[tuple[int, int, int]]:
+def prefills(outcome: ScenarioOutcome, name: str) -> list[tuple[int, int, int]]:
     """(step, tokens, cached tokens) of each chunk of a request."""
     return [
         (step.step, s.tokens, s.cached_tokens)
@@ -264,5 +264,5 @@ def test_max_utilization_lets_age_what_runs_as_well() -> None:
     assert 0 in client.endings
 
 
-def play_mixed(preset: dict[str, str], requests: list[dict[str, Any]]) -> Outcome:
+def play_mixed(preset: dict[str, str], requests: list[dict[str, Any]]) -> ScenarioOutcome:
     return run(preset, requests, max_batched_tokens=100, max_model_len=200)

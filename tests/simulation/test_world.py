@@ -60,7 +60,7 @@ def test_the_seeds_reach_what_they_are_meant_to(monkeypatch: pytest.MonkeyPatch)
         seen["went on behind its tokens"] += sum(any(copy.num_brought) for copy in copies)
         seen["found its copy again"] += sum(client.num_taken_up for client in world.clients.all)
         seen["two copies at once"] += sum(client.num_at_once > 1 for client in world.clients.all)
-        seen["taken over by another scheduler"] += len(world.etcd.reigns) > 1
+        seen["taken over by another scheduler"] += len(world.etcd.leader_terms) > 1
     seen["a zombie refused"] = len(refusals)
     for name in ("preempted", "swapped_in", "requeued", "restored"):
         seen[name] = sum(getattr(core.counters, name) for core in schedulers)

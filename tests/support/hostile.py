@@ -37,7 +37,7 @@ GOOD: dict[str, type] = {
 HOOKS = {
     "order": ("add", "remove", "rematched", "started", "stopped", "ordered", "hopeless"),
     "capacity": ("begin", "admit", "planned"),
-    "batch": ("compose", "planned"),
+    "batch": ("schedule", "planned"),
     "preemption": ("victims",),
     "placement": ("begin", "place", "bound"),
 }
@@ -90,7 +90,7 @@ def writes(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> A
                 write_to(sequence.request)
             for request in given.waiting():
                 write_to(request)
-            for request, _, _ in given.held_back:
+            for request, _, _ in given.rejected:
                 write_to(request)
         for worker in given.workers if isinstance(given, FleetView) else ():
             write_to(worker)
@@ -186,7 +186,7 @@ def gives_up_the_gone(self: Any, good: Callable[..., Any], arguments: tuple[Any,
 
 def gives_up_by_name(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[Any]:
     """No views, but something that looks like one."""
-    return iter([SimpleNamespace(seniority=view.seniority) for view in self.ordered(*arguments)])
+    return iter([SimpleNamespace(arrival_index=view.arrival_index) for view in self.ordered(*arguments)])
 
 
 # ── capacity ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -314,7 +314,7 @@ def swallows(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) ->
 
 
 def holds_back_nonsense(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    arguments[0].hold_back(None, "no", 5)
+    arguments[0].reject(None, "no", 5)
 
 
 def decides_when_planned(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -353,7 +353,7 @@ DEEDS: dict[tuple[str, str], list[Deed]] = {
     ("capacity", "begin"): [pauses_twice, pauses_all, pauses_nonsense, raises_paused, raises_lack, uses_an_old_step],
     ("capacity", "admit"): [*map(answer, (None, True, "admit", 1)), decides_in_admit, admits_all, raises_lack],
     ("capacity", "planned"): [decides_when_planned],
-    ("batch", "compose"): [
+    ("batch", "schedule"): [
         *map(runs, (0, -1, 2.5, "3", None, 10**6)), *map(admits, (0, -1, 0.5, "3", None, 10**6)),
         runs_twice, decodes_twice, runs_the_gone, runs_a_lie, admits_twice, admits_the_gone, places_unasked,
         does_nothing, swallows, holds_back_nonsense, raises_paused, raises_lack, uses_an_old_step,

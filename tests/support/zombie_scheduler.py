@@ -8,10 +8,10 @@ import sys
 from scheduler_svc.election import Election
 from services.cli.main import main
 
-keep_lease = Election.reign
+keep_lease = Election.lead
 
 
-async def reign(self: Election) -> str:
+async def lead(self: Election) -> str:
     await keep_lease(self)
     await asyncio.Event().wait()
     raise AssertionError("for ever")
@@ -19,5 +19,5 @@ async def reign(self: Election) -> str:
 
 if __name__ == "__main__":
     Election.holds = property(lambda self: True)  # type: ignore[assignment, method-assign]
-    Election.reign = reign  # type: ignore[method-assign]
+    Election.lead = lead  # type: ignore[method-assign]
     sys.exit(main())

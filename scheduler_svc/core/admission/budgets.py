@@ -1,4 +1,5 @@
-"""Budgets that are not a policy's: tenants' tokens, adapters in a batch; and when a refused client may come back."""
+"""Budgets outside the policies: tokens of a tenant, adapters in a batch; and the time after which a refused client
+should retry."""
 
 from __future__ import annotations
 
@@ -9,37 +10,38 @@ from dataclasses import dataclass, field
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.core.workers.decision import Admitted
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.workers.state import WorkerState
 
-# What a client is told at the least and at the most to wait, in seconds.
+# Shortest and longest wait that a client is told, in seconds.
 RETRY_AFTER_S = (0.1, 600.0)
-# Over how many seconds those who are refused are told to come back, one behind the other. Not all of them will, and the
-# place of one who does not is free for somebody else: who is told more than this waits in vain.
+# Refused requests are told to retry one after the other, spread over at most this many seconds. Not all of them retry,
+# and then another request uses their room: a longer spread makes clients wait for nothing.
 MAX_SPREAD_S = 30.0
 # Share of a new measurement in the average.
 RATE_SMOOTHING = 0.3
-# Tenants whose rates are kept: those that were there last.
+# Tenants with a stored rate: those that were active last.
 MAX_RATES = 1024
 
 
 @dataclass(slots=True)
 class Budgets:
-    """What is bound or running, by tenant."""
+    """Tokens of bound and running requests, by tenant."""
 
     config: SchedulerConfig
-    tenant_tokens: Counter[str] = field(default_factory=Counter)  # that they may grow to
-    _taken_tokens: Counter[str | None] = field(default_factory=Counter)  # out of the queue, by tenant; None: in all
+    tenant_tokens: Counter[str] = field(default_factory=Counter)  # tokens that the requests may grow to
+    _taken_tokens: Counter[str | None] = field(default_factory=Counter)  # taken from the queue, by tenant; None: in all
     _tokens_per_s: dict[str | None, float] = field(default_factory=dict)
     _measured_s: float | None = None
-    # Whose tokens waited all the time since then, as far as one looked.
+    # Tenants that had waiting tokens at every measurement since then. None: any tenant.
     _waited: set[str | None] = field(default_factory=set)
-    # When there is room for all who were refused up to now, by tenant; None: who was refused for the queue's sake.
+    # When there is room for all requests that were refused so far, by tenant. None: refused because of the queue's
+    # limits.
     _room_s: dict[str | None, float] = field(default_factory=dict)
 
     def bind(self, request: Request) -> None:
         tenant, taken = request.tenant, self._taken_tokens
         self.tenant_tokens[tenant] = self.tenant_tokens.get(tenant, 0) + request.max_total_tokens
-        if request.started_s is None:  # else it is not the queue that shrinks
+        if request.started_s is None:  # a request that ran before does not shrink the queue
             num_tokens = request.num_tokens
             taken[tenant] = taken.get(tenant, 0) + num_tokens
             taken[None] = taken.get(None, 0) + num_tokens
@@ -51,23 +53,24 @@ class Budgets:
             self.tenant_tokens.pop(request.tenant)
 
     def free_tokens(self, tenant: str) -> int:
-        """What the tenant may still have running, if that has a limit; less than nothing if it has more."""
+        """Tokens that the tenant may still have running, if there is a limit. Negative if it has more than the
+        limit."""
         return self.config.tenant_max_running_tokens - self.tenant_tokens[tenant]
 
     @property
     def limits_tenants(self) -> bool:
-        """Whether they may have only so much running."""
+        """Whether tenants have a limit of running tokens."""
         return self.config.tenant_max_running_tokens > 0
 
     def waits_for_tenant(self, request: Request) -> bool:
-        """Whether others of its tenant have to end before it may run. A tenant whose one request is larger than its
-        budget still gets it served, alone."""
+        """Whether other requests of its tenant have to end before it may run. A request that is larger than its
+        tenant's budget still runs, alone."""
         running = self.tenant_tokens[request.tenant]
         return running > 0 and 0 < self.config.tenant_max_running_tokens < running + request.max_total_tokens
 
-    def exceeded(self, worker: Worker, request: Request, admitted: Admitted) -> str | None:
-        """Which budget the request does not fit in on the worker, beside what is bound and `admitted` there; "name:
-        numbers"."""
+    def exceeded(self, worker: WorkerState, request: Request, admitted: Admitted) -> str | None:
+        """The budget that the request does not fit, on top of what is bound and `admitted` on the worker, as "name:
+        numbers". None if it fits."""
         if (limit := self.config.tenant_max_running_tokens) > 0:
             running = self.tenant_tokens[request.tenant] + admitted.tenant_tokens[request.tenant]
             if running and running + request.max_total_tokens > limit:
@@ -80,10 +83,10 @@ class Budgets:
         return None
 
     def measure(self, now_s: float, waiting: Collection[str] = ()) -> None:
-        """To be called a few times a second, with the tenants of whom something waits.
+        """Measure the rates. Call it a few times a second, with the tenants that have waiting requests.
 
-        The rate of one who always had something waiting is averaged, seconds in which nothing left the queue included.
-        Of others it is known only that it is no lower than what they took.
+        The rate of a tenant that always had waiting requests is averaged, with seconds in which nothing left the queue.
+        For another tenant, the rate is only known to be at least what the tenant took.
         """
         names: set[str | None] = {*waiting, *([None] if waiting else [])}
         if self._measured_s is None:
@@ -106,11 +109,11 @@ class Budgets:
         self._taken_tokens.clear()
 
     def retry_after_s(self, excess_tokens: int, num_tokens: int, now_s: float, tenant: str | None = None) -> float:
-        """When so many tokens will have left the queue, at the rate at which they left it lately: the tenant's own, or
-        those of all. A second, if nothing is known.
+        """Seconds until this many tokens will have left the queue, at the recent rate: the tenant's own rate, or that
+        of all tenants. 1 s if no rate is known.
 
-        Others were refused before and will come back, too: the request's own `num_tokens` come behind theirs, else all
-        would come at the same moment, and all but one in vain.
+        Other requests were refused before and will retry too. So the request's own `num_tokens` count after theirs:
+        otherwise all would retry at the same moment, and all but one for nothing.
         """
         rate = self._tokens_per_s.get(tenant, 0.0)
         low, high = RETRY_AFTER_S

@@ -1,4 +1,4 @@
-"""The one central queue."""
+"""The central queue of waiting requests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from scheduler_svc.core.requests.request import Request, RequestView, view_of
 
 
 class WaitingQueue:
-    """Waiting requests by seniority, with their tokens counted, in total and by tenant; the order is a policy's.
+    """Waiting requests by arrival index. Counts their tokens, in total and by tenant. The order is a policy's.
 
-    Entering, leaving and cancelling cost what they cost the policy, mostly O(log n), wherever in the queue the request
-    stands, so that an abort at ten thousand waiting costs what it does at ten.
+    Entering, leaving and cancelling cost what the policy's index costs, mostly O(log n), at any position in the queue.
+    So an abort with ten thousand waiting requests costs what it costs with ten.
     """
 
     def __init__(
@@ -23,45 +23,47 @@ class WaitingQueue:
         fallback: Callable[[Exception], OrderPolicy],
         free_tokens: Callable[[str], int] | None = None,
     ) -> None:
-        """`fallback` is called with the error of an order that raises, and returns the one that takes over;
-        `free_tokens` says what a tenant may still have running, if there is a limit to that."""
-        self._by_seniority: dict[int, Request] = {}
+        """`fallback` is called with the error of an order that raises, and returns the order that replaces it.
+        `free_tokens` returns the tokens that a tenant may still have running, if tenants have a limit."""
+        self._by_arrival_index: dict[int, Request] = {}
         self._free_tokens = free_tokens
         self._lines = TenantLines(free_tokens) if free_tokens else None
-        self._shown = self._by_seniority if self._lines is None else dict[int, Request]()  # who stands in the order
+        # requests that the order sees
+        self._shown = self._by_arrival_index if self._lines is None else dict[int, Request]()
         self._fallback = fallback
         self._adopt(order)
-        # Of clients' requests. The beams of a search come and go in each of its steps; once it has begun they count no
-        # more than what any other request goes on to generate.
+        # Clients' requests only. The beams of a search come and go in every step; once a search has begun, its beams
+        # count no more than the tokens that any other request goes on to generate.
         self.num_requests = self.num_tokens = 0
         self.tenant_tokens: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._by_seniority)
+        return len(self._by_arrival_index)
 
     def __contains__(self, request: Request) -> bool:
-        return self._by_seniority.get(request.seniority) is request
+        return self._by_arrival_index.get(request.arrival_index) is request
 
     def __iter__(self) -> Iterator[Request]:
-        """Oldest first. Sorts what waits: not for every step."""
-        return iter([self._by_seniority[seniority] for seniority in sorted(self._by_seniority)])
+        """Oldest first. Sorts all waiting requests, so not for every step."""
+        return iter([self._by_arrival_index[arrival_index] for arrival_index in sorted(self._by_arrival_index)])
 
     def add(self, request: Request) -> None:
-        assert request.seniority not in self._by_seniority, "a request stands in the queue once"
-        self._by_seniority[request.seniority] = request
+        assert request.arrival_index not in self._by_arrival_index, "a request stands in the queue once"
+        self._by_arrival_index[request.arrival_index] = request
         self._count(request, 1)
         if self._lines is None:
             self._tell(self.order.add, request)
         else:
             self._change(lambda lines: lines.add(request, _rank(self.order, request)))
-            if request.seniority not in self._shown:  # it has come all the same: from now on it ages
+            # the order hears of the arrival all the same: the request ages from now on
+            if request.arrival_index not in self._shown:
                 order = self.order
                 self._tell(order.add, request)
                 if self.order is order:
                     self._tell(order.remove, request)
 
     def remove(self, request: Request) -> None:
-        del self._by_seniority[request.seniority]
+        del self._by_arrival_index[request.arrival_index]
         self._count(request, -1)
         if self._lines is None:
             self._tell(self.order.remove, request)
@@ -69,50 +71,51 @@ class WaitingQueue:
             self._change(lambda lines: lines.remove(request))
 
     def free_tokens_changed(self, tenant: str) -> None:
-        """What the tenant may still have running."""
+        """The tokens that the tenant may still have running have changed."""
         if self._lines is not None:
             self._change(lambda lines: lines.balance(tenant))
 
     def is_aside(self, request: Request) -> bool:
-        """Whether it counts nothing among those of its tenant: see reconsider()."""
+        """Whether the request does not count against its tenant's tokens. See reconsider()."""
         return self._lines is not None and self._lines.is_aside(request)
 
     def reconsider(self, requests: Iterable[Request], is_stuck: Callable[[Request], bool]) -> bool:
-        """Of these, in the order, some are stuck for another reason than what their tenants have left, or are no more;
-        whether others have come into the order for them."""
+        """Check whether these requests are stuck for another reason than their tenant's tokens. A stuck request does
+        not count. Returns whether the order sees more requests than before."""
         shown = len(self._shown)
-        there = [request for request in requests if request.seniority in self._shown]
+        there = [request for request in requests if request.arrival_index in self._shown]
         self._change(lambda lines: lines.reconsider(there, is_stuck))
         return len(self._shown) > shown
 
     def _change(self, change: Callable[[TenantLines], list[Request]]) -> None:
-        """Carry it out, and let the order know whom it shows, or shows no more. It is told of the latter last, so that
-        no tenant seems to have nobody waiting; and of the one that is removed last of all, as it may start now."""
+        """Apply the change, and tell the order which requests it sees, and which no more. It hears of removals last, so
+        that no tenant seems to have no waiting request; and last of all of the request that is removed, as it may start
+        now."""
         assert self._lines is not None
         order, turned = self.order, dict[int, Request]()
         try:
             for request in change(self._lines):
-                if turned.pop(request.seniority, None) is None:
-                    turned[request.seniority] = request
-        except Exception as error:  # the order's: its ranks cannot be compared
+                if turned.pop(request.arrival_index, None) is None:
+                    turned[request.arrival_index] = request
+        except Exception as error:  # an error of the order: its ranks cannot be compared
             self.reorder(self._fallback(error))
             return
-        coming = [request for request in turned.values() if request.seniority not in self._shown]
-        going = [request for request in turned.values() if request.seniority in self._shown]
+        coming = [request for request in turned.values() if request.arrival_index not in self._shown]
+        going = [request for request in turned.values() if request.arrival_index in self._shown]
         for request in [*coming, *reversed(going)]:
-            shows = self._shown.pop(request.seniority, None) is None
+            shows = self._shown.pop(request.arrival_index, None) is None
             if shows:
-                self._shown[request.seniority] = request
+                self._shown[request.arrival_index] = request
             self._tell(order.add if shows else order.remove, request)
             if self.order is not order:
-                return  # it has failed, and the one that took over knows of all
+                return  # the order has failed, and the one that replaced it knows all requests
 
     def rematched(self, requests: Iterable[Request]) -> None:
         try:
             for request in requests:
-                if request.seniority in self._shown:
+                if request.arrival_index in self._shown:
                     self.order.rematched(view_of(request))
-        except Exception as error:  # as in `_tell`; the one that takes over finds all of them as they are now
+        except Exception as error:  # as in `_tell`; the order that takes over sees all requests as they are now
             self.reorder(self._fallback(error))
 
     def started(self, request: Request) -> None:
@@ -124,14 +127,14 @@ class WaitingQueue:
             self._tell(self.order.stopped, request)
 
     def reorder(self, order: OrderPolicy) -> None:
-        """Another policy takes over. Raises what it raises; then nothing has changed."""
-        lines, shown = self._lines, self._by_seniority
+        """Another order takes over. Raises what that order raises; then nothing has changed."""
+        lines, shown = self._lines, self._by_arrival_index
         if self._free_tokens is not None:
             lines, shown = TenantLines(self._free_tokens), {}
             for request in self:
                 for turned in lines.add(request, _rank(order, request)):
-                    if shown.pop(turned.seniority, None) is None:
-                        shown[turned.seniority] = turned
+                    if shown.pop(turned.arrival_index, None) is None:
+                        shown[turned.arrival_index] = turned
         for _, request in sorted(shown.items()):
             order.add(view_of(request))
         self._lines, self._shown = lines, shown
@@ -142,30 +145,32 @@ class WaitingQueue:
         self._follows_runs = kind.started is not OrderPolicy.started or kind.stopped is not OrderPolicy.stopped
 
     def ordered(self, now_s: float) -> Iterator[Request]:
-        """Every waiting request, in the policy's order; of a tenant that is at its limit, those that it might let in.
-        Raises what the policy raises, and PolicyError unless it names each one of these exactly once."""
+        """Every waiting request that the order sees, in the policy's order. When a tenant is at its limit of running
+        tokens, the order sees only its requests that still fit. Raises what the policy raises, and PolicyError unless
+        the policy names each of these requests exactly once."""
         waiting = self._shown
         named: set[int] = set()
         for view in self.order.ordered(now_s):
             request = view._request if isinstance(view, RequestView) else None
-            if request is None or waiting.get(seniority := request.seniority) is not request:
+            if request is None or waiting.get(arrival_index := request.arrival_index) is not request:
                 raise PolicyError(f"order: {view!r} does not wait")
-            if seniority in named:
+            if arrival_index in named:
                 raise PolicyError(f"order: {view!r} comes twice")
-            named.add(seniority)
+            named.add(arrival_index)
             yield request
         if len(named) < len(waiting):
             raise PolicyError(f"order: {len(waiting) - len(named)} of {len(waiting)} waiting requests are left out")
 
     def hopeless(self, now_s: float) -> list[Request]:
-        """Whom the order gives up. Nobody, and another one takes over, if it raises or names what does not wait."""
+        """Requests that the order gives up. Empty if the order raises, or names a request that does not wait; then
+        another order replaces it."""
         named: dict[int, Request] = {}
         try:
             for view in self.order.hopeless(now_s):
-                request = self._shown.get(view.seniority) if isinstance(view, RequestView) else None
-                if request is None or view._request is not request or request.seniority in named:
+                request = self._shown.get(view.arrival_index) if isinstance(view, RequestView) else None
+                if request is None or view._request is not request or request.arrival_index in named:
                     raise PolicyError(f"order: hopeless names {view!r}, which does not wait, or comes twice")
-                named[request.seniority] = request
+                named[request.arrival_index] = request
         except Exception as error:
             self.reorder(self._fallback(error))
             return []
@@ -174,7 +179,7 @@ class WaitingQueue:
     def _tell(self, event: Callable[[RequestView], None], request: Request) -> None:
         try:
             event(request.view or view_of(request))
-        except Exception as error:  # a policy is a guest: what it raises costs no request
+        except Exception as error:  # a policy's error costs no request
             self.reorder(self._fallback(error))
 
     def _count(self, request: Request, sign: int) -> None:
@@ -191,6 +196,7 @@ class WaitingQueue:
 
 
 def _rank(order: OrderPolicy, request: Request) -> Any:
-    """Where it stands among its tenant's. An order without ranks leaves that to the places. Raises PolicyError."""
+    """The request's rank among those of its tenant. An order without ranks leaves it to the queue position. Raises
+    PolicyError."""
     view = view_of(request)
-    return sortable(order.rank(view), view), request.place
+    return sortable(order.rank(view), view), request.queue_position

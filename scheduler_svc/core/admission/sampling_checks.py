@@ -1,6 +1,6 @@
-"""What sampling parameters may say. Every token id in them is checked here, before it can reach a worker's kernels.
+"""Limits of sampling parameters. Every token id in them is checked here, before it can reach a worker's kernels.
 
-Parameters that change the logits are looked at together: few requests have any of them.
+Parameters that change the logits are checked together: few requests have any of them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_BIAS = 100.0  # either side of zero
 MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 1024
-MAX_BAD_WORD_TOKENS = 64  # of one; as the worker has it
-# Parameters travel with every sequence that a plan seats, and count against what it may carry (decision.py).
-MAX_BAD_WORDS_TOKENS = 4096  # of all
+MAX_BAD_WORD_TOKENS = 64  # tokens of one bad word; the worker has the same limit
+# Parameters travel with every sequence that a plan places, and count against the plan's bytes (decision.py).
+MAX_BAD_WORDS_TOKENS = 4096  # of all bad words together
 MAX_STOP_TOKEN_IDS = 256
 MAX_ALLOWED_TOKENS = 8192
 MAX_TOP_LOGPROBS = 20
-MAX_PROMPT_LOGPROBS = 2**18  # of one prompt: of its tokens, and of the likeliest ones at each place
+MAX_PROMPT_LOGPROBS = 2**18  # of one prompt: its tokens, and the likeliest tokens at each position
 
 
 def check_sampling(sampling: SamplingParams) -> bool:
-    """What can be told without knowing the model. Returns whether it changes the logits: to look takes a while, so it
-    is done once. Raises Rejection."""
+    """Check everything that does not depend on the model. Returns whether the parameters change the logits: finding out
+    takes a while, so it is done once. Raises Rejection."""
     max_tokens, min_tokens = sampling.max_tokens, sampling.min_tokens
     temperature, top_p = sampling.temperature, sampling.top_p
     if not max_tokens:
@@ -67,7 +67,7 @@ def _check_logprobs(sampling: SamplingParams) -> None:
 
 
 def check_prompt_logprobs(sampling: SamplingParams, num_prompt_tokens: int) -> None:
-    """Of how much they may be asked for: all of it is kept until it has been read. Raises Rejection."""
+    """Limit prompt log probabilities, because all of them are kept until they are read. Raises Rejection."""
     count = (1 + sampling.num_top_prompt_logprobs) * num_prompt_tokens
     if count > MAX_PROMPT_LOGPROBS:
         message = f"{count} for a prompt of {num_prompt_tokens} tokens, {MAX_PROMPT_LOGPROBS} are possible"
@@ -75,7 +75,7 @@ def check_prompt_logprobs(sampling: SamplingParams, num_prompt_tokens: int) -> N
 
 
 def changes_logits(sampling: SamplingParams) -> bool:
-    """Whether anything in it changes the logits for what was said before, or of chosen tokens."""
+    """Whether a parameter changes the logits, because of earlier tokens or of chosen tokens."""
     return bool(
         sampling.repetition_penalty
         or sampling.presence_penalty
@@ -88,7 +88,7 @@ def changes_logits(sampling: SamplingParams) -> bool:
 
 def _check_penalties(sampling: SamplingParams) -> None:
     repetition = sampling.repetition_penalty
-    # Rounded, since the limit itself is a little less as it travels, in 32 bits.
+    # Rounded, because the limit itself is a little smaller in the message's 32 bits.
     if repetition and not MIN_REPETITION_PENALTY <= round(repetition, 6) <= MAX_REPETITION_PENALTY:
         limits = f"[{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]"
         raise invalid("repetition_penalty", f"{repetition:g} is not in {limits}")
@@ -120,7 +120,7 @@ def _check_bad_words(sampling: SamplingParams) -> None:
 
 
 def check_logit_tokens(sampling: SamplingParams, vocab: int) -> None:
-    """The tokens of what changes the logits. Raises Rejection."""
+    """Check the token ids of parameters that change the logits. Raises Rejection."""
     for token in sampling.logit_bias:
         if token >= vocab:
             raise outside("logit_bias", token, vocab)
@@ -131,8 +131,8 @@ def check_logit_tokens(sampling: SamplingParams, vocab: int) -> None:
 
 
 def check_tokens(name: str, token_ids: bytes, vocab: int) -> None:
-    """Packed int32, at least one. Raises Rejection if one is outside the vocabulary."""
-    tokens = np.frombuffer(token_ids, np.uint32)  # so that negative ones are larger than any vocabulary
+    """Check packed int32 token ids, at least one. Raises Rejection if one is outside the vocabulary."""
+    tokens = np.frombuffer(token_ids, np.uint32)  # a negative id is larger than any vocabulary
     if np.maximum.reduce(tokens) >= vocab:
         raise outside(name, int(tokens.view(np.int32)[tokens >= vocab][0]), vocab)
 

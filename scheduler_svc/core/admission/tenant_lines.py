@@ -1,11 +1,11 @@
-"""Who stands in the order, where tenants have a budget of running tokens.
+"""Which requests the order sees, if tenants have a budget of running tokens.
 
-A tenant that is at its limit may have thousands waiting, none of whom can run before one of its own has ended. Of each
-tenant only those stand in the order who fit its budget one after the other, and the first who does not; so a step does
-not look at the rest, and no request of a tenant passes another one that waits for the tenant's tokens.
+A tenant at its limit may have thousands of waiting requests that cannot run before one of its own has ended. Of each
+tenant, the order sees the requests that fit its budget one after the other, and the first that does not fit. So a step
+does not look at the rest, and no request of a tenant passes another one that waits for the tenant's tokens.
 
-Who waits for something else, as no worker could take it whatever its tenant has left, stands in the order too, but
-counts nothing: else the rest of its tenant would wait with it, and perhaps what it waits for.
+A request that waits for something else (no worker could take it, whatever its tenant has left) is seen too, but does
+not count: otherwise the rest of its tenant would wait with it, and perhaps what it waits for.
 """
 
 from __future__ import annotations
@@ -18,45 +18,46 @@ from sortedcontainers import SortedList
 
 from scheduler_svc.core.requests.request import Request
 
-Entry = tuple[Any, int]  # where the order puts it; seniority
+Entry = tuple[Any, int]  # rank in the order, arrival index
 
 
 @dataclass(slots=True)
-class Line:
-    """What waits of a tenant. The first ones are shown."""
+class TenantLine:
+    """The waiting requests of a tenant. The order sees the first `num_shown`."""
 
     entries: SortedList[Entry] = field(default_factory=SortedList)
     num_shown: int = 0
-    shown_tokens: int = 0  # that these may grow to, but for those that are
-    aside: set[int] = field(default_factory=set)  # by seniority
+    shown_tokens: int = 0  # tokens that the shown requests may grow to, without requests in `aside`
+    aside: set[int] = field(default_factory=set)  # by arrival index
 
     def show(self, request: Request) -> None:
         self.num_shown += 1
         self.shown_tokens += request.max_total_tokens
 
     def hide(self, request: Request) -> None:
-        """Or it is gone."""
+        """Hide the request, or note that it is gone."""
         self.num_shown -= 1
         self.shown_tokens -= self.tokens_of(request)
-        self.aside.discard(request.seniority)
+        self.aside.discard(request.arrival_index)
 
     def tokens_of(self, request: Request) -> int:
-        """What it counts while it is shown."""
-        return 0 if request.seniority in self.aside else request.max_total_tokens
+        """Tokens that the request counts while it is shown."""
+        return 0 if request.arrival_index in self.aside else request.max_total_tokens
 
 
 class TenantLines:
     def __init__(self, free_tokens: Callable[[str], int]) -> None:
-        """`free_tokens`: what a tenant may still have running beside what it has."""
+        """`free_tokens`: tokens that a tenant may still have running on top of what runs."""
         self._free_tokens = free_tokens
-        self._lines: dict[str, Line] = {}
-        self._entries: dict[int, tuple[Entry, Request]] = {}  # by seniority
+        self._lines: dict[str, TenantLine] = {}
+        self._entries: dict[int, tuple[Entry, Request]] = {}  # by arrival index
 
     def add(self, request: Request, rank: Any) -> list[Request]:
-        """Requests of the tenant that are shown from now on, or no more: each call turns it round."""
-        entry = (rank, request.seniority)
-        self._entries[request.seniority] = entry, request
-        line = self._lines.setdefault(request.tenant, Line())
+        """Add a waiting request. Returns the requests of the tenant that become shown, or are shown no more: each call
+        toggles them."""
+        entry = (rank, request.arrival_index)
+        self._entries[request.arrival_index] = entry, request
+        line = self._lines.setdefault(request.tenant, TenantLine())
         turned = []
         if line.entries.bisect_left(entry) < line.num_shown:
             line.show(request)
@@ -65,8 +66,8 @@ class TenantLines:
         return turned + self.balance(request.tenant)
 
     def remove(self, request: Request) -> list[Request]:
-        """As add()."""
-        entry, _ = self._entries.pop(request.seniority)
+        """Remove a request. Returns as add()."""
+        entry, _ = self._entries.pop(request.arrival_index)
         line = self._lines[request.tenant]
         index = line.entries.bisect_left(entry)
         del line.entries[index]
@@ -77,7 +78,7 @@ class TenantLines:
         return turned + self.balance(request.tenant)
 
     def balance(self, tenant: str) -> list[Request]:
-        """As add(), after the tenant's free tokens have changed."""
+        """The tenant's free tokens have changed. Returns as add()."""
         line = self._lines.get(tenant)
         if line is None:
             return []
@@ -98,23 +99,24 @@ class TenantLines:
 
     def is_aside(self, request: Request) -> bool:
         line = self._lines.get(request.tenant)
-        return line is not None and request.seniority in line.aside
+        return line is not None and request.arrival_index in line.aside
 
     def reconsider(self, requests: Iterable[Request], is_stuck: Callable[[Request], bool]) -> list[Request]:
-        """Whether these, and what is shown in their turn, could run if their tenants had tokens left. As add()."""
+        """Check whether these requests, and those that become shown, could run if their tenants had tokens left.
+        Returns as add()."""
         looked_at, turned = list(requests), list[Request]()
         for request in looked_at:
-            line, (entry, _) = self._lines[request.tenant], self._entries[request.seniority]
+            line, (entry, _) = self._lines[request.tenant], self._entries[request.arrival_index]
             stuck = is_stuck(request)
-            if stuck == (request.seniority in line.aside) or line.entries.bisect_left(entry) >= line.num_shown:
+            if stuck == (request.arrival_index in line.aside) or line.entries.bisect_left(entry) >= line.num_shown:
                 continue
             line.shown_tokens -= line.tokens_of(request)
-            (line.aside.add if stuck else line.aside.discard)(request.seniority)
+            (line.aside.add if stuck else line.aside.discard)(request.arrival_index)
             line.shown_tokens += line.tokens_of(request)
             more = self.balance(request.tenant)
             turned += more
             looked_at += more
         return turned
 
-    def _at(self, line: Line, index: int) -> Request:
+    def _at(self, line: TenantLine, index: int) -> Request:
         return self._entries[line.entries[index][1]][1]

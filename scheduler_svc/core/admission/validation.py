@@ -1,4 +1,4 @@
-"""What may enter the queue."""
+"""Checks of submissions and of worker registrations."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from scheduler_svc.core.rejection import (
 from scheduler_svc.core.requests.request import NO_TOKENS, TOKEN_BYTES, Request
 from scheduler_svc.core.types import SchedulerConfig
 
-# Of request_id, answer_id, tenant and lora: they are kept, logged and named in answers.
+# For request_id, answer_id, tenant and lora: these are kept, logged and named in answers.
 MAX_CHARS = 256
 MAX_GRAMMAR_CHARS = 2**16
 MAX_RETENTION_RANGES = 64
 MAX_RETENTION = 100
 MAX_TOKEN_INDEX = 2**32 - 1
-# What a worker may say of itself. Slots and the offsets in a block have tables here, which are made when it comes; ids
-# of blocks are int32.
+# Limits of a worker's registration. The scheduler allocates tables for slots and for offsets in a block when a worker
+# registers. Block ids are int32.
 MAX_WORKER_SIZES = {
     "block_size": 2**16,
     "num_blocks": 2**31 - 1,
@@ -47,12 +47,13 @@ MAX_WORKER_SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the attached workers can serve. `pool_tokens`: the largest pool, and so the longest sequence, of any."""
+    """What the attached workers can serve. `pool_tokens`: tokens of the largest pool, and so of the longest
+    sequence."""
 
     model: ModelInfo
     pool_tokens: int
     max_loras: int = 0
-    # As in the model's message, which is slow to read.
+    # Copied from the model's message, because its fields are slow to read.
     vocab_size: int = field(init=False)
     max_model_len: int = field(init=False)
 
@@ -62,16 +63,17 @@ class Limits:
 
     @property
     def max_total_tokens(self) -> int:
-        """Prompt and output of one sequence together, at the most."""
+        """Longest prompt and output of one sequence together."""
         return min(self.max_model_len, self.pool_tokens)
 
 
-# What is checked is the request, made beforehand of what was submitted: each reading of a message's field makes an
-# object, and of bytes a copy.
+# The checks read the request that was made from the submission: each read of a message's field makes an object, and a
+# copy of bytes.
 
 
 def check_submission(request: Request, submission: Submission) -> bool:
-    """What can be told without knowing the model. Returns whether the sampling changes the logits. Raises Rejection."""
+    """Check everything that does not depend on the model. Returns whether the sampling changes the logits. Raises
+    Rejection."""
     _check_sizes(request)
     if not request.prompt:
         raise invalid("prompt_token_ids", "at least one token is required")
@@ -130,7 +132,7 @@ def _too_long(name: str, text: str) -> Rejection:
 
 
 def check_limits(request: Request, limits: Limits, changes_logits: bool = True) -> None:
-    """What the model and the pools allow; `changes_logits`: as check_submission found. Raises Rejection."""
+    """Check the limits of the model and of the pools. `changes_logits`: as check_submission found. Raises Rejection."""
     vocab, longest = limits.vocab_size, limits.max_model_len
     check_tokens("prompt_token_ids", request.prompt, vocab)
     if request.output:
@@ -146,7 +148,8 @@ def check_limits(request: Request, limits: Limits, changes_logits: bool = True) 
     # The last token of a sequence is never computed, so it needs no room in the pool.
     if num_tokens >= longest:
         raise invalid("prompt_token_ids", f"{num_tokens} tokens leave no room for output in a length of {longest}")
-    # Whoever accepted it had a larger pool, which may be on its way: after a restart the smallest may come first.
+    # The scheduler that accepted it had a larger pool, which may come later: after a restart the smallest may come
+    # first.
     pool = longest if request.accepted_before else limits.pool_tokens
     if num_tokens > pool:
         raise invalid("prompt_token_ids", f"a prompt of {num_tokens} tokens does not fit a pool of {pool} tokens")
@@ -160,17 +163,17 @@ def check_limits(request: Request, limits: Limits, changes_logits: bool = True) 
 
 
 def new_request(session_id: str, submission: Submission, now_s: float) -> Request:
-    """As it was submitted, unchecked; it has no seniority yet."""
-    own = SamplingParams()  # a part of the submission would keep all of it in memory, prompt and all
+    """A request from a submission, unchecked. It has no arrival index yet."""
+    own = SamplingParams()  # a field of the submission would keep the whole submission in memory, prompt included
     own.CopyFrom(submission.sampling)
     prompt, stops = submission.prompt_token_ids, own.stop_token_ids
     deadline_s, retention = submission.deadline_s, submission.cache_retention
-    # What is too long is refused, and is not gone through: millions would take half a minute.
+    # Too many ranges are refused later. They are not converted here: millions would take half a minute.
     ranges: tuple[RetentionRange, ...] = ()
     if 0 < len(retention) <= MAX_RETENTION_RANGES:
         ranges = tuple(_in_tokens(retention, len(prompt) // TOKEN_BYTES))
     return Request(
-        seniority=0,
+        arrival_index=0,
         session_id=session_id,
         handle=submission.handle,
         request_id=submission.request_id,
@@ -191,8 +194,8 @@ def new_request(session_id: str, submission: Submission, now_s: float) -> Reques
 
 
 def _in_tokens(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -> Iterator[RetentionRange]:
-    """Copies (which do not keep the submission in memory) that count from the first token of the prompt. Where there
-    are ranges of what is generated, the others end with the prompt."""
+    """Copies of the ranges (which do not keep the submission in memory) that count from the first token of the prompt.
+    If there are ranges for generated tokens, the other ranges end with the prompt."""
     about_output = any(one.decode for one in ranges)
     for one in ranges:
         start, end = one.start, one.end
@@ -206,19 +209,19 @@ def _in_tokens(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -> Iter
         yield RetentionRange(start=start, end=end, priority=one.priority, duration_ms=one.duration_ms)
 
 
-def free_places(queue: WaitingQueue, config: SchedulerConfig) -> int:
-    """How many more requests the queue takes, if their tokens fit. 0: it takes nobody, whoever it may be."""
+def queue_credit(queue: WaitingQueue, config: SchedulerConfig) -> int:
+    """Requests that the queue still takes, if their tokens fit. 0: it takes none."""
     return max(0, config.max_queued_requests - queue.num_requests) if queue.num_tokens < config.max_queued_tokens else 0
 
 
 def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, budgets: Budgets) -> None:
-    """Whether the queue takes one more. Raises Rejection: never for tokens where none wait, for who was refused then
-    would be refused for ever."""
+    """Check that the queue has room for the request. Raises Rejection, but never because of tokens while no tokens
+    wait: such a request would be refused for ever."""
     tokens, tenant = request.num_tokens, None
     queued = queue.tenant_tokens.get(request.tenant, 0)
     if queue.num_requests >= config.max_queued_requests:
         why = f"queue: full with {queue.num_requests} requests"
-        # One has to leave, and then there is one place: of how many tokens it has, only the average is known.
+        # One request has to leave. How many tokens it has is not known, only the average.
         excess = tokens = queue.num_tokens // max(queue.num_requests, 1)
     elif queue.num_tokens and queue.num_tokens + tokens > config.max_queued_tokens:
         why = f"queue: {queue.num_tokens} tokens wait, the limit is {config.max_queued_tokens}"
@@ -233,12 +236,12 @@ def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, 
 
 
 def is_sample_of(parent: Request, request: Request) -> bool:
-    """Whether both are of one client's request, and share their blocks."""
+    """Whether both are samples of one client request, and share their blocks."""
     return (parent.tenant, parent.namespace, parent.prompt) == (request.tenant, request.namespace, request.prompt)
 
 
 def recheck(request: Request, limits: Limits) -> Rejection | None:
-    """The verdict on a request that was accepted before the limits were known."""
+    """The rejection, if any, of a request that was accepted before the limits were known."""
     try:
         check_limits(request, limits)
     except Rejection as rejection:
@@ -249,7 +252,8 @@ def recheck(request: Request, limits: Limits) -> Rejection | None:
 def check_registration(
     new: WorkerRegistration, others: list[WorkerRegistration], promised: Limits | None, allow_mixed_dtypes: bool
 ) -> None:
-    """A worker serves the model of the others, or of the live requests, in their data type and in blocks of their size.
+    """Check that a worker serves the same model as the others, or as the live requests, in the same data type and block
+    size.
 
     Raises Rejection, which names both sides.
     """
@@ -278,7 +282,7 @@ def check_registration(
 
 
 def explain_rejection(ending: Ending, rejection: Rejection) -> None:
-    """What the sender of a failed request is told."""
+    """Write the rejection into the ending for the sender."""
     ending.reason = FinishReason.FINISH_REASON_ERROR
     ending.code = rejection.code
     ending.message = rejection.message

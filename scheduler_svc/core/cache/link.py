@@ -1,4 +1,4 @@
-"""The scheduler's side of the cache link: gathers operations, one exchange at a time."""
+"""The scheduler's side of the cache link. It gathers operations, and has one exchange in flight."""
 
 from __future__ import annotations
 
@@ -21,30 +21,32 @@ from paceline.v1.cache_pb2 import (
     WorkerMatch,
 )
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
-from scheduler_svc.core.workers.decision import Admission
-from scheduler_svc.core.workers.state import Draft, Worker
+from scheduler_svc.core.workers.decision import PlannedAdmission
+from scheduler_svc.core.workers.state import PendingStep, PendingSteps, WorkerState
 
-# Of tokens and tables in one exchange, before the next one is begun; half of what a message may have, so that one more
-# sequence does no harm (services/runtime/rpc.py). 1,024 sequences of 8,192 tokens are 34 MB.
+# Bytes of tokens and tables in one exchange before the next one begins. Half of the message limit, so that one more
+# sequence still fits (services/runtime/rpc.py). 1,024 sequences of 8,192 tokens are 34 MB.
 MAX_EXCHANGE_BYTES = 8 * 2**20
 
 
 class ProtocolError(Exception):
-    """A peer said something that its protocol does not allow; its link has to go."""
+    """A peer broke the protocol; its link is closed."""
 
 
 @dataclass(slots=True)
 class Sent:
-    """An exchange that is on its way: which operation of it belongs to whom, by index."""
+    """An exchange in flight: what its operations belong to, by index."""
 
     matches: list[tuple[int, int]] = field(default_factory=list)  # (operation, sequence)
     swap_outs: list[tuple[int, int, Request]] = field(default_factory=list)  # (operation, sequence, request)
     restores: list[tuple[int, int]] = field(default_factory=list)  # (operation, worker)
-    askers: list[Worker] = field(default_factory=list)  # whose next step waits for the answer
-    drafts: list[tuple[Draft, int, list[int]]] = field(default_factory=list)  # (draft, extend or -1, admits)
+    # workers with a next step that waits for the answer
+    awaiting_cache: list[WorkerState] = field(default_factory=list)
+    # (pending step, index of extend or -1, indexes of admits)
+    pending_steps: list[tuple[PendingStep, int, list[int]]] = field(default_factory=list)
 
     def matched(self, response: CacheServiceLinkResponse) -> Iterator[tuple[int, Iterable[WorkerMatch]]]:
-        """Of the sequences that it made known, what the cache holds of them."""
+        """For each sequence that the exchange made known: what the cache holds of it."""
         for index, sequence in self.matches:
             result = response.results[index]
             if result.HasField("match"):
@@ -53,14 +55,14 @@ class Sent:
 
 @dataclass(slots=True)
 class CacheLink:
-    """Operations gather until the exchange before them has come back; then they all go in one message.
+    """Operations gather until the previous exchange is answered; then they go in one message.
 
-    Their order is fixed: commits, swaps to host memory, frees, workers going and coming, matches, and last what drafts
-    ask for: growth, what the step computes of running sequences, admissions. So a block that a sequence of this
-    exchange gives up can be granted in the same exchange, and a commit never follows its sequence's free.
+    Their order is fixed: commits, swaps to host memory, frees, removed and added workers, matches, and last the
+    operations of pending steps: growth, what the step computes of running sequences, admissions. So the cache can grant
+    a block in the same exchange in which another sequence frees it, and a commit never follows its sequence's free.
 
-    A new link to a cache that knows nothing begins with exchanges of their own, while `restoring`: they say what runs,
-    as of the moment at which the link began (recovery.py). Whatever happens meanwhile gathers.
+    A new link to a cache that knows nothing begins with exchanges of their own, while `restoring`: they tell what runs,
+    as of the beginning of the link (recovery.py). Operations that come meanwhile gather.
     """
 
     epoch: int
@@ -68,30 +70,30 @@ class CacheLink:
     exchange: int = 0
     sent: Sent | None = None
     removed: list[int] = field(default_factory=list)
-    # Workers that the cache has to hear of: each with its AddWorkerOp, and what is in its blocks, if anything is.
+    # Workers to add: each with its AddWorkerOp, and the kept contents of its blocks, if any.
     added: dict[int, list[CacheOp]] = field(default_factory=dict)
-    opening: deque[CacheServiceLinkRequest] = field(default_factory=deque)  # the first exchanges, as far as not sent
-    # What was claimed in these, until all are answered: by worker, by sequence.
+    opening: deque[CacheServiceLinkRequest] = field(default_factory=deque)  # the first exchanges that are not sent yet
+    # Requests with restore entries in these exchanges, until all are answered: by worker, by sequence.
     restoring: dict[int, dict[int, Request]] = field(default_factory=dict)
     matches: dict[int, Request] = field(default_factory=dict)  # by sequence
     swap_outs: dict[int, Request] = field(default_factory=dict)  # by sequence
-    model: str = ""  # fingerprint of the one that is served
-    rematches: dict[int, None] = field(default_factory=dict)  # sequences that wait, whose matches are asked for anew
+    model: str = ""  # fingerprint of the served model
+    rematches: dict[int, None] = field(default_factory=dict)  # waiting sequences that need fresh matches
     frees: list[int] = field(default_factory=list)
-    unpins: dict[int, None] = field(default_factory=dict)  # workers whose pins are to make way
-    discards: list[int] = field(default_factory=list)  # frees after which nothing is kept of what they computed
-    # Of sequences that have progressed: their names, numbers of new tokens, numbers of computed tokens, the new tokens.
+    unpins: dict[int, None] = field(default_factory=dict)  # workers with pins that the cache should give up
+    discards: list[int] = field(default_factory=list)  # frees of sequences with KV that must not be reused
+    # Of sequences with progress: their names, numbers of new tokens, numbers of computed tokens, the new tokens.
     _commits: tuple[list[int], list[int], list[int], list[bytes]] = field(default_factory=lambda: ([], [], [], []))
 
     @property
     def has_gathered(self) -> bool:
-        """Whether the cache has yet to hear of something."""
+        """Whether operations have gathered."""
         changed = self._commits[0] or self.swap_outs or self.frees or self.discards or self.matches or self.rematches
         return bool(changed or self.added or self.removed or self.unpins)
 
     @property
     def has_only_commits(self) -> bool:
-        """Whether there is nothing else of which the cache has yet to hear."""
+        """Whether only commits have gathered, or nothing."""
         changed = self.swap_outs or self.frees or self.discards or self.matches or self.rematches
         return not (changed or self.added or self.removed or self.unpins)
 
@@ -100,7 +102,7 @@ class CacheLink:
         return self.connected and self.sent is None
 
     def forget(self) -> None:
-        """The link is gone, and with it all that was asked or gathered."""
+        """The link is gone, together with everything asked or gathered."""
         self.connected = False
         self.exchange = 0
         self.sent = None
@@ -115,13 +117,13 @@ class CacheLink:
             gathered.clear()
 
     def forget_sequence(self, sequence: int, discard: bool = False) -> None:
-        """The cache need not know the sequence any more (or never hears of it, if it has not yet)."""
+        """The cache may forget the sequence. If the cache has not heard of it yet, it never will."""
         self.rematches.pop(sequence, None)
         if self.matches.pop(sequence, None) is None:
             (self.discards if discard else self.frees).append(sequence)
 
     def never_knew(self, sequence: int) -> None:
-        """The cache has refused to know the sequence: nothing that has gathered of it is sent."""
+        """The cache has refused the sequence: drop every gathered operation of it."""
         for frees in (self.frees, self.discards):
             if sequence in frees:
                 frees.remove(sequence)
@@ -131,13 +133,13 @@ class CacheLink:
                 del gathered[at]
 
     def forget_worker(self, worker: int) -> None:
-        """The worker is gone; if the cache has not heard of it yet, it never will."""
+        """The worker is gone. If the cache has not heard of it yet, it never will."""
         self.unpins.pop(worker, None)
         if self.added.pop(worker, None) is None:
             self.removed.append(worker)
 
     def add_commit(self, sequence: int, new_tokens: bytes, num_computed_tokens: int) -> None:
-        """The sequence has new tokens, and so many of all its tokens are computed."""
+        """The sequence has new tokens, and this many of all its tokens are computed."""
         sequences, num_new_tokens, num_computed, tokens = self._commits
         sequences.append(sequence)
         num_new_tokens.append(len(new_tokens) // TOKEN_BYTES)
@@ -145,7 +147,7 @@ class CacheLink:
         tokens.append(new_tokens)
 
     def _add_gathered(self, ops: RepeatedCompositeFieldContainer[CacheOp], sent: Sent) -> int:
-        """How many bytes the workers take that it adds."""
+        """Returns the bytes of the added workers."""
         sequences, new_tokens, computed, tokens = self._commits
         if sequences:
             commit = ops.add().commit
@@ -178,7 +180,7 @@ class CacheLink:
             worker, own = next(iter(self.added.items()))
             size = sum(op.ByteSize() for op in own)
             if num_bytes and num_bytes + size > MAX_EXCHANGE_BYTES:
-                break  # the others go with the next one
+                break  # the others go with the next exchange
             num_bytes += size
             del self.added[worker]
             for op in own:
@@ -186,7 +188,7 @@ class CacheLink:
         return num_bytes
 
     def open(self, now_s: float) -> CacheServiceLinkRequest | None:
-        """The next of the exchanges with which the link begins; None while one is on its way."""
+        """The next of the exchanges with which the link begins. None while one is in flight."""
         if self.sent is not None:
             return None
         message = self.opening.popleft()
@@ -196,31 +198,35 @@ class CacheLink:
         self.sent = Sent(restores=restores)
         return message
 
-    def compose(
-        self, drafts: list[tuple[Worker, Draft]], askers: list[Worker], heads: list[Request], now_s: float
+    def emit_exchange(
+        self,
+        pending_steps: PendingSteps,
+        awaiting_cache: list[WorkerState],
+        candidates: list[Request],
+        now_s: float,
     ) -> CacheServiceLinkRequest:
-        """The next exchange. It asks anew for the matches of `heads`, the waiting requests that are looked at next."""
+        """The next exchange. It asks for fresh matches of `candidates`, the waiting requests that come next."""
         self.exchange += 1
         message = CacheServiceLinkRequest(epoch=self.epoch, exchange=self.exchange, now_ms=int(now_s * 1000))
-        ops = message.ops  # filled in place: a message that is given to another one is copied, prompt and all
-        self.sent = sent = Sent(askers=askers)
+        ops = message.ops  # filled in place: adding a message to another copies it, prompt included
+        self.sent = sent = Sent(awaiting_cache=awaiting_cache)
         self._add_matches(ops, sent, self._add_gathered(ops, sent))
-        for worker, draft in drafts:
+        for worker, pending_step in pending_steps:
             extend, admits = -1, []
-            if len(draft.decision.growth):
+            if len(pending_step.decision.growth):
                 extend = len(ops)
-                ops.add().extend.sequences.extend(worker.slots.sequence[draft.decision.growth].tolist())
-            if draft.decision.shares and draft.decision.admissions and draft.decision.chunks:
-                self._fill_planned(ops.add().commit, worker, draft.decision.chunks)
-            for admission in draft.decision.admissions:
+                ops.add().extend.sequences.extend(worker.slots.sequence[pending_step.decision.growth].tolist())
+            if pending_step.decision.shares and pending_step.decision.admissions and pending_step.decision.chunks:
+                self._fill_planned(ops.add().commit, worker, pending_step.decision.chunks)
+            for admission in pending_step.decision.admissions:
                 admits.append(len(ops))
                 request, op = admission.request, ops.add()
                 if request.swapped_on:
                     op.swap_in.sequence = request.sequence
                     continue
-                self._fill_admit(op.admit, worker, admission, draft.decision.shares)
-            sent.drafts.append((draft, extend, admits))
-        known = [request.sequence for request in heads if request.matches is not None]
+                self._fill_admit(op.admit, worker, admission, pending_step.decision.shares)
+            sent.pending_steps.append((pending_step, extend, admits))
+        known = [request.sequence for request in candidates if request.matches is not None]
         if known:
             ops.add().rematch.sequences.extend(known)
         if self.rematches:
@@ -231,7 +237,8 @@ class CacheLink:
         return message
 
     def _add_matches(self, ops: RepeatedCompositeFieldContainer[CacheOp], sent: Sent, num_bytes: int) -> None:
-        """As many as a message can take that has so many bytes; the others go with the next one."""
+        """Add matches until the message, which has `num_bytes` bytes already, is full. The others go with the next
+        exchange."""
         for sequence, request in self.matches.items():
             if num_bytes > MAX_EXCHANGE_BYTES:
                 break
@@ -241,7 +248,7 @@ class CacheLink:
         self.matches = dict(itertools.islice(self.matches.items(), len(sent.matches), None))
 
     @staticmethod
-    def _fill_admit(admit: AdmitOp, worker: Worker, admission: Admission, shares: bool) -> None:
+    def _fill_admit(admit: AdmitOp, worker: WorkerState, admission: PlannedAdmission, shares: bool) -> None:
         request = admission.request
         admit.sequence, admit.worker = request.sequence, worker.id
         admit.num_new_tokens = admission.num_new_tokens
@@ -255,8 +262,8 @@ class CacheLink:
             admit.again = True
 
     @staticmethod
-    def _fill_planned(commit: CommitOp, worker: Worker, chunks: list[tuple[int, int, int]]) -> None:
-        """What the step computes of sequences that run already."""
+    def _fill_planned(commit: CommitOp, worker: WorkerState, chunks: list[tuple[int, int, int]]) -> None:
+        """What the step computes of running sequences."""
         commit.planned = True
         for slot, _, size in chunks:
             commit.sequences.append(int(worker.slots.sequence[slot]))
@@ -264,7 +271,7 @@ class CacheLink:
             commit.num_computed_tokens.append(worker.prefills[slot].num_planned + size)
 
     def fill(self, match: MatchOp | RestoredSequence, sequence: int, request: Request) -> None:
-        """What the cache is to know of a sequence, in either case."""
+        """What the cache needs to know of a sequence, for a match or a restore."""
         match.sequence, match.token_ids = sequence, request.token_ids
         namespace = match.namespace
         namespace.model = self.model

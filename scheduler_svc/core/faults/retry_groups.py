@@ -1,13 +1,13 @@
-"""Retrying what was in a failed step, apart from all else (the rule is in suspects.py).
+"""Retries the requests of a failed step, apart from all others (the rule is in suspects.py).
 
-A group of suspects is tried by one worker at a time, in steps of its own: no other step is in flight meanwhile, and
-what else runs there is on hold. Each member computes what it had and then generates until it is past the point at which
-the step failed: two tokens, so that both a prefill and a decode have been seen to work (and as many as there were steps
-in flight, if more). Then it is cleared and runs on among the others, and between two groups the worker takes a step
-with all of them. Nobody is let in on a worker while a group waits that it can try, so there will be room for it.
+A worker retries one group of suspects at a time, in steps of its own: no other step is in flight meanwhile, and the
+other sequences are on hold. Each suspect computes what it had and then generates until it is past the point of the
+failure: two tokens, so that a prefill and a decode have been seen to work (or as many as there were steps in flight, if
+more). Then it is cleared and runs with the others. Between two groups the worker takes a step with all other sequences.
+A worker admits no request while a group waits that it can retry, so there will be room for the group.
 
-A suspect waits in the queue as any other request. Where it is tried, all of its group that there is room for is seated;
-the rest waits for the next turn. One that is held (suspects.py) is tried nowhere, and keeps nobody waiting.
+A suspect waits in the queue like any other request. Where it is retried, as many of its group get a slot as there is
+room for; the rest waits for the next turn. A held suspect (suspects.py) is not retried, and no request waits for it.
 """
 
 from __future__ import annotations
@@ -19,138 +19,140 @@ from scheduler_svc.core.faults.suspects import Absence, Suspects
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.policy.interfaces import BatchPolicy
 from scheduler_svc.core.policy.step import CapacityPolicy, Step, Verdict
-from scheduler_svc.core.requests.request import Phase, Request, RequestView
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.requests.phases import Phase
+from scheduler_svc.core.requests.request import Request, RequestView
+from scheduler_svc.core.workers.state import WorkerState
 
-# Of the time between two ticks no more counts for those who are away: what was longer, this process was stopped.
+# Most time between two ticks that counts for absent workers: during a longer gap this process was stopped.
 MOST_BETWEEN_TICKS_S = 0.5
-# Tokens that a suspect has to generate: one comes of its prefill, one of a decode.
+# Tokens that a suspect has to generate: the first comes from its prefill, the second from a decode.
 PROOF_TOKENS = 2
 
 
 @dataclass(slots=True)
-class Trials:
+class RetryGroups:
     life: Lifecycle
     _suspects: Suspects
-    _requests: dict[int, Request] = field(default_factory=dict)  # every suspect, by seniority
-    _cleared_at: dict[int, int] = field(default_factory=dict)  # tokens that it has when it is past the failure
-    _why: dict[int, str] = field(default_factory=dict)  # each was accused the last time
-    _at: dict[int, list[int]] = field(default_factory=dict)  # the group that a worker tries, by worker
-    _resting: set[int] = field(default_factory=set)  # workers whose next step is for what else runs there
-    clock_s: float = 0.0  # which does not count the time in which this process did not run
+    _requests: dict[int, Request] = field(default_factory=dict)  # every suspect, by arrival index
+    _cleared_at: dict[int, int] = field(default_factory=dict)  # number of tokens at which it is past the failure
+    _why: dict[int, str] = field(default_factory=dict)  # the reason of its latest blame
+    _at: dict[int, list[int]] = field(default_factory=dict)  # the group that a worker retries, by worker
+    _resting: set[int] = field(default_factory=set)  # workers that run other sequences in their next step
+    clock_s: float = 0.0  # does not count time in which this process did not run
     _ticked_s: float = 0.0
 
     @property
     def active(self) -> bool:
         return bool(self._requests)
 
-    def accuse(
+    def blame(
         self, requests: Sequence[Request], num_rows: int, num_steps: int, why: str, absence: Absence | None
     ) -> Request | None:
-        """They were in steps that failed, and are in no slot any more; see Suspects.accuse."""
+        """These requests were in steps that failed, and hold no slot any more. See Suspects.blame."""
         for request in requests:
-            self._settle(request)  # what it had done before counts
-        guilty = self._suspects.accuse([request.seniority for request in requests], num_rows, absence)
+            self._is_cleared(request)  # what it had done before counts
+        poisoned = self._suspects.blame([request.arrival_index for request in requests], num_rows, absence)
         for request in requests:
-            request.is_suspect = request.seniority in self._suspects
+            request.is_suspect = request.arrival_index in self._suspects
             if request.is_suspect:
-                self._requests[request.seniority] = request
-                self._cleared_at[request.seniority] = request.num_tokens + max(PROOF_TOKENS, num_steps)
-                self._why[request.seniority] = why
-                if request.seniority in self._suspects.held:
+                self._requests[request.arrival_index] = request
+                self._cleared_at[request.arrival_index] = request.num_tokens + max(PROOF_TOKENS, num_steps)
+                self._why[request.arrival_index] = why
+                if request.arrival_index in self._suspects.held:
                     self.life.note(request, "held", "until it is known whether the workers that were lost come back")
             else:
-                self._forget(request.seniority)
-        return next((request for request in requests if request.seniority == guilty), None)
+                self._forget(request.arrival_index)
+        return next((request for request in requests if request.arrival_index == poisoned), None)
 
     def came_back(self, incarnation: str) -> None:
-        """A worker that was lost."""
+        """A lost worker has come back."""
         self._suspects.came_back(incarnation)
 
-    def judge(self) -> list[tuple[Request, str]]:
-        """Who was held and is guilty, as it turns out, and why. To be called with each tick."""
+    def find_poisoned(self) -> list[tuple[Request, str]]:
+        """Held requests that turn out to be poisoned, with the reason. Call it with each tick."""
         self.clock_s += min(self.life.now_s - self._ticked_s, MOST_BETWEEN_TICKS_S)
         self._ticked_s = self.life.now_s
         for one in list(self._suspects.held):
-            self._settle(self._requests[one])  # it may have ended
+            self._is_cleared(self._requests[one])  # the request may have ended
         found = []
-        for guilty in self._suspects.judge(self.clock_s):
-            request = self._requests[guilty]
+        for poisoned in self._suspects.find_poisoned(self.clock_s):
+            request = self._requests[poisoned]
             request.is_suspect = False
-            found.append((request, self._why[guilty]))
-            self._forget(guilty)
+            found.append((request, self._why[poisoned]))
+            self._forget(poisoned)
         return found
 
-    def worker_lost(self, worker: int, accused: Collection[Request]) -> None:
-        """What it tried is tried again, but for those that were accused anew, who are among those that wait already."""
-        again = {request.seniority for request in accused}
+    def worker_lost(self, worker: int, blamed: Collection[Request]) -> None:
+        """Retry again what the lost worker was retrying, except requests that were blamed again: these wait already."""
+        again = {request.arrival_index for request in blamed}
         group = self._at.pop(worker, [])
-        self._suspects.put_back([one for one in group if one in self._requests and one not in again])
+        self._suspects.requeue([one for one in group if one in self._requests and one not in again])
         self._resting.discard(worker)
 
-    def claims(self, worker: Worker) -> bool:
-        """Whether a group waits that the worker can try: then it lets nobody else in."""
+    def has_group_for(self, worker: WorkerState) -> bool:
+        """Whether a group waits that the worker can retry. Then the worker admits no other request."""
         return self.active and any(self._suits(worker, group) for group in self._suspects.waiting())
 
-    def members(self, worker: Worker) -> list[Request]:
-        """Whom the worker's next step is to try, and nobody else; empty if it is as any other."""
+    def members(self, worker: WorkerState) -> list[Request]:
+        """The suspects that the worker's next step retries, alone. Empty if the step is an ordinary one."""
         if worker.id in self._resting:
             return []
         group = self._at.pop(worker.id, [])
         if not (left := self._left(worker, group)):
-            if group:  # done with it
+            if group:  # the group is done
                 self._resting.add(worker.id)
                 return []
             taken = self._suspects.take(lambda waiting: self._suits(worker, waiting))
             left = self._left(worker, taken)
         if left:
-            self._at[worker.id] = [request.seniority for request in left]
+            self._at[worker.id] = [request.arrival_index for request in left]
         return left
 
-    def pause(self, worker: Worker) -> None:
-        """None of them could run: there is no room, or the cache has yet to answer. Others go on."""
-        self._suspects.put_back(self._at.pop(worker.id, []))
+    def pause(self, worker: WorkerState) -> None:
+        """No suspect of the group could run: there is no room, or the cache has not answered yet. Other requests go
+        on."""
+        self._suspects.requeue(self._at.pop(worker.id, []))
         self._resting.add(worker.id)
 
-    def others_had_their_turn(self, worker: Worker) -> None:
+    def others_had_their_turn(self, worker: WorkerState) -> None:
         self._resting.discard(worker.id)
 
-    def _suits(self, worker: Worker, group: Sequence[int]) -> bool:
+    def _suits(self, worker: WorkerState, group: Sequence[int]) -> bool:
         requests = [self._requests[one] for one in group]
         for request in requests:
             worker.want_grammar(request)
         return not worker.draining and all(worker.can_ever_hold(one) and worker.has_grammar(one) for one in requests)
 
-    def _left(self, worker: Worker, group: Sequence[int]) -> list[Request]:
-        """Those of a group that the worker has still to try. A worker that drains lets nobody in."""
-        left = [request for one in group if (request := self._requests.get(one)) and not self._settle(request)]
+    def _left(self, worker: WorkerState, group: Sequence[int]) -> list[Request]:
+        """The members of a group that the worker still has to retry. A draining worker admits none."""
+        left = [request for one in group if (request := self._requests.get(one)) and not self._is_cleared(request)]
         if not worker.draining:
             return left
-        self._suspects.put_back([request.seniority for request in left if request.phase is Phase.WAITING])
+        self._suspects.requeue([request.arrival_index for request in left if request.phase is Phase.WAITING])
         return [request for request in left if request.phase is not Phase.WAITING]
 
-    def _settle(self, request: Request) -> bool:
-        """Whether it is no suspect (any more): it has ended, or has got past the point of the failure."""
+    def _is_cleared(self, request: Request) -> bool:
+        """Whether the request is no suspect any more: it has ended, or is past the point of the failure."""
         if not request.is_suspect:
             return True
         if request.phase not in (Phase.ENDED, Phase.PARKED):
             num_tokens = request.num_prompt_tokens + request.num_generated_tokens
-            if num_tokens < self._cleared_at[request.seniority]:
+            if num_tokens < self._cleared_at[request.arrival_index]:
                 return False
             self.life.note(request, "cleared", "got past the point at which its step had failed")
         request.is_suspect = False
-        self._suspects.clear(request.seniority)
-        self._forget(request.seniority)
+        self._suspects.clear(request.arrival_index)
+        self._forget(request.arrival_index)
         return True
 
-    def _forget(self, seniority: int) -> None:
-        self._requests.pop(seniority, None)
-        self._cleared_at.pop(seniority, None)
-        self._why.pop(seniority, None)
+    def _forget(self, arrival_index: int) -> None:
+        self._requests.pop(arrival_index, None)
+        self._cleared_at.pop(arrival_index, None)
+        self._why.pop(arrival_index, None)
 
 
-class TrialCapacity(CapacityPolicy):
-    """Whoever fits."""
+class RetryCapacity(CapacityPolicy):
+    """Admits every request that fits."""
 
     reserves_prompt = True
 
@@ -158,17 +160,17 @@ class TrialCapacity(CapacityPolicy):
         return Verdict.ADMIT
 
 
-class TrialBatch(BatchPolicy):
-    """A step of these and nothing else."""
+class RetryBatch(BatchPolicy):
+    """Schedules the members, and nothing else."""
 
     shares_in_step = False
 
     def __init__(self, members: Collection[Request]) -> None:
-        self._members = {request.seniority for request in members}
+        self._members = {request.arrival_index for request in members}
 
-    def compose(self, step: Step) -> None:
+    def schedule(self, step: Step) -> None:
         for sequence in step.running:
-            if sequence.request.seniority in self._members and step.budget_tokens:
+            if sequence.request.arrival_index in self._members and step.budget_tokens:
                 step.run(sequence, min(sequence.remaining_tokens, step.budget_tokens))
         for request in step.waiting():
             if not step.budget_tokens:
@@ -176,8 +178,8 @@ class TrialBatch(BatchPolicy):
             step.admit(request, min(step.uncached_tokens(request), step.budget_tokens))
 
 
-def candidates(members: Sequence[Request], worker: Worker) -> Iterator[Request]:
-    """Those of the members that could be seated there now."""
+def retry_candidates(members: Sequence[Request], worker: WorkerState) -> Iterator[Request]:
+    """The members that could get a slot on the worker now."""
     for request in members:
         if request.phase is not Phase.WAITING or not (request.matches is not None or request.swapped_on == worker.id):
             continue

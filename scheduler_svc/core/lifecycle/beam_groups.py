@@ -1,11 +1,11 @@
-"""Beam searches: one request of a client, many sequences that fork and end in the course of it.
+"""Beam search: one client request, and many sequences that fork and end during the search.
 
-Each beam of a step is a request of its own in the queue (a member), with the client's prompt and the beam's tokens. It
-runs for one token, of which not the token counts but the most likely candidates. When every member of the step has
-reported, the search (beams.py) says which beams go on. Those fork from the members they grew from, which until then
-are parked: they have left their slots, but keep their blocks.
+In each step of the search, every beam is a request of its own in the queue (a member), with the client's prompt and the
+beam's tokens. A member runs for one token. The search uses the most likely candidates for that token, not the token
+itself. When every member of the step has reported, the search (beams.py) decides which beams continue. These fork from
+the members that they grew from. Until then those members are parked: they have left their slots and keep their blocks.
 
-    member:  WAITING -> RUNNING -> (candidates) -> PARKED -> (its forks run, or somebody needs its blocks) -> ENDED
+    member:  WAITING -> RUNNING -> (candidates) -> PARKED -> (its forks run, or its blocks are needed) -> ENDED
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.rejection import invalid
 from scheduler_svc.core.requests import beams
 from scheduler_svc.core.requests.beams import BeamSearch
-from scheduler_svc.core.requests.request import BeamGroup, Phase, Request
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.requests.phases import Phase
+from scheduler_svc.core.requests.request import BeamGroup, Request
+from scheduler_svc.core.workers.state import WorkerState
 
 EARLY_STOPPING: dict[int, beams.EarlyStopping] = {
     EarlyStopping.EARLY_STOPPING_UNSPECIFIED: False,
     EarlyStopping.EARLY_STOPPING_FIRST: True,
     EarlyStopping.EARLY_STOPPING_NEVER: "never",
 }
-# Sampling parameters that a search does not know.
+# Sampling parameters that beam search does not support.
 UNSEARCHED = (
     "repetition_penalty",
     "presence_penalty",
@@ -77,13 +78,14 @@ def check_beam(submission: Submission) -> None:
 
 
 class BeamGroups:
-    def __init__(self, life: Lifecycle, workers: dict[int, Worker]) -> None:
+    def __init__(self, life: Lifecycle, workers: dict[int, WorkerState]) -> None:
         self._life = life
         self._workers = workers
-        self._unstarted: list[BeamGroup] = []  # accepted before anybody knew the model
+        self._unstarted: list[BeamGroup] = []  # accepted before the model was known
 
     def start(self, root: Request, options: BeamOptions, limits: Limits | None) -> None:
-        """The root is accepted: its search begins, as soon as the model is known. Until then it stands in the queue."""
+        """Start the search of an accepted root as soon as the model is known. Until then the root waits in the
+        queue."""
         root.group = BeamGroup(root, options)
         self._unstarted.append(root.group)
         self.model_known(limits)
@@ -96,12 +98,12 @@ class BeamGroups:
             if group.root.phase is Phase.ENDED:
                 continue
             if group.root in self._life.queue:
-                self._life.take_back(group.root)
+                self._life.dequeue(group.root)
             group.search = make_search(group.options, group.root.sampling, limits.model.eos_token_ids)
             self._run_beams(group, group.search, parents=[])
 
     def report(self, member: Request, logprobs: TokenLogprobs | None) -> None:
-        """A member has run. Its blocks stay, for those that fork from it."""
+        """A member has run. It keeps its blocks, so that beams can fork from it."""
         group = member.group
         assert group is not None
         assert group.search is not None
@@ -114,7 +116,7 @@ class BeamGroups:
         values = np.frombuffer(logprobs.top_logprobs, np.float32).tolist()
         group.reports[group.members.index(member)] = list(zip(tokens, values, strict=True))
         self._life.park(member)
-        group.parked[member.seniority] = 0
+        group.parked[member.arrival_index] = 0
         if len(group.reports) == len(group.members):
             reports = [group.reports[i] for i in range(len(group.members))]
             group.reports.clear()
@@ -124,33 +126,33 @@ class BeamGroups:
             else:
                 self._run_beams(group, group.search, group.members)
 
-    def settle(self, admitted: Iterable[Request]) -> None:
-        """These have forked, or will do without: their parents may be needed no longer."""
+    def release_parents(self, admitted: Iterable[Request]) -> None:
+        """These members have forked, or will run without a fork. A parent that no member needs any more is freed."""
         for member in admitted:
             parent, member.parent = member.parent, None
             if member.group is None or parent is None or parent.phase is not Phase.PARKED:
                 continue
-            member.group.parked[parent.seniority] -= 1
-            if not member.group.parked[parent.seniority]:
+            member.group.parked[parent.arrival_index] -= 1
+            if not member.group.parked[parent.arrival_index]:
                 self._life.unpark(parent)
 
-    def give_up_blocks(self, worker: Worker) -> bool:
-        """Let go of what is parked there; who would have forked from it computes a few tokens anew. Whether there was
-        anything."""
+    def give_up_blocks(self, worker: WorkerState) -> bool:
+        """Free the parked members of the worker. A beam that would have forked from one computes a few tokens again.
+        Returns whether there was any."""
         parked = list(worker.parked.values())
         for member in parked:
             self._life.unpark(member)
         return bool(parked)
 
     def _run_beams(self, group: BeamGroup, search: BeamSearch, parents: list[Request]) -> None:
-        group.parked = {parent.seniority: 0 for parent in parents if parent.phase is Phase.PARKED}
+        group.parked = {parent.arrival_index: 0 for parent in parents if parent.phase is Phase.PARKED}
         root, members = group.root, []
         for beam in search.live:
             tokens = np.array(beam.tokens, np.int32).tobytes()
             parent = parents[beam.parent] if parents else None
             member = replace(
                 root,
-                seniority=self._life.next_seniority(),
+                arrival_index=self._life.next_arrival_index(),
                 handle=0,
                 prompt=root.prompt + tokens,
                 output=bytearray(),
@@ -167,11 +169,11 @@ class BeamGroups:
                 parent=parent,
             )
             if parent is not None and parent.phase is Phase.PARKED:
-                group.parked[parent.seniority] += 1
+                group.parked[parent.arrival_index] += 1
             members.append(member)
         group.members = members
         for parent in parents:
-            if not group.parked.get(parent.seniority):
+            if not group.parked.get(parent.arrival_index):
                 self._life.unpark(parent)
         for member in members:
             self._life.enqueue(member)

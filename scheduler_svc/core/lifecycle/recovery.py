@@ -1,19 +1,19 @@
-"""When the cache is lost: what runs goes on, and a new cache is told which blocks are whose.
+"""When the cache is lost, running requests go on, and a new cache learns which blocks belong to which request.
 
-The KV is on the workers and as good as before; only who owns which block is forgotten. The scheduler keeps the table of
-everything that runs (Request.block_table) and the host blocks of what is swapped out (Request.host_blocks), so:
+The KV on the workers is still valid; only the ownership of blocks is lost. The scheduler keeps the block table of every
+running request (Request.block_table) and the host blocks of every swapped-out request (Request.host_blocks). By phase:
 
-    RUNNING, PARKED     stays where it is. No step is planned without a cache; results of those in flight go on, and
-                        what ends meanwhile just ends
-    BINDING             waits again: the exchange that was to seat it may or may not have been executed, and nobody has
-                        written to what it granted
-    swapped out         stays where it is; copies that no plan has carried yet are made by the next one, before anything
-                        else, so that the device blocks may be granted to others all the same
-    about to be so      is computed anew, for the cache has not said where its copies go
-    demotions           are dropped: the new cache starts with nothing in host memory
+    RUNNING, PARKED     The request stays. No step is planned without a cache. Results of steps in flight are applied,
+                        and a request that ends just ends.
+    ALLOCATING          The request waits again. The exchange may or may not have been executed, and no step has written
+                        to the blocks that it granted.
+    swapped out         The request stays. Copies that no plan has carried yet go with the next plan, before anything
+                        else, so the cache may grant the device blocks again.
+    swap not answered   The request computes its tokens again: the cache has not said where its copies go.
+    demotions           They are dropped: the new cache starts with nothing in host memory.
 
-What is claimed is computed as far as the steps go that were sent, as it is with commits (Planner._advance_prefill). A
-claim that is refused costs its request a recomputation, and only that.
+A restore entry counts tokens as computed as far as the sent steps compute them, as a commit does
+(Planner._advance_prefill). A refused entry costs its request a recomputation, and nothing else.
 """
 
 from __future__ import annotations
@@ -33,45 +33,45 @@ from paceline.v1.worker_pb2 import KeptSequence
 from scheduler_svc.core.cache.link import MAX_EXCHANGE_BYTES, CacheLink, Sent
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.requests.request import Request
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.workers.state import WorkerState
 
 
 def _kept_op(worker: int, kept: Iterable[KeptSequence], model: str, next_sequence: Callable[[], int]) -> RestoreOp:
-    """What a worker has brought with it from a link before (to a scheduler that is gone, say): it is cached. A gateway
-    that submits again what ran there finds all of it, whatever the request is called now."""
+    """What a worker kept from an earlier link (say, to a scheduler that is gone); it becomes cached prefix. When a
+    gateway submits a request again that ran there, the request finds all its tokens, whatever its new id is."""
     op = RestoreOp(worker=worker, cached=True)
     num_bytes = 0
     for one in kept:
         num_bytes += one.ByteSize()
         if num_bytes > MAX_EXCHANGE_BYTES:
             break
-        claim = op.sequences.add(
+        entry = op.sequences.add(
             sequence=next_sequence(),
             token_ids=one.token_ids,
             num_computed_tokens=one.num_computed_tokens,
             block_table=one.block_table,
         )
-        claim.namespace.model, claim.namespace.cache_salt = model, one.cache_salt
+        entry.namespace.model, entry.namespace.cache_salt = model, one.cache_salt
     return op
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
     cache: CacheLink
-    workers: dict[int, Worker]
+    workers: dict[int, WorkerState]
     life: Lifecycle
 
     def cache_lost(self) -> None:
         self.cache.forget()
         for worker in self.workers.values():
-            for request in worker.drop_draft():
+            for request in worker.drop_pending_step():
                 self.life.unanswered(request)
             worker.forget_cache()
             self.life.recompute(request for request in worker.swapped.values() if not request.host_blocks)
         self.life.forget_matches()
 
-    def added(self, worker: Worker) -> list[CacheOp]:
-        """What tells a cache that there is this worker, and what it brings with it."""
+    def added(self, worker: WorkerState) -> list[CacheOp]:
+        """The operations that tell a cache of this worker and of what it kept."""
         kept, worker.kept = worker.kept, []
         config = self.life.config
         op = AddWorkerOp(
@@ -89,38 +89,38 @@ class Recovery:
         return ops
 
     def begin(self) -> None:
-        """The link to a cache that knows nothing: first come the workers, and what runs on them."""
+        """Begin a link to a cache that knows nothing: first its workers, then what runs on them."""
         added = {worker.id: self.added(worker) for worker in self.workers.values()}
         for worker in self.workers.values():
-            if claimants := {request.sequence: request for request in self._claimants(worker)}:
-                self.cache.restoring[worker.id] = claimants
+            if holders := {request.sequence: request for request in self._holders(worker)}:
+                self.cache.restoring[worker.id] = holders
         if not self.cache.restoring:
             self.cache.added.update(added)
             return
         message = self._next_message()
-        for add_worker, *_ in added.values():  # what somebody has kept who has just come is not worth a message more
+        for add_worker, *_ in added.values():  # what a new worker kept is not worth another message
             message.ops.add().MergeFrom(add_worker)
         num_bytes = 0
-        for worker_id, claimants in self.cache.restoring.items():
+        for worker_id, holders in self.cache.restoring.items():
             op = self._next_op(message, worker_id)
-            for request in claimants.values():
-                claim = op.sequences.add()
-                self._fill(claim, request)
-                num_bytes += len(claim.token_ids) + len(claim.block_table) + len(claim.host_blocks)
+            for request in holders.values():
+                entry = op.sequences.add()
+                self._fill(entry, request)
+                num_bytes += len(entry.token_ids) + len(entry.block_table) + len(entry.host_blocks)
                 if num_bytes > MAX_EXCHANGE_BYTES:
                     op.incomplete = True
                     num_bytes, op = 0, self._next_op(self._next_message(), worker_id)
 
     def answered(self, sent: Sent, response: CacheServiceLinkResponse) -> None:
-        """An exchange of `begin`. Steps are planned again once it was the last one."""
+        """The cache has answered an exchange of `begin`. Steps are planned again after the last one."""
         for index, worker_id in sent.restores:
-            result, claimants = response.results[index], self.cache.restoring[worker_id]
+            result, holders = response.results[index], self.cache.restoring[worker_id]
             if result.HasField("error"):
-                refused = [(sequence, result.error.message) for sequence in claimants]
+                refused = [(sequence, result.error.message) for sequence in holders]
             else:
                 refused = [(one.sequence, one.message) for one in result.restore.refused]
             for sequence, why in refused:
-                self._refused(claimants.pop(sequence, None), sequence, why)
+                self._refused(holders.pop(sequence, None), sequence, why)
         if not self.cache.opening:
             self.life.counters.restored += sum(map(len, self.cache.restoring.values()))
             self.cache.restoring.clear()
@@ -128,22 +128,22 @@ class Recovery:
     def _refused(self, request: Request | None, sequence: int, why: str) -> None:
         if request is None:
             return
-        self.life.counters.refused_claims += 1
-        if request.sequence == sequence:  # it has neither ended meanwhile, nor lost its worker
-            self.life.claim_refused(request, why)
+        self.life.counters.refused_restores += 1
+        if request.sequence == sequence:  # the request has neither ended since, nor lost its worker
+            self.life.restore_refused(request, why)
         self.cache.never_knew(sequence)
 
-    def _claimants(self, worker: Worker) -> Iterator[Request]:
-        """All that has blocks there, with complete records, and noted what the cache will know of each."""
+    def _holders(self, worker: WorkerState) -> Iterator[Request]:
+        """All requests with blocks on the worker, with complete records. Notes what the cache will know of each."""
         worker.slots.complete_tables()
         for slot, request in worker.running.items():
             self.life.flush_output(worker, slot)
             request.num_committed = worker.num_computed_tokens(slot)
             request.num_registered = request.num_tokens
             yield request
-        yield from worker.parked.values()  # of which it knows all
+        yield from worker.parked.values()  # the cache knows all their tokens
         for request in worker.swapped.values():
-            request.num_committed = max(request.num_committed, request.num_tokens - 1)  # as it was told with the swap
+            request.num_committed = max(request.num_committed, request.num_tokens - 1)  # as the swap told the cache
             yield request
 
     def _next_message(self) -> CacheServiceLinkRequest:
@@ -156,10 +156,10 @@ class Recovery:
         op.worker = worker
         return op
 
-    def _fill(self, claim: RestoredSequence, request: Request) -> None:
-        self.cache.fill(claim, request.sequence, request)
-        claim.num_computed_tokens = request.num_committed
+    def _fill(self, entry: RestoredSequence, request: Request) -> None:
+        self.cache.fill(entry, request.sequence, request)
+        entry.num_computed_tokens = request.num_committed
         if request.swapped_on:
-            claim.host_blocks = request.host_blocks
+            entry.host_blocks = request.host_blocks
         else:
-            claim.block_table = request.block_table.tobytes()
+            entry.block_table = request.block_table.tobytes()

@@ -1,4 +1,4 @@
-"""Sessions: where tokens and endings go, one message a step, within the reader's credit."""
+"""Sessions: the way of tokens and endings to a gateway, one message a step, within the reader's credit."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ from paceline.v1.worker_pb2 import TokenLogprobs
 from scheduler_svc.core.arrays import Longs, Tokens
 from scheduler_svc.core.requests.request import Request
 
-# Of prompts' log probabilities in a message at the most, unless a single part is larger; far below the message limit.
+# Most bytes of prompt log probabilities in a message, unless a single part is larger. Far below the message limit.
 MAX_SCORE_BYTES = 4 * 2**20
-# Likewise, for a reader that comes late: log probabilities of tokens (some 180 bytes each, with 20 others), and steps.
+# The same for a late reader: log probabilities of tokens (about 180 bytes each, with 20 others), and steps.
 MAX_SCORES, MAX_STEPS = 2**14, 256
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A gateway's (or a single gRPC call's) view of its requests.
+    """The requests of one gateway, or of a single gRPC call.
 
-    What a slow reader has no credit for gathers here, at most the tokens that its own requests may still generate, and
-    goes in messages of a bounded size.
+    Output that a slow reader has no credit for gathers here (at most the tokens that its own requests may still
+    generate), and goes in messages of a bounded size.
     """
 
     id: str
-    index: int  # names the session in the slot tables
+    index: int  # names the session in the slot ledgers
     window: int
     live: dict[int, Request] = field(default_factory=dict)  # by handle
     sent: int = 0
     read: int = 0
     num_submissions: int = 0  # accepted or not
-    places: int = 0  # in the queue, for whoever comes next
-    _told_room: tuple[int, int] | None = None
+    queue_credit: int = 0  # requests that the queue still takes
+    _told_credit: tuple[int, int] | None = None
     opened: SessionOpened | None = None
     status: SchedulerStatus | None = None
     _handles: list[Longs] = field(default_factory=list)
     _tokens: list[Tokens] = field(default_factory=list)
-    _scores_before: list[int] = field(default_factory=list)  # each of these, of those that have gathered
-    _sent_handles: Longs | None = None  # all those of the last message, if they came as one array
-    _next: SessionResponse | None = None  # with the endings, which gather in place: to put them in later is to copy
+    # for each of these: the number of scores gathered before it
+    _scores_before: list[int] = field(default_factory=list)
+    _sent_handles: Longs | None = None  # handles of the last message, if they came as one array
+    _next: SessionResponse | None = None  # with the endings, which gather in place: adding them later is a copy
     _scores: list[TokenScore] = field(default_factory=list)
     _prompt_scores: deque[PromptScores] = field(default_factory=deque)
 
@@ -60,22 +61,22 @@ class Session:
         self._scores_before.append(len(self._scores))
 
     def add_score(self, handle: int, score: TokenLogprobs) -> None:
-        """Of the token of this request that was added last."""
+        """Add the score of the request's latest token."""
         top, logprobs = score.top_token_ids, score.top_logprobs
         self._scores.append(TokenScore(handle=handle, logprob=score.logprob, top_token_ids=top, top_logprobs=logprobs))
 
     def add_prompt_scores(self, handle: int, logprobs: PromptLogprobs) -> None:
-        """Of a part of this request's prompt."""
+        """Add log probabilities of a part of the request's prompt."""
         self._prompt_scores.append(PromptScores(handle=handle, logprobs=logprobs))
 
     def add_ending(self) -> Ending:
-        """To be filled in."""
+        """A new ending; the caller fills it in."""
         if self._next is None:
             self._next = SessionResponse()
         return self._next.endings.add()
 
     def next_message(self) -> SessionResponse | None:
-        """What has gathered, if there is anything and the reader has credit."""
+        """The gathered output, if there is any and the reader has credit."""
         if self.sent - self.read >= self.window:
             return None
         if self._prompt_scores:
@@ -99,14 +100,13 @@ class Session:
         self._handles.clear()
         self._tokens.clear()
         self._scores_before.clear()
-        if (room := (self.places, self.num_submissions)) != self._told_room:
-            message.room.places, message.room.num_submissions = self._told_room = room
+        if (room := (self.queue_credit, self.num_submissions)) != self._told_credit:
+            message.room.places, message.room.num_submissions = self._told_credit = room
         self.sent += 1
         return message
 
     def _first_steps(self) -> SessionResponse:
-        """Of what has gathered, as many steps as may go into a message, with their log probabilities; endings come with
-        the last ones."""
+        """As many gathered steps as fit a message, with their log probabilities. Endings come with the last steps."""
         message, before = SessionResponse(), self._scores_before
         self._add_status(message)
         count = max(1, min(bisect_right(before, MAX_SCORES) - 1, MAX_STEPS))
@@ -129,7 +129,8 @@ class Session:
         self.opened = self.status = None
 
     def _next_prompt_scores(self) -> SessionResponse:
-        """In messages of their own, before the tokens that follow; as many as may go into one."""
+        """Prompt log probabilities, in messages of their own before the tokens that follow; as many as fit one
+        message."""
         message, size = SessionResponse(), 0
         self._add_status(message)
         while self._prompt_scores and (not size or size + self._prompt_scores[0].ByteSize() <= MAX_SCORE_BYTES):
@@ -140,7 +141,7 @@ class Session:
 
 
 class Publisher:
-    """What workers have computed, on its way to the sessions that it is for."""
+    """Brings the workers' output to its sessions."""
 
     def __init__(self, sessions: dict[str, Session]) -> None:
         self._sessions = sessions  # by id
@@ -148,7 +149,7 @@ class Publisher:
         self._next = 1
 
     def open(self, session_id: str, window: int) -> Session:
-        """A new session, and a new index."""
+        """Open a session, with a new index."""
         session = self._sessions[session_id] = self._at[self._next] = Session(session_id, self._next, window)
         self._next += 1
         return session
@@ -157,11 +158,12 @@ class Publisher:
         del self._at[session.index]
 
     def index_of(self, request: Request) -> int:
-        """Of its session."""
+        """The index of the request's session."""
         return self._sessions[request.session_id].index
 
     def tokens(self, session: int, sessions: Longs, handles: Longs, tokens: Tokens) -> None:
-        """One for each handle. `session`: the index of all of them; if it is negative, `sessions` has each one's."""
+        """Publish one token for each handle. `session`: the index of all of them; if it is negative, `sessions` has the
+        index of each."""
         if session >= 0:
             self._at[session].add_tokens(handles, tokens)
             return

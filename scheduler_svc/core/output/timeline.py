@@ -1,8 +1,8 @@
-"""Why requests wait, for `paceline explain`: of all that are there, and of the last ones that have ended.
+"""Why requests wait, for `paceline explain`. Knows every live request and the last MAX_ENDED finished ones.
 
-A decision costs what it names, not what waits: it notes the requests that it looked at and left out, or why it looked
-at none. Whoever stood behind the first of those waited for their turn, which is told from the same notes when somebody
-asks.
+The cost of a decision depends on what it names, not on what waits. A decision notes the requests that it looked at and
+rejected, or why it looked at none. The requests behind the first of those waited for their turn; `explain` derives that
+from the same notes.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from types import MappingProxyType
 from scheduler_svc.core.requests.request import Request
 
 MAX_ENDED = 4096
-MAX_SPANS = 64  # of one request, and as many events
-MAX_HEADS = 4096
+MAX_SPANS = 64  # looks of one request, and as many events
+MAX_TOP_REJECTED = 4096
 MAX_OUTAGES = 256
 WAITING = ("waiting", "preempted", "requeued")
 NOBODY: Mapping[str, int] = MappingProxyType({})
 
 
-# Reason, detail, decision, time. A plain tuple: every request leaves three, and hardly one is ever asked for.
+# Reason, detail, decision, time. A plain tuple: every request leaves three of them, and few are ever read.
 Event = tuple[str, str, int, float]
 
 
 @dataclass(slots=True)
 class Span:
-    """One reason over consecutive decisions of a worker, or an event as it is told."""
+    """One reason over consecutive decisions of a worker, or an event."""
 
     reason: str
     detail: str
@@ -44,7 +44,7 @@ class Span:
 
 @dataclass(slots=True)
 class Wait:
-    """Decisions at which it stood in the queue, and from when until when."""
+    """A range of decisions at which the request waited in the queue, and its times."""
 
     first: int
     from_s: float
@@ -56,12 +56,12 @@ class Wait:
 class Record:
     request_id: str
     answer_id: str
-    seniority: int
+    arrival_index: int
     arrival_s: float
     tenant: str
-    # Lists, though only the last MAX_SPANS are kept: most records have a few, and an empty deque takes 600 bytes.
+    # Lists, though only the last MAX_SPANS are kept: most records have few entries, and an empty deque takes 600 bytes.
     events: list[Event]
-    looks: list[Span] = field(default_factory=list)  # decisions that looked at it and left it out
+    looks: list[Span] = field(default_factory=list)  # decisions that looked at the request and rejected it
 
     def add_event(self, event: Event) -> None:
         self.events.append(event)
@@ -77,11 +77,11 @@ class Record:
         return [Span(reason, detail, n, n, at_s, at_s) for reason, detail, n, at_s in self.events] + self.looks
 
     def waits(self) -> list[Wait]:
-        """It has waited since each event that says so, up to the next one."""
+        """The request waits from each event that says so to the next event."""
         waits = list[Wait]()
         for reason, _, decision, at_s in self.events:
             if waits and waits[-1].last is None:
-                # The decision that let it in is none at which it waited.
+                # At the decision that admitted the request it did not wait.
                 waits[-1].last, waits[-1].to_s = decision - (reason == "running"), at_s
             if reason in WAITING:
                 waits.append(Wait(decision, at_s))
@@ -89,18 +89,18 @@ class Record:
 
 
 @dataclass(slots=True)
-class Head:
-    """Who was first of those that a worker's decisions left out, as long as that and the reason were the same; 0 and ""
-    if they looked at nobody."""
+class TopRejected:
+    """The first request that a worker's decisions rejected, as long as the request and the reason stayed the same. 0
+    and "" if the decisions looked at no request."""
 
-    seniority: int
+    arrival_index: int
     request_id: str
     span: Span
 
 
 @dataclass(slots=True)
 class AtLimit:
-    """A tenant, at consecutive decisions of a worker that passed over what waits of it, since so much of it ran."""
+    """A tenant that consecutive decisions of a worker skipped, because it was at its limit of running tokens."""
 
     tenant: str
     tokens: int
@@ -108,89 +108,93 @@ class AtLimit:
 
 
 @dataclass(slots=True)
-class Journal:
-    tenant_limit: int = 0  # tokens of one that may run
+class RequestTimeline:
+    tenant_limit: int = 0  # running tokens of one tenant
     decisions: int = 0
     # By arrival index. As many live requests as the queue and the workers take, and the last MAX_ENDED finished ones.
     _live: dict[int, Record] = field(default_factory=dict)
     _ended: OrderedDict[int, Record] = field(default_factory=OrderedDict)
     # Arrival indexes by request id and by answer id. Clients choose request ids, and two requests may have the same.
     _names: dict[str, dict[int, None]] = field(default_factory=dict)
-    _heads: deque[Head] = field(default_factory=lambda: deque(maxlen=MAX_HEADS))
-    _last: dict[int, tuple[int, Head | None]] = field(default_factory=dict)  # each worker's last decision, and its head
-    _limits: deque[AtLimit] = field(default_factory=lambda: deque(maxlen=MAX_HEADS))
-    _at_limit: dict[int, dict[str, AtLimit]] = field(default_factory=dict)  # by each worker's last decision; by tenant
+    _tops: deque[TopRejected] = field(default_factory=lambda: deque(maxlen=MAX_TOP_REJECTED))
+    # each worker's last decision, and its first rejected request
+    _last: dict[int, tuple[int, TopRejected | None]] = field(default_factory=dict)
+    _limits: deque[AtLimit] = field(default_factory=lambda: deque(maxlen=MAX_TOP_REJECTED))
+    # by worker: its last decision's tenants at their limit
+    _at_limit: dict[int, dict[str, AtLimit]] = field(default_factory=dict)
     _outages: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_OUTAGES))
 
     def arrived(self, request: Request, now_s: float) -> None:
         arrival = ("waiting", f"{request.num_tokens} tokens", self.decisions, now_s)
-        record = Record(request.request_id, request.answer_id, request.seniority, now_s, request.tenant, [arrival])
-        self._live[request.seniority] = record
+        record = Record(request.request_id, request.answer_id, request.arrival_index, now_s, request.tenant, [arrival])
+        self._live[request.arrival_index] = record
         for name in _names(record):
-            self._names.setdefault(name, {})[request.seniority] = None
+            self._names.setdefault(name, {})[request.arrival_index] = None
 
     def event(self, request: Request, reason: str, detail: str, now_s: float) -> None:
-        """It waits, runs, was preempted."""
-        record = self._live.get(request.seniority)
+        """Note an event: the request waits, runs, was preempted."""
+        record = self._live.get(request.arrival_index)
         if record is not None:
             record.add_event((reason, detail, self.decisions, now_s))
 
     def ended(self, request: Request, how: str, now_s: float) -> None:
-        """From now on it may be forgotten."""
-        record = self._live.pop(request.seniority, None)
+        """The request has ended. From now on its record may be forgotten."""
+        record = self._live.pop(request.arrival_index, None)
         if record is None:
             return
         record.add_event(("ended", how, self.decisions, now_s))
-        self._ended[record.seniority] = record
-        for name in _names(record):  # finished ones stand in the order in which they finished
-            self._names[name].pop(record.seniority)
-            self._names[name][record.seniority] = None
+        self._ended[record.arrival_index] = record
+        for name in _names(record):  # finished ones are kept in the order in which they finished
+            self._names[name].pop(record.arrival_index)
+            self._names[name][record.arrival_index] = None
         if len(self._ended) > MAX_ENDED:
             self._forget(self._ended.popitem(last=False)[1])
 
     def _forget(self, record: Record) -> None:
         for name in _names(record):
             indexes = self._names[name]
-            del indexes[record.seniority]
+            del indexes[record.arrival_index]
             if not indexes:
                 del self._names[name]
 
     def decided(
         self,
         worker: int,
-        held_back: Sequence[tuple[Request, str, str]],
+        rejected: Sequence[tuple[Request, str, str]],
         closed: tuple[str, str] | None,
         now_s: float,
         at_limit: Mapping[str, int] = NOBODY,
         without_grammar: Sequence[Request] = (),
     ) -> None:
-        """A decision for a worker looked at these and left them out, the first one first; or it is `closed` (reason,
-        detail), and looked at nobody. `at_limit`: the tenants that it passed over, and how many tokens of them run.
-        `without_grammar`: the requests whose grammar the worker has still to prepare."""
+        """A decision for a worker looked at these requests and rejected them, in this order; or it is `closed` (reason,
+        detail) and looked at none. `at_limit`: the skipped tenants, and how many tokens of each run. `without_grammar`:
+        the requests with a grammar that the worker still prepares."""
         self.decisions += 1
         self._passed_over(worker, at_limit, now_s)
-        before, head = self._last.get(worker, (0, None))
+        before, top = self._last.get(worker, (0, None))
         preparing = ((request, "grammar", "the worker prepares it") for request in without_grammar)
-        for request, reason, detail in itertools.chain(held_back, preparing):
+        for request, reason, detail in itertools.chain(rejected, preparing):
             known = request if request.group is None else request.group.root
-            record = self._live.get(known.seniority)
+            record = self._live.get(known.arrival_index)
             if record is not None:
                 self._extend(record, worker, reason, detail, before, now_s)
-        if not (held_back or closed):
+        if not (rejected or closed):
             self._last[worker] = self.decisions, None
             return
-        if held_back:
-            (request, reason, _), detail = held_back[0], ""
+        if rejected:
+            (request, reason, _), detail = rejected[0], ""
             known = request if request.group is None else request.group.root
-            seniority, name = known.seniority, known.request_id
+            arrival_index, name = known.arrival_index, known.request_id
         else:
             assert closed is not None
-            seniority, name, (reason, detail) = 0, "", closed
-        if head is None or (head.seniority, head.span.reason) != (seniority, reason):
-            head = Head(seniority, name, Span(reason, detail, self.decisions, self.decisions, now_s, now_s, worker))
-            self._heads.append(head)
-        head.span.detail, head.span.last, head.span.to_s = detail, self.decisions, now_s
-        self._last[worker] = self.decisions, head
+            arrival_index, name, (reason, detail) = 0, "", closed
+        if top is None or (top.arrival_index, top.span.reason) != (arrival_index, reason):
+            top = TopRejected(
+                arrival_index, name, Span(reason, detail, self.decisions, self.decisions, now_s, now_s, worker)
+            )
+            self._tops.append(top)
+        top.span.detail, top.span.last, top.span.to_s = detail, self.decisions, now_s
+        self._last[worker] = self.decisions, top
 
     def _passed_over(self, worker: int, at_limit: Mapping[str, int], now_s: float) -> None:
         if not (at_limit or worker in self._at_limit):
@@ -211,7 +215,7 @@ class Journal:
         self._at_limit.pop(worker, None)
 
     def out(self, reason: str, detail: str, now_s: float) -> None:
-        """From now on nothing can be decided for this reason; or if there is none, decisions go on."""
+        """From now on no decision is possible, for this reason. An empty reason: decisions go on."""
         outage = self._outages[-1] if self._outages and self._outages[-1].to_s == math.inf else None
         if outage is not None and outage.reason != reason:
             outage.last, outage.to_s, outage = self.decisions, now_s, None
@@ -219,11 +223,11 @@ class Journal:
             self._outages.append(Span(reason, detail, self.decisions, self.decisions, now_s, math.inf))
 
     def find(self, name: str) -> list[Record]:
-        """The sequences that an id stands for, by arrival; empty if none is known.
+        """The sequences that an id stands for, by arrival. Empty if the id is unknown.
 
-        The id of an answer stands for all its sequences. A request id stands for the sequence that has it, and for
-        those of the same answer whose ids continue it (`x-1`: another prompt of request x, `x.1`: another sample). Of
-        several sequences with the same request id: the last live one, else the last one that finished.
+        An answer id stands for all sequences of the answer. A request id stands for its own sequence, and for sequences
+        of the same answer with ids that continue it (`x-1`: another prompt of request x; `x.1`: another sample). If
+        several sequences have the same request id, it is the last live one, otherwise the last finished one.
         """
         known = self._named(name)
         if of_answer := [record for record in known.values() if record.answer_id == name]:
@@ -236,22 +240,22 @@ class Journal:
         return [record, *(other for other in others if other.request_id.startswith(continued))]
 
     def _named(self, name: str) -> dict[str, Record]:
-        """By request id, what has this request id or answer id."""
+        """Records with this request id or answer id, by request id."""
         found: dict[str, Record] = {}
         for index in self._names.get(name, ()):
             record = self._live.get(index) or self._ended[index]
             before = found.get(record.request_id)
-            if before is None or index in self._live or before.seniority not in self._live:
+            if before is None or index in self._live or before.arrival_index not in self._live:
                 found[record.request_id] = record
-        return dict(sorted(found.items(), key=lambda item: item[1].seniority))
+        return dict(sorted(found.items(), key=lambda item: item[1].arrival_index))
 
     def explain(self, name: str, now_s: float) -> list[Span] | None:
-        """Why the (first) sequence that this id stands for waited; None if nothing is known of it."""
+        """Why the first sequence with this id waited. None if the id is unknown."""
         found = self.find(name)
         return self.explain_record(found[0], now_s) if found else None
 
     def explain_record(self, record: Record, now_s: float) -> list[Span]:
-        """Oldest first, times in seconds since the arrival."""
+        """Oldest first. Times are seconds since the arrival."""
         spans = record.told()
         for wait in record.waits():
             spans += self._turns(record, wait)
@@ -265,8 +269,8 @@ class Journal:
         return [replace(s, from_s=s.from_s - record.arrival_s, to_s=s.to_s - record.arrival_s) for s in spans]
 
     def _turns(self, record: Record, wait: Wait) -> list[Span]:
-        """While it waited and was not looked at: too much of its tenant ran, or who stood before it, and what that one
-        waited for; or why nobody was looked at."""
+        """Why the request waited while no decision looked at it: its tenant was at its limit; another request was
+        before it, and waited for a reason; or the decision looked at no request."""
         last = self.decisions if wait.last is None else wait.last
         told, looks = list[Span](), Apart(record.looks)
         for limit in self._limits:
@@ -274,18 +278,18 @@ class Journal:
                 detail = f"{limit.tokens} tokens of tenant {limit.tenant!r} run, its limit is {self.tenant_limit}"
                 told += looks.parts(replace(limit.span, detail=detail), wait, last)
         apart = Apart([*record.looks, *told])
-        for one in self._heads:
-            head = one.span
-            if one.seniority == record.seniority or head.last <= wait.first or head.first > last:
+        for one in self._tops:
+            top = one.span
+            if one.arrival_index == record.arrival_index or top.last <= wait.first or top.first > last:
                 continue
             if one.request_id:
-                head = replace(head, reason="order", detail=f"behind {one.request_id}, which waits for {head.reason}")
-            told += apart.parts(head, wait, last)
+                top = replace(top, reason="order", detail=f"behind {one.request_id}, which waits for {top.reason}")
+            told += apart.parts(top, wait, last)
         return told
 
     def _extend(self, record: Record, worker: int, reason: str, detail: str, before: int, now_s: float) -> None:
-        """`before`: the number of the worker's decision before this one. What others decided in between does not end
-        a range, but what became of the request does."""
+        """`before`: the number of the worker's previous decision. Decisions for other workers in between do not end a
+        range; an event of the request does."""
         last = next((span for span in reversed(record.looks) if span.worker == worker), None)
         since = max(before, record.events[-1][2])
         if last is not None and last.reason == reason and last.last >= since:
@@ -295,12 +299,12 @@ class Journal:
 
 
 def _names(record: Record) -> set[str]:
-    """What it can be found by."""
+    """The ids that find the record."""
     return {name for name in (record.request_id, record.answer_id) if name}
 
 
 class Apart:
-    """Ranges that tell of a request already, to be left out of others; those of one worker do not overlap."""
+    """Ranges with a known reason, to be cut out of other ranges. Those of one worker do not overlap."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._of: dict[int, list[Span]] = {}  # by worker, in order
@@ -308,7 +312,7 @@ class Apart:
             self._of.setdefault(span.worker, []).append(span)
 
     def parts(self, span: Span, wait: Wait, last: int) -> list[Span]:
-        """What is left of the span in the wait, up to that decision."""
+        """The parts of the span within the wait, up to that decision, that no known range covers."""
         told, parts = self._of.get(span.worker, []), list[Span]()
         first, last, from_s = max(span.first, wait.first + 1), min(span.last, last), max(span.from_s, wait.from_s)
         for one in itertools.islice(told, bisect_left(told, first, key=lambda one: one.last), None):
@@ -323,7 +327,7 @@ class Apart:
 
 
 def _joined(spans: list[Span]) -> list[Span]:
-    """Ranges of several workers that tell the same, and meet, as one."""
+    """Merge adjacent ranges with the same reason and detail, also of several workers."""
     joined: list[Span] = []
     for span in spans:
         last = joined[-1] if joined else span

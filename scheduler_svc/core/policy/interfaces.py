@@ -1,20 +1,21 @@
 """The decisions of a step, as interfaces (DESIGN §4): order, placement, capacity, batch and preemption.
 
-A step of one worker is composed like this:
+A step of one worker is scheduled like this:
 
-    batch.compose(step)                  what runs, with how many tokens; it asks, for requests that wait,
-      order.ordered(now_s)                 in which order they are offered a place
+    batch.schedule(step)                 what runs, with how many tokens; for waiting requests it asks:
+      order.ordered(now_s)                 in which order they are offered a slot
       placement.place(request, ...)        on which worker, if there are several
-      capacity.admit(step, request, ...)   whether they may have one
-    preemption.victims(step)             only if what runs needs more blocks than there are
-    preemption.for_waiting(step)         only if a request was refused while some request runs several sequences
+      capacity.admit(step, request, ...)   whether they may have blocks
+    preemption.victims(step)             only if running sequences need more blocks than there are
+    preemption.for_waiting(step)         only if a request was rejected while some request runs several sequences
 
-and before that `capacity.begin(step)` looks at the whole. If somebody has to give way, the composition is dropped, the
-victims' blocks go back to the cache, and it starts over with what is there then; `step.preempted` names them.
+Before that, `capacity.begin(step)` sees the whole step. If a sequence has to be preempted, the schedule is dropped, the
+victims' blocks go back to the cache, and scheduling starts again with the blocks that are available then.
+`step.preempted` names the victims.
 
-Policies decide on what they see and on nothing else: no clock, no randomness but a seeded one, no I/O. They may keep
-state of their own. One that raises, or asks for what cannot be, costs that step's composition and no request: the step
-is composed by the default policies, the error is logged and counted.
+A policy decides on what it sees and on nothing else: no clock, no randomness but a seeded one, no I/O. It may keep
+state of its own. A policy that raises, or asks for something impossible, costs that step's schedule and no request: the
+default policies schedule the step, and the error is logged and counted.
 """
 
 from __future__ import annotations
@@ -34,81 +35,83 @@ Mode = Literal["recompute", "swap", "auto"]
 
 
 class BatchPolicy(ABC):
-    """What runs in a step."""
+    """Decides what runs in a step."""
 
-    # What a request is let in for can be shared by those that are let in behind it in the same step, as if it were
-    # computed: a worker writes the KV of all rows of a step before any of them attends.
+    # Tokens that a step computes for one request can be shared by requests admitted behind it in the same step, as if
+    # they were computed already: a worker writes the KV of all rows of a step before any row attends.
     shares_in_step: bool = True
 
     @abstractmethod
-    def compose(self, step: Step) -> None:
-        """Call `step.run`, `step.run_decodes` and `step.admit` for what shall be in the step."""
+    def schedule(self, step: Step) -> None:
+        """Call `step.run`, `step.run_decodes` and `step.admit` for everything that the step should run."""
 
     def planned(self, step: Step) -> None:  # noqa: B027
-        """The composition stands: what is in `step` is what will run."""
+        """The step is accepted: what is in `step` will run."""
 
 
 class PreemptionPolicy(ABC):
-    """Who gives way when what runs needs more blocks than there are."""
+    """Decides which sequences are preempted when running sequences need more blocks than there are."""
 
-    # Where a preempted request stands in the queue: where its arrival puts it, before all others, or behind them.
+    # The queue position of a preempted request: by its arrival, before all others, or behind all others.
     requeue: Literal["seniority", "front", "back"] = "seniority"
-    # Its tokens are computed anew, or its blocks are kept in host memory (as long as there is room, and if its prompt
-    # was computed), or "auto": swapped if it is one of several samples of a prompt, and all of them that run together
-    # (vLLM V0).
+    # Whether a preempted request computes its tokens again, or keeps its blocks in host memory (if there is room and
+    # its prompt was computed). "auto": swap if it is one of several samples of a prompt, together with all of them that
+    # run (vLLM V0).
     mode: Mode = "recompute"
 
     @abstractmethod
     def victims(self, step: Step) -> Iterable[Running]:
-        """Running sequences in the order in which they give way. If that is all of them, the last is never taken, so
-        that something always makes progress."""
+        """Running sequences, in the order in which they are preempted. If these are all running sequences, the last is
+        never preempted, so that the worker always makes progress."""
 
     def for_waiting(self, step: Step) -> Iterable[Running]:
-        """Running sequences that give way to waiting requests; their tokens are computed anew. Asked when a composition
-        admits nothing and was refused a slot or blocks for a request, while further sequences of some request run on
-        the worker (samples after the first, beams). None by default. Not all that runs can give way."""
+        """Running sequences to preempt for waiting requests; their tokens are computed again. Called when a schedule
+        admits no request and rejected one for want of a slot or blocks, while further sequences of some request run on
+        the worker (samples after the first, beams). Empty by default. It must not name every running sequence."""
         return ()
 
 
 class PlacementPolicy(ABC):
-    """Which worker a waiting request is bound to. Asked only while more than one worker is attached.
+    """Decides which worker a waiting request is bound to. Called only while more than one worker is attached.
 
-    Nothing is bound by `place`. In a round, the workers compose steps in turn. Each composition places the waiting
-    requests that it comes to, in the order in force and over all workers, until its step is full; where an earlier one
-    of the round has placed them, they stay. Then the requests that are placed on the step's worker are bound to it. The
-    round ends when a worker composes again. So what `place` remembers about a request is void at the next `begin`; what
-    should last is noted in `bound`.
+    `place` binds nothing. In a round, the workers schedule steps in turn. Each pass places the waiting requests that it
+    comes to, in queue order and over all workers, until its step is full. Requests that an earlier pass of the round
+    has placed stay placed. Then the requests placed on the step's worker are bound to it. The round ends when a worker
+    schedules a second step. So what `place` remembers about a request is void at the next `begin`. Note lasting facts
+    in `bound`.
 
-    The core decides where a request fits (slots, blocks, adapters, refusals); a policy chooses among these workers.
+    The core decides where a request fits (slots, blocks, adapters, refusals). A policy chooses among these workers.
     """
 
-    # Workers that a request is compared on, where there are more: those that have most of it in their caches, up to
-    # half of these, and others with a free slot in turn. 0: always all of them.
+    # If there are more workers than this, a request is compared on this many: up to half of them are the workers with
+    # most of the request in their caches, the others are workers with a free slot, in turn. 0: always all workers.
     max_compared: int = 0
 
     def begin(self, fleet: FleetView) -> None:  # noqa: B027
-        """A round begins. `fleet` counts what it has placed so far, and each worker is as it was when it composed."""
+        """A round begins. `fleet` counts what the round has placed so far. Each worker is shown as it was when it
+        scheduled its step."""
 
     @abstractmethod
     def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
         """The worker that the request should run on.
 
-        `workers` have room for the request now: at least one, by ascending id. `full` have no room now, run something,
-        and could hold the request later: if one of these is returned, the request waits.
+        `workers` have room for the request now: at least one worker, by ascending id. `full` have no room now, run
+        something, and could hold the request later: if one of these is returned, the request waits.
         """
 
     def bound(self, request: RequestView, worker_id: int) -> str:
-        """The request is bound to the worker. Returns why, for `paceline explain`; "" if there is nothing to say.
+        """The request is bound to the worker. Returns the reason for `paceline explain`; "" if there is nothing to say.
 
-        Called also for a request that `place` did not put there: one that returns to the worker that swapped it out,
-        or one of a step that the default policies composed. Called again if the cache then has no room after all.
+        Also called for a request that `place` did not put there: a request that resumes on the worker that swapped it
+        out, or a request of a step that the default policies scheduled. Called again if the cache then has no room
+        after all.
         """
         return ""
 
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """What is in force."""
+    """The current policies, one of each kind."""
 
     order: OrderPolicy
     capacity: CapacityPolicy

@@ -1,4 +1,4 @@
-"""One step of one worker, while policies compose it: what they may decide."""
+"""One step of one worker while policies schedule it: the decisions that they can make."""
 
 from __future__ import annotations
 
@@ -16,49 +16,57 @@ from scheduler_svc.core.policy.step_view import StepView
 from scheduler_svc.core.policy.views import Paused, Running
 from scheduler_svc.core.requests.request import Request, RequestView, view_of
 from scheduler_svc.core.workers.block_boundaries import NONE
-from scheduler_svc.core.workers.decision import MAX_PLAN_BYTES, Admission, Admitted, Decision, OutOfBlocks, plan_bytes
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.workers.decision import (
+    MAX_PLAN_BYTES,
+    Admitted,
+    Decision,
+    OutOfBlocks,
+    PlannedAdmission,
+    plan_bytes,
+)
+from scheduler_svc.core.workers.state import WorkerState
 
 
 class Verdict(enum.Enum):
-    """What becomes of a waiting request in this step."""
+    """What a waiting request gets in this step."""
 
     ADMIT = "admit"
-    SKIP = "skip"  # not now; others may pass it
-    STOP = "stop"  # not now, and nobody may pass it
+    SKIP = "skip"  # not now; other requests may pass it
+    STOP = "stop"  # not now, and no request may pass it
 
 
 class CapacityPolicy(ABC):
-    """Which requests may hold blocks."""
+    """Decides which requests may hold blocks."""
 
-    # Take blocks for all known tokens of a request when it is admitted, not chunk by chunk.
+    # Whether an admitted request takes blocks for all its known tokens at once, and not chunk by chunk.
     reserves_prompt: ClassVar[bool] = False
-    # A waiting request may push out a running one, so that it is looked at also when every seat is taken.
+    # Whether a waiting request may preempt a running one, so that it is looked at even if every slot is taken.
     preempts_for_waiting: ClassVar[bool] = False
 
     def begin(self, step: Step) -> None:  # noqa: B027
-        """Called once before each composition; may call `step.pause`."""
+        """Called once before each schedule. May call `step.pause`."""
 
     def planned(self, step: Step) -> None:  # noqa: B027
-        """The composition stands: what is in `step` is what will run."""
+        """The step is accepted: what is in `step` will run."""
 
     def is_spent(self, step: Step) -> bool:
-        """Whether it is known already that nobody else will be admitted in this composition."""
+        """Whether it is certain that no other request will be admitted in this schedule."""
         return False
 
     @abstractmethod
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
-        """Whether a waiting request may have `need_blocks` now, and what that means for those behind it.
+        """Whether a waiting request may have `need_blocks` now, and what that means for the requests behind it.
 
-        There is a seat for it, and `need_blocks <= step.available_blocks` has not been checked.
+        There is a slot for it. `need_blocks <= step.available_blocks` has not been checked.
         """
 
 
 class Step(StepView):
-    """Policies read the attributes and call the methods under "decisions"; everything counts what is decided so far.
+    """Policies read the attributes and call the methods under "decisions". Every counter includes the decisions made so
+    far.
 
-    Nothing that a policy does to it can bring about a step that cannot be: attributes are read-only, a decision is
-    checked before it changes anything, and after the composition none is taken any more.
+    No policy can bring about an impossible step: attributes are read-only, a decision is checked before it changes
+    anything, and no decision is taken after the schedule has ended.
     """
 
     __slots__ = ("_capacity",)
@@ -67,7 +75,7 @@ class Step(StepView):
 
     def __init__(
         self,
-        worker: Worker,
+        worker: WorkerState,
         waiting: Callable[[], Iterator[Request]],
         capacity: CapacityPolicy,
         now_s: float,
@@ -81,16 +89,17 @@ class Step(StepView):
 
     @property
     def capacity_is_spent(self) -> bool:
-        """Whether the capacity policy knows already that it will admit nobody else."""
+        """Whether the capacity policy is certain that it will admit no other request."""
         return self._capacity.is_spent(self)
 
     # ── decisions ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    # A decision that cannot be raises before it changes anything. A lack of blocks ends the composition, whether or not
-    # the policy lets the exception through.
+    # An impossible decision raises before it changes anything. A lack of blocks ends the schedule, even if the policy
+    # catches the exception.
 
     def run_decodes(self) -> None:
-        """Everything that decodes gets its token. Raises OutOfBlocks; PolicyError if the token budget is too small."""
+        """Every decoding sequence gets its token. Raises OutOfBlocks, and PolicyError if the token budget is too
+        small."""
         self._expect_open()
         if self._decodes != []:
             raise PolicyError("run_decodes after run or run_decodes of a decoding sequence")
@@ -101,7 +110,7 @@ class Step(StepView):
             self._grow(growing)
 
     def run(self, sequence: Running, num_tokens: int) -> None:
-        """Compute so many of its remaining tokens. Raises OutOfBlocks, PolicyError."""
+        """Compute this many of the sequence's remaining tokens. Raises OutOfBlocks, PolicyError."""
         self._expect_open()
         sequence, num_tokens = self._own(sequence), operator.index(num_tokens)
         slot = sequence.slot
@@ -122,87 +131,89 @@ class Step(StepView):
             self._grow(np.full(missing, slot, np.intp))
 
     def admit(self, request: RequestView, num_tokens: int) -> Verdict:
-        """Offer a waiting request a place, with so many of its uncached tokens to compute in this step.
+        """Offer a waiting request a slot, to compute this many of its uncached tokens in this step.
 
-        Raises PolicyError if that is more than it has, or than the budget has left.
+        Raises PolicyError if the request has fewer uncached tokens, or if the budget has fewer tokens left.
         """
         verdict = self.consider(request, num_tokens)
         if verdict is Verdict.ADMIT:
-            self._place(self._considered[request._request.seniority])
+            self._place(self._considered[request._request.arrival_index])
         return verdict
 
     def consider(self, request: RequestView, num_tokens: int) -> Verdict:
-        """Whether a waiting request may have a seat, and blocks for so many of its uncached tokens. They are set aside
-        for it; who is not placed after all gives them back when the step ends. Raises PolicyError."""
+        """Whether a waiting request may have a slot, and blocks for this many of its uncached tokens. They are reserved
+        for it. A request that is not placed gives them back at the end of the step. Raises PolicyError."""
         self._expect_open()
         own, num_tokens = self._waits(request), operator.index(num_tokens)
         request, uncached = view_of(own), own.num_tokens - self.cached_tokens(own)
-        if not 1 <= num_tokens <= uncached or own.seniority in self._considered:
+        if not 1 <= num_tokens <= uncached or own.arrival_index in self._considered:
             raise PolicyError(f"{request}: {num_tokens} tokens of {uncached}, or considered before")
-        if self._num_seats <= 0:
-            return self.hold_back(request, Verdict.STOP, "seats", f"all {self.max_num_seqs} are taken")
+        if self._num_free_slots <= 0:
+            return self.reject(request, Verdict.STOP, "seats", f"all {self.max_num_seqs} are taken")
         if self._considered and self._budgeted.num_bytes + plan_bytes(own) > MAX_PLAN_BYTES:
             detail = f"{self._budgeted.num_bytes} bytes of sequences are in it, {MAX_PLAN_BYTES} are possible"
-            return self.hold_back(request, Verdict.STOP, "plan", detail)
+            return self.reject(request, Verdict.STOP, "plan", detail)
         if (budget := self._over_budget(own, self._budgeted)) is not None:
             name, _, detail = budget.partition(": ")
             if name == "lora":
                 self._full_loras.add(own.lora)
-            return self.hold_back(request, Verdict.SKIP, name, detail)
+            return self.reject(request, Verdict.SKIP, name, detail)
         num_new_tokens = uncached if self._capacity.reserves_prompt else num_tokens
         need_blocks = self._need_blocks(own, num_new_tokens)
         verdict = self._ask_capacity(request, need_blocks)
         if verdict is not Verdict.ADMIT or need_blocks > self._available_blocks:
             detail = f"needs {need_blocks} blocks, {self._available_blocks} are available"
             if verdict is not Verdict.ADMIT:
-                if need_blocks <= self._available_blocks:  # it is about blocks that are to come, or promised
+                if need_blocks <= self._available_blocks:  # the blocks are there, but are promised, or are needed later
                     detail += f"; up to {self.blocks_for(own.max_total_tokens)} to its end"
-                return self.hold_back(request, verdict, "capacity", detail)
-            return self.hold_back(request, Verdict.STOP, "blocks", detail)
+                return self.reject(request, verdict, "capacity", detail)
+            return self.reject(request, Verdict.STOP, "blocks", detail)
         self._available_blocks -= need_blocks
-        self._num_seats -= 1
-        self._considered[own.seniority] = Admission(own, num_tokens, num_new_tokens, uncached)
+        self._num_free_slots -= 1
+        self._considered[own.arrival_index] = PlannedAdmission(own, num_tokens, num_new_tokens, uncached)
         self._arriving.add(own, own.num_tokens)
         self._budgeted.add(own)
         self._credit_of = None
         return verdict
 
     def place(self, request: RequestView, num_tokens: int) -> None:
-        """Compute so many tokens of a request that was considered and may be admitted. Raises PolicyError."""
+        """Compute this many tokens of a request that was considered and may be admitted. Raises PolicyError."""
         self._expect_open()
         own, num_tokens = self._waits(request), operator.index(num_tokens)
-        considered = self._considered.get(own.seniority)
+        considered = self._considered.get(own.arrival_index)
         num_new_tokens = considered.num_new_tokens if considered else 0
-        if considered is None or not 1 <= num_tokens <= num_new_tokens or own.seniority in self._placed:
+        if considered is None or not 1 <= num_tokens <= num_new_tokens or own.arrival_index in self._placed:
             raise PolicyError(
                 f"{request}: {num_tokens} tokens, blocks are set aside for {num_new_tokens}; or in already"
             )
         same = num_tokens == considered.num_tokens
         self._place(considered if same else considered._replace(num_tokens=num_tokens))
 
-    def _place(self, admission: Admission) -> None:
+    def _place(self, admission: PlannedAdmission) -> None:
         request = admission.request
         self._spend(admission.num_tokens)
-        self._worker.binding_tokens += admission.num_uncached_tokens
-        self._placed[request.seniority] = admission
+        self._worker.allocating_tokens += admission.num_uncached_tokens
+        self._placed[request.arrival_index] = admission
         num_computed = request.num_tokens - admission.num_uncached_tokens + admission.num_tokens
         self._computing.add(request, num_computed)
         self._credit_of = None
 
-    def hold_back(self, request: RequestView, verdict: Verdict, reason: str, detail: str = "") -> Verdict:
-        """Note why a request does not get in now, for `paceline explain`; returns the verdict."""
+    def reject(self, request: RequestView, verdict: Verdict, reason: str, detail: str = "") -> Verdict:
+        """Note why a request is not admitted in this step, for `paceline explain`. Returns the verdict."""
         if not self._open:
-            raise PolicyError("hold_back after the composition has ended")
-        self._held_back.append((self._waits(request), str(reason), str(detail)))
+            raise PolicyError("reject after the schedule has ended")
+        self._rejected.append((self._waits(request), str(reason), str(detail)))
         return verdict
 
-    def hold_back_all(self, reason: str, detail: str = "") -> None:
-        """Note why nobody is offered a place in this step, for `paceline explain`; without a look at who waits."""
+    def reject_all(self, reason: str, detail: str = "") -> None:
+        """Note why no request is offered a slot in this step, for `paceline explain`, without a look at the waiting
+        requests."""
         self._expect_open()
         self._closed = str(reason), str(detail)
 
     def pause(self, victims: Iterable[Running]) -> None:
-        """Take running sequences out, for recomputation. The composition starts over without them (raises Paused)."""
+        """Preempt running sequences; their tokens are computed again. Scheduling starts again without them (raises
+        Paused)."""
         if own := self.own(victims):
             raise Paused(own)
 
@@ -221,12 +232,12 @@ class Step(StepView):
         return self.num_decoding > 0 if self._decodes is None else bool(self._decodes)
 
     @property
-    def held_back(self) -> Sequence[tuple[RequestView, str, str]]:
-        """Request, reason, detail: who was looked at and does not get in."""
-        return tuple((view_of(request), reason, detail) for request, reason, detail in self._held_back)
+    def rejected(self) -> Sequence[tuple[RequestView, str, str]]:
+        """Request, reason, detail: the requests that were looked at and are not admitted."""
+        return tuple((view_of(request), reason, detail) for request, reason, detail in self._rejected)
 
     def own(self, sequences: Iterable[Running]) -> list[Running]:
-        """What a policy named, checked: running sequences of this step, each once. Raises PolicyError."""
+        """The sequences that a policy named, checked: running sequences of this step, each once. Raises PolicyError."""
         own: dict[int, Running] = {}
         for sequence in map(self._own, sequences):
             if sequence.slot in own:
@@ -235,13 +246,13 @@ class Step(StepView):
         return list(own.values())
 
     def close(self) -> None:
-        """The composition is over. Raises the lack of blocks that a policy kept to itself."""
+        """The schedule has ended. Raises the lack of blocks if a policy has caught it."""
         self._open = False
         if self._lack is not None:
             raise self._lack
 
     def _decision(self) -> Decision:
-        """For the planner: it has the requests themselves in it, which are no policy's business."""
+        """For the planner. It contains the requests themselves, which policies must not see."""
         generation = self._worker.slots.generation
         match self._growth:
             case []:
@@ -257,16 +268,16 @@ class Step(StepView):
             chunks=[(slot, int(generation[slot]), tokens) for slot, tokens in self._chunks.items()],
             admissions=list(self._placed.values()),
             shares=self._shares,
-            held_back=self._held_back,
+            rejected=self._rejected,
             closed=self._closed,
         )
 
     def _expect_open(self) -> None:
         if not self._open or self._lack is not None:
-            raise PolicyError("a decision after the composition has ended")
+            raise PolicyError("a decision after the schedule has ended")
 
     def _ask_capacity(self, request: RequestView, need_blocks: int) -> Verdict:
-        self._open = False  # its answer is all that it decides here
+        self._open = False  # while it answers, it makes no other decision
         try:
             verdict = self._capacity.admit(self, request, need_blocks)
         finally:
@@ -284,7 +295,7 @@ class Step(StepView):
 
     def _waits(self, request: RequestView) -> Request:
         own = request._request if isinstance(request, RequestView) else None
-        if own is None or self._offered.get(own.seniority) is not own:
+        if own is None or self._offered.get(own.arrival_index) is not own:
             raise PolicyError(f"{request!r} is none of the requests that this step's `waiting` gave")
         return own
 
@@ -294,7 +305,7 @@ class Step(StepView):
         self._budget_tokens -= num_tokens
 
     def growth_of(self, sequence: Running) -> int:
-        """Blocks that the step has asked for on its behalf."""
+        """Blocks that the step has asked for on behalf of the sequence."""
         return sum(int(np.count_nonzero(slots == sequence.slot)) for slots in self._growth)
 
     def _grow(self, slots: Slots) -> None:

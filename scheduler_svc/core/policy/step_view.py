@@ -1,4 +1,4 @@
-"""What policies see of a step: facts, counters and questions, all of them read-only."""
+"""What policies see of a step: facts, counters and questions. All of them are read-only."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from scheduler_svc.core.arrays import Slots
 from scheduler_svc.core.policy.order import OrderPolicy, sortable
 from scheduler_svc.core.policy.views import Running
 from scheduler_svc.core.requests.prefixes import PrefixIndex, common_blocks
-from scheduler_svc.core.requests.request import TOKEN_BYTES, Match, Request, RequestView, view_of
-from scheduler_svc.core.workers.decision import Admission, Admitted, OutOfBlocks
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.requests.request import TOKEN_BYTES, PrefixMatch, Request, RequestView, view_of
+from scheduler_svc.core.workers.decision import Admitted, OutOfBlocks, PlannedAdmission
+from scheduler_svc.core.workers.state import WorkerState
 
 
 class StepView:
-    """Everything counts what is decided so far. Only names that begin with _ can be written: they are Step's own.
+    """Every counter includes the decisions made so far. Only names that begin with _ can be written; they belong to
+    Step.
 
-    All state is in slots and all that is public is a property or a method, so that an assignment to any of it raises
-    AttributeError, and Step's own writes cost what a plain one costs.
+    All state is in __slots__, and everything public is a property or a method. So an assignment to a public name raises
+    AttributeError, and Step's own writes are plain assignments.
     """
 
     __slots__ = (
@@ -37,11 +38,10 @@ class StepView:
         "_decodes",
         "_full_loras",
         "_growth",
-        "_held_back",
         "_lack",
         "_now_s",
+        "_num_free_slots",
         "_num_running",
-        "_num_seats",
         "_offered",
         "_open",
         "_order",
@@ -49,53 +49,56 @@ class StepView:
         "_placed",
         "_preempted",
         "_prefilling",
+        "_rejected",
         "_running",
         "_shares",
         "_waiting",
         "_worker",
     )
 
-    _worker: Worker
+    _worker: WorkerState
     _waiting: Callable[[], Iterator[Request]]
     _over_budget: Callable[[Request, Admitted], str | None]
     _now_s: float
     _order: OrderPolicy
     _num_running: int
     _preempted: tuple[RequestView, ...]
-    _running: tuple[Running, ...] | None  # once somebody has asked
+    _running: tuple[Running, ...] | None  # computed at the first use
     _available_blocks: int
     _budget_tokens: int
-    _num_seats: int
+    _num_free_slots: int
     _growth: list[Slots]
-    _decodes: list[int] | None  # slots; None: all that decode
+    _decodes: list[int] | None  # slots; None: all decoding slots
     _chunks: dict[int, int]  # tokens by slot
-    _computing: PrefixIndex[Request]  # what has tokens to compute in it, with how many of them computed after it
-    _arriving: PrefixIndex[Request]  # who is considered, with all known tokens
-    _prefilling: PrefixIndex[Request] | None  # `prefills`, with all known tokens; once somebody has asked
-    _offered: dict[int, Request]  # what `waiting` gave, by seniority
-    _considered: dict[int, Admission]  # by seniority
-    _placed: dict[int, Admission]  # by seniority
-    _budgeted: Admitted  # who is considered
-    _full_loras: set[str]  # adapters for which there is no room
-    _held_back: list[tuple[Request, str, str]]
-    _closed: tuple[str, str] | None  # why nobody is offered a place: reason, detail
+    # requests with tokens to compute in the step, and how many tokens are computed after it
+    _computing: PrefixIndex[Request]
+    _arriving: PrefixIndex[Request]  # considered requests, with all known tokens
+    _prefilling: PrefixIndex[Request] | None  # `prefills`, with all known tokens; computed at the first use
+    _offered: dict[int, Request]  # requests that `waiting` yielded, by arrival index
+    _considered: dict[int, PlannedAdmission]  # by arrival index
+    _placed: dict[int, PlannedAdmission]  # by arrival index
+    _budgeted: Admitted  # considered requests
+    _full_loras: set[str]  # adapters that the batch has no room for
+    _rejected: list[tuple[Request, str, str]]
+    _closed: tuple[str, str] | None  # why no request is offered a slot: reason, detail
     _open: bool
-    _lack: OutOfBlocks | None  # of blocks: then the composition has failed
+    _lack: OutOfBlocks | None  # set when the schedule has failed for want of blocks
     _shares: bool
-    # Of whom it was asked for last: cached and live tokens. Until more is considered, placed or computed.
+    # The last request that was asked for, its cached and its referenced tokens. Valid until another request is
+    # considered, placed or computed.
     _credit_of: tuple[Request, int, int] | None
 
     def __init__(
         self,
-        worker: Worker,
+        worker: WorkerState,
         waiting: Callable[[], Iterator[Request]],
         now_s: float,
         over_budget: Callable[[Request, Admitted], str | None],
         order: OrderPolicy,
         shares: bool = False,
     ) -> None:
-        """`over_budget` says which budget, of those that are not the policies', a request exceeds, if any; `shares`
-        is BatchPolicy.shares_in_step."""
+        """`over_budget` names the budget outside the policies that a request exceeds, if any. `shares` is
+        BatchPolicy.shares_in_step."""
         self._worker = worker
         self._waiting = waiting
         self._over_budget = over_budget
@@ -106,7 +109,7 @@ class StepView:
         self._running = None
         self._available_blocks = worker.available_blocks
         self._budget_tokens = worker.max_batched_tokens
-        self._num_seats = worker.slots.num_free
+        self._num_free_slots = worker.slots.num_free
         self._growth = []
         self._decodes = []
         self._chunks = {}
@@ -118,14 +121,14 @@ class StepView:
         self._placed = {}
         self._budgeted = Admitted()
         self._full_loras = set()
-        self._held_back = []
+        self._rejected = []
         self._closed = None
         self._open = True
         self._lack = None
         self._shares = shares and worker.prefix_caching
         self._credit_of = None
 
-    # ── what does not change while a step is composed ────────────────────────────────────────────────────────────────
+    # ── what does not change while a step is scheduled ───────────────────────────────────────────────────────────────
 
     @property
     def now_s(self) -> float:
@@ -136,10 +139,10 @@ class StepView:
         return self._worker.id
 
     def rank(self, request: RequestView) -> Any:
-        """Where the order puts a request, whether it waits or runs: smaller first. None if it ranks only what waits.
+        """The rank of a request, waiting or running: smaller first. None if the order ranks only waiting requests.
         Raises PolicyError for NaN."""
         key = self._order.rank(request)
-        return None if key is None else (sortable(key, request), request.place)
+        return None if key is None else (sortable(key, request), request.queue_position)
 
     def goes_before(self, waiting: RequestView, running: RequestView) -> bool:
         """Whether the order would offer the waiting request a slot before the running one, if both waited."""
@@ -147,7 +150,7 @@ class StepView:
 
     @property
     def ranking(self) -> object:
-        """What ranks; equal as long as ranks can be compared. When the order fails, another takes its place."""
+        """The ranking order; equal as long as ranks can be compared. When an order fails, another one replaces it."""
         return self._order
 
     @property
@@ -168,35 +171,35 @@ class StepView:
 
     @property
     def num_running(self) -> int:
-        """That hold a slot."""
+        """Sequences that hold a slot."""
         return self._num_running
 
     @property
     def num_departed(self) -> int:
-        """That ever left this worker."""
+        """Sequences that ever left this worker."""
         return self._worker.num_departed
 
     @property
     def preempted(self) -> Sequence[RequestView]:
-        """That gave way while this step was composed."""
+        """Requests that were preempted while this step was being scheduled."""
         return self._preempted
 
     # ── counters ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def available_blocks(self) -> int:
-        """Free or evictable, and not taken by this step."""
+        """Blocks that are free or evictable, and not taken by this step."""
         return self._available_blocks
 
     @property
     def budget_tokens(self) -> int:
-        """Left of the step's tokens."""
+        """Tokens left of the step's budget."""
         return self._budget_tokens
 
     @property
-    def num_seats(self) -> int:
+    def num_free_slots(self) -> int:
         """Requests that may still be admitted."""
-        return self._num_seats
+        return self._num_free_slots
 
     @property
     def num_admissions(self) -> int:
@@ -204,7 +207,8 @@ class StepView:
 
     @property
     def running(self) -> tuple[Running, ...]:
-        """What can run, in order of admission. Costs time in proportion; steady steps need not look."""
+        """Sequences that can run, in order of admission. Costs time in proportion to their number; a steady step need
+        not read it."""
         if self._running is None:
             worker, over = self._worker, self._worker.finishing
             self._running = tuple(Running(worker, slot, r) for slot, r in worker.running.items() if slot not in over)
@@ -212,7 +216,7 @@ class StepView:
 
     @property
     def prefills(self) -> list[Running]:
-        """Running sequences whose known tokens are not all computed, in order of admission."""
+        """Running sequences with known tokens that are not computed, in order of admission."""
         worker = self._worker
         return [Running(worker, slot, worker.running[slot]) for slot in worker.prefills]
 
@@ -223,53 +227,54 @@ class StepView:
 
     @property
     def num_swapped(self) -> int:
-        """Requests that this worker has swapped out and may take back. They come first among those that wait."""
+        """Requests that this worker has swapped out and may resume. They come first among the waiting requests."""
         return 0 if self._preempted else len(self._worker.swapped)
 
     def waiting(self) -> Iterator[RequestView]:
-        """Requests that could be bound to this worker: those that it has swapped out, then the others in the order's
+        """Requests that may be bound to this worker: first those that it has swapped out, then the others in queue
         order. Only these can be admitted."""
         for request in self._waiting():
             if request.lora and request.lora in self._full_loras:
-                continue  # as the one before it
-            self._offered[request.seniority] = request
+                continue  # its adapter has no room, as for the request before
+            self._offered[request.arrival_index] = request
             yield request.view or view_of(request)
 
     def cached_tokens(self, request: RequestView | Request) -> int:
-        """What this worker has in its cache of a waiting request, on the device or behind that in host memory, or is to
-        compute in this step for another one: whole blocks, never the last token."""
+        """Tokens of a waiting request that this worker need not compute: in its cache (on the device, or after that in
+        host memory), or computed in this step for another request. Whole blocks, never the last token."""
         own = request._request if isinstance(request, RequestView) else request
         return self._credit(own)[1]
 
     def _credit(self, request: Request) -> tuple[Request, int, int]:
-        """The request; what is cached of it; and of that, in blocks that something uses, counting what was admitted
-        before it in this very step. A policy asks for what the step then asks for, too: so the last answer is kept."""
+        """The request; its cached tokens; and of these, tokens in blocks that other sequences reference, counting what
+        this step has admitted before. A policy asks for the values that the step needs next, so the last answer is
+        kept."""
         known = self._credit_of
         if known is not None and known[0] is request:
             return known
         match = request.match_on(self._worker.id)
-        cached, live, on_device = match.num_tokens, match.num_live_tokens, self._device_tokens(match)
+        cached, referenced, on_device = match.num_tokens, match.num_referenced_tokens, self._device_tokens(match)
         if self._shares and self._computing and not (request.swapped_on or request.scores_prompt):
             computed = self._computed_in_step(request, on_device)
-            cached, live = max(cached, computed), max(live, computed)
-        # What is shared of one that is swapped out, only the cache knows.
-        if live < on_device and self._considered and not request.swapped_on:
-            live = self._shared_tokens(request, on_device, live)
-        self._credit_of = known = request, cached, live
+            cached, referenced = max(cached, computed), max(referenced, computed)
+        # Only the cache knows which blocks a swapped-out request shares.
+        if referenced < on_device and self._considered and not request.swapped_on:
+            referenced = self._shared_tokens(request, on_device, referenced)
+        self._credit_of = known = request, cached, referenced
         return known
 
-    def _device_tokens(self, match: Match) -> int:
-        """In whole blocks that it would share."""
+    def _device_tokens(self, match: PrefixMatch) -> int:
+        """Matched tokens on the device, in the whole blocks that the request would share."""
         block_size = self._worker.block_size
         return (match.num_tokens - match.num_host_tokens) // block_size * block_size
 
     def has_admitted(self, request: RequestView) -> bool:
-        """Whether this step lets it in."""
-        return request.seniority in self._placed
+        """Whether this step admits the request."""
+        return request.arrival_index in self._placed
 
     def exceeds_budget(self, request: RequestView) -> bool:
-        """Whether a budget that is not the policies' keeps a waiting request out of this step: its tenant's, or that of
-        adapters in the batch."""
+        """Whether a budget outside the policies keeps a waiting request out of this step: that of its tenant, or that
+        of adapters in the batch."""
         return self._over_budget(request._request, self._budgeted) is not None
 
     def uncached_tokens(self, request: RequestView) -> int:
@@ -279,36 +284,36 @@ class StepView:
         return -(-num_tokens // self._worker.block_size)
 
     def need_blocks(self, request: RequestView, num_new_tokens: int) -> int:
-        """Blocks that a waiting request takes out of those available, to hold its cached prefix and so many tokens."""
+        """Available blocks that a waiting request takes, to hold its cached prefix and this many new tokens."""
         return self._need_blocks(request._request, num_new_tokens)
 
     def _need_blocks(self, request: Request, num_new_tokens: int) -> int:
-        _, cached, live = self._credit(request)
+        _, cached, referenced = self._credit(request)
         block_size = self._worker.block_size
-        return -(-(cached + num_new_tokens) // block_size) - live // block_size
+        return -(-(cached + num_new_tokens) // block_size) - referenced // block_size
 
     def remaining_new_tokens(self) -> npt.NDArray[np.int64]:
-        """For each sequence that holds a slot: how many tokens it may still generate. [num_running]"""
+        """For each sequence that holds a slot: tokens that it may still generate. [num_running]"""
         return self._worker.remaining_new_tokens()
 
     def promised_blocks(self) -> int:
-        """Blocks that what runs will still take if all of it generates as much as it may."""
+        """Blocks that the running sequences still take if they generate as many tokens as they may."""
         return self._worker.promised_blocks()
 
     def growth_blocks(self) -> int:
-        """Blocks that everything that decodes takes for its next token."""
+        """Blocks that all decoding sequences take for their next token."""
         return len(self._worker.growing_slots())
 
     def another_computes_prefix_of(self, request: RequestView, others: PrefixIndex[RequestView] | None = None) -> bool:
-        """Whether something that runs, or was let in before it in this step, or is one of `others`, is just computing
-        the first block of the request that is not on the device, or copying it there. Then it pays to wait
-        (TensorRT-LLM's prefix-aware scheduling)."""
+        """Whether another request is just computing the first block of this request that is not on the device, or
+        copying it there. The other request runs, was admitted before in this step, or is one of `others`. Then it pays
+        to wait (TensorRT-LLM's prefix-aware scheduling)."""
         depth = self._device_tokens(request._request.match_on(self._worker.id))
         wanted = depth + self.block_size
         if wanted > request.num_tokens or not self._worker.prefix_caching or request.is_swapped:
             return False
         computing: list[PrefixIndex[Request] | PrefixIndex[RequestView]] = [self._prefills_by_prefix()]
-        if wanted < request.num_tokens:  # else that block may well be cached, and not reused for its last token
+        if wanted < request.num_tokens:  # otherwise that block may be cached, and not reused because of its last token
             computing += [self._arriving, others] if others else [self._arriving]
         beginning, own = request.token_ids[: wanted * TOKEN_BYTES], request.namespace
         return any(
@@ -325,24 +330,24 @@ class StepView:
                 self._prefilling.add(request, request.num_tokens)
         return self._prefilling
 
-    def _shared_tokens(self, request: Request, on_device: int, live: int) -> int:
-        """The longest beginning of whole blocks that is cached on the device and live, or of what was considered before
-        it."""
+    def _shared_tokens(self, request: Request, on_device: int, referenced: int) -> int:
+        """The longest prefix of whole blocks that is on the device, and is referenced or belongs to a request
+        considered before."""
         tokens, block_size = request.token_ids, self._worker.block_size
-        for other, _ in self._arriving.alike(request, live):
-            if live >= on_device:
+        for other, _ in self._arriving.alike(request, referenced):
+            if referenced >= on_device:
                 break
             longest = min(self._device_tokens(other.match_on(self._worker.id)), on_device)
-            if longest <= live or other.namespace != request.namespace:
+            if longest <= referenced or other.namespace != request.namespace:
                 continue
             others = other.token_ids
-            if others.startswith(tokens[: live * TOKEN_BYTES]):
-                live = common_blocks(others, tokens, live, longest, block_size)
-        return live
+            if others.startswith(tokens[: referenced * TOKEN_BYTES]):
+                referenced = common_blocks(others, tokens, referenced, longest, block_size)
+        return referenced
 
     def _computed_in_step(self, request: Request, on_device: int) -> int:
-        """Tokens of whole blocks at the beginning of a waiting request that the step computes for what it runs, or has
-        on the device for it."""
+        """Tokens of whole blocks at the beginning of a waiting request that the step computes for other requests, or
+        has on the device for them."""
         block_size, tokens, shared = self._worker.block_size, request.token_ids, on_device
         whole = (request.num_tokens - 1) // block_size * block_size
         for other, num_computed in self._computing.alike(request, on_device):

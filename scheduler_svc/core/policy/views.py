@@ -1,25 +1,25 @@
-"""What policies see of a running sequence, read-only."""
+"""A policy's read-only view of a running sequence."""
 
 from __future__ import annotations
 
 from scheduler_svc.core.requests.request import Request, RequestView, view_of
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.workers.state import WorkerState
 
 
 class Paused(Exception):
-    """A policy took running sequences out."""
+    """A policy has paused running sequences."""
 
     def __init__(self, victims: list[Running]) -> None:
-        super().__init__(f"{len(victims)} sequences give way")
+        super().__init__(f"{len(victims)} sequences are paused")
         self.victims = victims
 
 
 class Running:
-    """A sequence that holds a slot of the step's worker, as policies see it. Steps in flight count as done."""
+    """A policy's view of a sequence that holds a slot of the step's worker. Steps in flight count as done."""
 
     __slots__ = ("_request", "_slot", "_worker")
 
-    def __init__(self, worker: Worker, slot: int, request: Request) -> None:
+    def __init__(self, worker: WorkerState, slot: int, request: Request) -> None:
         self._worker = worker
         self._slot = slot
         self._request = request
@@ -48,7 +48,7 @@ class Running:
 
     @property
     def remaining_tokens(self) -> int:
-        """To be computed before it samples again: 1 when it decodes."""
+        """Tokens to compute before it samples again: 1 when it decodes."""
         return self.num_tokens - self.num_computed_tokens
 
     @property

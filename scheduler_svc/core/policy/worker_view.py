@@ -1,17 +1,18 @@
-"""What a placement policy sees of the workers, read-only. Everything counts what the round has placed so far."""
+"""A placement policy's read-only view of the workers. Every counter includes what the round has placed so far."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.requests.prefixes import PrefixIndex, common_blocks
-from scheduler_svc.core.requests.request import TOKEN_BYTES, Phase, Request, RequestView
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.requests.request import TOKEN_BYTES, Request, RequestView
+from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.step_time import StepTime
 
 
 class WorkerView:
-    """A worker, while a round places requests. Only names that begin with _ can be written: they are the core's own."""
+    """A worker, while a round places requests. Only names that begin with _ can be written; they belong to the core."""
 
     __slots__ = (
         "_context_tokens",
@@ -26,22 +27,22 @@ class WorkerView:
         "_worker",
     )
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: WorkerState) -> None:
         self._worker = worker
-        self._waiting: dict[int, Request] = {}  # that the round has placed here, by arrival index
+        self._waiting: dict[int, Request] = {}  # requests that the round has placed here, by arrival index
         self._read()
 
     def _read(self) -> None:
-        """What the worker is like now. A round sees many workers, and most of them only to find that they are full: so
-        what takes time is read when it is asked for, and before anything is added to it."""
+        """Read the worker's state. A round sees many workers and finds most of them full, so slow values are read only
+        when they are asked for, before anything is added to them."""
         worker = self._worker
         self._read_at = worker.steps_sent, worker.num_departed
-        self._free_slots = worker.free_seats
+        self._free_slots = worker.free_slots
         self._rows = worker.num_rows
         self._free_blocks: int | None = None
         self._prefill_tokens = self._context_tokens = -1
         self._in_flight_s: float | None = None
-        self._placed: PrefixIndex[Request] | None = None  # and what has prefill queued here
+        self._placed: PrefixIndex[Request] | None = None  # requests placed here, and those with queued prefill
 
     def __repr__(self) -> str:
         return f"<worker {self.id}: {self._rows} rows, {self.queued_prefill_tokens} prompt tokens queued>"
@@ -54,19 +55,19 @@ class WorkerView:
 
     @property
     def num_rows(self) -> int:
-        """Sequences that run here, are about to, or were placed here in this round."""
+        """Sequences that run here, are about to run here, or were placed here in this round."""
         return self._rows
 
     @property
     def queued_prefill_tokens(self) -> int:
-        """Their uncached prompt tokens that no plan computes yet: a new request waits for these."""
+        """Uncached prompt tokens of these sequences that no plan computes yet: a new request waits for them."""
         if self._prefill_tokens < 0:
             self._prefill_tokens = self._worker.queued_prefill_tokens
         return self._prefill_tokens
 
     @property
     def context_tokens(self) -> int:
-        """All their known tokens: what a decode step attends to."""
+        """Known tokens of these sequences: what a decode step attends to."""
         if self._context_tokens < 0:
             self._context_tokens = self._worker.context_tokens
         return self._context_tokens
@@ -86,7 +87,7 @@ class WorkerView:
 
     @property
     def block_size(self) -> int:
-        """Tokens."""
+        """Tokens per block."""
         return self._worker.block_size
 
     @property
@@ -105,13 +106,13 @@ class WorkerView:
 
     @property
     def step_time(self) -> StepTime:
-        """What its steps take, as fitted to its results."""
+        """The model of its step times, fitted to its results."""
         return self._worker.step_fit.time
 
     @property
     def in_flight_s(self) -> float:
-        """Predicted seconds of the steps that were sent and have not come back, with no time taken off for what has run
-        of them: a request that is bound now runs after these."""
+        """Predicted seconds of the steps that were sent and have no result yet, without subtracting the time that they
+        have run: a request that is bound now runs after them."""
         if self._in_flight_s is None:
             of = self._worker.step_fit.time.of
             self._in_flight_s = sum(
@@ -126,8 +127,8 @@ class WorkerView:
         return request._request.match_on(self._worker.id).num_tokens
 
     def cached_tokens(self, request: RequestView) -> int:
-        """Tokens of the request that need not be computed here: cached ones, and whole blocks that a request ahead of
-        it computes (one that was placed here in this round, or the prefill of which is queued here)."""
+        """Tokens of the request that need not be computed here: cached tokens, and whole blocks that a request ahead of
+        it computes (placed here in this round, or with its prefill queued here)."""
         return self._cached_tokens(request._request)
 
     def _cached_tokens(self, request: Request) -> int:
@@ -139,7 +140,7 @@ class WorkerView:
             self._placed = PrefixIndex(worker.block_size)
             for slot in worker.prefills:
                 self._placed.add(worker.running[slot], worker.running[slot].num_tokens)
-            for admission in worker.draft.decision.admissions if worker.draft else ():
+            for admission in worker.pending_step.decision.admissions if worker.pending_step else ():
                 self._placed.add(admission.request, admission.request.num_tokens)
         if not len(self._placed):
             return matched
@@ -161,7 +162,7 @@ class WorkerView:
 
     @property
     def _is_outdated(self) -> bool:
-        """Whether the worker has been sent a step since it was read, or somebody has left it."""
+        """Whether the worker has been sent a step, or a sequence has left it, since the view was read."""
         return self._read_at != (self._worker.steps_sent, self._worker.num_departed)
 
     def _has_room(self, request: Request) -> bool:
@@ -176,7 +177,10 @@ class WorkerView:
 
     def _need_blocks(self, request: Request) -> int:
         worker = self._worker
-        return worker.blocks_for(request.num_tokens) - request.match_on(worker.id).num_live_tokens // worker.block_size
+        return (
+            worker.blocks_for(request.num_tokens)
+            - request.match_on(worker.id).num_referenced_tokens // worker.block_size
+        )
 
     def _add(self, request: Request) -> None:
         """The round has placed the request here."""
@@ -185,12 +189,12 @@ class WorkerView:
         self._free_blocks = self.free_blocks - self._need_blocks(request)
         self._rows += 1
         self._free_slots -= 1
-        self._waiting[request.seniority] = request
+        self._waiting[request.arrival_index] = request
         if self._placed is not None:
             self._placed.add(request, request.num_tokens)
 
     def _renew(self) -> None:
-        """What has happened on the worker since it was read counts, and what still waits for it."""
+        """Read the worker again, and count the placed requests that still wait for it."""
         waiting = [request for request in self._waiting.values() if request.phase is Phase.WAITING]
         self._waiting.clear()
         self._read()
@@ -199,7 +203,7 @@ class WorkerView:
 
 
 class FleetView:
-    """All workers of a round, full ones too."""
+    """All workers of a round, full ones included."""
 
     __slots__ = ("_mean_output_tokens", "_workers")
 
@@ -209,10 +213,10 @@ class FleetView:
 
     @property
     def workers(self) -> Sequence[WorkerView]:
-        """By ascending id; without those that drain."""
+        """By ascending id, without draining workers."""
         return self._workers
 
     @property
     def mean_output_tokens(self) -> float | None:
-        """Tokens that a request generates that ends by itself, the latest 128 counting most. None before any."""
+        """Mean output tokens of a request that ends by itself; the latest 128 count most. None before the first."""
         return self._mean_output_tokens

@@ -1,14 +1,14 @@
-"""Beam search for one request: which beams live on, which have ended, and when nothing better can come.
+"""Beam search for one request: which beams continue, which have ended, and when no better one can come.
 
-The rules are those of Hugging Face transformers (`GenerationMixin._beam_search`, as it stands in 5.23.0), and the
-tests hold this module against `generate(num_beams=...)`. Where it departs from them on purpose:
+The rules are those of Hugging Face transformers (`GenerationMixin._beam_search` of 5.23.0). The tests compare this
+module with `generate(num_beams=...)`. It differs on purpose in these points:
 
-- log-probabilities are summed in double precision (there: fp32), so that only ties within rounding can fall otherwise;
-- equal sums keep the order of the beams and, within a beam, of the worker's list; of equal scores the earlier ending
-  stands first (there: as `torch.topk` leaves them);
-- where the vocabulary has too few tokens to fill the width, beams and hypotheses are missing (there: impossible ones
-  with a sum of about -1e9 fill up);
-- a width of 1 is a search too (there: `generate` turns it into greedy decoding). With early_stopping "never" and a
+- Log-probabilities are summed in double precision (there: fp32). So only ties within rounding can have another result.
+- Equal sums keep the order of the beams and, within a beam, of the worker's list. Of equal scores, the earlier ending
+  comes first (there: as `torch.topk` orders them).
+- If the vocabulary has too few tokens to fill the width, beams and hypotheses are missing (there: impossible ones with
+  a sum of about -1e9 fill up).
+- A width of 1 is a search too (there: `generate` turns it into greedy decoding). With early_stopping "never" and a
   positive length penalty it can find something better than the first end of sequence.
 """
 
@@ -30,21 +30,21 @@ Candidates = Sequence[tuple[int, float]]  # token and its log-probability, best 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Beam:
-    """A sequence under search. Beams of one origin share their past, so that a step adds one token to each of them.
+class SearchBeam:
+    """A sequence under search. Beams of one origin share their past, so a step adds one token to each of them.
 
-    `parent` is the index of the beam it grew from among the live beams of the step before.
+    `parent` is the beam's index among the live beams of the step before.
     """
 
     parent: int
     token: int
     logprob: float  # of all output tokens
     num_tokens: int
-    origin: Beam | None = field(repr=False)
+    origin: SearchBeam | None = field(repr=False)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All output tokens; takes time with their number."""
+        """All output tokens. Takes time in proportion to their number."""
         tokens, beam = [], self
         while beam.origin is not None:
             tokens.append(beam.token)
@@ -52,10 +52,10 @@ class Beam:
         return tuple(reversed(tokens))
 
 
-PROMPT = Beam(parent=-1, token=-1, logprob=0.0, num_tokens=0, origin=None)
+PROMPT = SearchBeam(parent=-1, token=-1, logprob=0.0, num_tokens=0, origin=None)
 
 
-class Hypothesis(NamedTuple):
+class BeamHypothesis(NamedTuple):
     tokens: tuple[int, ...]  # with the token that ended it
     score: float
     reason: Literal["stop", "length"]
@@ -63,25 +63,26 @@ class Hypothesis(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ending:
-    beam: Beam
+    beam: SearchBeam
     score: float
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class BeamSearch:
-    """Drive it so, until `done`: have the worker report the best `candidates_needed` tokens of every beam in `live`
-    (fewer if the vocabulary has no more), then `advance`; beam b of the result goes on from the blocks of the former
-    beam `b.parent` with `b.token`. The first live beam is the prompt alone.
+    """A beam search. Until `done`: the worker reports the best `candidates_needed` tokens of every beam in `live`
+    (fewer if the vocabulary has no more); then call `advance`. Beam b of the result continues from the blocks of the
+    former beam `b.parent` with `b.token`. The first live beam is the prompt alone.
 
-    A hypothesis scores logprob / num_tokens ** length_penalty, so that more penalty favours longer ones. The search is
-    over at max_new_tokens, or when `width` hypotheses have ended and
+    A hypothesis scores logprob / num_tokens ** length_penalty, so more penalty favours longer ones. The search is over
+    at max_new_tokens, or when `width` hypotheses have ended and
+
     - early_stopping True: at once;
-    - False: the best live beam, scored at its present length, is not above the worst of them (which can be wrong:
-      with a positive penalty a longer sequence may score better);
-    - "never": neither is it at the length that would suit it best, so that nothing better can come.
+    - False: the best live beam, scored at its present length, is not above the worst of them (this can be wrong: with a
+      positive penalty a longer sequence may score better);
+    - "never": nor is it at the length that gives it the best score, so nothing better can come.
 
-    The log-probabilities must be those of the whole vocabulary: min_new_tokens is seen to here, and leaves the
-    weights of the other tokens as they are. A log-probability of -inf (or NaN) is no candidate.
+    The log-probabilities must be those of the whole vocabulary: min_new_tokens is applied here and leaves the weights
+    of the other tokens as they are. A log-probability of -inf (or NaN) is no candidate.
     """
 
     width: int
@@ -89,13 +90,13 @@ class BeamSearch:
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
     max_new_tokens: int
-    min_new_tokens: int = 0  # until there are so many, nothing ends by eos or stop tokens
+    min_new_tokens: int = 0  # below this number, eos and stop tokens end nothing
     eos_token_ids: Collection[int] = ()
     stop_token_ids: Collection[int] = ()
     _stops: frozenset[int] = field(init=False)
-    _live: list[Beam] = field(init=False, default_factory=lambda: [PROMPT])
+    _live: list[SearchBeam] = field(init=False, default_factory=lambda: [PROMPT])
     _num_tokens: int = field(init=False, default=0)  # of every live beam
-    _ended: list[_Ending] = field(init=False, default_factory=list)  # `width` at most, best first
+    _ended: list[_Ending] = field(init=False, default_factory=list)  # at most `width`, best first
 
     def __post_init__(self) -> None:
         _check_range("width", self.width, 1, MAX_WIDTH)
@@ -111,22 +112,24 @@ class BeamSearch:
 
     @property
     def candidates_needed(self) -> int:
-        """Of each beam: `width` tokens may go on, and all that may end it can stand before them."""
+        """Candidates needed of each beam: `width` tokens may continue, and every token that may end the beam can rank
+        before them."""
         return self.width + len(self._stops)
 
     @property
-    def live(self) -> Sequence[Beam]:
-        """Best first; none when the search is over."""
+    def live(self) -> Sequence[SearchBeam]:
+        """Best first. Empty when the search is over."""
         return self._live
 
     @property
     def done(self) -> bool:
         return not self._live
 
-    def advance(self, candidates: Sequence[Candidates]) -> Sequence[Beam]:
-        """One step: a list of candidates for each live beam, in the order of `live`. Returns the new live beams.
+    def advance(self, candidates: Sequence[Candidates]) -> Sequence[SearchBeam]:
+        """One step. `candidates`: a list for each live beam, in the order of `live`. Returns the new live beams.
 
-        The best `width` extensions may end here; behind them, an end only makes way for the next.
+        Only the best `width` extensions may end here. An end that ranks lower is dropped, and the next extension takes
+        over.
         """
         if self.done:
             raise RuntimeError("beam search: it is over")
@@ -134,7 +137,7 @@ class BeamSearch:
             raise ValueError(f"candidates: {len(candidates)} lists for {len(self._live)} live beams")
         self._num_tokens += 1
         at_limit = self._num_tokens == self.max_new_tokens
-        grown: list[Beam] = []
+        grown: list[SearchBeam] = []
         for rank, beam in enumerate(self._extensions(candidates)):
             if len(grown) == self.width or (at_limit and rank == self.width):
                 break
@@ -145,31 +148,31 @@ class BeamSearch:
         self._live = [] if self._is_settled(grown) else grown
         return self._live
 
-    def best(self) -> list[Hypothesis]:
-        """The `num_return` best of those that have ended so far, best first. Once the search is over there are so many,
-        unless the vocabulary is smaller than the width."""
+    def best(self) -> list[BeamHypothesis]:
+        """The `num_return` best of the hypotheses that have ended so far, best first. When the search is over there are
+        that many, unless the vocabulary is smaller than the width."""
         return [
-            Hypothesis(ending.beam.tokens, ending.score, "stop" if ending.beam.token in self._stops else "length")
+            BeamHypothesis(ending.beam.tokens, ending.score, "stop" if ending.beam.token in self._stops else "length")
             for ending in self._ended[: self.num_return]
         ]
 
-    def _extensions(self, candidates: Sequence[Candidates]) -> Iterator[Beam]:
-        """Of all live beams, best first; lazily, as few are looked at."""
+    def _extensions(self, candidates: Sequence[Candidates]) -> Iterator[SearchBeam]:
+        """Extensions of all live beams, best first. Lazy: the search looks at few."""
         banned = self._stops if self._num_tokens <= self.min_new_tokens else frozenset()
 
-        def grow(parent: int) -> Iterator[Beam]:
+        def grow(parent: int) -> Iterator[SearchBeam]:
             origin = self._live[parent]
             for token, logprob in candidates[parent]:
                 if token not in banned and logprob > -math.inf:
-                    yield Beam(parent, token, origin.logprob + logprob, self._num_tokens, origin)
+                    yield SearchBeam(parent, token, origin.logprob + logprob, self._num_tokens, origin)
 
         return heapq.merge(*map(grow, range(len(candidates))), key=attrgetter("logprob"), reverse=True)
 
-    def _end(self, beam: Beam) -> None:
+    def _end(self, beam: SearchBeam) -> None:
         bisect.insort(self._ended, _Ending(beam, self._score(beam.logprob, beam.num_tokens)), key=lambda e: -e.score)
         del self._ended[self.width :]
 
-    def _is_settled(self, grown: Sequence[Beam]) -> bool:
+    def _is_settled(self, grown: Sequence[SearchBeam]) -> bool:
         if not grown:
             return True
         if len(self._ended) < self.width:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from array import array
 from dataclasses import dataclass, field
@@ -13,101 +12,94 @@ from paceline.v1.common_pb2 import RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions, Hypothesis, RequestTiming
 from scheduler_svc.core.requests.beams import BeamSearch, Candidates
 from scheduler_svc.core.requests.output_buffer import OutputBuffer
+from scheduler_svc.core.requests.phases import TRANSITIONS, Event, Phase
 
 NO_TOKENS: frozenset[int] = frozenset()
-TOKEN_BYTES = 4  # token ids travel and rest as packed little-endian int32
+TOKEN_BYTES = 4  # token ids are packed little-endian int32, in messages and in memory
 
 
-class Phase(enum.Enum):
-    WAITING = "waiting"  # in the queue
-    BINDING = "binding"  # in a draft whose cache exchange has not come back
-    RUNNING = "running"  # holds a slot and blocks of one worker
-    PARKED = "parked"  # a beam that has left its slot and keeps its blocks, for those that fork from it
-    ENDED = "ended"
-
-
-class Match(NamedTuple):
-    """What one worker has of a request in its cache, as paceline.v1.WorkerMatch says it; but `num_tokens` counts those
-    in host memory, too: they need not be computed."""
+class PrefixMatch(NamedTuple):
+    """What one worker has of a request in its cache, as in paceline.v1.WorkerMatch. `num_tokens` also counts tokens in
+    host memory: they need not be computed."""
 
     num_tokens: int
-    num_live_tokens: int = 0
-    num_host_tokens: int = 0  # at the end; they need new blocks
+    num_referenced_tokens: int = 0
+    num_host_tokens: int = 0  # the last ones of num_tokens; they need new blocks
 
 
-NO_MATCH = Match(0)
+NO_MATCH = PrefixMatch(0)
 
 
 @dataclass(slots=True, eq=False)
 class Siblings:
-    """All sequences of one client's request share this: its samples, or the beams of its search."""
+    """Shared by all sequences of one client request: its samples, or the beams of its search."""
 
-    first: int  # seniority of the client's request
-    num_bound: int = 0  # sequences that run or are about to, on any worker
+    first: int  # arrival_index of the client's request
+    num_bound: int = 0  # sequences that run or are about to run, on any worker
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request and what is known of it, wherever it is. Policies read it and change nothing.
+    """A request in any phase, and everything known of it. Policies read it and change nothing.
 
-    `seniority` orders requests by arrival, names them, and survives preemption and the loss of a worker. `place` is
-    the rank by which equals stand in the queue: the seniority, unless a preemption policy put the request elsewhere.
-    `sequence` is the cache's name for the current attempt: a new one each time the request (re)enters the queue, so
-    that an attempt never meets the late blocks of the one before. 0: the cache does not know it.
+    `arrival_index` orders requests by arrival, names them, and survives preemption and the loss of a worker.
+    `queue_position` orders equal requests in the queue: the arrival index, unless a preemption policy changed it.
+    `sequence` is the cache's name for the current attempt. It is new each time the request enters the queue, so that an
+    attempt never meets late blocks of an earlier one. 0: the cache does not know the request.
     """
 
-    seniority: int
+    arrival_index: int
     session_id: str
     handle: int
     request_id: str
     prompt: bytes
-    output: bytearray  # tokens that are known here; while RUNNING the last few are still in the output buffer
+    output: bytearray  # known output tokens; while RUNNING the last few are in the output buffer
     sampling: SamplingParams
     arrival_s: float
     priority: float = 0.0  # larger is more urgent
     tenant: str = ""
     lora: str = ""
-    answer_id: str = ""  # that the client sees; the same for all sequences of its request
+    answer_id: str = ""  # that the client sees; the same for all sequences of the client's request
     cache_salt: str = ""
     cache_retention: tuple[RetentionRange, ...] = ()
     deadline_s: float = math.inf  # on the clock of arrival_s
     accepted_before: bool = False  # by this scheduler or another one
     phase: Phase = Phase.WAITING
     sequence: int = 0
-    num_registered: int = 0  # tokens that the cache knows of that sequence
-    num_committed: int = 0  # of these, computed by steps that were sent, as far as the cache has been told
-    matches: dict[int, Match] | None = None  # by worker; None until the cache has answered
-    place: int = 0
-    worker: int = 0  # while BINDING or RUNNING
+    num_registered: int = 0  # tokens of that sequence that the cache knows
+    num_committed: int = 0  # of these, tokens that sent steps compute, as far as the cache was told
+    matches: dict[int, PrefixMatch] | None = None  # by worker; None until the cache has answered
+    queue_position: int = 0
+    worker: int = 0  # while ALLOCATING or RUNNING
     slot: int = -1  # while RUNNING
-    unflushed: tuple[OutputBuffer, int] | None = field(
-        default=None, init=False, repr=False
-    )  # while RUNNING: its slot there
-    started_s: float | None = None  # first admission, of a beam: of its search
-    first_token_s: float | None = None  # of a beam search: its first step is done
+    # while RUNNING: the buffer, and the slot in it
+    unflushed: tuple[OutputBuffer, int] | None = field(default=None, init=False, repr=False)
+    started_s: float | None = None  # first admission; of a beam: that of its search
+    first_token_s: float | None = None  # of a beam search: the end of its first step
     has_run: bool = False
     cached_tokens: int | None = None  # reused at the first admission
     num_preemptions: int = 0
     num_worker_losses: int = 0
-    is_spoiled: bool = False  # what it computed is not to be trusted
-    is_suspect: bool = False  # of having failed its step: it runs with others of its kind only (faults/)
+    kv_is_invalid: bool = False  # the worker could not compute it, so its KV is not reused
+    is_suspect: bool = False  # its step failed; it runs only together with other suspects (faults/)
     extra_stop_ids: frozenset[int] = NO_TOKENS
-    parent: Request | None = None  # to fork from, as long as that is possible
-    prompt_is_computed: bool = False  # and known to be, of the attempt that runs
-    siblings: Siblings = field(default=None)  # type: ignore[assignment]  # its own, unless it is given that of another
-    samples: list[Request] | None = None  # of the same prompt, itself among them; also those that have ended
-    swapped_on: int = 0  # the worker that has its KV in host memory, while WAITING or BINDING
-    host_blocks: bytes = field(default=b"", init=False, repr=False)  # there, once the cache has answered; packed int32
-    # While RUNNING (but for what its slot table has noted) or PARKED: to be told again when the cache forgets it.
+    parent: Request | None = None  # the sequence to fork from, as long as that is possible
+    prompt_is_computed: bool = False  # whether it is known that the current attempt has computed it
+    siblings: Siblings = field(default=None)  # type: ignore[assignment]  # its own, unless it shares another sequence's
+    samples: list[Request] | None = None  # of the same prompt, this one and finished ones included
+    swapped_on: int = 0  # the worker with its KV in host memory, while WAITING or ALLOCATING
+    # on that worker, once the cache has answered; packed int32
+    host_blocks: bytes = field(default=b"", init=False, repr=False)
+    # While RUNNING (without the growth that its slot ledger has noted) or PARKED: told to a new cache.
     block_table: array[int] = field(default_factory=partial(array, "i"), init=False, repr=False)
-    group: BeamGroup | None = None  # whose root or member it is
-    view: RequestView | None = field(default=None, init=False, repr=False)  # what policies get of it
-    hypotheses: list[Hypothesis] = field(default_factory=list)  # what its beam search has found
-    # What follows from prompt, sampling and output: it is asked for at every turn.
+    group: BeamGroup | None = None  # the beam group that it is the root or a member of
+    view: RequestView | None = field(default=None, init=False, repr=False)  # the view that policies get
+    hypotheses: list[Hypothesis] = field(default_factory=list)  # results of its beam search
+    # Derived from prompt, sampling and output, because every step reads them.
     num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)
-    num_tokens: int = field(init=False)  # known ones, prompt and output (exact while the request does not run)
-    # Log probabilities of its prompt are still to be reported: then all of it has to be computed, whatever is cached.
+    num_tokens: int = field(init=False)  # known tokens, prompt and output (exact while the request does not run)
+    # Log probabilities of the prompt are still to be reported, so all of the prompt is computed, whatever is cached.
     scores_prompt: bool = field(init=False)
     grammar: str = field(init=False)  # empty: none
 
@@ -118,7 +110,11 @@ class Request:
         self.grammar = self.sampling.grammar
         self.scores_prompt = self.sampling.prompt_logprobs
         if self.siblings is None:
-            self.siblings = Siblings(self.seniority)
+            self.siblings = Siblings(self.arrival_index)
+
+    def advance(self, event: Event) -> None:
+        """Into the next phase. Raises KeyError if the event cannot happen in this phase."""
+        self.phase = TRANSITIONS[self.phase, event]
 
     def add_output(self, token_ids: bytes) -> None:
         """Packed int32."""
@@ -126,22 +122,22 @@ class Request:
         self.num_tokens += len(token_ids) // TOKEN_BYTES
 
     def prompt_is_scored(self) -> None:
-        """And this need not be asked for any more."""
+        """The prompt's log probabilities are reported, and are not asked for again."""
         self.scores_prompt = self.sampling.prompt_logprobs = False
 
     @property
     def is_member(self) -> bool:
-        """Of a client's request, and none itself."""
+        """Whether it is a beam: part of a client's request, not the client's request itself."""
         return self.group is not None and self.group.root is not self
 
     @property
     def is_further_sequence(self) -> bool:
-        """Of a client's request that asks for several, a sample after the first or a beam."""
-        return self.siblings.first != self.seniority
+        """Whether it is a sample after the first, or a beam, of a client's request for several sequences."""
+        return self.siblings.first != self.arrival_index
 
     @property
     def is_one_of_several(self) -> bool:
-        """Of the samples of its prompt, others have not ended."""
+        """Whether other samples of its prompt have not ended."""
         return any(other is not self and other.phase is not Phase.ENDED for other in self.samples or ())
 
     @property
@@ -160,7 +156,7 @@ class Request:
 
     @property
     def namespace(self) -> tuple[str, str]:
-        """Of its blocks: no other request shares them unless its adapter and salt are the same."""
+        """Adapter and salt. Requests share blocks only within one namespace."""
         return self.lora, self.cache_salt
 
     @property
@@ -168,13 +164,14 @@ class Request:
         return self.prompt + self.output if self.output else self.prompt
 
     def tokens_from(self, start: int) -> bytes:
-        """As `token_ids`, without the first ones; mostly that is a part of the output, and no prompt is copied."""
+        """As `token_ids`, without the first `start` tokens. That is mostly a part of the output, and then no prompt is
+        copied."""
         if start >= self.num_prompt_tokens:
             return bytes(self.output[(start - self.num_prompt_tokens) * TOKEN_BYTES :])
         return self.token_ids[start * TOKEN_BYTES :]
 
     def timing(self, now_s: float) -> RequestTiming:
-        """Where its time went, if it ends now."""
+        """The times of its phases, if it ends now."""
         started_s = now_s if self.started_s is None else self.started_s
         first_token_s = now_s if self.first_token_s is None else self.first_token_s
         return RequestTiming(
@@ -185,45 +182,45 @@ class Request:
         )
 
     def ran_s(self, now_s: float) -> float:
-        """Since it first ran."""
+        """Seconds since it first ran."""
         return 0.0 if self.started_s is None else now_s - self.started_s
 
-    def match_on(self, worker: int) -> Match:
-        """What the worker has of it in its cache, or swapped out."""
+    def match_on(self, worker: int) -> PrefixMatch:
+        """What the worker has of the request in its cache, or swapped out."""
         match = self.matches.get(worker, NO_MATCH) if self.matches else NO_MATCH
-        if self.parent is None and not self.swapped_on:  # as mostly
+        if self.parent is None and not self.swapped_on:  # the common case
             return match
         all_but_one = self.num_tokens - 1
         if self.can_fork_on(worker):
-            match = Match(all_but_one, all_but_one)
+            match = PrefixMatch(all_but_one, all_but_one)
         if self.swapped_on:
-            return Match(all_but_one if self.swapped_on == worker else 0, match.num_live_tokens)
+            return PrefixMatch(all_but_one if self.swapped_on == worker else 0, match.num_referenced_tokens)
         return match
 
     def matched_tokens(self, worker: int) -> int:
-        """Tokens of the request that `worker` has in its cache, or swapped out."""
+        """Tokens of the request that the worker has in its cache, or swapped out."""
         return self.match_on(worker).num_tokens
 
-    def live_tokens(self, worker: int) -> int:
-        """Of these, tokens in blocks that others use: reusing them takes nothing from the pool."""
-        return self.match_on(worker).num_live_tokens
+    def referenced_tokens(self, worker: int) -> int:
+        """Of these, tokens in blocks that other sequences reference: reusing them takes no block from the pool."""
+        return self.match_on(worker).num_referenced_tokens
 
     def can_fork_on(self, worker: int) -> bool:
-        """Whether its parent runs there and has computed what they have in common."""
+        """Whether its parent is on that worker and has computed the prompt that both have in common."""
         return self.parent is not None and self.parent.worker == worker and self.parent.prompt_is_computed
 
     @property
     def waits_for_parent(self) -> bool:
-        """Whether its parent is about to compute what they have in common. One that had to give way is not: by then
-        others may have come in between."""
+        """Whether its parent is about to compute the prompt that both have in common. A preempted parent does not
+        count: other requests may run before it resumes."""
         parent = self.parent
         if parent is None or parent.prompt_is_computed or parent.num_preemptions:
             return False
-        return parent.phase in (Phase.WAITING, Phase.BINDING, Phase.RUNNING)
+        return parent.phase in (Phase.WAITING, Phase.ALLOCATING, Phase.RUNNING)
 
     @property
     def best_matched_tokens(self) -> int:
-        """The most that any worker has of it, swapped out, too, or will fork it from."""
+        """The most tokens that any worker has of it: cached, swapped out, or in the parent that it forks from."""
         if self.swapped_on or (self.parent and (self.parent.prompt_is_computed or self.waits_for_parent)):
             return self.num_tokens - 1
         return max(self.matches.values(), default=NO_MATCH).num_tokens if self.matches else 0
@@ -231,20 +228,22 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class BeamGroup:
-    """`root` is the client's request; it never runs itself, and stands in the queue until its search begins."""
+    """`root` is the client's request. It never runs itself, and waits in the queue until its search begins."""
 
     root: Request
     options: BeamOptions
     search: BeamSearch | None = None  # once the model is known
-    members: list[Request] = field(default_factory=list)  # one for each live beam, in the search's order
-    reports: dict[int, Candidates] = field(default_factory=dict)  # by place among the members
-    parked: dict[int, int] = field(default_factory=dict)  # forks that still need it, by the member's seniority
+    members: list[Request] = field(default_factory=list)  # one for each live beam, in the order of the search
+    reports: dict[int, Candidates] = field(default_factory=dict)  # by index among the members
+    # by arrival index of a parked member: forks that still need it
+    parked: dict[int, int] = field(default_factory=dict)
 
 
 class RequestView:
-    """A request, wherever it is. Two views of the same request are equal; nothing of it can be changed through one."""
+    """A read-only view of a request, in any phase. Two views of the same request are equal."""
 
-    __slots__ = ("__weakref__", "_request")  # who remembers one beyond its end does not keep its tokens
+    # weakref: a policy that remembers a finished request does not keep its tokens in memory
+    __slots__ = ("__weakref__", "_request")
     _request: Request
 
     def __init__(self, request: Request) -> None:
@@ -260,20 +259,20 @@ class RequestView:
         return isinstance(other, RequestView) and other._request is self._request
 
     def __hash__(self) -> int:
-        return self._request.seniority
+        return self._request.arrival_index
 
     def __repr__(self) -> str:
         return f"<request {self._request.request_id!r}, {self.num_prompt_tokens}+{self.num_output_tokens} tokens>"
 
     @property
-    def seniority(self) -> int:
+    def arrival_index(self) -> int:
         """Names the request, and orders requests by arrival."""
-        return self._request.seniority
+        return self._request.arrival_index
 
     @property
-    def place(self) -> int:
-        """Where it stands among equals: its seniority, unless a preemption policy put it elsewhere."""
-        return self._request.place
+    def queue_position(self) -> int:
+        """Orders equal requests in the queue: the arrival index, unless a preemption policy changed it."""
+        return self._request.queue_position
 
     @property
     def request_id(self) -> str:
@@ -290,12 +289,12 @@ class RequestView:
 
     @property
     def is_beam(self) -> bool:
-        """It is a beam of a search: it runs for one token, and the search goes on when all beams have."""
+        """Whether it is a beam: it runs for one token, and its search goes on when all beams have run."""
         return self._request.is_member
 
     @property
     def num_running_siblings(self) -> int:
-        """Sequences of the client's request that run or are about to, on any worker; this one too, if it does."""
+        """Sequences of the client's request that run or are about to run, on any worker, this one included."""
         return self._request.siblings.num_bound
 
     @property
@@ -304,7 +303,7 @@ class RequestView:
 
     @property
     def namespace(self) -> tuple[str, str]:
-        """Adapter and salt: only requests of one namespace can share what is cached, however equal their tokens."""
+        """Adapter and salt. Only requests of one namespace can share cached blocks, even if their tokens are equal."""
         return self._request.namespace
 
     @property
@@ -328,7 +327,7 @@ class RequestView:
 
     @property
     def has_run(self) -> bool:
-        """It was let in before, and waits again or runs."""
+        """Whether it was admitted before; now it waits again, or runs."""
         return self._request.has_run
 
     @property
@@ -337,7 +336,7 @@ class RequestView:
 
     @property
     def is_swapped(self) -> bool:
-        """It was preempted and has its KV in a worker's host memory: to go on there it computes one token."""
+        """Whether it was preempted and has its KV in a worker's host memory: to resume there it computes one token."""
         return self._request.swapped_on > 0
 
     @property
@@ -346,14 +345,14 @@ class RequestView:
 
     @property
     def num_output_tokens(self) -> int:
-        """Those that have arrived. `Running.num_output_tokens` also counts those in flight."""
+        """Tokens that have arrived. `Running.num_output_tokens` also counts tokens in flight."""
         return self._request.num_generated_tokens
 
     @property
     def num_tokens(self) -> int:
         """Prompt and output."""
         request = self._request
-        if request.unflushed is None:  # then its own record is complete
+        if request.unflushed is None:  # the request's own record is complete
             return request.num_tokens
         return request.num_prompt_tokens + request.num_generated_tokens
 
@@ -377,20 +376,20 @@ class RequestView:
 
     @property
     def best_matched_tokens(self) -> int:
-        """The most that any worker has of it in its cache, swapped out, or in a sequence that it is forked from."""
+        """The most tokens that any worker has of it: cached, swapped out, or in the parent that it forks from."""
         return self._request.best_matched_tokens
 
     def matched_tokens(self, worker_id: int) -> int:
-        """Tokens of it that the worker has in its cache."""
+        """Tokens of the request that the worker has in its cache."""
         return self._request.matched_tokens(worker_id)
 
-    def live_tokens(self, worker_id: int) -> int:
-        """Of these, tokens in blocks that others use: reusing them takes nothing from the pool."""
-        return self._request.live_tokens(worker_id)
+    def referenced_tokens(self, worker_id: int) -> int:
+        """Of these, tokens in blocks that other sequences reference: reusing them takes no block from the pool."""
+        return self._request.referenced_tokens(worker_id)
 
 
 def view_of(request: Request) -> RequestView:
-    """The one view of the request: a policy may compare views by identity, too."""
+    """The only view of the request, so a policy may also compare views by identity."""
     view = request.view
     if view is None:
         view = request.view = RequestView(request)

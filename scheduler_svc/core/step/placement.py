@@ -8,47 +8,49 @@ from collections.abc import Iterable
 from scheduler_svc.core.policy.interfaces import PlacementPolicy
 from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.policy.worker_view import FleetView, WorkerView
-from scheduler_svc.core.requests.request import Match, Request, view_of
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.requests.request import PrefixMatch, Request, view_of
+from scheduler_svc.core.workers.state import WorkerState
 
 
 class Placement:
-    """Offers each waiting request, in the order in force, the workers that have room for it; the policy chooses.
+    """Offers each waiting request, in queue order, the workers that have room for it. The policy chooses one of them.
 
-    Nothing is bound here. A request stays in the central queue until the worker that it is placed on composes a step.
-    A round serves all workers that compose in turn, and ends with the first of them that composes again: so a request
-    is placed about once, however many workers look at it, and a placement is never older than a step.
+    Placement binds nothing. A request stays in the central queue until its worker schedules a step. A round serves all
+    workers in turn, and ends when the first worker schedules for the second time. So a request is placed about once,
+    however many workers look at it, and a placement is never older than one step.
     """
 
     def __init__(
-        self, workers: Iterable[Worker], policy: PlacementPolicy, mean_output_tokens: float | None = None
+        self, workers: Iterable[WorkerState], policy: PlacementPolicy, mean_output_tokens: float | None = None
     ) -> None:
         self.policy = policy
         self._views = {worker.id: WorkerView(worker) for worker in workers if not worker.draining}
         self._ids = list(self._views)
         self._turn = -1  # index of the worker that was drawn last
-        self._composing: set[int] = set()  # workers that have composed in this round
-        # By arrival index: where the request is placed, and what was known of its matches.
-        self._placed: dict[int, tuple[WorkerView, dict[int, Match] | None]] = {}
+        self._scheduled: set[int] = set()  # workers that have scheduled a step in this round
+        # By arrival index: the worker that the request is placed on, and the matches that were known then.
+        self._placed: dict[int, tuple[WorkerView, dict[int, PrefixMatch] | None]] = {}
         policy.begin(FleetView(tuple(self._views.values()), mean_output_tokens))
 
-    def turn_of(self, worker: Worker) -> bool:
-        """The worker composes; False if it has done so in this round, which is over then."""
-        if worker.id in self._composing:
+    def turn_of(self, worker: WorkerState) -> bool:
+        """The worker schedules a step. Returns False if it has done so in this round already; then the round is
+        over."""
+        if worker.id in self._scheduled:
             return False
-        self._composing.add(worker.id)
+        self._scheduled.add(worker.id)
         self._views[worker.id]._renew()
         return True
 
     def knows(self, request: Request) -> bool:
-        """Whether the request is placed, and nothing that has become known of it since speaks against that."""
-        placed = self._placed.get(request.seniority)
+        """Whether the request is placed, its matches have not changed since, and the worker has not refused it
+        since."""
+        placed = self._placed.get(request.arrival_index)
         return placed is not None and placed[1] == request.matches and not placed[0]._worker.has_refused(request)
 
-    def place(self, request: Request) -> Worker | None:
-        """The worker that the request is placed on, which may have no room: then the request waits for it. None if no
-        worker has room. Raises PolicyError, and whatever the policy raises."""
-        placed = self._placed.get(request.seniority)
+    def place(self, request: Request) -> WorkerState | None:
+        """The worker that the request is placed on. If that worker has no room now, the request waits for it. None if
+        no worker has room. Raises PolicyError, and whatever the policy raises."""
+        placed = self._placed.get(request.arrival_index)
         if placed is not None and self.knows(request):
             return placed[0]._worker
         fitting: list[WorkerView] = []
@@ -60,7 +62,7 @@ class Placement:
                 continue
             if view._has_room(request):
                 fitting.append(view)
-            elif view.num_rows:  # else nothing would ever change there
+            elif view.num_rows:  # a full worker without rows frees nothing, so the request would wait for ever
                 full.append(view)
         if not fitting:
             return None
@@ -68,13 +70,13 @@ class Placement:
         if not any(chosen is view for view in (*fitting, *full)):
             raise PolicyError(f"placement: place returned {chosen!r}, which is none of the workers offered")
         if placed is not None:
-            placed[0]._waiting.pop(request.seniority, None)
+            placed[0]._waiting.pop(request.arrival_index, None)
         chosen._add(request)
-        self._placed[request.seniority] = chosen, request.matches
+        self._placed[request.arrival_index] = chosen, request.matches
         return chosen._worker
 
     def _compared(self, request: Request) -> Iterable[WorkerView]:
-        """The workers that come into question, by ascending id: all, or as many as the policy compares."""
+        """The workers to compare, by ascending id: all, or as many as the policy compares (`max_compared`)."""
         count = self.policy.max_compared
         if not 0 < count < len(self._ids):
             return self._views.values()

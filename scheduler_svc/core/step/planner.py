@@ -1,6 +1,6 @@
-"""One step of one worker: compose it, let the cache grant its blocks, turn it into a plan.
+"""One step of one worker: schedule it, let the cache grant its blocks, emit the plan.
 
-A step reads top to bottom in `draft_step` (before the cache exchange) and `finish_step` (after it).
+A step reads top to bottom in `decide_step` (before the cache exchange) and `emit_plan` (after it).
 """
 
 from __future__ import annotations
@@ -21,59 +21,63 @@ from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.policy.step import Step
 from scheduler_svc.core.policy.views import Paused, Running
-from scheduler_svc.core.requests.request import Phase, Request
-from scheduler_svc.core.workers.decision import Admission, Admitted, OutOfBlocks
-from scheduler_svc.core.workers.state import Chunk, Draft, Prefill, StepInFlight, Worker, new_plan
+from scheduler_svc.core.requests.phases import Event, Phase
+from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.decision import Admitted, OutOfBlocks, PlannedAdmission
+from scheduler_svc.core.workers.state import PendingStep, Prefill, PrefillChunk, StepInFlight, WorkerState, new_plan
 
-# Why a request waits that running sequences can give way to.
+# Reasons of a waiting request that preemption can remove.
 ROOM = ("seats", "capacity", "blocks")
-# Of a worker, between two tokens. A policy that pauses whatever it has let in would go on so for ever.
+# Pauses of one worker between two tokens. Without a limit, a policy could pause every sequence it admits, for ever.
 MAX_PAUSES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    preempt: Callable[[Request, str, str, str], None]  # with PreemptionPolicy's requeue and mode, and the reason
-    over_budget: Callable[[Worker, Request, Admitted], str | None]
+    # arguments 2 to 4: PreemptionPolicy.requeue, .mode, and the reason
+    preempt: Callable[[Request, str, str, str], None]
+    over_budget: Callable[[WorkerState, Request, Admitted], str | None]
     session_index: Callable[[Request], int]
-    resumed: Callable[[Request], None]  # what was swapped out is seated again
-    commit: Callable[[int, bytes, int], None]  # sequence, new tokens, how many of all are computed by what was sent
+    resumed: Callable[[Request], None]  # a swapped-out request is in a slot again
+    commit: Callable[[int, bytes, int], None]  # sequence, new tokens, number of tokens that the sent plans compute
 
     # ── before the exchange ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def draft_step(
-        self, worker: Worker, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
+    def decide_step(
+        self, worker: WorkerState, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
     ) -> Step | None:
-        """The next step of `worker`, composed; it may be empty. `waiting` gives what it may bind, in order.
+        """Schedule the next step of `worker`; it may be empty. `waiting` gives the requests that the step may admit, in
+        order.
 
-        None if somebody had to give way: the blocks come back with the next exchange, and then the step is composed
-        anew. Raises whatever a policy raises.
+        Returns None if a sequence was preempted: its blocks come back with the next exchange, and then the step is
+        scheduled again. Raises whatever a policy raises.
         """
-        step = self._compose(worker, policies, waiting, now_s)
+        step = self._apply_policies(worker, policies, waiting, now_s)
         if step is not None and (torn := self._torn_samples(worker, policies, step)):
-            before = partial(takewhile, lambda request: id(request.samples) not in torn)  # nobody passes them
-            step = self._compose(worker, policies, lambda: before(waiting()), now_s)
-        if step is None or self._make_way(worker, policies, step):
+            # no request passes a torn group
+            before = partial(takewhile, lambda request: id(request.samples) not in torn)
+            step = self._apply_policies(worker, policies, lambda: before(waiting()), now_s)
+        if step is None or self._preempt_for_waiting(worker, policies, step):
             return None
         self._expect_progress(worker, step)
         return step
 
-    def draft_trial(
-        self, worker: Worker, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
+    def decide_retry_step(
+        self, worker: WorkerState, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
     ) -> Step | None:
-        """As draft_step, for a step that leaves out most of what could run."""
-        return self._compose(worker, policies, waiting, now_s)
+        """As decide_step, for a retry step, which leaves out most of what could run."""
+        return self._apply_policies(worker, policies, waiting, now_s)
 
-    def _compose(
-        self, worker: Worker, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
+    def _apply_policies(
+        self, worker: WorkerState, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
     ) -> Step | None:
-        worker.binding_tokens = 0
+        worker.allocating_tokens = 0
         shares = policies.batch.shares_in_step
         over_budget = partial(self.over_budget, worker)
         step = Step(worker, waiting, policies.capacity, now_s, over_budget, policies.order, shares)
         try:
             policies.capacity.begin(step)
-            policies.batch.compose(step)
+            policies.batch.schedule(step)
             step.close()
         except OutOfBlocks as lack:
             self._make_room(worker, policies, step, lack.shortfall_blocks)
@@ -82,64 +86,67 @@ class Planner:
             worker.num_pauses += 1
             if worker.num_pauses > MAX_PAUSES:
                 times = f"{worker.num_pauses} times without a token in between"
-                raise PolicyError(f"capacity: what runs was paused {times}") from None
+                raise PolicyError(f"capacity: running sequences were paused {times}") from None
             for victims in self._units(worker, policies, step, step.own(paused.victims)):
-                self._take_out(worker, victims, policies)
+                self._preempt_unit(worker, victims, policies)
             return None
         return step
 
     @staticmethod
-    def _torn_samples(worker: Worker, policies: Policies, step: Step) -> set[int]:
-        """In mode "auto", groups of samples (their ids) of which the step takes some back from host memory and leaves
-        others there. A group may need more than there is, for what its samples shared each of them holds now; so where
-        nothing runs, some are better than none."""
+    def _torn_samples(worker: WorkerState, policies: Policies, step: Step) -> set[int]:
+        """Groups of samples (by id) that the step tears: it takes some of a group back from host memory and leaves
+        others there. Only in mode "auto". Blocks that the samples shared are held once for each sample now, so a group
+        may need more than the pool has. Where nothing runs, the step resumes a part of it."""
         if not (worker.swapped and policies.preemption.mode == "auto" and (worker.running or worker.in_flight)):
             return set()
-        back = {admission.request.seniority for admission in step._decision().admissions}
+        back = {admission.request.arrival_index for admission in step._decision().admissions}
         ids = {True: set[int](), False: set[int]()}
         for request in worker.swapped.values():
             if request.samples:
-                ids[request.seniority in back].add(id(request.samples))
+                ids[request.arrival_index in back].add(id(request.samples))
         return ids[True] & ids[False]
 
     @staticmethod
-    def _expect_progress(worker: Worker, step: Step) -> None:
-        """A worker that has nothing to do gets something, or the policies say of some request why not."""
+    def _expect_progress(worker: WorkerState, step: Step) -> None:
+        """Raise PolicyError if the worker is idle, a request could run, and the policies give no reason why it does
+        not."""
         if not step.is_empty or worker.in_flight or step.preempted:
             return
-        if step.running or not (step.held_back or next(step.waiting(), None) is None):
-            raise PolicyError("batch: the step is empty, though something could run, and no reason is given")
+        if step.running or not (step.rejected or next(step.waiting(), None) is None):
+            raise PolicyError("batch: the step is empty, though a request could run, and no reason is given")
 
-    def _make_room(self, worker: Worker, policies: Policies, step: Step, shortfall_blocks: int) -> None:
-        """Preempt until the shortfall is covered, as far as can be told: a victim's shared blocks may stay in use.
+    def _make_room(self, worker: WorkerState, policies: Policies, step: Step, shortfall_blocks: int) -> None:
+        """Preempt until the shortfall is covered. This is an estimate: another sequence may still use a victim's shared
+        blocks.
 
-        A sequence that runs alone and still has no room holds blocks twice: its own, and the equal ones that others had
-        stored before. It gives way to itself: when it comes back it shares them, and then it fits.
+        A sequence that runs alone and still has no room holds some blocks twice: its own, and equal ones that were
+        stored before. It is preempted itself. When it comes back it shares the stored blocks, and then it fits.
         """
         if worker.parked:
-            return  # the first to give way: who would fork from them computes a few tokens anew
+            return  # parked beams are freed first: a fork without its parent computes a few tokens again
         victims = step.own(policies.preemption.victims(step))
         if not victims and len(step.running) > 1:
-            raise PolicyError("preemption: nobody is named to give way")
+            raise PolicyError("preemption: the policy names no victim")
         if len(victims) >= len(step.running):
             victims.pop()
         if not victims and not worker.in_flight:
             victims = list(step.running)
         for unit in self._units(worker, policies, step, victims):
             for victim in unit:
-                shortfall_blocks -= victim.num_blocks + step.growth_of(victim)  # nor does it need what it asked for
-            self._take_out(worker, unit, policies)
+                # the blocks that it asked for are not needed either
+                shortfall_blocks -= victim.num_blocks + step.growth_of(victim)
+            self._preempt_unit(worker, unit, policies)
             if shortfall_blocks <= 0:
                 break
 
     @staticmethod
-    def _units(worker: Worker, policies: Policies, step: Step, victims: list[Running]) -> Iterator[list[Running]]:
-        """The victims one by one; in mode "auto" each with all that run of its prompt's samples (a sequence group of
-        vLLM V0), unless nothing would be left to run."""
+    def _units(worker: WorkerState, policies: Policies, step: Step, victims: list[Running]) -> Iterator[list[Running]]:
+        """The victims one by one. In mode "auto", each victim takes all running samples of its prompt along (a sequence
+        group of vLLM V0), unless nothing would be left to run."""
         left = {sequence.slot: (sequence, worker.running[sequence.slot].samples) for sequence in step.running}
         for victim in victims:
             if victim.slot not in left:
-                continue  # it went with its group
+                continue  # it was preempted with its group
             samples, unit = left[victim.slot][1], [victim]
             if samples and policies.preemption.mode == "auto":
                 group = [sequence for sequence, of in left.values() if of is samples]
@@ -148,25 +155,27 @@ class Planner:
                 del left[sequence.slot]
             yield unit
 
-    def _make_way(self, worker: Worker, policies: Policies, step: Step) -> bool:
-        """Let sequences give way to a waiting request, if the policy names any. The step after that runs without them
-        and admits nothing, so that there is progress in between."""
-        refused = any(reason in ROOM for _, reason, _ in step._held_back)
+    def _preempt_for_waiting(self, worker: WorkerState, policies: Policies, step: Step) -> bool:
+        """Preempt sequences for a waiting request, if the policy names any. The next step runs without them and admits
+        nothing, so that there is progress in between."""
+        refused = any(reason in ROOM for _, reason, _ in step._rejected)
         if not (refused and worker.num_further) or step.num_admissions or step.preempted:
             return False
         victims = step.own(policies.preemption.for_waiting(step))
         if len(victims) >= len(step.running):
             victims = victims[:-1]
         for victim in victims:
-            self._give_way(worker, victim, policies.preemption.requeue, "recompute", "gave way to a waiting request")
+            self._preempt_victim(
+                worker, victim, policies.preemption.requeue, "recompute", "gave way to a waiting request"
+            )
         return bool(victims)
 
-    def _take_out(self, worker: Worker, victims: list[Running], policies: Policies) -> None:
+    def _preempt_unit(self, worker: WorkerState, victims: list[Running], policies: Policies) -> None:
         requeue, mode = policies.preemption.requeue, policies.preemption.mode
         for victim in victims:
-            self._give_way(worker, victim, requeue, mode, "gave its blocks to what runs")
+            self._preempt_victim(worker, victim, requeue, mode, "gave its blocks to what runs")
 
-    def _give_way(self, worker: Worker, victim: Running, requeue: str, mode: str, why: str) -> None:
+    def _preempt_victim(self, worker: WorkerState, victim: Running, requeue: str, mode: str, why: str) -> None:
         request = worker.running[victim.slot]
         worker.preempted.append(request)
         self.preempt(request, requeue, mode, why)
@@ -174,58 +183,64 @@ class Planner:
 
     # ── after the exchange ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def finish_step(
+    def emit_plan(
         self,
-        worker: Worker,
-        draft: Draft,
+        worker: WorkerState,
+        pending_step: PendingStep,
         response: CacheServiceLinkResponse | None,
         extend: int,
         admits: Sequence[int],
     ) -> WorkerServiceLinkResponse | None:
-        """The plan, with the blocks the cache granted; None if nothing is left to run.
+        """Build the plan, with the blocks that the cache granted. None if nothing is left to run.
 
-        `extend` and `admits` are the indexes of the draft's operations in `response`.
+        `extend` and `admits` are the indexes of the pending step's operations in `response`.
         """
-        decision = draft.decision
+        decision = pending_step.decision
         message = new_plan(worker)
         plan = message.plan
-        worker.binding_tokens = 0
+        worker.allocating_tokens = 0
         if len(decision.growth):
             assert response is not None, "growth needs an exchange"
-            self._grow(worker, draft, response, extend, plan)
+            self._grow(worker, pending_step, response, extend, plan)
         self._choose_decodes(worker, decision.decodes, plan)
         generation = worker.slots.generation
-        lost = draft.decision.shares and self._has_lost(worker, draft)
+        lost = pending_step.decision.shares and self._has_lost(worker, pending_step)
         sizes = {slot: size for slot, gen, size in decision.chunks if generation[slot] == gen}
         for admission, index in zip(decision.admissions, admits, strict=True):
             assert response is not None, "an admission needs an exchange"
             if lost and (granted := admit_result(response, index)) is not None and granted.shares_planned:
-                continue  # the caller puts it back into the queue
-            self._seat(worker, admission, response, index, plan, sizes)
+                continue  # the caller requeues the request
+            self._fill_slot(worker, admission, response, index, plan, sizes)
         return message if self._run(worker, plan, sizes) else None
 
     @staticmethod
-    def _has_lost(worker: Worker, draft: Draft) -> bool:
-        """Whether something has ended meanwhile that the step was to compute tokens of."""
+    def _has_lost(worker: WorkerState, pending_step: PendingStep) -> bool:
+        """Whether a sequence that the step computes tokens for has ended since the step was scheduled."""
         generation = worker.slots.generation
-        ended = any(admission.request.phase is Phase.ENDED for admission in draft.decision.admissions)
-        return ended or any(generation[slot] != gen for slot, gen, _ in draft.decision.chunks)
+        ended = any(admission.request.phase is Phase.ENDED for admission in pending_step.decision.admissions)
+        return ended or any(generation[slot] != gen for slot, gen, _ in pending_step.decision.chunks)
 
     def _grow(
-        self, worker: Worker, draft: Draft, response: CacheServiceLinkResponse, extend: int, plan: StepPlan
+        self,
+        worker: WorkerState,
+        pending_step: PendingStep,
+        response: CacheServiceLinkResponse,
+        extend: int,
+        plan: StepPlan,
     ) -> None:
-        slots, blocks = draft.decision.growth, response.results[extend].extend.block_ids
-        if worker.slots.num_releases != draft.num_releases:
-            # A sequence that ended while the exchange was on its way has been freed with its new block.
-            alive = worker.slots.generation[slots] == draft.decision.growth_generations
+        slots, blocks = pending_step.decision.growth, response.results[extend].extend.block_ids
+        if worker.slots.num_releases != pending_step.num_releases:
+            # A sequence that ended during the exchange was freed together with its new block.
+            alive = worker.slots.generation[slots] == pending_step.decision.growth_generations
             slots, blocks = slots[alive], np.frombuffer(blocks, np.int32)[alive].tobytes()
         packed_slots = slots.astype(np.int32).tobytes()
         plan.grow_slots, plan.grow_blocks = packed_slots, blocks
         worker.grow(slots)
         worker.slots.note_growth(packed_slots, blocks)
 
-    def _choose_decodes(self, worker: Worker, chosen: list[int] | None, plan: StepPlan) -> None:
-        """Hold what decodes and was not chosen, resume what was. A step without decodes needs neither."""
+    def _choose_decodes(self, worker: WorkerState, chosen: list[int] | None, plan: StepPlan) -> None:
+        """Hold the decoding sequences that were not chosen, and resume the chosen ones. A step without decodes does
+        neither."""
         if chosen == []:
             plan.skip_decodes = worker.num_decoding > 0
             return
@@ -242,10 +257,10 @@ class Planner:
             plan.hold_slots = packed(held)
             plan.resume_slots = packed(resumed)
 
-    def _seat(
+    def _fill_slot(
         self,
-        worker: Worker,
-        admission: Admission,
+        worker: WorkerState,
+        admission: PlannedAdmission,
         response: CacheServiceLinkResponse,
         index: int,
         plan: StepPlan,
@@ -254,17 +269,18 @@ class Planner:
         request = admission.request
         granted = admit_result(response, index)
         if granted is None or request.phase is Phase.ENDED:
-            return  # the caller puts it back into the queue, or frees what it got
+            return  # the caller requeues the request, or frees its blocks
         num_cached_tokens, block_table = granted.num_cached_tokens, granted.block_table
         slot = worker.slots.occupy(request, self.session_index(request), len(block_table) // 4)
-        request.phase, request.worker, request.slot = Phase.RUNNING, worker.id, slot
+        request.advance(Event.GRANT)
+        request.worker, request.slot = worker.id, slot
         request.block_table = array("i", block_table)
         if request.cached_tokens is None:
             request.cached_tokens = num_cached_tokens
         worker.running[slot] = request
         worker.num_further += request.is_further_sequence
         worker.prefills[slot] = Prefill(slot, request.num_tokens, num_cached_tokens)
-        # The cache may hold more of it by now than when the step was composed.
+        # The cache may hold more of the prompt now than when the step was scheduled.
         sizes[slot] = min(admission.num_tokens, request.num_tokens - num_cached_tokens)
         if request.swapped_on:
             swap = response.results[index].swap_in
@@ -276,16 +292,17 @@ class Planner:
             plan.swap_in_to += granted.device_blocks
         if copy_from := granted.copy_from:
             plan.copy_from += copy_from.to_bytes(4, "little")
-            at = 4 * (num_cached_tokens // worker.block_size)  # where the cached tokens end
+            at = 4 * (num_cached_tokens // worker.block_size)  # the first token that is not cached
             plan.copy_to += block_table[at : at + 4]
-        new = plan.new_sequences.add()  # filled in place: to take a message as an argument costs more than all the rest
+        # filled in place: passing a message copies it, which costs more than the rest of this function
+        new = plan.new_sequences.add()
         new.slot, new.token_ids, new.block_table = slot, request.token_ids, block_table
         new.num_prompt_tokens, new.num_cached_tokens = request.num_prompt_tokens, num_cached_tokens
         new.sampling.CopyFrom(request.sampling)
         new.request_id, new.cache_salt = request.request_id, request.cache_salt
 
-    def _run(self, worker: Worker, plan: StepPlan, sizes: dict[int, int]) -> bool:
-        """Note the rows as in flight; whether there are any."""
+    def _run(self, worker: WorkerState, plan: StepPlan, sizes: dict[int, int]) -> bool:
+        """Record the rows as in flight. Returns whether there are any."""
         slots = worker.slots
         rows = slots.no_rows() if plan.skip_decodes else slots.decode_rows()
         chunks = [self._chunk(worker, slot, size) for slot, size in sizes.items()]
@@ -314,11 +331,11 @@ class Planner:
             self._advance_prefill(worker, chunk)
         return True
 
-    def _chunk(self, worker: Worker, slot: int, size: int) -> Chunk:
+    def _chunk(self, worker: WorkerState, slot: int, size: int) -> PrefillChunk:
         prefill = worker.prefills[slot]
-        return Chunk(slot, int(worker.slots.generation[slot]), prefill.num_planned + size, prefill.num_tokens)
+        return PrefillChunk(slot, int(worker.slots.generation[slot]), prefill.num_planned + size, prefill.num_tokens)
 
-    def _advance_decodes(self, worker: Worker) -> None:
+    def _advance_decodes(self, worker: WorkerState) -> None:
         step = worker.decode_step
         worker.decode_step += 1
         if worker.last_steps.is_due(step):
@@ -326,8 +343,9 @@ class Planner:
                 worker.finish_sending(slot)
             worker.last_steps.discard(step)
 
-    def _advance_prefill(self, worker: Worker, chunk: Chunk) -> None:
-        """The cache hears of it at once: whoever is admitted next runs in a later step, when its blocks are written."""
+    def _advance_prefill(self, worker: WorkerState, chunk: PrefillChunk) -> None:
+        """The cache hears of the commit at once. A request that is admitted next runs in a later step, when the blocks
+        are written."""
         request = worker.running[chunk.slot]
         request.num_committed = chunk.num_computed
         self.commit(request.sequence, b"", chunk.num_computed)
@@ -340,10 +358,10 @@ class Planner:
         else:
             worker.finish_sending(chunk.slot)
 
-    def _withdraw(self, worker: Worker, plan: StepPlan) -> None:
-        """Everything the step was for has ended meanwhile: it never was."""
+    def _withdraw(self, worker: WorkerState, plan: StepPlan) -> None:
+        """Undo the plan: every sequence in it has ended since."""
         worker.steps_sent -= 1
         worker.frees[:0] = np.frombuffer(plan.free_slots, np.int32).tolist()
         for slot in np.frombuffer(plan.hold_slots, np.int32).tolist():
             worker.resume(slot)
-        assert not plan.new_sequences, "a sequence that was seated has something to run"
+        assert not plan.new_sequences, "a new sequence has something to run"

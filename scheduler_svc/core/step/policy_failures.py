@@ -1,4 +1,4 @@
-"""Which policy failed, how often and with what error, since policies were last put in force. For operators alone."""
+"""Which policy failed, how often, and with what error, since the policies were set. For operators only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_WORDS = 500
 
 @dataclass(slots=True)
 class PolicyFailure:
-    """`kind` is the name of a field of Policies, or empty if the error came from none of them."""
+    """`kind` is a field name of Policies; empty if no policy raised the error."""
 
     kind: str
     count: int = 0
@@ -25,7 +25,7 @@ class PolicyFailure:
 
 class PolicyFailures:
     def __init__(self, policies: Policies, num_steps: int = 0) -> None:
-        """`num_steps` have been planned already."""
+        """`num_steps`: steps that were planned before."""
         self.by_kind: dict[str, PolicyFailure] = {}
         self.num_steps_before = num_steps
         self._kinds = {
@@ -42,8 +42,9 @@ class PolicyFailures:
         failure.last_error = f"{type(error).__name__}: {_text(error)[:MAX_WORDS]}{place}"
 
     def _blamed(self, error: Exception) -> tuple[str, str]:
-        """The kind that the core's own complaint begins with; else that of the policy whose method is innermost among
-        the error's calls, and its line. (The batch policy's calls are around those of order and capacity.)"""
+        """The kind of the policy that failed, and its source line. The core's own errors begin with the kind. For any
+        other error it is the innermost policy method in the traceback: calls of the order and capacity policies are
+        inside a call of the batch policy."""
         named = _text(error).partition(":")[0]
         if isinstance(error, PolicyError) and named in self._kinds.values():
             return named, ""
@@ -67,5 +68,5 @@ def _calls(at: TracebackType | None) -> Iterator[TracebackType]:
 def _text(error: Exception) -> str:
     try:
         return str(error)
-    except Exception:  # a guest's, too
+    except Exception:  # a policy's exception may raise in __str__
         return "(no message)"

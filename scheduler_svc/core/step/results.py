@@ -1,4 +1,4 @@
-"""What a step's result means: tokens to sessions, sequences that are over."""
+"""Applies a step's result: tokens go to sessions, finished sequences end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.v1.worker_pb2 import RowError, StepResult, TokenLogprobs
 from scheduler_svc.core.arrays import Longs, Slots, Tokens
 from scheduler_svc.core.cache.link import ProtocolError
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
-from scheduler_svc.core.workers.state import StepInFlight, Worker
+from scheduler_svc.core.workers.state import StepInFlight, WorkerState
 
 Logprobs = dict[int, TokenLogprobs]  # by slot
 Failures = dict[int, RowError]  # by slot
@@ -20,18 +20,18 @@ Failures = dict[int, RowError]  # by slot
 
 @dataclass(frozen=True, slots=True)
 class ResultReader:
-    publish: Callable[[int, Longs, Longs, Tokens], None]  # session of all or -1, sessions, handles, tokens
+    publish: Callable[[int, Longs, Longs, Tokens], None]  # session of all rows or -1, sessions, handles, tokens
     finish: Callable[[Request, FinishReason.ValueType], None]
-    spoil: Callable[[Request, str], None]  # it fails, and what it computed is not to be trusted
-    fail: Callable[[Request, str, int], None]  # message, google.rpc.Code
-    publish_score: Callable[[Request, TokenLogprobs], None]  # of its newest token
+    invalidate_kv: Callable[[Request, str], None]  # the request fails, and its KV is not reused
+    fail: Callable[[Request, str, int], None]  # request, message, google.rpc.Code
+    publish_score: Callable[[Request, TokenLogprobs], None]  # log probabilities of the newest token
     publish_prompt_scores: Callable[[Request, PromptLogprobs], None]
     report_beam: Callable[[Request, TokenLogprobs | None], None]
 
-    def apply(self, worker: Worker, result: StepResult, now_s: float) -> int:
-        """Take in the result of the oldest step in flight; returns how many tokens were new.
+    def apply(self, worker: WorkerState, result: StepResult, now_s: float) -> int:
+        """Apply the result of the oldest step in flight. Returns the number of new tokens.
 
-        Raises ProtocolError if it is not the result of that step.
+        Raises ProtocolError if the result is not of that step.
         """
         step = self._matching_step(worker, result)
         if result.finished_us and step.step > 1:  # the first step of a link may compile kernels
@@ -46,7 +46,7 @@ class ResultReader:
             accepted += self._prefills(worker, step, tokens[len(step.rows) :], failed, logprobs, now_s)
         return accepted
 
-    def _matching_step(self, worker: Worker, result: StepResult) -> StepInFlight:
+    def _matching_step(self, worker: WorkerState, result: StepResult) -> StepInFlight:
         if not worker.in_flight:
             raise ProtocolError(f"result of step {result.step}, but no step is in flight")
         step = worker.in_flight.popleft()
@@ -56,26 +56,33 @@ class ResultReader:
             raise ProtocolError(f"step {step.step}: {len(result.token_ids)} bytes for {step.num_sampled} tokens")
         return step
 
-    def _decodes(self, worker: Worker, step: StepInFlight, tokens: Tokens, failed: Failures, logprobs: Logprobs) -> int:
+    def _decodes(
+        self, worker: WorkerState, step: StepInFlight, tokens: Tokens, failed: Failures, logprobs: Logprobs
+    ) -> int:
         slots, rows = worker.slots, step.rows
         if not len(rows):
             return 0
         if failed:
             self._fail_rows(worker, rows.slots[slots.generation[rows.slots] == rows.generations], failed)
-        seated, handles, sessions = rows.slots, rows.handles, rows.sessions
+        occupied, handles, sessions = rows.slots, rows.handles, rows.sessions
         if slots.num_releases != step.num_releases:
-            current = slots.generation[seated] == rows.generations
-            seated, tokens, handles, sessions = seated[current], tokens[current], handles[current], sessions[current]
-        slots.write_tokens(step.decode_step, seated, tokens)
-        if len(seated):
+            current = slots.generation[occupied] == rows.generations
+            occupied, tokens, handles, sessions = (
+                occupied[current],
+                tokens[current],
+                handles[current],
+                sessions[current],
+            )
+        slots.write_tokens(step.decode_step, occupied, tokens)
+        if len(occupied):
             self.publish(rows.session, sessions, handles, tokens)
-            for slot in seated.tolist() if logprobs else ():
+            for slot in occupied.tolist() if logprobs else ():
                 if slot in logprobs:
                     self.publish_score(worker.running[slot], logprobs[slot])
-            self._check_ends(worker, seated, tokens)
-        return len(seated)
+            self._check_ends(worker, occupied, tokens)
+        return len(occupied)
 
-    def _check_ends(self, worker: Worker, rows: Slots, tokens: Tokens) -> None:
+    def _check_ends(self, worker: WorkerState, rows: Slots, tokens: Tokens) -> None:
         slots = worker.slots
         ended = set()
         for eos in worker.eos_token_ids:
@@ -91,7 +98,7 @@ class ResultReader:
             if slots.has_all_tokens(slot):
                 self.finish(worker.running[slot], FINISH_REASON_LENGTH)
 
-    def _prompt_scores(self, worker: Worker, step: StepInFlight, result: StepResult) -> None:
+    def _prompt_scores(self, worker: WorkerState, step: StepInFlight, result: StepResult) -> None:
         scores = {item.slot: item.logprobs for item in result.prompt_logprobs} if result.prompt_logprobs else {}
         for chunk in step.chunks if scores else ():
             if chunk.slot in scores and worker.slots.generation[chunk.slot] == chunk.generation:
@@ -99,14 +106,14 @@ class ResultReader:
 
     def _prefills(
         self,
-        worker: Worker,
+        worker: WorkerState,
         step: StepInFlight,
         tokens: Tokens,
         failed: Failures,
         logprobs: Logprobs,
         now_s: float,
     ) -> int:
-        """Prefill rows; those that were the last of their sequence have sampled."""
+        """The prefill rows. A row that computes the last known token of its sequence also samples."""
         sampled = iter(tokens.tolist())
         new: list[tuple[int, int, int]] = []  # session, handle, token
         for chunk in step.chunks:
@@ -133,7 +140,7 @@ class ResultReader:
             self.publish(session, np.array(sessions), np.array(handles), np.array(first, np.int32))
         return len(new)
 
-    def _first_token(self, worker: Worker, slot: int, request: Request, token: int, logprobs: Logprobs) -> None:
+    def _first_token(self, worker: WorkerState, slot: int, request: Request, token: int, logprobs: Logprobs) -> None:
         request.add_output(token.to_bytes(TOKEN_BYTES, "little", signed=True))
         request.prompt_is_computed = True
         if request.scores_prompt:
@@ -146,13 +153,13 @@ class ResultReader:
         elif request.num_tokens >= request.max_total_tokens:
             self.finish(request, FINISH_REASON_LENGTH)
 
-    def _fail_rows(self, worker: Worker, rows: Slots, failed: Failures) -> None:
+    def _fail_rows(self, worker: WorkerState, rows: Slots, failed: Failures) -> None:
         for slot in rows.tolist():
             if slot in failed:
                 self._fail(worker.running[slot], failed[slot])
 
     def _fail(self, request: Request, error: RowError) -> None:
-        if error.code:  # what it asks for cannot be: its KV is as good as any
+        if error.code:  # the request asks for something impossible; its KV is valid
             self.fail(request, error.message, error.code)
         else:
-            self.spoil(request, error.message)
+            self.invalidate_kv(request, error.message)

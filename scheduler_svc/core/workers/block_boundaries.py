@@ -1,4 +1,4 @@
-"""When decoding sequences cross into a new block."""
+"""The steps at which decoding sequences need a new block."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ NONE: Slots = np.zeros(0, np.intp)
 
 @dataclass(slots=True)
 class Group:
-    """Sequences that cross at the same steps. From step `certain_from` on all of them are due whenever it is their
-    turn; before, some have their block already."""
+    """Sequences that need a block at the same steps. From step `certain_from` on, every member needs one each time.
+    Before that step, some members have their block already."""
 
     members: dict[int, None] = field(default_factory=dict)
     certain_from: int = 0
-    slots: Slots | None = None  # the members, once asked for
+    slots: Slots | None = None  # the members as an array, once a step has asked
 
 
-class Borders:
-    """Decoding sequences by the step at which they next need a block, modulo the block size.
+class BlockBoundaries:
+    """Decoding sequences, grouped by the step at which they next need a block, modulo the block size.
 
-    They all advance by one token a step, so who crosses together once does so every `block_size` steps. Keeping them in
-    groups makes a step cost what changes in it: nothing scans the running sequences, and while nobody comes or leaves,
-    a group is one array that stays as it is.
+    All sequences advance by one token per step, so sequences that need a block together do so every `block_size` steps.
+    Because of the groups, a step costs what changes in it: nothing scans the running sequences, and a group stays the
+    same array while no sequence enters or leaves it.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -41,14 +41,14 @@ class Borders:
         group.certain_from = max(group.certain_from, step)
 
     def remove(self, slot: int, step: int) -> None:
-        """It decodes no more; `step` is as in `add`."""
+        """The slot's sequence stops decoding; `step` is as in `add`."""
         group = self._groups[step % self.block_size]
         del group.members[slot]
         group.slots = None
 
     def due(self, step: int, num_tokens: Longs, capacity: Longs) -> Slots:
-        """The slots that need one more block before decode step `step`, at which a sequence has num_tokens[slot] + step
-        tokens and blocks for capacity[slot]. The same array as long as nothing has changed."""
+        """The slots that need one more block before decode step `step`. At that step a sequence has num_tokens[slot] +
+        step tokens, and blocks for capacity[slot]. Returns the same array as long as nothing has changed."""
         group = self._groups[step % self.block_size]
         if not group.members:
             return NONE
@@ -61,7 +61,8 @@ class Borders:
         return lacking
 
     def grown(self, slots: Slots, step: int) -> bool:
-        """These got a block before that decode step. Whether they are all that were due, each once."""
+        """These slots got a block before that decode step. Returns whether they are exactly the slots that were due,
+        each once."""
         group = self._groups[step % self.block_size]
         group.certain_from = max(group.certain_from, step + 1)
         return slots is group.slots

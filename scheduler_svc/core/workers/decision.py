@@ -1,4 +1,4 @@
-"""What comes of a composition."""
+"""The result of scheduling one step."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import NamedTuple
 from scheduler_svc.core.arrays import Longs, Slots
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
 
-# Of the sequences that a plan seats: it brings all their tokens, the cached ones too. Less than half of what a message
-# may have (services/runtime/rpc.py), since block tables come on top: as much again where a block has one token.
+# Bytes of the sequences that one plan places: all their tokens, cached ones included. Less than half of the message
+# limit (services/runtime/rpc.py), because block tables come on top: as much again if a block has one token.
 MAX_PLAN_BYTES = 7 * 2**20
 
 
 class OutOfBlocks(Exception):
-    """What runs needs `shortfall_blocks` more than there are: somebody has to give way."""
+    """Running sequences need `shortfall_blocks` more blocks than there are: a sequence has to be preempted."""
 
     def __init__(self, shortfall_blocks: int) -> None:
         super().__init__(f"{shortfall_blocks} blocks are missing")
         self.shortfall_blocks = shortfall_blocks
 
 
-class Admission(NamedTuple):
+class PlannedAdmission(NamedTuple):
     request: Request
     num_tokens: int  # to compute in this step
-    num_new_tokens: int  # to take blocks for, after the cached prefix
+    num_new_tokens: int  # tokens to take blocks for, after the cached prefix
     num_uncached_tokens: int
 
 
 @dataclass(slots=True)
 class Admitted:
-    """What counts against the budgets of those that are let in while a step is composed."""
+    """What the requests admitted so far in this step add to the budgets."""
 
-    tenant_tokens: Counter[str] = field(default_factory=Counter)  # that they may grow to
+    tenant_tokens: Counter[str] = field(default_factory=Counter)  # tokens that they may grow to, by tenant
     loras: set[str] = field(default_factory=set)
-    num_bytes: int = 0  # in the plan
+    num_bytes: int = 0  # bytes in the plan
 
     def add(self, request: Request) -> None:
         self.num_bytes += plan_bytes(request)
@@ -45,18 +45,18 @@ class Admitted:
 
 
 def plan_bytes(request: Request) -> int:
-    """What a plan takes to seat it, but for its block table."""
+    """Bytes that a plan takes to place the request, without its block table."""
     return request.num_tokens * TOKEN_BYTES + request.sampling.ByteSize()
 
 
 class Decision(NamedTuple):
-    """What came of a composition."""
+    """The result of scheduling one step."""
 
-    growth: Slots  # one block each; a slot may stand several times
+    growth: Slots  # one block for each entry; a slot may occur several times
     growth_generations: Longs
-    decodes: list[int] | None  # slots; None: all that decode
+    decodes: list[int] | None  # slots; None: all decoding slots
     chunks: list[tuple[int, int, int]]  # (slot, generation, tokens)
-    admissions: list[Admission]
-    shares: bool  # the admissions may share what the step is to compute
-    held_back: list[tuple[Request, str, str]]  # (request, reason, detail): first of the queue that did not get in
-    closed: tuple[str, str] | None  # why nobody was offered a place: reason, detail
+    admissions: list[PlannedAdmission]
+    shares: bool  # the admissions may share tokens that this step computes
+    rejected: list[tuple[Request, str, str]]  # (request, reason, detail): the first of the queue that were not admitted
+    closed: tuple[str, str] | None  # why no request was offered a slot: reason, detail

@@ -1,7 +1,7 @@
-"""Which grammars a worker has prepared, and which it is asked to prepare.
+"""The grammars that a worker has prepared, and those that it is asked to prepare.
 
-A worker compiles grammars beside its steps. A request is bound to a worker that has prepared its grammar, and to no
-other: so no step waits for a compilation.
+A worker compiles grammars beside its steps. The scheduler binds a request only to a worker that has prepared its
+grammar, so no step waits for a compilation.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from collections.abc import Collection
 
 from paceline.v1.worker_pb2 import GrammarOrders
 
-MAX_IDLE = 32  # grammars that a worker keeps for requests to come; each may take megabytes of its memory
-MAX_ASKED = 8  # that it has yet to answer: what waits longest is asked for first, whatever came meanwhile
+MAX_IDLE = 32  # unused grammars that a worker keeps; each may take megabytes of its memory
+# unanswered orders; a limit, so that the longest-waiting request's grammar is ordered first, whatever arrives later
+MAX_ASKED = 8
 
 
 class WorkerGrammars:
-    """Of one link to a worker. One that does not prepare grammars takes any."""
+    """The grammars of one link to a worker. A worker that does not prepare grammars takes any."""
 
     def __init__(self, prepares: bool) -> None:
         self._prepares = prepares
         self._next_id = 1
-        self._ids: OrderedDict[str, int] = OrderedDict()  # prepared ones and those asked for; the last used at the end
+        self._ids: OrderedDict[str, int] = OrderedDict()  # prepared and ordered grammars; the last used at the end
         self._asked: dict[int, str] = {}
-        self.wanted: dict[str, None] = {}  # to be asked for
+        self.wanted: dict[str, None] = {}  # to be ordered
 
     def has(self, grammar: str) -> bool:
-        """Whether a sequence with the grammar (empty: with none) may go into a plan."""
+        """Whether a plan may carry a sequence with this grammar (empty: without one)."""
         if not (grammar and self._prepares):
             return True
         if (number := self._ids.get(grammar)) is None or number in self._asked:
@@ -35,23 +36,23 @@ class WorkerGrammars:
         return True
 
     def want(self, grammar: str, *, early: bool = False) -> None:
-        """Have the worker prepare the grammar, if `has` says that it lacks it. Not all of many at once: what is still
-        needed is to be wanted again. `early`: the request has only arrived. These take half of the places, so that a
-        flood of arrivals keeps no request waiting that is next."""
+        """Order the grammar if `has` says that the worker lacks it. At most MAX_ASKED orders are open; a grammar that
+        is still needed is wanted again later. `early`: its request has only just arrived. Early orders take half of the
+        open orders, so that a flood of arrivals does not delay the request that is next."""
         most = MAX_ASKED // 2 if early else MAX_ASKED
         if not self.has(grammar) and grammar not in self._ids and len(self._asked) + len(self.wanted) < most:
             self.wanted[grammar] = None
 
     def answered(self, number: int, is_ready: bool) -> str | None:
-        """Take in the worker's answer; returns the grammar, or None if the worker was not asked."""
+        """Apply the worker's answer. Returns the grammar, or None if the worker was not asked."""
         grammar = self._asked.pop(number, None)
         if grammar is not None and not is_ready:
             del self._ids[grammar]
         return grammar
 
     def take_orders(self, in_use: Collection[str]) -> GrammarOrders:
-        """What is wanted of the worker. To be asked for when no step is being composed, since what it would bind
-        is not among those `in_use`: the grammars of the sequences that are bound to the worker."""
+        """Take the open orders. Not while a step is being scheduled: what that step admits is missing in `in_use`, the
+        grammars of the sequences bound to the worker."""
         orders = GrammarOrders()
         idle = [one for one, number in self._ids.items() if number not in self._asked and one not in in_use]
         for oldest in idle[: max(0, len(idle) + len(self._asked) + len(self.wanted) - MAX_IDLE)]:

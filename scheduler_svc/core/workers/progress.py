@@ -1,4 +1,4 @@
-"""Whether a worker that answers gets on with its steps. No clock in here: time is what its heartbeats have taken."""
+"""Whether a worker that sends heartbeats makes progress with its steps. It reads no clock: heartbeats measure time."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ from dataclasses import dataclass
 
 from paceline.v1.worker_pb2 import Heartbeat
 
-# Between two heartbeats (worker.proto), if the worker gets its share of the machine; more, if not.
+# Seconds between two heartbeats (worker.proto) if the worker gets its share of the machine; more if it does not.
 HEARTBEAT_S = 0.25
-# The worker watches its steps itself, from when each began; it is to speak first, for it knows more.
+# The worker watches its own steps, from their start. It reports first, because it knows more; this factor leaves it
+# time.
 TIMES_ALLOWED = 2.0
 
 
 @dataclass(slots=True)
-class Progress:
-    """Of the oldest step in flight: for how many heartbeats it has been that, against what they say of it.
+class WorkerProgress:
+    """Counts the heartbeats for which a step has been the oldest in flight, and compares them with the step's allowed
+    time.
 
-    A worker says how long the step that it runs may take (by its size, and by what the last ones took), so a long
-    prefill is not taken for a hang. Counted in heartbeats, neither the time in which the worker did not get to run is
-    held against it, nor that in which we did not get to listen.
+    The worker says how long its running step may take (by the step's size, and by the last steps), so a long prefill is
+    no stall. Because heartbeats are counted, time in which the worker's process or this process does not run does not
+    count.
     """
 
     _step: int = 0
     _num_heartbeats: int = 0
 
     def told(self, heartbeat: Heartbeat, step: int, stall_s: float) -> str:
-        """By a heartbeat while `step` is the oldest in flight (0: none is). Returns what is wrong, if anything is.
+        """A heartbeat has come while `step` is the oldest in flight (0: none is). Returns what is wrong, or "".
 
         `stall_s`: what a message between the two may take.
         """

@@ -9,38 +9,37 @@ import numpy as np
 from scheduler_svc.core.arrays import Longs, Slots, Tokens
 from scheduler_svc.core.requests.output_buffer import FAR, OutputBuffer
 from scheduler_svc.core.requests.request import Request
-from scheduler_svc.core.workers.block_boundaries import Borders
+from scheduler_svc.core.workers.block_boundaries import BlockBoundaries
 
-# Growths that are noted before they are put into the requests' tables, all at once: while they are only noted, a step
-# in which sequences grow costs no more for that.
+# Growths that are noted before they go into the requests' block tables, all at once. Until then a growth costs a step
+# almost nothing.
 NOTED_GROWTHS = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeRows:
-    """The sequences that decode, by ascending slot. The same object from step to step while they are the same."""
+    """The decoding sequences, by ascending slot. The same object from step to step while the sequences are the same."""
 
     slots: Slots
     generations: Longs
     handles: Longs
     sessions: Longs
-    session: int  # of all of them; -1 if they differ
+    session: int  # session of all rows; -1 if they differ
     base_tokens: int  # sum of `base`: at decode step t they have base_tokens + t * rows tokens
 
     def __len__(self) -> int:
         return len(self.slots)
 
 
-class SlotTable:
-    """Slots 0..num_slots-1 of a worker; the one freed last is handed out first.
+class SlotLedger:
+    """The scheduler's record of a worker's slots 0..num_slots-1. The slot freed last is used first.
 
-    A slot's `generation` goes up when its sequence leaves: a step in flight that still names the old one is recognised
-    by it, and its token dropped. Its `stint` goes up whenever it begins to decode: what the calendar noted for an
-    earlier one is void.
+    A slot's `generation` goes up when its sequence leaves: the result of a step in flight that names the old generation
+    is dropped. Its `decode_epoch` goes up whenever the slot begins to decode: a step timer of an earlier epoch is void.
 
-    At decode step t a decoding sequence has base + t tokens, so that nothing is touched for each sequence each step.
+    At decode step t a decoding sequence has base + t tokens, so a step writes nothing for each sequence.
 
-    Block tables are complete on demand, which is hardly ever (`complete_tables`).
+    Block tables are complete only after `complete_tables`, which is rarely called.
     """
 
     def __init__(self, num_slots: int, block_size: int) -> None:
@@ -49,7 +48,7 @@ class SlotTable:
         self.requests: list[Request | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self.generation = np.zeros(num_slots, np.int64)
-        self.stint = np.zeros(num_slots, np.int64)
+        self.decode_epoch = np.zeros(num_slots, np.int64)
         self.base = np.zeros(num_slots, np.int64)
         self.capacity = np.zeros(num_slots, np.int64)  # tokens that the slot's blocks hold
         self.max_total = np.zeros(num_slots, np.int64)  # tokens that the sequence may grow to
@@ -58,22 +57,23 @@ class SlotTable:
         self.stops_at_eos = np.zeros(num_slots, bool)
         self.extra_stops: dict[int, frozenset[int]] = {}
         self.decoding = np.zeros(num_slots, bool)
-        self.sequence = np.zeros(num_slots, np.int64)  # the cache's name
-        self.num_releases = 0  # of any slot; while it stands still, no sequence has left
-        self.borders = Borders(block_size)
-        self._border = [0] * num_slots  # as `borders` knows it
+        self.sequence = np.zeros(num_slots, np.int64)  # the cache's name for the sequence
+        self.num_releases = 0  # of any slot; if it has not changed, no sequence has left
+        self.block_boundaries = BlockBoundaries(block_size)
+        self._next_boundary = [0] * num_slots  # the step that `block_boundaries` has for the slot
         self._rows: DecodeRows | None = None
         self.output = OutputBuffer(num_slots)
-        self._growths: list[tuple[bytes, bytes]] = []  # the last ones: slots, and their new blocks; packed int32
-        self._num_growths = 0  # ever
-        self._grows_from = np.full(num_slots, FAR)  # which of these are the slot's sequence's own
+        # growths since `complete_tables`: slots and their new blocks; packed int32
+        self._growths: list[tuple[bytes, bytes]] = []
+        self._num_growths = 0  # growths ever
+        self._grows_from = np.full(num_slots, FAR)  # number of the first growth of the slot's current sequence
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     def occupy(self, request: Request, session_index: int, num_blocks: int) -> int:
-        """Seat a request whose known tokens are in `num_blocks` blocks."""
+        """Put a request into a free slot; its known tokens are in `num_blocks` blocks. Returns the slot."""
         slot = self._free.pop()
         self.requests[slot] = request
         request.unflushed = (self.output, slot)
@@ -101,22 +101,22 @@ class SlotTable:
         self._free.append(slot)
 
     def start_decoding(self, slot: int, num_tokens: int, step: int) -> None:
-        """From decode step `step` on, at which the sequence has `num_tokens` tokens."""
+        """The slot's sequence decodes from decode step `step` on, with `num_tokens` tokens at that step."""
         self.decoding[slot] = True
-        self.stint[slot] += 1
+        self.decode_epoch[slot] += 1
         self.base[slot] = num_tokens - step
         self.output.start(slot, step)
         # At step t the sequence computes position base + t - 1 and needs room for base + t tokens.
-        self._border[slot] = int(self.capacity[slot]) - num_tokens + step + 1
-        self.borders.add(slot, self._border[slot])
+        self._next_boundary[slot] = int(self.capacity[slot]) - num_tokens + step + 1
+        self.block_boundaries.add(slot, self._next_boundary[slot])
         self._rows = None
 
     def stop_decoding(self, slot: int, step: int) -> None:
-        """From decode step `step` on, if it decodes."""
+        """The slot's sequence, if it decodes, stops at decode step `step`."""
         if self.decoding[slot]:
             self.decoding[slot] = False
             self.output.stop(slot, step)
-            self.borders.remove(slot, self._border[slot])
+            self.block_boundaries.remove(slot, self._next_boundary[slot])
             self._rows = None
 
     def decode_rows(self) -> DecodeRows:
@@ -133,25 +133,25 @@ class SlotTable:
         base_tokens = int(self.base[slots].sum())
         return DecodeRows(slots, self.generation[slots], self.handle[slots], sessions, session, base_tokens)
 
-    def still_decoding(self, slots: list[int], stints: list[int]) -> Slots:
-        """Those that decode, without a break since that stint."""
+    def still_decoding(self, slots: list[int], decode_epochs: list[int]) -> Slots:
+        """Of these slots, those that have decoded without a break since these epochs."""
         found = np.array(slots, np.intp)
         if not slots:
             return found
-        kept: Slots = found[(self.stint[found] == stints) & self.decoding[found]]
+        kept: Slots = found[(self.decode_epoch[found] == decode_epochs) & self.decoding[found]]
         return kept
 
     # ── blocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def note_growth(self, slots: bytes, blocks: bytes) -> None:
-        """A block more for each slot, which may stand several times. Packed int32."""
+        """Each slot gets one more block; a slot may occur several times. Packed int32."""
         self._growths.append((slots, blocks))
         self._num_growths += 1
         if len(self._growths) == NOTED_GROWTHS:
             self.complete_tables()
 
     def complete_tables(self) -> None:
-        """The requests' block tables lack nothing now."""
+        """Complete the requests' block tables."""
         growths, self._growths = self._growths, []
         if not growths:
             return
@@ -172,7 +172,7 @@ class SlotTable:
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def write_tokens(self, step: int, slots: Slots, tokens: Tokens) -> None:
-        """What decode step `step` sampled for these slots, for the first time. Steps come in their order."""
+        """Store what decode step `step` sampled for these slots. Steps come in order."""
         for slot in self.output.due(step):
             if (request := self.requests[slot]) is not None:
                 request.add_output(self.output.flush(slot))
@@ -183,4 +183,5 @@ class SlotTable:
         request, complete = self.requests[slot], self.output.is_complete(slot)
         if complete is not None:
             return complete
-        return request is not None and request.num_tokens >= request.max_total_tokens  # its one token was a prefill's
+        # its one token came from a prefill
+        return request is not None and request.num_tokens >= request.max_total_tokens

@@ -12,30 +12,31 @@ import numpy.typing as npt
 
 from paceline.v1.worker_pb2 import GrammarOrders, KeptSequence, StepPlan, WorkerRegistration, WorkerServiceLinkResponse
 from scheduler_svc.core.arrays import Slots, packed, unpacked
-from scheduler_svc.core.requests.request import Phase, Request
+from scheduler_svc.core.requests.phases import Phase
+from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.decision import Decision
 from scheduler_svc.core.workers.grammars import WorkerGrammars
-from scheduler_svc.core.workers.progress import Progress
-from scheduler_svc.core.workers.slots import DecodeRows, SlotTable
+from scheduler_svc.core.workers.progress import WorkerProgress
+from scheduler_svc.core.workers.slots import DecodeRows, SlotLedger
 from scheduler_svc.core.workers.step_time import StepTimeFit
-from scheduler_svc.core.workers.step_timers import Calendar
+from scheduler_svc.core.workers.step_timers import StepTimers
 
 
 @dataclass(slots=True)
 class Prefill:
-    """A running sequence whose known tokens are not all planned yet."""
+    """A running sequence with known tokens that no plan computes yet."""
 
     slot: int
-    num_tokens: int  # known when it was admitted
-    num_planned: int  # of these, computed once the plans in flight have run
+    num_tokens: int  # known tokens at admission
+    num_planned: int  # of these, tokens that are computed once the plans in flight have run
 
     @property
     def remaining_tokens(self) -> int:
         return self.num_tokens - self.num_planned
 
 
-class Chunk(NamedTuple):
-    """A prefill row of a step: after it, `num_computed` of `num_tokens` known tokens are computed."""
+class PrefillChunk(NamedTuple):
+    """A prefill row of a step. After the step, `num_computed` of `num_tokens` known tokens are computed."""
 
     slot: int
     generation: int
@@ -48,76 +49,82 @@ class Chunk(NamedTuple):
 
 
 class StepInFlight(NamedTuple):
-    """What a plan asked for, kept until its result comes back."""
+    """What a plan asked for. Kept until its result comes back."""
 
     step: int
     rows: DecodeRows
-    decode_step: int  # if it has rows
-    num_releases: int  # of the slot table when the plan was made
-    chunks: tuple[Chunk, ...]
+    decode_step: int  # valid if the step has rows
+    num_releases: int  # of the slot ledger when the plan was made
+    chunks: tuple[PrefillChunk, ...]
     num_sampled: int
     new_tokens: int  # prompt tokens that it computes
-    context_tokens: int  # that its decoding rows attend to
+    context_tokens: int  # tokens that its decoding rows attend to
 
     @property
     def num_rows(self) -> int:
         return len(self.rows) + len(self.chunks)
 
-    def seats(self) -> Iterator[tuple[int, int]]:
+    def slots_and_generations(self) -> Iterator[tuple[int, int]]:
         """Slots and generations of all its rows."""
         yield from zip(self.rows.slots.tolist(), self.rows.generations.tolist(), strict=True)
         yield from ((chunk.slot, chunk.generation) for chunk in self.chunks)
 
 
 @dataclass(slots=True)
-class Draft:
-    """A plan whose cache exchange is on its way."""
+class PendingStep:
+    """A scheduled step that waits for the cache to answer its exchange."""
 
     worker: int
     decision: Decision
-    num_releases: int  # of the slot table when it was composed
-    orphans: list[tuple[int, int]] = field(default_factory=list)  # (sequence, index) when the worker is lost meanwhile
+    num_releases: int  # of the slot ledger when the step was scheduled
+    # (sequence, index of its admission), if the worker is lost before the answer
+    orphans: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class WorkerState:
     id: int
     registration: WorkerRegistration
     window: int
-    slots: SlotTable
+    slots: SlotLedger
     available_blocks: int
     prefix_caching: bool = True
-    progress: Progress = field(default_factory=Progress)
+    progress: WorkerProgress = field(default_factory=WorkerProgress)
     step_fit: StepTimeFit = field(default_factory=StepTimeFit)
-    kept: list[KeptSequence] = field(default_factory=list)  # what it has brought with it, until the cache is told
+    # sequences that the worker kept from an earlier link, until the cache is told
+    kept: list[KeptSequence] = field(default_factory=list)
     steps_sent: int = 0
-    decode_step: int = 0  # the next one
+    decode_step: int = 0  # number of the next decode step
     in_flight: deque[StepInFlight] = field(default_factory=deque)
     running: dict[int, Request] = field(default_factory=dict)  # by slot, in order of admission
     prefills: dict[int, Prefill] = field(default_factory=dict)  # by slot, in order of admission
-    finishing: set[int] = field(default_factory=set)  # their last token is in flight; the worker has been told
-    frees: list[int] = field(default_factory=list)  # slots the worker has not been told to free yet
-    last_steps: Calendar = field(default_factory=Calendar)
-    draft: Draft | None = None
+    finishing: set[int] = field(default_factory=set)  # slots with their last token in flight; the worker knows
+    frees: list[int] = field(default_factory=list)  # slots that the worker has not been told to free yet
+    last_steps: StepTimers = field(default_factory=StepTimers)
+    pending_step: PendingStep | None = None
     draining: bool = False
     released: bool = False
-    preempted: list[Request] = field(default_factory=list)  # while the next step was composed
-    num_pauses: int = 0  # by the capacity policy, since the worker last sampled a token
-    knows_cache: bool = False  # since the last plan, the cache has answered what had been gathered then
-    asked_for_pins: bool = False  # of the cache, to give them up, since it ran something
-    held: dict[int, int] = field(default_factory=dict)  # decode, but not now: slot -> tokens
-    parked: dict[int, Request] = field(default_factory=dict)  # beams that keep their blocks here, by seniority
-    swapped: dict[int, Request] = field(default_factory=dict)  # wait with their KV in host memory, by sequence
-    swap_outs: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # copies to ask for: device, host blocks
-    demotions: dict[int, int] = field(default_factory=dict)  # copies to ask for: evicted device blocks, by host block
-    free_host_blocks: int = 0  # those in which something is only cached among them
-    loras: Counter[str] = field(default_factory=Counter)  # requests that are bound, by adapter
-    num_departed: int = 0  # sequences that ever left
-    num_further: int = 0  # running sequences that are further ones of their requests (Request.is_further_sequence)
-    _refused: set[int] = field(default_factory=set)  # by seniority
-    _refused_at: int = 0  # num_departed
-    binding_tokens: int = 0  # uncached tokens of the requests that the draft binds
-    # As in the registration, which is slow to read.
+    preempted: list[Request] = field(default_factory=list)  # while the next step was being scheduled
+    num_pauses: int = 0  # pauses by the capacity policy since the worker last sampled a token
+    knows_cache: bool = False  # the cache has answered everything that had gathered at the last plan
+    asked_for_pins: bool = False  # the cache was asked to give up pins since the worker last ran a sequence
+    # decoding sequences that the current step leaves out: tokens by slot
+    held: dict[int, int] = field(default_factory=dict)
+    parked: dict[int, Request] = field(default_factory=dict)  # beams that keep their blocks here, by arrival index
+    # waiting requests with their KV in host memory, by sequence
+    swapped: dict[int, Request] = field(default_factory=dict)
+    # copies for the next plan: device blocks, host blocks; by sequence
+    swap_outs: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+    # copies for the next plan: evicted device blocks, by host block
+    demotions: dict[int, int] = field(default_factory=dict)
+    free_host_blocks: int = 0  # free host blocks, and those with cached KV only
+    loras: Counter[str] = field(default_factory=Counter)  # bound requests, by adapter
+    num_departed: int = 0  # sequences that ever left the worker
+    num_further: int = 0  # running sequences with Request.is_further_sequence
+    _refused: set[int] = field(default_factory=set)  # by arrival index
+    _refused_at: int = 0  # num_departed at the refusals
+    allocating_tokens: int = 0  # uncached tokens of the requests that the pending step admits
+    # Copied from the registration, because a message's fields are slow to read.
     num_blocks: int = field(init=False)
     block_size: int = field(init=False)
     max_batched_tokens: int = field(init=False)
@@ -141,50 +148,51 @@ class Worker:
 
     @property
     def num_decoding(self) -> int:
-        """Sequences that decode, those on hold among them."""
+        """Decoding sequences, held ones included."""
         return len(self.slots.decode_rows()) + len(self.held)
 
     @property
     def bound(self) -> list[Request]:
-        """What runs here, and what the draft binds."""
-        admissions = self.draft.decision.admissions if self.draft else []
-        return [*self.running.values(), *(a.request for a in admissions if a.request.phase is Phase.BINDING)]
+        """Running requests, and those that the pending step admits."""
+        admissions = self.pending_step.decision.admissions if self.pending_step else []
+        return [*self.running.values(), *(a.request for a in admissions if a.request.phase is Phase.ALLOCATING)]
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def refuse(self, request: Request) -> None:
-        """A policy had no room for it here, though it looked as if there were some: see has_refused()."""
+        """A policy had no room for the request here, though there seemed to be room. See has_refused()."""
         if self._refused_at != self.num_departed:
             self._refused_at = self.num_departed
             self._refused.clear()
-        self._refused.add(request.seniority)
+        self._refused.add(request.arrival_index)
 
     def has_refused(self, request: Request) -> bool:
-        """Whether nobody has left since, so that it would be refused again."""
-        return request.seniority in self._refused and self._refused_at == self.num_departed
+        """Whether the worker refused the request and no sequence has left since, so that it would be refused again."""
+        return request.arrival_index in self._refused and self._refused_at == self.num_departed
 
     @property
-    def free_seats(self) -> int:
-        """Beside those that its draft is about to take."""
-        return self.slots.num_free - (0 if self.draft is None else len(self.draft.decision.admissions))
+    def free_slots(self) -> int:
+        """Free slots, without those that the pending step takes."""
+        return self.slots.num_free - (0 if self.pending_step is None else len(self.pending_step.decision.admissions))
 
     @property
     def free_blocks(self) -> int:
-        """As free_seats; for prefixes that its draft takes out of what is available nothing is counted."""
-        if self.draft is None:
+        """Available blocks, without those that the pending step takes. Blocks of cached prefixes that the pending step
+        reuses are not subtracted."""
+        if self.pending_step is None:
             return self.available_blocks
-        growth, admissions = self.draft.decision.growth, self.draft.decision.admissions
+        growth, admissions = self.pending_step.decision.growth, self.pending_step.decision.admissions
         return self.available_blocks - len(growth) - sum(self.blocks_for(one.num_new_tokens) for one in admissions)
 
     def can_ever_hold(self, request: Request) -> bool:
-        """The last token of a sequence is never computed, so it needs no room; an adapter needs a worker that serves
-        any."""
+        """Whether the request can fit an empty pool. The last token of a sequence is never computed, so it needs no
+        room. An adapter needs a worker that serves adapters."""
         serves = not request.lora or self.registration.max_loras > 0
         return serves and request.max_total_tokens - 1 <= self.pool_tokens
 
     def has_adapter(self, request: Request) -> bool:
-        """Whether the request's adapter is in the batch, or there is room for one more; or it needs none."""
+        """Whether the request has no adapter, its adapter is in the batch, or there is room for another adapter."""
         lora = request.lora
         return not lora or lora in self.loras or len(self.loras) < self.registration.max_loras
 
@@ -193,12 +201,13 @@ class Worker:
         return not request.grammar or self.grammars.has(request.grammar)
 
     def want_grammar(self, request: Request, *, early: bool = False) -> None:
-        """Ask the worker to prepare the request's grammar, if it lacks it; `early` as in WorkerGrammars.want()."""
+        """Ask the worker to prepare the request's grammar if the worker lacks it. `early` as in
+        WorkerGrammars.want()."""
         if request.grammar:
             self.grammars.want(request.grammar, early=early)
 
     def grammar_orders(self) -> GrammarOrders:
-        """What the worker is to be told of grammars, if any are wanted."""
+        """The open grammar orders for the worker."""
         return self.grammars.take_orders({one.grammar for one in (*self.bound, *self.swapped.values())})
 
     def bind_adapter(self, request: Request) -> None:
@@ -212,25 +221,25 @@ class Worker:
                 del self.loras[request.lora]
 
     def need_blocks(self, request: Request) -> int:
-        """Blocks that admitting all of the request takes from the pool."""
-        return self.blocks_for(request.num_tokens) - request.live_tokens(self.id) // self.block_size
+        """Blocks that admitting the whole request takes from the pool."""
+        return self.blocks_for(request.num_tokens) - request.referenced_tokens(self.id) // self.block_size
 
     def num_tokens(self, slot: int) -> int:
-        """Tokens of the slot's sequence once the steps in flight have run."""
+        """Tokens of the slot's sequence after the steps in flight."""
         if (prefill := self.prefills.get(slot)) is not None:
             return prefill.num_tokens
         return self.held.get(slot) or int(self.slots.base[slot]) + self.decode_step
 
     def num_computed_tokens(self, slot: int) -> int:
-        """Of the tokens in the record of the slot's request, those that are computed once the steps in flight have run.
-        The last one need not be: it may wait for its turn."""
+        """Of the known tokens of the slot's request, those that are computed after the steps in flight. The last token
+        may still be uncomputed."""
         if (prefill := self.prefills.get(slot)) is not None:
             return prefill.num_planned
         num_known = self.running[slot].num_tokens
         return num_known if slot in self.finishing else min(num_known, self.num_tokens(slot) - 1)
 
     def remaining_new_tokens(self) -> npt.NDArray[np.int64]:
-        """For each running sequence: tokens it may still generate, those in flight not counted. [running]"""
+        """For each running sequence: tokens that it may still generate, without those in flight. [running]"""
         slots = np.fromiter(self.running, np.int64, len(self.running))
         tokens = self.slots.base[slots] + self.decode_step
         for i, slot in enumerate(slots.tolist() if self.prefills or self.held or self.finishing else ()):
@@ -242,7 +251,7 @@ class Worker:
         return left
 
     def promised_blocks(self) -> int:
-        """Blocks that the running sequences will still take if they generate all they may."""
+        """Blocks that the running sequences still take if they generate as many tokens as they may."""
         slots = np.fromiter(self.running, np.int64, len(self.running))
         total_blocks = -(-self.slots.max_total[slots] // self.block_size)
         return int(np.maximum(total_blocks - self.slots.capacity[slots] // self.block_size, 0).sum())
@@ -250,29 +259,31 @@ class Worker:
     @property
     def queued_prefill_tokens(self) -> int:
         """Uncached prompt tokens of bound requests that no plan computes yet."""
-        return self.binding_tokens + sum(prefill.remaining_tokens for prefill in self.prefills.values())
+        return self.allocating_tokens + sum(prefill.remaining_tokens for prefill in self.prefills.values())
 
     @property
     def num_rows(self) -> int:
-        """Sequences that run here, and those that the draft binds."""
-        return len(self.running) + (len(self.draft.decision.admissions) if self.draft else 0)
+        """Running sequences, and those that the pending step admits."""
+        return len(self.running) + (len(self.pending_step.decision.admissions) if self.pending_step else 0)
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of these sequences: what a step attends to that runs all of them."""
+        """Known tokens of these sequences: what a step attends to that runs all of them."""
         rows = self.slots.decode_rows()
         tokens = rows.base_tokens + len(rows) * self.decode_step + sum(self.held.values())
         tokens += sum(prefill.num_tokens for prefill in self.prefills.values())
-        return tokens + (sum(one.request.num_tokens for one in self.draft.decision.admissions) if self.draft else 0)
+        return tokens + (
+            sum(one.request.num_tokens for one in self.pending_step.decision.admissions) if self.pending_step else 0
+        )
 
     @property
     def may_grow(self) -> bool:
         return len(self.growing_slots()) > 0
 
     def growing_slots(self) -> Slots:
-        """Those that need one more block before all decode again."""
+        """Slots that need one more block before all of them decode again."""
         slots = self.slots
-        due = slots.borders.due(self.decode_step, slots.base, slots.capacity)
+        due = slots.block_boundaries.due(self.decode_step, slots.base, slots.capacity)
         if not self.held:
             return due
         held = [slot for slot, num_tokens in self.held.items() if self.slots.capacity[slot] < num_tokens]
@@ -280,7 +291,8 @@ class Worker:
 
     @property
     def may_lack_blocks(self) -> bool:
-        """Whether what runs could ask for more blocks in a step than were available at the last exchange."""
+        """Whether the next step could need more blocks for running sequences than were available at the last
+        exchange."""
         missing = len(self.growing_slots())
         for slot, prefill in self.prefills.items():
             end = prefill.num_planned + min(prefill.remaining_tokens, self.max_batched_tokens)
@@ -288,22 +300,22 @@ class Worker:
         return missing > self.available_blocks
 
     def begin_decoding(self, slot: int, num_tokens: int) -> None:
-        """From the next decode step on; `num_tokens` counts the token that is being sampled now."""
+        """The slot decodes from the next decode step on. `num_tokens` includes the token that is being sampled now."""
         slots, step = self.slots, self.decode_step
         slots.start_decoding(slot, num_tokens, step)
         last_step = int(slots.max_total[slot]) - 1 - num_tokens + step
-        self.last_steps.add(last_step, [slot], [int(slots.stint[slot])])
+        self.last_steps.add(last_step, [slot], [int(slots.decode_epoch[slot])])
 
     def grow(self, slots: Slots) -> None:
-        """A block for each slot (one that prefills may stand several times). For one that decodes it is the block that
-        it needs for the next decode step."""
-        if self.slots.borders.grown(slots, self.decode_step):
+        """Each slot gets one block (a slot in prefill may occur several times). A decoding slot needs its block for the
+        next decode step."""
+        if self.slots.block_boundaries.grown(slots, self.decode_step):
             self.slots.capacity[slots] += self.block_size
         else:
             np.add.at(self.slots.capacity, slots, self.block_size)
 
     def hold(self, slot: int) -> None:
-        """The sequence takes part in no step until it is resumed."""
+        """Leave the sequence out of every step until it is resumed."""
         self.held[slot] = self.num_tokens(slot)
         self.slots.stop_decoding(slot, self.decode_step)
 
@@ -311,28 +323,28 @@ class Worker:
         self.begin_decoding(slot, self.held.pop(slot))
 
     def in_steps(self, first: int, last: int) -> tuple[list[Request], int, int]:
-        """Of the steps in flight from `first` to `last`: the requests with rows in them that still run here, the number
-        of all their rows' sequences, and of the steps."""
+        """For the steps in flight from `first` to `last`: the requests with rows in them that still run here, the
+        number of sequences in all their rows, and the number of steps."""
         steps = [step for step in self.in_flight if first <= step.step <= last]
-        seats = {seat for step in steps for seat in step.seats()}
+        pairs = {pair for step in steps for pair in step.slots_and_generations()}
         generation = self.slots.generation
-        return [self.running[slot] for slot, gen in sorted(seats) if generation[slot] == gen], len(seats), len(steps)
+        return [self.running[slot] for slot, gen in sorted(pairs) if generation[slot] == gen], len(pairs), len(steps)
 
     def finish_sending(self, slot: int) -> None:
-        """The last token of the slot is in flight: it takes part in no later plan."""
+        """The last token of the slot is in flight: no later plan contains the slot."""
         self.slots.stop_decoding(slot, self.decode_step)
         self.finishing.add(slot)
         self.frees.append(slot)
 
     def forget_cache(self) -> None:
-        """The cache is gone, and what it kept for nobody. Blocks that it granted still hold what they held; and copies
-        to host blocks of sequences are made as long as they have not been sent."""
+        """The cache is gone, together with what it kept for no sequence. Blocks that it granted still hold their KV.
+        Copies to host blocks of sequences are still made if they have not been sent."""
         self.available_blocks = self.free_host_blocks = 0
         self.knows_cache = False
         self.demotions.clear()
 
     def add_demotions(self, device_blocks: bytes, host_blocks: bytes) -> None:
-        """Copies that the next plan is to make. The last one to a host block is the one that counts."""
+        """Copies for the next plan. The last copy to a host block counts."""
         pairs = zip(unpacked(host_blocks), unpacked(device_blocks), strict=True)
         self.demotions.update(pairs)
 
@@ -342,7 +354,7 @@ class Worker:
             self.demotions.pop(block, None)
 
     def add_swap_outs(self, plan: StepPlan) -> None:
-        """The plan will be sent: the copies that have gathered go with it, and are made before all else."""
+        """The plan will be sent: add the gathered copies to it. The worker makes them before anything else."""
         for device_blocks, host_blocks in self.swap_outs.values():
             plan.swap_out_from += device_blocks
             plan.swap_out_to += host_blocks
@@ -352,19 +364,20 @@ class Worker:
             plan.swap_out_to += packed(self.demotions)
             self.demotions.clear()
 
-    def drop_draft(self) -> list[Request]:
-        """Forget the draft, if there is one: it will find that it is an orphan. Returns the live requests it binds."""
-        draft, self.draft = self.draft, None
-        if draft is None:
+    def drop_pending_step(self) -> list[Request]:
+        """Drop the pending step, if there is one. Its answer then finds that the worker was lost. Returns the live
+        requests that it admits."""
+        pending_step, self.pending_step = self.pending_step, None
+        if pending_step is None:
             return []
-        self.binding_tokens = 0
-        bound = enumerate(admission.request for admission in draft.decision.admissions)
+        self.allocating_tokens = 0
+        bound = enumerate(admission.request for admission in pending_step.decision.admissions)
         alive = [(i, request) for i, request in bound if request.phase is not Phase.ENDED]
-        draft.orphans = [(request.sequence, i) for i, request in alive]
+        pending_step.orphans = [(request.sequence, i) for i, request in alive]
         return [request for _, request in alive]
 
     def vacate(self, slot: int) -> Request:
-        """The slot's sequence is over here, for whatever reason; what is in flight for it will be dropped."""
+        """The slot's sequence leaves the worker. Results in flight for it are dropped."""
         request = self.running.pop(slot)
         self.prefills.pop(slot, None)
         self.held.pop(slot, None)
@@ -379,8 +392,11 @@ class Worker:
         return request
 
 
-def new_plan(worker: Worker) -> WorkerServiceLinkResponse:
-    """The message with the worker's next plan, to be filled in place: to put a plan into a message is to copy it."""
+PendingSteps = list[tuple[WorkerState, PendingStep]]
+
+
+def new_plan(worker: WorkerState) -> WorkerServiceLinkResponse:
+    """The message for the worker's next plan. Filled in place: adding a plan to a message copies it."""
     worker.steps_sent += 1
     message = WorkerServiceLinkResponse()
     message.plan.step = worker.steps_sent

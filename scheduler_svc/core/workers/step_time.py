@@ -1,35 +1,38 @@
-"""How long a step of a worker takes, fitted to the results of its steps. No clock: results bring their times."""
+"""How long a worker's step takes, fitted to the results of its steps. It reads no clock: results bring their times."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# The sums forget: a step counts 1/e of what it counted so many steps of its kind ago. At 10 ms a step that is 1.3 s,
-# so the fit follows a machine that gets slower, and a hundred steps average out a jitter of 10 % to 1 %.
+# The sums forget: a step's weight falls to 1/e after so many steps of its kind. At 10 ms a step that is 1.3 s, so the
+# fit follows a machine that gets slower, and a hundred steps average a jitter of 10 % down to 1 %.
 MEMORY_STEPS = 128
-# The model before the latest steps counts as so many steps in each direction. So it decides what these say nothing on.
+# Weight, in steps and in each direction, of the model before the latest steps. It decides what the latest steps do not
+# determine.
 PRIOR_STEPS = 4.0
-# As above, for a model that is no measurement: any step outweighs it.
+# The same for a model that is not measured: any step outweighs it.
 GUESS_STEPS = 0.01
-# After so many steps the fit is trusted to tell a stall from a step.
+# After so many steps the fit can tell a stall from a step.
 TRUSTED_STEPS = 16
-# A step that takes longer than so many times its prediction counts as taking that.
+# A step that takes more than this many times its prediction counts as exactly this many times.
 MOST_TIMES_PREDICTED = 4.0
-# A worker has another speed if so many steps in a row take so many times as long as predicted, or less than one part of
-# so many.
+# A worker has changed speed if OTHER_SPEED_STEPS steps in a row take more than OTHER_SPEED times as long as predicted,
+# or less than 1 / OTHER_SPEED of it.
 OTHER_SPEED = 2.0
 OTHER_SPEED_STEPS = 8
-# The model is solved for after each of the first steps, then every so many steps: 20 us, so below 1 us a step.
+# The model is solved after each of the first steps, and later every so many steps. Solving takes 20 us, so below 1 us a
+# step.
 SOLVE_EVERY_STEPS = 32
 LEAST_S = 1e-6
-# What the steps cannot tell apart is shared out as the model before had it: base 90 %, rows 2 %, ... A coefficient that
-# had less than this part of a step is treated as if it had had so much, or it could never grow.
+# What the steps cannot tell apart is shared out as in the model before: base 90 %, rows 2 %, and so on. A coefficient
+# with less than this part of a step counts as having this part; otherwise it could never grow.
 LEAST_PART = 0.02
 
 
 class StepTime(NamedTuple):
-    """A step takes base_s + token_s * new_tokens + context_s * context_tokens + row_s * rows. Seconds; all are >= 0."""
+    """A step takes base_s + token_s * new_tokens + context_s * context_tokens + row_s * rows seconds. All coefficients
+    are >= 0."""
 
     base_s: float
     token_s: float  # for each prompt token that the step computes
@@ -37,22 +40,23 @@ class StepTime(NamedTuple):
     row_s: float  # for each sequence in it
 
     def of(self, new_tokens: float, context_tokens: float, rows: float) -> float:
-        """Seconds of a step with so many prompt tokens, tokens that its decoding rows attend to, and rows."""
+        """Predicted seconds of a step with this many prompt tokens, tokens that its decoding rows attend to, and
+        rows."""
         return self.base_s + self.token_s * new_tokens + self.context_s * context_tokens + self.row_s * rows
 
 
-# Before any worker has returned a result. Only the ratios count, and only for the first few steps: they are those of a
-# model of 8B parameters on one H200.
+# The model before any worker has returned a result. Only the ratios count, and only for the first few steps. They are
+# those of a model of 8B parameters on one H200.
 UNKNOWN = StepTime(base_s=5e-3, token_s=2e-5, context_s=3e-8, row_s=1e-5)
 
 
 class StepTimeFit:
     """Ridge regression with forgetting, in relative errors, non-negative. One per worker.
 
-    Steps with prompt tokens and steps without are summed apart, each forgetting only when a step of its kind comes: a
-    worker that decodes for an hour still knows what a prompt token costs. The ridge pulls to the model before the
-    latest steps, and at first to that of the fleet: where the steps say nothing (the rows never change, so base and
-    row cannot be told apart), what was known stays.
+    Steps with prompt tokens and steps without are summed apart, and each sum forgets only when a step of its kind
+    comes: a worker that decodes for an hour still knows what a prompt token costs. The ridge pulls to the model before
+    the latest steps, and at first to the model of the fleet. Where the steps determine nothing (the rows never change,
+    so base and row cannot be told apart), the known values stay.
     """
 
     __slots__ = (
@@ -82,7 +86,7 @@ class StepTimeFit:
 
     @property
     def is_measured(self) -> bool:
-        """Whether it can be the prior of another worker."""
+        """Whether another worker can start from it."""
         return self._num_steps >= TRUSTED_STEPS
 
     def start_from(self, prior: StepTime) -> None:
@@ -91,7 +95,7 @@ class StepTimeFit:
         self._prior_steps = GUESS_STEPS if prior is UNKNOWN else PRIOR_STEPS
 
     def add(self, new_tokens: int, context_tokens: int, rows: int, seconds: float) -> None:
-        """A step has taken so long. 3 us, solving included."""
+        """Add a step's duration. Takes 3 us, solving included."""
         seconds = max(seconds, LEAST_S)
         scale = seconds
         if self._num_steps >= TRUSTED_STEPS or self._prior_steps == PRIOR_STEPS:
@@ -106,8 +110,8 @@ class StepTimeFit:
             self._solve()
 
     def _watch_speed(self, ratio: float) -> None:
-        """So many steps in a row that took twice as long as predicted are no stall: the machine has become slower (or
-        faster, likewise). The model is scaled, and what was summed up before is dropped."""
+        """OTHER_SPEED_STEPS steps in a row that took twice as long as predicted are no stall: the machine has become
+        slower (or faster, likewise). The model is scaled, and the sums are dropped."""
         side = (ratio > OTHER_SPEED) - (ratio < 1 / OTHER_SPEED)
         if not side or side != self._side:
             self._side, self._num_ratios, self._ratios = side, 0, 0.0
@@ -146,8 +150,8 @@ class StepTimeFit:
 
 
 class _Sums:
-    """Sums over steps, of products of their four features and of these with the target. The latest step weighs
-    `weight`: it grows by a factor each step, which is cheaper than to shrink all that was summed."""
+    """Sums over steps: products of the four features, and of the features with the target. The latest step has weight
+    `weight`, which grows by a factor each step. That is cheaper than shrinking all sums."""
 
     __slots__ = ("num_steps", "products", "targets", "weight")
 
@@ -189,15 +193,15 @@ class _Sums:
 
 
 def _merged(one: _Sums, other: _Sums) -> tuple[list[list[float]], list[float]]:
-    """The 4 x 4 matrix of products and the targets of both, the latest step of each weighing 1."""
+    """The 4 x 4 matrix of products, and the targets, of both sums. The latest step of each has weight 1."""
     p = [x / one.weight + y / other.weight for x, y in zip(one.products, other.products, strict=True)]
     matrix = [[p[0], p[1], p[2], p[3]], [p[1], p[4], p[5], p[6]], [p[2], p[5], p[7], p[8]], [p[3], p[6], p[8], p[9]]]
     return matrix, [x / one.weight + y / other.weight for x, y in zip(one.targets, other.targets, strict=True)]
 
 
 def _solved(matrix: list[list[float]], targets: list[float], free: list[int]) -> list[float]:
-    """Solve for the free coefficients, the others being 0. Gauss; the matrix is symmetric and positive definite, for
-    which no pivoting is needed, whatever the scales of the coefficients."""
+    """Solve for the free coefficients; the others are 0. Gaussian elimination. The matrix is symmetric and positive
+    definite, so no pivoting is needed, whatever the scales of the coefficients."""
     rows = [[*(matrix[i][j] for j in free), targets[i]] for i in free]
     size = len(free)
     for k in range(size):
@@ -217,7 +221,8 @@ def _solved(matrix: list[list[float]], targets: list[float], free: list[int]) ->
 
 
 class FleetStepTimes:
-    """What a worker starts from: the mean of the workers that were measured; else the last one that left."""
+    """The model that a new worker starts from: the mean of the measured workers; without any, that of the last worker
+    that left."""
 
     def __init__(self) -> None:
         self._last = UNKNOWN
@@ -227,7 +232,7 @@ class FleetStepTimes:
             self._last = fit.time
 
     def begin(self, fits: Sequence[StepTimeFit]) -> None:
-        """Give the fits that have no step yet what is known of the others by now."""
+        """Give fits without a step the model of the other workers."""
         if not any(fit.is_new for fit in fits):
             return
         measured = [fit.time for fit in fits if fit.is_measured]
@@ -240,7 +245,7 @@ class FleetStepTimes:
 
 
 class OutputLength:
-    """The mean number of tokens that requests generate, to which the latest 128 or so contribute most."""
+    """The mean number of tokens that requests generate. About the latest 128 requests contribute most."""
 
     MEMORY_REQUESTS = 128
 
@@ -249,7 +254,7 @@ class OutputLength:
         self._num_requests = 0
 
     def add(self, num_tokens: int) -> None:
-        """A request has ended by itself, with so many output tokens."""
+        """A request has ended by itself, with this many output tokens."""
         self._num_requests = min(self._num_requests + 1, self.MEMORY_REQUESTS)
         mean = self.mean_tokens or 0.0
         self.mean_tokens = mean + (num_tokens - mean) / self._num_requests

@@ -1,7 +1,8 @@
-"""What runs first, then who waits, until the token budget is spent; prefill in chunks (vLLM V1, after Sarathi-Serve).
+"""Running sequences first, then waiting requests, until the token budget is spent; prefill in chunks (vLLM V1, after
+Sarathi-Serve).
 
-There are no phases: every sequence has tokens to compute, one if it decodes. Running ones get theirs in order of
-admission; what the budget leaves goes to waiting ones, unless something had to give way in this very step.
+There are no phases: every sequence has tokens to compute, one token if it decodes. Running sequences get theirs in
+order of admission. Waiting requests get what the budget leaves, unless a sequence was preempted in this step.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from itertools import islice
 from scheduler_svc.core.policy.interfaces import BatchPolicy
 from scheduler_svc.core.policy.step import Step, Verdict
 from scheduler_svc.core.policy.views import Running
-from scheduler_svc.policies.batch.rules import hold_back_after_preemption, may_cut
+from scheduler_svc.policies.batch.rules import may_cut, reject_after_preemption
 from scheduler_svc.policies.options import Count
 
 
@@ -19,28 +20,28 @@ class DecodeFirst(BatchPolicy):
     def __init__(
         self, chunked_prefill: bool = True, long_prefill_token_threshold: Count = 0, share_in_step: bool = True
     ) -> None:
-        """No chunk is longer than the threshold (0: no limit), unless nobody else is there to profit. Without chunks a
-        prompt runs whole or waits (rules.py). `share_in_step`: equal beginnings that come in together are computed
+        """No chunk is longer than the threshold (0: no limit), unless there is no other request. Without chunks a
+        prompt runs whole or waits (rules.py). `share_in_step`: equal prefixes that are admitted together are computed
         once."""
         self.shares_in_step = share_in_step
         self.chunked_prefill = chunked_prefill
         self.threshold = long_prefill_token_threshold
-        self._longest_chunk = 0  # in the step that is being composed; 0: no limit
+        self._longest_chunk = 0  # of the current step; 0: no limit
 
-    def compose(self, step: Step) -> None:
+    def schedule(self, step: Step) -> None:
         self._longest_chunk = 0 if self._is_alone(step) else self.threshold
         self._run(step)
         if step.preempted:
-            hold_back_after_preemption(step)
+            reject_after_preemption(step)
             return
         for request in step.waiting():
             left = step.budget_tokens
             if not left:
-                step.hold_back(request, Verdict.STOP, "budget", f"{step.max_batched_tokens} tokens are spent")
+                step.reject(request, Verdict.STOP, "budget", f"{step.max_batched_tokens} tokens are spent")
                 break
             tokens = self._limit(step.uncached_tokens(request))
             if tokens > left and not may_cut(step, tokens, self.chunked_prefill):
-                step.hold_back(request, Verdict.STOP, "budget", f"{tokens} tokens, {left} are left")
+                step.reject(request, Verdict.STOP, "budget", f"{tokens} tokens, {left} are left")
                 break
             if step.admit(request, min(tokens, left)) is Verdict.STOP:
                 break
@@ -48,7 +49,7 @@ class DecodeFirst(BatchPolicy):
     def _run(self, step: Step) -> None:
         prefills = step.prefills
         wanted = step.num_decoding + sum(self._limit(sequence.remaining_tokens) for sequence in prefills)
-        if wanted <= step.budget_tokens:  # in whatever order, all of it fits
+        if wanted <= step.budget_tokens:  # everything fits, in any order
             step.run_decodes()
             for sequence in prefills:
                 step.run(sequence, self._limit(sequence.remaining_tokens))
@@ -62,7 +63,7 @@ class DecodeFirst(BatchPolicy):
             step.run(sequence, tokens)
 
     def _is_alone(self, step: Step) -> bool:
-        """Whether there is one request in all, so that nobody waits for the budget that a long prompt takes."""
+        """Whether there is only one request, so that no other waits for the budget that a long prompt takes."""
         return bool(self.threshold) and step.num_running + len(list(islice(step.waiting(), 2))) <= 1
 
     def _limit(self, tokens: int) -> int:

@@ -1,14 +1,14 @@
-"""Prefill or decode, never both; prefill whenever anything can be prefilled (SGLang, vLLM V0).
+"""Prefill or decode, never both; prefill whenever there is anything to prefill (SGLang, vLLM V0).
 
-Unfinished prompts go on first, then waiting ones come in. With chunks, the first prompt that does not fit the budget is
-cut, and it is the only unfinished one. `prefill_decode_interval` makes a prefill wait until that many decode steps have
-followed the one before (SGLang's answer to starved decodes; 0: never waits).
+Unfinished prompts continue first, then waiting requests are admitted. With chunks, the first prompt that does not fit
+the budget is cut, and it is the only unfinished one. `prefill_decode_interval` delays a prefill until that many decode
+steps have followed the previous one (SGLang's answer to starved decodes; 0: no delay).
 
-What was swapped out comes back beside the decodes, and until all of it is back nobody else comes in (vLLM V0).
+Swapped-out requests resume beside the decodes. Until all of them have resumed, no other request is admitted (vLLM V0).
 
-Two rules are SGLang's alone, and can be switched off. `closes_when_full`: once a waiting request was refused for want
-of room beside others that decode, nobody is offered a place until somebody has left (its `batch_is_full`); vLLM V0
-tries again in every step. `charges_blocks`: the budgets are charged in whole blocks; vLLM V0 counts tokens.
+Two rules are SGLang's alone, and can be switched off. `closes_when_full`: if a waiting request was rejected for want of
+room while others decode, no request is offered a slot until a sequence has left (its `batch_is_full`); vLLM V0 tries
+again in every step. `charges_blocks`: the budgets are charged in whole blocks; vLLM V0 counts tokens.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import math
 
 from scheduler_svc.core.policy.interfaces import BatchPolicy
 from scheduler_svc.core.policy.step import Step, Verdict
-from scheduler_svc.policies.batch.rules import hold_back_after_preemption, may_cut
+from scheduler_svc.policies.batch.rules import may_cut, reject_after_preemption
 from scheduler_svc.policies.options import Count
 
 
 class Left:
     """What is left of a step's budgets for prompts. They are charged in whole units: blocks, or tokens.
 
-    A prompt may begin while anything is left of `prefill_tokens`; of `chunk_tokens` it gets no more than there is.
+    A prompt may begin while any of `prefill_tokens` is left. Of `chunk_tokens` it gets at most what is left.
     """
 
     def __init__(self, step: Step, prefill_tokens: float, unit: int) -> None:
@@ -55,7 +55,7 @@ class Left:
 
 
 class PrefillFirst(BatchPolicy):
-    shares_in_step = False  # as the originals: what is shared has been computed
+    shares_in_step = False  # as in the originals: only computed tokens are shared
 
     def __init__(
         self,
@@ -71,37 +71,37 @@ class PrefillFirst(BatchPolicy):
         self.interval = prefill_decode_interval
         self.charges_blocks = charges_blocks
         self.closes_when_full = closes_when_full
-        # By worker: decode steps since the last prefill; how many had left when a request was refused.
+        # By worker: decode steps since the last prefill; num_departed when a request was rejected.
         self._decodes_since: dict[int, int] = {}
         self._full_at: dict[int, int] = {}
 
-    def compose(self, step: Step) -> None:
+    def schedule(self, step: Step) -> None:
         since = self._decodes_since.get(step.worker_id, self.interval)
         if not (step.num_decoding and since < self.interval):
             self._prefill(step)
         elif not step.num_swapped:
-            step.hold_back_all("interval", f"{since} of {self.interval} decode steps since the last prompts")
+            step.reject_all("interval", f"{since} of {self.interval} decode steps since the last prompts")
         if step.budget_tokens == step.max_batched_tokens:
             step.run_decodes()
-            self._take_back(step)
-            if step.is_empty and step.num_swapped:  # capacity prefers others: then those
-                self._take_in(step, self._left(step))
+            self._resume_swapped(step)
+            if step.is_empty and step.num_swapped:  # the capacity policy prefers other requests: admit those
+                self._admit_waiting(step, self._left(step))
 
     def _left(self, step: Step) -> Left:
         return Left(step, self.max_prefill_tokens, step.block_size if self.charges_blocks else 1)
 
-    def _take_back(self, step: Step) -> None:
+    def _resume_swapped(self, step: Step) -> None:
         if not step.num_swapped:
             return
         for request in itertools.islice(step.waiting(), step.num_swapped):
             tokens = step.uncached_tokens(request)
             if tokens > step.budget_tokens:
-                step.hold_back(request, Verdict.STOP, "budget", f"{step.max_batched_tokens} tokens are spent")
+                step.reject(request, Verdict.STOP, "budget", f"{step.max_batched_tokens} tokens are spent")
                 return
             if step.admit(request, tokens) is Verdict.STOP:
                 return
         if not step.is_empty:
-            step.hold_back_all("swapped", "what was swapped out comes back first")
+            step.reject_all("swapped", "what was swapped out comes back first")
 
     def _prefill(self, step: Step) -> None:
         left = self._left(step)
@@ -114,46 +114,47 @@ class PrefillFirst(BatchPolicy):
                 left.spend(tokens)
         full = step.num_running and self._full_at.get(step.worker_id) == step.num_departed
         if unfinished:
-            step.hold_back_all("prefill", "a prompt that is not finished goes first")
+            step.reject_all("prefill", "a prompt that is not finished goes first")
         elif step.preempted:
-            hold_back_after_preemption(step)
+            reject_after_preemption(step)
         elif step.num_swapped and step.runs_prefills:
-            step.hold_back_all("swapped", "it comes back beside decodes, and this step runs prompts")
+            step.reject_all("swapped", "it comes back beside decodes, and this step runs prompts")
         elif full:
-            step.hold_back_all("full", "somebody was refused for want of room, and nobody has left since")
+            step.reject_all("full", "a request was rejected for want of room, and no sequence has left since")
         if unfinished or step.preempted or step.num_swapped or full:
             return
-        if self._take_in(step, left) and step.num_decoding and self.closes_when_full:
+        if self._admit_waiting(step, left) and step.num_decoding and self.closes_when_full:
             self._full_at[step.worker_id] = step.num_departed
 
-    def _take_in(self, step: Step, left: Left) -> bool:
-        """Offer places to those who wait, until no more get one; whether that is for want of room."""
+    def _admit_waiting(self, step: Step, left: Left) -> bool:
+        """Offer slots to waiting requests until no more get one. Returns whether that is for want of room."""
         for request in step.waiting():
             if left.is_spent:
-                step.hold_back(request, Verdict.STOP, "budget", "nothing of it is left")
+                step.reject(request, Verdict.STOP, "budget", "nothing of it is left")
                 break
             tokens = step.uncached_tokens(request)
             cut = not left.holds(tokens) and may_cut(step, tokens, self.chunked_prefill)
             if cut:
                 tokens = min(tokens, left.largest_cut())
             fits = tokens <= step.budget_tokens and self._within(left, step, tokens)
-            if fits or self.closes_when_full:  # who lacks room, too, closes the batch
+            if fits or self.closes_when_full:  # a request without room closes the batch too
                 verdict = step.consider(request, tokens)
                 if verdict is Verdict.STOP:
                     return True
                 if verdict is Verdict.SKIP:
                     continue
             if not fits:
-                step.hold_back(request, Verdict.STOP, "budget", f"{tokens} tokens, {left} are left")
+                step.reject(request, Verdict.STOP, "budget", f"{tokens} tokens, {left} are left")
                 return False
             step.place(request, tokens)
             left.spend(tokens)
             if cut:
                 return False
-        return bool(step.num_admissions or step.held_back) and step.capacity_is_spent
+        return bool(step.num_admissions or step.rejected) and step.capacity_is_spent
 
     def _within(self, left: Left, step: Step, tokens: int) -> bool:
-        """Without chunks, the first prompt may be longer than `max_prefill_tokens`: it would never get in."""
+        """Without chunks, the first prompt may be longer than `max_prefill_tokens`; otherwise it would never be
+        admitted."""
         return self.chunked_prefill or not step.num_admissions or left.in_units(tokens) < left.prefill_tokens
 
     def planned(self, step: Step) -> None:

@@ -1,9 +1,9 @@
-"""TensorRT-LLM's second stage, the micro-batch: of those that may hold resources, who runs now.
+"""TensorRT-LLM's second stage, the micro-batch: which of the requests that may hold resources run now.
 
-Every decode costs a token of the budget, and is charged first. Without chunks a prompt runs whole (rules.py says which
-cannot), and the first that does not fit ends the search. With chunks the rest of the budget is shared out: first come,
-first served, or in equal progress, unit by unit. `batch_wait_iters` and `batch_wait_max_tokens_ratio` hold prefills
-back while decodes run, until enough of them have gathered.
+Every decode costs a token of the budget, and is charged first. Without chunks a prompt runs whole (rules.py names the
+exceptions), and the first prompt that does not fit ends the search. With chunks the rest of the budget is shared out:
+first come, first served, or in equal progress, unit by unit. `batch_wait_iters` and `batch_wait_max_tokens_ratio` delay
+prefills while decodes run, until enough of them have gathered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scheduler_svc.policies.options import Amount, Count
 
 
 def first_come(remaining: list[int], unit: int, capacity: int, longest: int) -> list[int]:
-    """Tokens for each in turn; a chunk that is cut short is a multiple of the unit."""
+    """Tokens for each request in turn. A chunk that is cut is a multiple of the unit."""
     sizes = []
     for tokens in remaining:
         size = min(tokens, capacity, longest)
@@ -32,7 +32,7 @@ def first_come(remaining: list[int], unit: int, capacity: int, longest: int) -> 
 
 
 def equal_progress(remaining: list[int], unit: int, capacity: int, longest: int) -> list[int]:
-    """A unit for each, round by round, while the budget lasts."""
+    """A unit for each request, round by round, while the budget lasts."""
     sizes = [0] * len(remaining)
     progress = True
     while progress:
@@ -48,15 +48,15 @@ def equal_progress(remaining: list[int], unit: int, capacity: int, longest: int)
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A prompt, or what is left of one, that could run."""
+    """A prompt, or the rest of one, that could run."""
 
     item: Running | RequestView
     tokens: int
-    at_least: int  # it gets of the budget, if nothing holds prompts back: whoever comes behind it cannot have those
+    at_least: int  # tokens of the budget that it gets unless prefills are delayed; later prompts cannot have them
 
 
 class TwoStage(BatchPolicy):
-    shares_in_step = False  # as the originals: what is shared has been computed
+    shares_in_step = False  # as in the originals: only computed tokens are shared
 
     def __init__(
         self,
@@ -74,15 +74,15 @@ class TwoStage(BatchPolicy):
         self.longest = max_context_tokens
         self.wait_iters = batch_wait_iters
         self.wait_ratio = batch_wait_max_tokens_ratio
-        self._waited: dict[int, int] = {}  # by worker: steps for which prefills have been held back
+        self._waited: dict[int, int] = {}  # by worker: steps for which prefills have been delayed
         self._next_waited = 0
 
-    def compose(self, step: Step) -> None:
-        step.run_decodes()  # first, so that nobody who waits is offered the blocks that they grow by
+    def schedule(self, step: Step) -> None:
+        step.run_decodes()  # first, so that no waiting request is offered the blocks that decodes grow by
         contexts = self._contexts(step)
         sizes = self._sizes(step, contexts)
         reason, detail = "budget", "what is left is less than a chunk"
-        if self._holds_back(step, sum(sizes)):
+        if self._delays_prefills(step, sum(sizes)):
             reason, detail = (
                 "batch-wait",
                 f"{sum(sizes)} tokens, for {self._next_waited} of {self.wait_iters} iterations",
@@ -95,10 +95,11 @@ class TwoStage(BatchPolicy):
             elif size:
                 step.place(context.item, size)
             else:
-                step.hold_back(context.item, Verdict.STOP, reason, detail)
+                step.reject(context.item, Verdict.STOP, reason, detail)
 
     def _contexts(self, step: Step) -> list[Context]:
-        """Prompts that fit the resources: what has begun goes on, then as many as the budget may have tokens for."""
+        """Prompts that fit the resources: unfinished ones, then as many waiting ones as the budget may have tokens
+        for."""
         contexts: list[Context] = []
         left = step.budget_tokens
         for sequence in step.prefills:
@@ -107,7 +108,7 @@ class TwoStage(BatchPolicy):
         for request in step.waiting():
             tokens = step.uncached_tokens(request)
             if left <= 0 or (tokens > left and not may_cut(step, tokens, self.chunked_prefill)):
-                step.hold_back(request, Verdict.STOP, "budget", f"{tokens} tokens, {left} are left")
+                step.reject(request, Verdict.STOP, "budget", f"{tokens} tokens, {left} are left")
                 break
             context = self._context(step, request, tokens, left)
             match step.consider(request, context.tokens):
@@ -135,14 +136,15 @@ class TwoStage(BatchPolicy):
             return tokens
         sizes = self.share_out(tokens, unit, capacity, longest)
         if not any(sizes) and capacity == step.max_batched_tokens:
-            sizes[0] = min(tokens[0], capacity, longest)  # not even a unit fits, and nothing else runs: never would
+            # not even a unit fits, and nothing else runs: it would never run
+            sizes[0] = min(tokens[0], capacity, longest)
         return sizes
 
     def _limits(self, step: Step) -> tuple[int, int]:
         """The unit of a chunk, and the longest one."""
         return self.unit or step.block_size, self.longest or step.max_batched_tokens
 
-    def _holds_back(self, step: Step, context_tokens: int) -> bool:
+    def _delays_prefills(self, step: Step, context_tokens: int) -> bool:
         waited = self._waited.get(step.worker_id, 0)
         self._next_waited = 0
         if not (step.num_decoding and context_tokens):

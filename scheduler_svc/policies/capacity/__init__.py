@@ -1,1 +1,1 @@
-"""Who may hold blocks."""
+"""Which requests may hold blocks."""

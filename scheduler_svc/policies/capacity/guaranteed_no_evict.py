@@ -1,8 +1,8 @@
-"""Reserve to completion (TensorRT-LLM GUARANTEED_NO_EVICT): who is admitted never gives way.
+"""Reserve to completion (TensorRT-LLM GUARANTEED_NO_EVICT): an admitted request is never preempted.
 
-A request may start if, after everything that runs has got all the blocks it can ever need, enough are left for all
-that this one can ever need. The first that does not fit ends the search. A request whose prefix another one is just
-computing waits for it (`prefix_aware`), and others may pass it.
+A request may start if enough blocks are left for all that it can ever need, after all running sequences have got all
+blocks that they can ever need. The first request that does not fit ends the search. A request waits while another one
+computes its prefix (`prefix_aware`), and others may pass it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GuaranteedNoEvict(CapacityPolicy):
         if self.prefix_aware and step.another_computes_prefix_of(request):
             return Verdict.SKIP
         shared_blocks = step.blocks_for(request.num_tokens) - need_blocks
-        # Its last token is never computed: alone, even one that is a token longer than the pool has room.
+        # Its last token is never computed. Alone it fits even if it is one token longer than the pool.
         to_completion = min(step.blocks_for(request.max_total_tokens), step.total_blocks) - shared_blocks
         if to_completion > self._unpromised_blocks:
             return Verdict.STOP

@@ -1,15 +1,16 @@
-"""Fill the pool, pause from the tail (TensorRT-LLM MAX_UTILIZATION).
+"""Fill the pool, pause from the end (TensorRT-LLM MAX_UTILIZATION).
 
-One pass over everything active, running and waiting together, as the order ranks it. Each needs what its next step
-takes: a running sequence the block that its next token may open, a waiting one its whole prompt. Who does not fit, for
-blocks or for seats, pauses the last running one behind it and tries again; nothing from that one on is looked at in
-this iteration. So a newcomer of higher priority pushes out running ones of lower priority, and the head always runs.
+One pass over all requests, running and waiting together, in order of rank. Each needs what its next step takes: a
+running sequence the block that its next token may open, a waiting request its whole prompt. A request that does not
+fit, for want of blocks or slots, pauses the last running sequence behind it and tries again; the pass looks at nothing
+from that sequence on. So a new request of higher priority preempts running ones of lower priority, and the first
+request always runs.
 
-Under an order that ranks only what waits (fair, lpm) what runs comes first, by place: nobody is pushed out by one who
-waits.
+Under an order that ranks only waiting requests (fair, lpm), running sequences come first, by queue position: no waiting
+request preempts them.
 
-Mostly all that runs fits and nobody who waits is more urgent: then what runs is not gone through, nor more of the queue
-than what fits.
+Mostly all running sequences fit, and no waiting request is more urgent. Then the pass does not go through the running
+sequences, nor through more of the queue than fits.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ class MaxUtilization(CapacityPolicy):
 
     def __init__(self, prefix_aware: bool = True) -> None:
         self.prefix_aware = prefix_aware
-        self._fitting: dict[int, RequestView] = {}  # waiting ones, by seniority
-        # By worker: what ranks, who was admitted and has left, in numbers; and of those that run then the least urgent.
+        self._fitting: dict[int, RequestView] = {}  # waiting requests that fit, by arrival index
+        # By worker: the ranking, num_departed and num_running; and the least urgent running request in that state.
         self._last: dict[int, tuple[tuple[object, int, int], ref[RequestView] | None]] = {}
 
     def begin(self, step: Step) -> None:
         self._fitting.clear()
         waiting = _newcomers(step)
         first = next(waiting, None)
-        free_blocks, seats = step.available_blocks, step.max_num_seqs - step.num_running
+        free_blocks, slots = step.available_blocks, step.max_num_seqs - step.num_running
         growth = step.growth_blocks() + sum(_growth(step, prefill) for prefill in step.prefills)
         if growth <= free_blocks and (first is None or not self._has_behind(step, first)):
-            paused = self._pass(step, seats, free_blocks - growth, [], first, waiting)
+            paused = self._pass(step, slots, free_blocks - growth, [], first, waiting)
         else:
-            seats += len(step.running)  # what is finishing keeps its seat
+            slots += len(step.running)  # finishing sequences keep their slots
             running = sorted(((_rank(step, item.request), item) for item in step.running), key=itemgetter(0))
-            paused = self._pass(step, seats, free_blocks, running, first, waiting)
+            paused = self._pass(step, slots, free_blocks, running, first, waiting)
         step.pause(paused)
 
     def _has_behind(self, step: Step, first: Ranked) -> bool:
-        """Whether something runs that is less urgent than the most urgent one that waits."""
+        """Whether a running sequence is less urgent than the most urgent waiting request."""
         state = step.ranking, step.num_departed, step.num_running
         known, last_known = self._last.get(step.worker_id, (None, None))
         last = last_known() if last_known and known == state else None
@@ -66,18 +67,18 @@ class MaxUtilization(CapacityPolicy):
     def _pass(
         self,
         step: Step,
-        seats: int,
+        slots: int,
         free_blocks: int,
         running: list[tuple[Any, Running]],
         new: Ranked | None,
         waiting: Iterator[Ranked],
     ) -> list[Running]:
-        """The sequences that have to pause; notes who of the waiting may start. `running` and what waits (`new`, then
-        `waiting`) are in order of rank."""
+        """The sequences to pause. Notes which waiting requests may start. `running` and the waiting requests (`new`,
+        then `waiting`) are in order of rank."""
         paused = list[Running]()
         starting = PrefixIndex[RequestView](step.block_size)
         i = 0
-        while i < len(running) or (new and not paused):  # after a pause the composition starts over
+        while i < len(running) or (new and not paused):  # after a pause, scheduling starts again
             at, sequence = running[i] if i < len(running) else (None, None)
             if new and (sequence is None or new[0] < at):
                 request = new[1]
@@ -86,15 +87,15 @@ class MaxUtilization(CapacityPolicy):
                     new = next(waiting, None)
                     continue
                 need = step.need_blocks(request, step.uncached_tokens(request))
-                if seats > 0 and need <= free_blocks:
-                    self._fitting[request.seniority] = request
+                if slots > 0 and need <= free_blocks:
+                    self._fitting[request.arrival_index] = request
                     starting.add(request, request.num_tokens)
-                    seats, free_blocks, new = seats - 1, free_blocks - need, next(waiting, None)
+                    slots, free_blocks, new = slots - 1, free_blocks - need, next(waiting, None)
                     continue
             elif sequence is not None:
                 need = _growth(step, sequence)
-                if seats > 0 and need <= free_blocks:
-                    seats, free_blocks, i = seats - 1, free_blocks - need, i + 1
+                if slots > 0 and need <= free_blocks:
+                    slots, free_blocks, i = slots - 1, free_blocks - need, i + 1
                     continue
             if i == len(running):
                 break
@@ -104,23 +105,25 @@ class MaxUtilization(CapacityPolicy):
         return paused
 
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
-        if self._fitting.pop(request.seniority, None) is not None:
+        if self._fitting.pop(request.arrival_index, None) is not None:
             return Verdict.ADMIT
-        return Verdict.SKIP if self._fitting else Verdict.STOP  # the queue's order may be another than the pass's
+        return Verdict.SKIP if self._fitting else Verdict.STOP  # the queue's order may differ from the pass
 
 
 def _rank(step: Step, request: RequestView, waits: bool = False) -> Any:
     rank = step.rank(request)
-    return (waits, 0 if waits else request.place) if rank is None else rank
+    return (waits, 0 if waits else request.queue_position) if rank is None else rank
 
 
 def _growth(step: Step, sequence: Running) -> int:
-    """Blocks for its next token. One in the midst of its prompt may need some, too, if less was cached than thought."""
+    """Blocks for its next token. A sequence in the middle of its prompt may need some too, if less was cached than
+    expected."""
     return max(0, step.blocks_for(sequence.num_computed_tokens + 1) - sequence.num_blocks)
 
 
 def _newcomers(step: Step) -> Iterator[Ranked]:
-    """What waits, in order of rank. Who has made room in this step is not to take it, nor is anybody behind."""
+    """Waiting requests, in order of rank. A request that was preempted in this step does not take the room back, nor
+    does a request behind it."""
     waiting = ((_rank(step, request, waits=True), request) for request in step.waiting())
     swapped = sorted(islice(waiting, step.num_swapped), key=itemgetter(0))
     ranked = merge(swapped, waiting, key=itemgetter(0))

@@ -1,6 +1,5 @@
-"""One batch after the other (TensorRT-LLM STATIC_BATCH): requests are admitted only while nothing runs, each with
-room to completion.
-"""
+"""One batch after the other (TensorRT-LLM STATIC_BATCH): requests are admitted only while nothing runs, each with room
+to completion."""
 
 from __future__ import annotations
 

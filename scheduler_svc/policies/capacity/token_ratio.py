@@ -1,10 +1,11 @@
-"""Reserve a share of what may still be generated, and let experience set the share (SGLang's `new_token_ratio`).
+"""Reserve a share of the tokens that may still be generated, and adapt the share (SGLang's `new_token_ratio`).
 
-A request is admitted if its prompt, the tokens it may generate (at most `clip_max_new_tokens` of them) and a block
-fit what is left after every running sequence has been promised `ratio` of what it may still generate. The ratio sinks
-a little with every decode step, so admission gets bolder, down to `min_ratio_factor` of where it began; a preemption
-shows that it was too bold, and sets it to what the remaining sequences have used of their allowance,
-`retract_decode_steps` tokens ahead each; it starts afresh when nothing runs.
+A request is admitted if its prompt, the tokens that it may generate (at most `clip_max_new_tokens` of them) and a block
+fit the room that is left. That room is what remains after every running sequence is promised `ratio` of the tokens that
+it may still generate. The ratio falls a little with every decode step, so admission gets bolder, down to
+`min_ratio_factor` of the initial ratio. A preemption shows that admission was too bold: it sets the ratio to the share
+of their allowance that the remaining sequences have used, `retract_decode_steps` tokens ahead each. The ratio starts
+again when nothing runs.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class TokenRatio(CapacityPolicy):
         left = float(step.available_blocks * step.block_size)
         decoding = np.minimum(step.remaining_new_tokens(), self.clip).sum()
         for sequence in step.prefills:
-            # Promised all it asked for until it decodes, as if it were admitted now with what is left of its prompt.
+            # Until it decodes, it is promised everything that it asked for, as if it were admitted now with the rest of
+            # its prompt.
             decoding -= min(sequence.request.max_total_tokens - sequence.num_tokens, self.clip)
             left -= (step.blocks_for(sequence.remaining_tokens) + 1) * step.block_size
             left -= min(self._allowed_tokens(step, sequence.request), self.clip)
@@ -52,7 +54,7 @@ class TokenRatio(CapacityPolicy):
         new_tokens = min(allowed - (request.num_tokens - request.num_prompt_tokens), self.clip)
         own_blocks = step.blocks_for(request.num_tokens) - step.cached_tokens(request) // step.block_size
         whole_need = step.need_blocks(request, tokens)
-        left = self._left_tokens - (whole_need - own_blocks) * step.block_size  # its cached prefix is taken, too
+        left = self._left_tokens - (whole_need - own_blocks) * step.block_size  # its cached prefix is taken too
         if tokens + new_tokens + step.block_size >= left:
             return Verdict.STOP
         self._left_tokens = left - (own_blocks + 1) * step.block_size - min(allowed, self.clip)
@@ -62,7 +64,7 @@ class TokenRatio(CapacityPolicy):
         return self._left_tokens <= 0
 
     def _allowed_tokens(self, step: Step, request: RequestView) -> int:
-        """What it may generate, as far as it would fit if it were alone: so everyone can start."""
+        """Tokens that it may generate, limited to what fits if it runs alone: so every request can start."""
         fitting = (step.total_blocks - 1) * step.block_size - request.num_prompt_tokens - 1
         return min(request.max_new_tokens, fitting)
 

@@ -8,11 +8,11 @@ from scheduler_svc.policies.options import Share
 
 
 class Watermark(CapacityPolicy):
-    """`watermark` of the pool stays free at an admission, so that running sequences can grow before they preempt, and
-    `resume_watermark` when a request that was preempted comes back: without that hysteresis it would be preempted again
-    by the growth of those it gave way to. Neither holds when nothing runs: then nobody could ever start.
+    """At an admission, the share `watermark` of the pool stays free, so that running sequences can grow before a
+    preemption. For a preempted request that resumes it is `resume_watermark`: without that hysteresis, the growth of
+    the other sequences would preempt it again. Neither holds when nothing runs: otherwise no request could ever start.
 
-    The whole prompt has to fit though only its first chunk is allocated (vLLM's `scheduler_reserve_full_isl`).
+    The whole prompt has to fit, though only its first chunk is allocated (vLLM's `scheduler_reserve_full_isl`).
     """
 
     def __init__(self, watermark: Share = 0.0, resume_watermark: Share | None = None) -> None:

@@ -1,1 +1,1 @@
-"""Who is offered a place first."""
+"""Which waiting request is offered a slot first."""

@@ -1,10 +1,10 @@
-"""Earliest deadline first (Liu and Layland 1973); without a deadline last. A request whose deadline has passed is
-failed by the scheduler whatever the order. One that waits and cannot get its first token in time any more is given up
-here: at the best rate at which prompts have been taken up, its own would take longer than there is time.
+"""Earliest deadline first (Liu and Layland 1973); requests without a deadline come last. The scheduler fails a request
+with a deadline in the past under any order. This order also gives up a waiting request that cannot get its first token
+in time any more: at the best measured rate of prompts, its own prompt would take longer than the time left.
 
-That rate says what can be done only while prompts are what takes the time. So it is measured while somebody waits and
-some prompt is being computed, both all the time: a queue that is empty now and then shows what was asked for, and one
-that stands still while everything decodes shows what seats there are. Before there is a measurement nobody is given up.
+The rate shows what is possible only while prompts are the bottleneck. So it is measured while a request waits and a
+prompt is being computed, both all the time. A queue that is empty now and then shows the demand, and a queue that does
+not move while every sequence decodes shows the number of slots. Before the first measurement no request is given up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scheduler_svc.core.policy.order import KeyedOrder
 from scheduler_svc.core.requests.request import RequestView
 from scheduler_svc.policies.options import Amount
 
-# Over such a time, at least, the rate is measured.
+# Shortest time over which the rate is measured.
 WINDOW_S = 1.0
 
 
@@ -25,13 +25,14 @@ class EarliestDeadlineFirst(KeyedOrder):
     key_is_constant: ClassVar[bool] = True
 
     def __init__(self, prefill_tokens_per_s: Amount = 0.0) -> None:
-        """`prefill_tokens_per_s`: how fast a prompt is computed at best; 0: the best that was measured so far."""
+        """`prefill_tokens_per_s`: the best rate at which a prompt is computed. 0: the best rate measured so far."""
         super().__init__()
         self.prefill_tokens_per_s = prefill_tokens_per_s
         self._best_tokens_per_s = 0.0
-        self._began_s = math.nan  # the measurement
+        self._began_s = math.nan  # start of the measurement
         self._begun_tokens = 0
-        # What runs and has not generated anything since it began, with its output tokens then; by seniority.
+        # Running requests that have generated nothing since they started, with their output tokens then; by arrival
+        # index.
         self._computing: dict[int, tuple[RequestView, int]] = {}
 
     def key(self, request: RequestView) -> float:
@@ -44,10 +45,10 @@ class EarliestDeadlineFirst(KeyedOrder):
 
     def started(self, request: RequestView) -> None:
         self._begun_tokens += _uncached_tokens(request)
-        self._computing[request.seniority] = request, request.num_output_tokens
+        self._computing[request.arrival_index] = request, request.num_output_tokens
 
     def stopped(self, request: RequestView) -> None:
-        self._computing.pop(request.seniority, None)
+        self._computing.pop(request.arrival_index, None)
 
     def hopeless(self, now_s: float) -> Iterator[RequestView]:
         rate = self.prefill_tokens_per_s or self._measure(now_s)
@@ -58,9 +59,9 @@ class EarliestDeadlineFirst(KeyedOrder):
                 yield request
 
     def _measure(self, now_s: float) -> float:
-        for seniority, (request, num_output_tokens) in list(self._computing.items()):
+        for arrival_index, (request, num_output_tokens) in list(self._computing.items()):
             if request.num_output_tokens != num_output_tokens:
-                del self._computing[seniority]
+                del self._computing[arrival_index]
         if not (self._entries and self._computing):
             self._began_s = math.nan
             return self._best_tokens_per_s

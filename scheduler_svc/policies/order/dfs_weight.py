@@ -1,9 +1,9 @@
-"""Depth first through the prefix tree, the child with most waiting requests below it first (SGLang `dfs-weight`):
-what shares a prefix is served together while the prefix is cached. Of children of equal weight, the one with the oldest
-request goes first, so that nobody starves behind branches that are new.
+"""Depth first through the prefix tree; the child with most waiting requests below it comes first (SGLang `dfs-weight`).
+So requests that share a prefix are served together while the prefix is cached. Of children with equal weight, the child
+with the oldest request comes first, so that no request starves behind new branches.
 
-The tree is that of the matches of waiting requests, kept as they come, go and change: O(matched blocks) each. A pass
-sorts the children of the nodes that it comes through, and no others.
+The tree holds the matches of waiting requests and is updated as they come, go and change: O(matched blocks) each. A
+pass sorts the children of the nodes that it visits, and no others.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from scheduler_svc.core.policy.order import OrderPolicy
 from scheduler_svc.core.requests.request import TOKEN_BYTES, RequestView
 from scheduler_svc.policies.options import Positive
 
-# Of a child: its tokens, and on the first level the namespace, since below it there is one only.
+# Key of a child: its tokens. On the first level also the namespace, which is the same below.
 Key = bytes | tuple[tuple[str, str], bytes]
-Age = tuple[int, int]  # place and seniority
+Age = tuple[int, int]  # queue position and arrival index
 
 
 class Node:
@@ -25,9 +25,9 @@ class Node:
 
     def __init__(self) -> None:
         self.children: dict[Key, Node] = {}
-        self.requests: dict[int, RequestView] = {}  # that match up to here and no further, by seniority
+        self.requests: dict[int, RequestView] = {}  # that match up to here and no further, by arrival index
         self.weight = 0  # requests here and below
-        self.oldest: Age | None = None  # of these; None: not known
+        self.oldest: Age | None = None  # age of the oldest of these; None: unknown
 
 
 class DepthFirstByWeight(OrderPolicy):
@@ -57,12 +57,12 @@ class DepthFirstByWeight(OrderPolicy):
                 child.oldest = age
             child.weight += 1
             node = child
-        node.requests[request.seniority] = request
-        self._paths[request.seniority] = path
+        node.requests[request.arrival_index] = request
+        self._paths[request.arrival_index] = path
 
     def remove(self, request: RequestView) -> None:
         node, age = self._root, _age(request)
-        for key in self._paths.pop(request.seniority):
+        for key in self._paths.pop(request.arrival_index):
             child = node.children[key]
             if child.oldest == age:
                 child.oldest = None
@@ -70,10 +70,10 @@ class DepthFirstByWeight(OrderPolicy):
             if not child.weight:
                 del node.children[key]
             node = child
-        del node.requests[request.seniority]
+        del node.requests[request.arrival_index]
 
     def rematched(self, request: RequestView) -> None:
-        if len(self._paths[request.seniority]) != request.best_matched_tokens * TOKEN_BYTES // self._stride_bytes:
+        if len(self._paths[request.arrival_index]) != request.best_matched_tokens * TOKEN_BYTES // self._stride_bytes:
             self.remove(request)
             self.add(request)
 
@@ -97,12 +97,12 @@ class DepthFirstByWeight(OrderPolicy):
 
 
 def _age(request: RequestView) -> Age:
-    return request.place, request.seniority
+    return request.queue_position, request.arrival_index
 
 
 def _find_oldest(node: Node) -> None:
-    """Of the node, and for that of those below it of which it is not known. A path may be thousands of nodes long, too
-    long to recurse."""
+    """Find the oldest request of the node, and of nodes below it where it is unknown. Not recursive: a path may have
+    thousands of nodes."""
     stack = [node]
     while stack:
         top = stack[-1]

@@ -1,21 +1,21 @@
 """Fair among tenants, and among the requests of a tenant.
 
-Among tenants, the tenant that was served least goes next (virtual token counter, Sheng et al., OSDI 2024). A tenant's
-counter grows by the prompt tokens it gets computed and, weighted, by the tokens it gets generated, over its weight. A
-prompt is charged when its request first runs, and never again: what is computed anew after a preemption is not the
-doing of the tenant that was pushed out. A tenant of which nothing waited is lifted, when something does, to the lowest
-counter of those of which something waits, or if there are none to that of the last one that was: what it did not ask
-for it cannot claim later, however much of it runs.
+Among tenants, the tenant that was served least is next (virtual token counter, Sheng et al., OSDI 2024). A tenant's
+counter grows by its computed prompt tokens and, weighted, by its generated tokens, divided by the tenant's weight. A
+prompt is charged when its request first runs, and never again: recomputation after a preemption is not the preempted
+tenant's fault. When a tenant without waiting requests gets one, its counter is raised to the lowest counter of the
+tenants that wait, or, if none waits, to that of the tenant that waited last. So a tenant cannot claim later what it did
+not ask for, however much of it runs.
 
-Within a tenant, the client's request with the fewest running sequences goes first (max-min fairness in slots); of
-equals, the request that came first. A request that asks for one sequence runs none while it waits, so without `n`,
-`best_of` and beam search this is first come, first served. The samples of a request with n = 64 take turns with the
-other requests of the tenant, and no request starves: its first sequence waits only for requests that came earlier. The
-beams of a search run for one token at a time; all but the first stand where a request stands that runs one sequence.
+Within a tenant, the client's request with the fewest running sequences is next (max-min fairness in slots); of equal
+requests, the one that came first. A request for one sequence runs none while it waits, so without `n`, `best_of` and
+beam search this is first come, first served. The samples of a request with n = 64 take turns with the tenant's other
+requests, and no request starves: its first sequence waits only for requests that came earlier. The beams of a search
+run for one token at a time; all but the first rank like a request that runs one sequence.
 
-Tenants are named by clients, so there may be any number of them. A pass looks at those of which something runs and at
-the first of those that wait; while only one tenant waits, a pass compares no counters and charges nothing. Idle tenants
-cost nothing, and only the last MAX_IDLE of them are remembered: one that is forgotten begins like one under a new name.
+Clients choose tenant names, so there may be any number of tenants. A pass looks at the tenants with running sequences
+and at the first of the waiting tenants. While only one tenant waits, a pass compares no counters and charges nothing.
+Idle tenants cost nothing, and only the last MAX_IDLE of them are remembered: a forgotten tenant begins like a new one.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from scheduler_svc.core.requests.request import RequestView
 from scheduler_svc.policies.options import Amount, PositiveAmount
 
 MAX_IDLE = 1024
-# What a tenant generates is charged once in so many seconds, and in so many more for each of its running sequences: to
-# look at one takes 1.5 us, so charging takes 1.5 % of a core at most, however much runs.
+# Generated tokens are charged once per CHARGE_INTERVAL_S, plus CHARGE_INTERVAL_S_PER_SEQUENCE for each running sequence
+# of the tenant. Reading one sequence takes 1.5 us, so charging takes at most 1.5 % of a core, however much runs.
 CHARGE_INTERVAL_S, CHARGE_INTERVAL_S_PER_SEQUENCE = 0.1, 1e-4
 
-Key = tuple[int, int, int]  # running sequences of the client's request; place and seniority of the next one that waits
+# Running sequences of the client's request; queue position and arrival index of its next waiting sequence.
+Key = tuple[int, int, int]
 
 
 @dataclass(slots=True)
-class Line:
-    """The sequences of one client's request that wait, in the order of their places; mostly one."""
+class TenantQueue:
+    """The waiting sequences of one client request, by queue position; mostly one."""
 
-    key: Key = (0, 0, 0)  # under which it stands in its tenant's `waiting`
-    sequences: list[tuple[int, int, RequestView]] = field(default_factory=list)  # place, seniority; sorted
+    key: Key = (0, 0, 0)  # its key in its tenant's `waiting`
+    sequences: list[tuple[int, int, RequestView]] = field(default_factory=list)  # queue position, arrival index; sorted
 
 
 @dataclass(slots=True)
@@ -54,12 +55,11 @@ class Tenant:
     name: str
     weight: float
     counter: float
-    waiting: SortedDict[Key, Line] = field(default_factory=SortedDict)
-    lines: dict[int, Line] = field(default_factory=dict)  # the same, by the client's request
-    running: dict[int, tuple[RequestView, int]] = field(
-        default_factory=dict
-    )  # by seniority; output tokens charged so far
-    charged_s: float = -math.inf  # when what runs was charged last
+    waiting: SortedDict[Key, TenantQueue] = field(default_factory=SortedDict)
+    lines: dict[int, TenantQueue] = field(default_factory=dict)  # the same queues, by client request
+    # by arrival index; output tokens charged so far
+    running: dict[int, tuple[RequestView, int]] = field(default_factory=dict)
+    charged_s: float = -math.inf  # when running sequences were charged last
 
     @property
     def is_idle(self) -> bool:
@@ -68,13 +68,15 @@ class Tenant:
     def add(self, request: RequestView) -> None:
         line = self.lines.get(request.client_request)
         if line is None:
-            line = self.lines[request.client_request] = Line()
-        insort(line.sequences, (request.place, request.seniority, request), key=itemgetter(0, 1))
+            line = self.lines[request.client_request] = TenantQueue()
+        insort(line.sequences, (request.queue_position, request.arrival_index, request), key=itemgetter(0, 1))
         self._place(line)
 
     def remove(self, request: RequestView) -> None:
         line = self.lines[request.client_request]
-        del line.sequences[bisect_left(line.sequences, (request.place, request.seniority), key=itemgetter(0, 1))]
+        del line.sequences[
+            bisect_left(line.sequences, (request.queue_position, request.arrival_index), key=itemgetter(0, 1))
+        ]
         self._place(line)
         if not line.sequences:
             del self.lines[request.client_request]
@@ -84,8 +86,8 @@ class Tenant:
         if line := self.lines.get(request.client_request):
             self._place(line)
 
-    def _place(self, line: Line) -> None:
-        """Where the line belongs now."""
+    def _place(self, line: TenantQueue) -> None:
+        """Update the queue's key."""
         if self.waiting.get(line.key) is line:
             del self.waiting[line.key]
         if line.sequences:
@@ -94,7 +96,7 @@ class Tenant:
             self.waiting[line.key] = line
 
     def ordered(self) -> Iterator[RequestView]:
-        """Each sequence yielded counts as running for those of its request that follow."""
+        """Each sequence yielded counts as running for the later sequences of its request."""
         lines = iter(self.waiting.values())
         following = next(lines, None)
         heap: list[tuple[Key, Iterator[RequestView], RequestView]] = []
@@ -116,22 +118,22 @@ def _request_of(sequence: tuple[int, int, RequestView]) -> RequestView:
 
 
 def _standing(request: RequestView, num_running: int) -> Key:
-    """The beams of a search stand together: their search goes on when all of them have run."""
-    return min(num_running, 1) if request.is_beam else num_running, request.place, request.seniority
+    """All beams of a search rank together, because the search goes on when all of them have run."""
+    return min(num_running, 1) if request.is_beam else num_running, request.queue_position, request.arrival_index
 
 
 class FairAmongTenants(OrderPolicy):
     def __init__(
         self, tenant_weights: dict[str, PositiveAmount] | None = None, output_token_weight: Amount = 2.0
     ) -> None:
-        """A tenant of weight 2 gets twice the tokens of one of weight 1, which is what an unnamed one has."""
+        """A tenant of weight 2 gets twice the tokens of a tenant of weight 1. An unnamed tenant has weight 1."""
         self._weights = tenant_weights or {}
         self._output_weight = output_token_weight
         self.busy: dict[str, Tenant] = {}
-        self._running: dict[str, Tenant] = {}  # those of which something runs
-        self._waiting: SortedList[tuple[float, str]] = SortedList()  # counters, of those of which something waits
-        self.idle: dict[str, float] = {}  # counters, of those that were busy last
-        self._last_waited = ""  # the last one of which nothing waits any more
+        self._running: dict[str, Tenant] = {}  # tenants with running sequences
+        self._waiting: SortedList[tuple[float, str]] = SortedList()  # counters of tenants with waiting requests
+        self.idle: dict[str, float] = {}  # counters of the last busy tenants
+        self._last_waited = ""  # the last tenant that stopped waiting
 
     def _busy(self, name: str) -> Tenant:
         if name not in self.busy:
@@ -139,7 +141,7 @@ class FairAmongTenants(OrderPolicy):
         return self.busy[name]
 
     def _left(self, name: str) -> None:
-        """Something of the tenant is gone: it may be idle now."""
+        """A request of the tenant is gone: the tenant may be idle now."""
         if self.busy[name].is_idle:
             self.idle[name] = self.busy.pop(name).counter
             if len(self.idle) > MAX_IDLE:
@@ -148,20 +150,20 @@ class FairAmongTenants(OrderPolicy):
     def add(self, request: RequestView) -> None:
         tenant = self._busy(request.tenant)
         if not tenant.waiting:
-            if not request.has_run:  # a preempted request has not just come
+            if not request.has_run:  # a preempted request is not a new one
                 self._lift(tenant, request.arrival_s)
             self._waiting.add((tenant.counter, tenant.name))
         tenant.add(request)
 
     def _lift(self, tenant: Tenant, now_s: float) -> None:
-        """The tenant begins to wait, and not behind the lowest of the others."""
+        """The tenant begins to wait; its counter is raised to the lowest of the others."""
         if not self._waiting and self._last_waited == tenant.name:
             return  # it would be compared with itself
         self._charge_output(tenant, now_s)
         tenant.counter = max(tenant.counter, self._lowest(now_s))
 
     def _lowest(self, now_s: float) -> float:
-        """Where a tenant begins that comes now."""
+        """The counter of a tenant that begins to wait now."""
         while self._waiting:
             first = self._waiting[0]
             tenant = self.busy[first[1]]
@@ -184,13 +186,13 @@ class FairAmongTenants(OrderPolicy):
     def started(self, request: RequestView) -> None:
         tenant = self._busy(request.tenant)
         self._charge(tenant, self._prompt_cost(request, tenant))
-        tenant.running[request.seniority] = (request, request.num_output_tokens)
+        tenant.running[request.arrival_index] = (request, request.num_output_tokens)
         tenant.siblings_changed(request)
         self._running[tenant.name] = tenant
 
     def stopped(self, request: RequestView) -> None:
         tenant = self._busy(request.tenant)
-        if (entry := tenant.running.pop(request.seniority, None)) is not None:
+        if (entry := tenant.running.pop(request.arrival_index, None)) is not None:
             self._charge(tenant, self._output_cost(tenant, request.num_output_tokens - entry[1]))
         tenant.siblings_changed(request)
         if not tenant.running:
@@ -198,7 +200,7 @@ class FairAmongTenants(OrderPolicy):
         self._left(tenant.name)
 
     def ordered(self, now_s: float) -> Iterator[RequestView]:
-        """Each request yielded counts against its tenant for those that follow, as if it were admitted."""
+        """Each request yielded counts against its tenant for the later ones, as if it were admitted."""
         if not self._waiting:
             return iter(())
         if len(self._waiting) == 1:
@@ -230,13 +232,13 @@ class FairAmongTenants(OrderPolicy):
         return self._position(waiting.tenant, now_s) < self._position(running.tenant, now_s)
 
     def _position(self, name: str, now_s: float) -> tuple[float, str]:
-        if (tenant := self.busy.get(name)) is None:  # as the fallback, which is told of no request
+        if (tenant := self.busy.get(name)) is None:  # the fallback order is told of no request
             return self.idle.get(name, 0.0), name
         self._charge_output(tenant, now_s)
         return tenant.counter, name
 
     def _prompt_cost(self, request: RequestView, tenant: Tenant) -> float:
-        if request.has_run:  # and has been paid for then
+        if request.has_run:  # its prompt was charged before
             return 0.0
         return (request.num_tokens - request.best_matched_tokens) / tenant.weight
 
@@ -248,11 +250,11 @@ class FairAmongTenants(OrderPolicy):
             return
         tenant.charged_s = now_s
         num_tokens = 0
-        for seniority, (request, charged) in tenant.running.items():
+        for arrival_index, (request, charged) in tenant.running.items():
             now = request.num_output_tokens
             if now != charged:
                 num_tokens += now - charged
-                tenant.running[seniority] = (request, now)
+                tenant.running[arrival_index] = (request, now)
         if num_tokens:
             self._charge(tenant, self._output_cost(tenant, num_tokens))
 

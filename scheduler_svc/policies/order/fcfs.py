@@ -12,4 +12,4 @@ class FirstComeFirstServed(KeyedOrder):
     key_is_constant: ClassVar[bool] = True
 
     def key(self, request: RequestView) -> int:
-        return 0  # equals stand by their place
+        return 0  # equal keys: by queue position

@@ -1,11 +1,11 @@
 """Highest response ratio next, in tokens (SGLang `hrrn`): (tokens served since it arrived) / (tokens it has to
 compute).
 
-The clock is the work admitted so far, so short requests go first and nobody waits for ever. A request whose whole
-prompt is cached goes before all: since a match never has the last token, it is one that has run before. A request
-counts on the clock when it first runs, and keeps its age when it has to wait again.
+The clock is the work admitted so far, so short requests go first and no request waits for ever. A request with its
+whole prompt cached goes before all others: since a match never has the last token, it has run before. A request
+advances the clock when it first runs, and keeps its age when it has to wait again.
 
-All ratios change with the clock, each at a rate of its own, so a pass looks at everything that waits.
+All ratios change with the clock, each at its own rate, so a pass looks at every waiting request.
 """
 
 from __future__ import annotations
@@ -19,50 +19,55 @@ from scheduler_svc.core.requests.request import RequestView
 
 
 @dataclass(slots=True)
-class Entry:
-    """What of a request the order depends on, at hand: a pass looks at all of them."""
+class HrrnEntry:
+    """The attributes of a request that the order depends on, because a pass reads them for every request."""
 
     request: RequestView
     arrived_at: int  # on the clock of tokens
-    place: int
+    queue_position: int
     uncached_tokens: int
-    is_computed: bool  # all of its prompt
+    is_computed: bool  # the whole prompt is cached
 
     @classmethod
-    def of(cls, request: RequestView, arrived_at: int) -> Entry:
+    def of(cls, request: RequestView, arrived_at: int) -> HrrnEntry:
         matched = request.best_matched_tokens
         uncached, is_computed = request.num_tokens - matched, matched >= request.num_prompt_tokens
-        return cls(request, arrived_at, request.place, uncached, is_computed)
+        return cls(request, arrived_at, request.queue_position, uncached, is_computed)
 
 
 class HighestResponseRatioNext(OrderPolicy):
     def __init__(self) -> None:
         self._served_tokens = 0
-        self._entries: dict[int, Entry] = {}  # by seniority
-        # On the clock of tokens, when each one came first, for as long as it is there: wherever it is, it ages.
+        self._entries: dict[int, HrrnEntry] = {}  # by arrival index
+        # The token clock at each request's first arrival, as long as the request lives: it ages wherever it is.
         self._arrived_at: WeakKeyDictionary[RequestView, int] = WeakKeyDictionary()
 
     def add(self, request: RequestView) -> None:
-        self._entries[request.seniority] = Entry.of(request, self._arrival(request))
+        self._entries[request.arrival_index] = HrrnEntry.of(request, self._arrival(request))
 
     def remove(self, request: RequestView) -> None:
-        del self._entries[request.seniority]
+        del self._entries[request.arrival_index]
 
     def rematched(self, request: RequestView) -> None:
-        self._entries[request.seniority] = Entry.of(request, self._arrival(request))
+        self._entries[request.arrival_index] = HrrnEntry.of(request, self._arrival(request))
 
     def _arrival(self, request: RequestView) -> int:
         return self._arrived_at.setdefault(request, self._served_tokens)
 
     def started(self, request: RequestView) -> None:
-        self._arrival(request)  # of one that ran before this order was chosen
+        self._arrival(request)  # a request that ran before this order was set
         if not request.has_run:
             self._served_tokens += max(1, request.num_tokens - request.best_matched_tokens)
 
     def ordered(self, now_s: float) -> Iterator[RequestView]:
         served = self._served_tokens
         ranked = sorted(
-            (not entry.is_computed, (entry.arrived_at - served) / entry.uncached_tokens, entry.place, seniority)
-            for seniority, entry in self._entries.items()
+            (
+                not entry.is_computed,
+                (entry.arrived_at - served) / entry.uncached_tokens,
+                entry.queue_position,
+                arrival_index,
+            )
+            for arrival_index, entry in self._entries.items()
         )
-        return (self._entries[seniority].request for *_, seniority in ranked)
+        return (self._entries[arrival_index].request for *_, arrival_index in ranked)

@@ -1,11 +1,12 @@
-"""Longest cached prefix first (SGLang `lpm`), with its in-batch rule: of requests that share a prefix nobody has
-computed yet, one goes first and the others wait behind everything, so that they find it cached.
+"""Longest cached prefix first (SGLang `lpm`), with its in-batch rule: of requests that share a prefix which is not
+computed yet, one goes first and the others wait behind everything else, so that they find the prefix cached.
 
-SGLang matches every waiting request anew in every pass and builds a throw-away tree of those that match little; above
-128 waiting it gives up and becomes fcfs. Here a request is matched on arrival and moves when the cache reports a
-change. And the tree comes down to groups: a request meets an earlier one's first `in_batch_deprioritize_threshold`
-tokens in that tree exactly if its own are equal and of the same namespace, so the first request of each group of equal
-beginnings is its leader, and the rest are deprioritised. Everything is O(log waiting), at any length of the queue.
+SGLang matches every waiting request again in every pass, and builds a throw-away tree of those that match little; above
+128 waiting requests it falls back to fcfs. Here a request is matched on arrival, and moves when the cache reports a
+change. The tree reduces to groups: in that tree a request meets an earlier one's first
+`in_batch_deprioritize_threshold` tokens exactly if its own are equal and of the same namespace. So the first request of
+each group with equal beginnings is its leader, and the rest are deprioritised. Every operation is O(log waiting), at
+any length of the queue.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from scheduler_svc.core.policy.order import KeyedOrder
 from scheduler_svc.core.requests.request import TOKEN_BYTES, RequestView
 from scheduler_svc.policies.options import AtLeastMinusOne, Count
 
-# What requests have in common that could share it: namespace and tokens.
+# What requests must have in common to share it: namespace and tokens.
 Beginning = tuple[tuple[str, str], bytes]
 
 
@@ -29,10 +30,10 @@ class LongestPrefixMatch(KeyedOrder):
         self.check_threshold = in_batch_check_threshold
         self.beginning_bytes = max(1, in_batch_deprioritize_threshold) * TOKEN_BYTES
         self._groups: dict[Beginning, SortedDict[tuple[int, int], RequestView]] = {}
-        self._group_of: dict[int, Beginning] = {}  # by seniority
+        self._group_of: dict[int, Beginning] = {}  # by arrival index
 
     def key(self, request: RequestView) -> tuple[bool, int]:
-        beginning = self._group_of.get(request.seniority)
+        beginning = self._group_of.get(request.arrival_index)
         group = None if beginning is None else self._groups.get(beginning)
         follows = group is not None and group.peekitem(0)[1] != request
         return (True, 0) if follows else (False, -request.best_matched_tokens)
@@ -43,28 +44,29 @@ class LongestPrefixMatch(KeyedOrder):
             beginning = request.namespace, tokens
             group = self._groups.setdefault(beginning, SortedDict())
             led_before = group.peekitem(0)[1] if group else None
-            group[request.place, request.seniority] = request
-            self._group_of[request.seniority] = beginning
-            if led_before is not None and group.peekitem(0)[1] == request:  # it came back to a place before theirs
+            group[request.queue_position, request.arrival_index] = request
+            self._group_of[request.arrival_index] = beginning
+            # it came back to a position before the others
+            if led_before is not None and group.peekitem(0)[1] == request:
                 super().rematched(led_before)
         super().add(request)
 
     def remove(self, request: RequestView) -> None:
         super().remove(request)
-        beginning = self._group_of.pop(request.seniority, None)
+        beginning = self._group_of.pop(request.arrival_index, None)
         if beginning is None:
             return
         group = self._groups[beginning]
         led = group.peekitem(0)[1] == request
-        del group[request.place, request.seniority]
+        del group[request.queue_position, request.arrival_index]
         if not group:
             del self._groups[beginning]
         elif led:
             super().rematched(group.peekitem(0)[1])
 
     def rematched(self, request: RequestView) -> None:
-        """It may enter or leave its group by this, and so make way for the next leader."""
-        grouped = request.seniority in self._group_of
+        """The request may enter or leave its group, and then its group may get another leader."""
+        grouped = request.arrival_index in self._group_of
         if grouped == (request.best_matched_tokens <= self.check_threshold):
             super().rematched(request)
         else:

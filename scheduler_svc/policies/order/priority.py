@@ -1,7 +1,7 @@
 """Most urgent first, stable within a priority (vLLM `--scheduling-policy priority`; TensorRT-LLM's PRIORITY queue).
 
 Both order by (priority, arrival) and let low priorities starve; ageing is ours. A request gains `ageing_per_s` for each
-second since its arrival. All gain at the same rate, so who of two is ahead never changes: the key is a constant.
+second since its arrival. All gain at the same rate, so two requests never change their order: the key is constant.
 """
 
 from __future__ import annotations

@@ -19,5 +19,5 @@ class Random(KeyedOrder):
         self.seed = seed
 
     def key(self, request: RequestView) -> bytes:
-        # No checksum would do: those are linear, so that another seed hardly changes who of two is first.
-        return blake2b(f"{self.seed} {request.seniority}".encode(), digest_size=8).digest()
+        # A checksum is linear, so another seed would hardly change which of two requests is first.
+        return blake2b(f"{self.seed} {request.arrival_index}".encode(), digest_size=8).digest()

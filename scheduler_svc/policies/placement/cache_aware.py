@@ -1,10 +1,11 @@
 """`cache_aware` of SGLang's router (gateway), with its thresholds: affinity while the load is balanced.
 
-If the busiest worker has `balance_abs_threshold` more requests than the idlest one, and `balance_rel_threshold` times
-as many, the worker with the fewest requests is chosen. Else the worker with the longest match, if that is more than
-`cache_threshold` of the request; else the worker that has been given the fewest tokens to cache (the smallest tree).
+The worker with the fewest requests is chosen if the busiest worker has `balance_abs_threshold` more requests than the
+idlest one, and `balance_rel_threshold` times as many. Otherwise it is the worker with the longest match, if that is
+more than `cache_threshold` of the request; otherwise the worker that was given the fewest tokens to cache (the smallest
+tree).
 
-The router's tree is a guess from the prompts that it has sent; here the match is what the worker's cache really holds
+The router's tree is a guess from the prompts that it has sent. Here the match is what the worker's cache really holds
 and what requests ahead compute, as in the router's event-driven mode.
 """
 
@@ -30,7 +31,7 @@ class CacheAware(OnArrival):
         self.cache_threshold = cache_threshold
         self.balance_abs_threshold = balance_abs_threshold
         self.balance_rel_threshold = balance_rel_threshold
-        self._given_tokens: dict[int, int] = {}  # uncached tokens of the requests that it chose a worker for
+        self._given_tokens: dict[int, int] = {}  # uncached tokens of the requests placed on it, by worker
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> tuple[WorkerView, str]:
         cached = {worker.id: worker.cached_tokens(request) for worker in workers}

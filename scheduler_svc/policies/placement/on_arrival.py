@@ -1,5 +1,5 @@
-"""What routers in front of replicas have in common: a request's worker is chosen once, when the request arrives, and
-the request waits for that worker even if another one has room first."""
+"""The common rule of routers in front of replicas: a request's worker is chosen once, when the request arrives, and the
+request waits for that worker even if another one has room first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scheduler_svc.core.policy.interfaces import PlacementPolicy
 from scheduler_svc.core.policy.worker_view import WorkerView
 from scheduler_svc.core.requests.request import RequestView
 
-# Choices that are kept. A request that is cancelled while it waits leaves its choice behind; the oldest ones go first.
+# Choices that are kept. A request cancelled while it waits leaves its choice behind; the oldest are dropped first.
 MAX_CHOICES = 1 << 15
 
 
@@ -23,38 +23,38 @@ class Chosen(NamedTuple):
 
 
 class OnArrival(PlacementPolicy):
-    """Subclasses choose among all workers that could hold the request, with or without room now. A request whose worker
-    is gone is placed anew, as a router that retries does."""
+    """Subclasses choose among all workers that could hold the request, with or without room now. If the worker is gone,
+    the request is placed again, as by a router that retries."""
 
     def __init__(self) -> None:
         self._chosen: OrderedDict[int, Chosen] = OrderedDict()  # by the request's arrival index
 
     @abstractmethod
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> tuple[WorkerView, str]:
-        """The request's worker of these (by ascending id), and why."""
+        """The request's worker among these (by ascending id), and the reason."""
 
     def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
         offered = {worker.id: worker for worker in (*workers, *full)}
-        chosen = self._chosen.get(request.seniority)
+        chosen = self._chosen.get(request.arrival_index)
         if chosen is None or chosen.worker not in offered:
             worker, why = self.choose(request, sorted(offered.values(), key=lambda worker: worker.id))
-            self._chosen[request.seniority] = chosen = Chosen(worker.id, why)
+            self._chosen[request.arrival_index] = chosen = Chosen(worker.id, why)
             if len(self._chosen) > MAX_CHOICES:
                 self._chosen.popitem(last=False)
         return offered[chosen.worker]
 
     def bound(self, request: RequestView, worker_id: int) -> str:
-        chosen = self._chosen.pop(request.seniority, None)
+        chosen = self._chosen.pop(request.arrival_index, None)
         return chosen.why if chosen is not None and chosen.worker == worker_id else ""
 
 
 def fewest_requests(workers: Sequence[WorkerView]) -> WorkerView:
-    """The worker with the fewest requests, running ones and those that wait for the worker; of equal ones the one with
-    the smallest id."""
+    """The worker with the fewest requests, running ones and those that wait for it. Of equal workers the smallest
+    id."""
     return min(workers, key=lambda worker: worker.num_rows)
 
 
 def drawn(seed: int, request: RequestView, count: int) -> int:
     """A number below `count`, drawn for the request by a seed."""
-    digest = blake2b(f"{seed} {request.seniority}".encode(), digest_size=8).digest()
+    digest = blake2b(f"{seed} {request.arrival_index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % count

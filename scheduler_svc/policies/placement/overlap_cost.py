@@ -1,7 +1,7 @@
-"""The cost of Dynamo's KV router: `overlap_weight` · prefill blocks + decode blocks, the smallest is chosen.
+"""The cost of Dynamo's KV router: `overlap_weight` · prefill blocks + decode blocks. The smallest cost is chosen.
 
-Prefill blocks are those that the worker would have to compute: what is queued there and what the request has not
-cached there. Decode blocks are those in use there, with the request. As in Dynamo at its default temperature of 0 the
+Prefill blocks are those that the worker would have to compute: what is queued there, and what the request has not
+cached there. Decode blocks are those in use there, with the request. As in Dynamo at its default temperature of 0, the
 choice is not random; of equal costs the worker with the fewest requests is chosen.
 """
 
@@ -17,7 +17,7 @@ from scheduler_svc.policies.placement.on_arrival import OnArrival
 
 class OverlapCost(OnArrival):
     def __init__(self, overlap_weight: Amount = 1.0) -> None:
-        """`overlap_weight`: Dynamo's default is 1; more favours the first token, less the tokens after it."""
+        """`overlap_weight`: Dynamo's default is 1. A larger weight favours the first token over later tokens."""
         super().__init__()
         self.overlap_weight = overlap_weight
 
@@ -29,6 +29,6 @@ class OverlapCost(OnArrival):
     def _cost_blocks(self, request: RequestView, worker: WorkerView) -> float:
         size = worker.block_size
         prefill_tokens = worker.queued_prefill_tokens + request.num_tokens - worker.cached_tokens(request)
-        own_blocks = -(-request.num_tokens // size) - request.live_tokens(worker.id) // size
+        own_blocks = -(-request.num_tokens // size) - request.referenced_tokens(worker.id) // size
         decode_blocks = worker.num_blocks - worker.free_blocks + own_blocks
         return self.overlap_weight * prefill_tokens / size + decode_blocks

@@ -1,4 +1,4 @@
-"""Where a request costs the least time: its own and that of all requests beside it (docs/placement.md).
+"""Places a request where it costs the least time: its own, and that of all requests beside it (docs/placement.md).
 
 The cost of a worker, in seconds summed over requests:
 
@@ -8,9 +8,9 @@ The cost of a worker, in seconds summed over requests:
 
 A cached prefix is worth the prefill time that it saves, once. So one request alone hardly ever pays for a second copy
 of a prefix; many do. For each prefix the policy sums up the time that requests have lost by following it to a worker
-that would not be the best one otherwise. When this sum reaches what a second copy costs, the next request makes the
-copy: the cost is at most twice that of a rule that knows the future (ski rental: Karlin et al., Algorithmica 1988).
-Each request counts as if it had lost 1/20 of a copy at least, so that no worker stays without a prefix that all share.
+that would not be the best one otherwise. When this sum reaches the cost of a second copy, the next request makes the
+copy. So the cost is at most twice that of a rule that knows the future (ski rental: Karlin et al., Algorithmica 1988).
+Each request counts at least 1/20 of a copy as lost, so that no worker stays without a prefix that all share.
 """
 
 from __future__ import annotations
@@ -24,54 +24,54 @@ from scheduler_svc.core.policy.interfaces import PlacementPolicy
 from scheduler_svc.core.policy.worker_view import FleetView, WorkerView
 from scheduler_svc.core.requests.request import RequestView
 
-# Predictions that differ by less are the same: fits of two equal workers differ by about so much (5 % jitter of a step
-# over MEMORY_STEPS steps). Of these workers the one takes the request that has waited longest for one.
+# Predictions that differ by less are equal: the fits of two equal workers differ by about this much (5 % jitter of a
+# step over MEMORY_STEPS steps). Of equal workers, the one that has waited longest for a request takes it.
 SAME = 0.02
-# A request that waits so many steps for its first token counts as if it had waited twice as long, one that waits n
-# times as long as if n + 1 times: a sum of seconds alone lets a few wait for as long as it saves many a little. Steps
-# are those of the fastest worker with one row, so a slow model shares out its requests as a fast one does. Of 2 to 100,
-# this had the lowest 99th percentiles, and cost no throughput (docs/placement-comparison.md).
+# A request that waits this many steps for its first token counts as if it had waited twice as long; n times as many, as
+# n + 1 times: a plain sum of seconds lets a few requests wait so that many others save little. Steps are those of the
+# fastest worker with one row, so a slow model shares out its requests as a fast one does. Of the values from 2 to 100,
+# this one had the lowest 99th percentiles, and cost no throughput (docs/placement-comparison.md).
 PATIENCE_STEPS = 4.0
-# Share of a copy that each request which follows a prefix has lost at least. 1/50 left workers without the prefix for
+# Least share of a copy that a request which follows a prefix counts as lost. 1/50 left workers without the prefix for
 # too long: 99th percentiles of TTFT up to twice as long with conversations and agents.
 LEAST_LOST = 1 / 20
 LEAST_STEP_S = 1e-6
-# Output tokens that are expected of a request while none has ended.
+# Expected output tokens of a request before the first one has ended.
 GUESSED_OUTPUT_TOKENS = 256.0
-# Prefixes for which time lost is summed up; a prefix that no request has followed for longest is forgotten first.
+# Prefixes with a sum of lost time. The prefix that no request has followed for longest is forgotten first.
 MAX_PREFIXES = 4096
 # Workers that `explain` names.
 MAX_NAMED = 4
 
-# Namespace, tokens in whole blocks, the last of these blocks. Two prefixes that agree in these may differ before them:
-# then a copy is made a little early.
+# Namespace, tokens in whole blocks, the last of these blocks. Two prefixes that agree in these may differ before: then
+# a copy is made a little early.
 PrefixKey = tuple[tuple[str, str], int, bytes]
 
 
 class Cost(NamedTuple):
-    """Of a request on a worker. Seconds."""
+    """The cost of a request on a worker, in seconds."""
 
-    total_s: float  # the wait for its first token weighted, see PATIENCE_STEPS
-    first_s: float  # to its first token
+    total_s: float  # with the wait for the first token weighted; see PATIENCE_STEPS
+    first_s: float  # to the first token
 
 
-class Choice(NamedTuple):
-    """Where a round has placed a request, and why."""
+class PlacementChoice(NamedTuple):
+    """Where a round has placed a request, and the reason."""
 
     worker_id: int
     costs: list[tuple[Cost, WorkerView]]  # by ascending id
-    prefix: PrefixKey | None  # that it follows, or of which it makes a copy
+    prefix: PrefixKey | None  # that it follows, or copies
     lost_s: float  # by following it
     copies: bool
 
 
 class PredictedTime(PlacementPolicy):
-    # The best of a few that were drawn is nearly as good as the best of all (Mitzenmacher, TPDS 2001).
+    # The best of a few random ones is nearly as good as the best of all (Mitzenmacher, TPDS 2001).
     max_compared = 16
 
     def __init__(self) -> None:
         self._mean_tokens: float | None = None
-        self._choices: dict[int, Choice] = {}  # of the round, by the request's arrival index
+        self._choices: dict[int, PlacementChoice] = {}  # of the round, by arrival index
         self._lost_s: OrderedDict[PrefixKey, float] = OrderedDict()  # by bound requests
         self._round_lost_s: dict[PrefixKey, float] = {}  # by those that the round has placed
         self._bindings = itertools.count(1)
@@ -95,7 +95,7 @@ class PredictedTime(PlacementPolicy):
         prefix, lost_s, copies = None, 0.0, False
         most = cached[best]
         if min(cached) + workers[best].block_size <= most:
-            # As if each had as much of it in its cache: would another worker be the better one?
+            # If every worker had as much of the request in its cache, would another worker be better?
             ideal = [
                 costs[i] if cached[i] >= most else self._cost(request, worker, most, expected)
                 for i, worker in enumerate(workers)
@@ -111,7 +111,7 @@ class PredictedTime(PlacementPolicy):
                 self._round_lost_s[prefix] = 0.0 if copies else lost_before_s + lost_s
                 best = other if copies else best
         chosen = workers[best]
-        self._choices[request.seniority] = Choice(
+        self._choices[request.arrival_index] = PlacementChoice(
             chosen.id, list(zip(costs, workers, strict=True)), prefix, lost_s, copies
         )
         return chosen
@@ -120,7 +120,7 @@ class PredictedTime(PlacementPolicy):
         self._last_binding[worker_id] = next(self._bindings)
         if len(self._last_binding) > 4 * MAX_PREFIXES:  # of workers that have left
             del self._last_binding[min(self._last_binding, key=self._last_binding.__getitem__)]
-        choice = self._choices.pop(request.seniority, None)
+        choice = self._choices.pop(request.arrival_index, None)
         if choice is None or choice.worker_id != worker_id:
             return ""
         if choice.prefix is not None:
@@ -146,14 +146,14 @@ class PredictedTime(PlacementPolicy):
         steps = 1 + (queued_tokens + uncached - 1) // max(worker.max_batched_tokens - rows, 1)
         own_s = token_s * uncached
         first_s = worker.in_flight_s + steps * step_s + token_s * queued_tokens + own_s + row_s
-        slower_s = row_s + context_s * (request.num_tokens + expected_tokens / 2)  # each step, by this row
+        slower_s = row_s + context_s * (request.num_tokens + expected_tokens / 2)  # each step, because of this row
         others_tokens = expected_tokens if self._mean_tokens is None else min(expected_tokens, self._mean_tokens)
         total_s = first_s + first_s * first_s / self._patience_s
         total_s += expected_tokens * (step_s + slower_s) + rows * (own_s + slower_s * others_tokens)
         return Cost(total_s, first_s)
 
     def _least(self, costs: Sequence[Cost], workers: Sequence[WorkerView]) -> int:
-        """The index of the lowest cost; of costs that are the same, of the worker that has waited longest."""
+        """The index of the lowest cost. Of equal costs, that of the worker that has waited longest for a request."""
         least = min(costs)
         most_s, latest_s = least.total_s * (1 + SAME), least.first_s * (1 + SAME)
         same = [i for i, cost in enumerate(costs) if cost.total_s <= most_s and cost.first_s <= latest_s]
@@ -165,8 +165,8 @@ class PredictedTime(PlacementPolicy):
         return request.namespace, num_tokens, last_block
 
 
-def _explained(choice: Choice) -> str:
-    """Predicted times of the worker that was chosen, and of the next best ones."""
+def _explained(choice: PlacementChoice) -> str:
+    """Predicted times of the chosen worker, and of the next best ones."""
     own = next(cost for cost, worker in choice.costs if worker.id == choice.worker_id)
     others = sorted((cost, worker.id) for cost, worker in choice.costs if worker.id != choice.worker_id)
     text = f"predicted: first token after {own.first_s:.3f} s, cost {own.total_s:.3f} s"

@@ -1,4 +1,4 @@
-"""The worker with the least prefill ahead of the request and of its own, a row counting as 16 tokens: Paceline's rule
+"""The worker with the least prefill, ahead of the request and its own; a row counts as 16 tokens. Paceline's rule
 before step times were known. A cached prefix of P tokens outweighs P / 16 running rows."""
 
 from __future__ import annotations

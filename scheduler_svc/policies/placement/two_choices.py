@@ -21,6 +21,6 @@ class TwoChoices(OnArrival):
         if count == 1:
             return workers[0], "the only one"
         first, second = divmod(drawn(self.placement_seed, request, count * (count - 1)), count - 1)
-        second += second >= first  # each ordered pair of different workers is as likely
+        second += second >= first  # each ordered pair of different workers is equally likely
         chosen = fewest_requests([workers[i] for i in sorted((first, second))])
         return chosen, f"of {workers[first].id} and {workers[second].id} it had fewer requests, {chosen.num_rows}"

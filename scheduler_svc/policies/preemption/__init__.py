@@ -1,1 +1,1 @@
-"""Who gives way."""
+"""Which sequence is preempted first."""

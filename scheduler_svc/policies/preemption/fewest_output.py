@@ -1,6 +1,6 @@
-"""Who has generated least gives way first, of equals the one with the longest prompt, then the newest (SGLang's
-retraction): the least work is lost, and the most blocks come free. SGLang puts it at the tail of the queue; here it
-keeps its seniority unless `requeue` says "back"."""
+"""The sequence with the fewest generated tokens is preempted first; of equal ones the longest prompt, then the newest
+(SGLang's retraction). So the least work is lost, and the most blocks become free. SGLang moves it to the end of the
+queue; here it keeps its queue position unless `requeue` says "back"."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""The tenant and the request that hold most give way first; and further sequences give way to waiting requests.
+"""The tenant and the request that hold most are preempted first; and further sequences are preempted for waiting
+requests.
 
 When running sequences need more blocks than there are: of the tenant that holds most blocks (over its weight), of the
 request with the most running sequences, the sequence that was admitted last. With one tenant and one sequence for each
 request that is `last-in`.
 
-When a request waits of which no sequence runs, and the worker has no slot or no blocks for it: sequences of requests
-that run several, from the request with the most, the last admitted first; a request always keeps one, and none gives
-way that the order would let in again first. So a request with
-n = 64 uses every slot that nothing else wants, and the next request waits for one step and not for the end of a sample.
-What gave way is computed again from what the cache still has of it, mostly all but the last block.
+When a request without running sequences waits, and the worker has no slot or no blocks for it: sequences of requests
+that run several, from the request with the most, the last admitted first. A request always keeps one sequence, and no
+sequence is preempted that the order would admit again first. So a request with n = 64 uses every slot that no other
+request wants, and the next request waits for one step, not for the end of a sample. A preempted sequence computes again
+what the cache has not kept of it, mostly the last block only.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from scheduler_svc.core.policy.views import Running
 from scheduler_svc.core.requests.request import RequestView
 from scheduler_svc.policies.options import PositiveAmount
 
-# Slots that are made free at once; the next composition makes more.
+# Slots freed at once; the next step frees more.
 MAX_SLOTS = 16
 
 
@@ -36,7 +37,7 @@ class LargestShare(PreemptionPolicy):
         mode: Mode = "recompute",
         tenant_weights: dict[str, PositiveAmount] | None = None,
     ) -> None:
-        """`tenant_weights`: as of the order `fair`."""
+        """`tenant_weights`: as in the order `fair`."""
         self.requeue = requeue
         self.mode = mode
         self._weights = tenant_weights or {}
@@ -66,12 +67,12 @@ class LargestShare(PreemptionPolicy):
         newcomers: list[RequestView] = []
         for request in islice(requests, MAX_SLOTS):
             if request.num_running_siblings or request.is_swapped:
-                break  # the freed slots would be offered to it before those behind it
+                break  # the freed slots would be offered to it first
             newcomers.append(request)
         if not newcomers:
             return
         spare = (one for one in self._spare(step) if step.goes_before(newcomers[0], one.request))
-        if step.num_seats > 0:  # blocks are missing
+        if step.num_free_slots > 0:  # blocks are missing, not slots
             missing = step.need_blocks(newcomers[0], step.uncached_tokens(newcomers[0]))
             for sequence in spare:
                 if missing <= 0:
@@ -83,11 +84,11 @@ class LargestShare(PreemptionPolicy):
 
     @staticmethod
     def _spare(step: Step) -> Iterator[Running]:
-        """Sequences of requests that run several, as long as each keeps one: the largest request first."""
+        """Sequences of requests that run several, as long as each request keeps one; the largest request first."""
         running: dict[int, list[Running]] = {}
         for sequence in step.running:
             running.setdefault(sequence.request.client_request, []).append(sequence)
-        # By the sequences that run anywhere; of equals the request that came last.
+        # By sequences that run on any worker; of equal requests the one that came last.
         heap = [(-held[0].request.num_running_siblings, -name) for name, held in running.items()]
         heapq.heapify(heap)
         while heap and heap[0][0] < -1:

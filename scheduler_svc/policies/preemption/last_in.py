@@ -1,4 +1,4 @@
-"""Who was admitted last gives way first (vLLM fcfs; TensorRT-LLM pauses from the tail)."""
+"""The sequence that was admitted last is preempted first (vLLM fcfs; TensorRT-LLM pauses from the end)."""
 
 from __future__ import annotations
 

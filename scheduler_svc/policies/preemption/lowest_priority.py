@@ -1,4 +1,4 @@
-"""The least urgent gives way first, of equals the one that arrived last (vLLM priority)."""
+"""The least urgent sequence is preempted first; of equal ones the one that arrived last (vLLM priority)."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ class LowestPriority(PreemptionPolicy):
         self.mode = mode
 
     def victims(self, step: Step) -> Iterable[Running]:
-        return sorted(step.running, key=lambda sequence: (sequence.request.priority, -sequence.request.seniority))
+        return sorted(step.running, key=lambda sequence: (sequence.request.priority, -sequence.request.arrival_index))

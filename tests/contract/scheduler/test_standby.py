@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from paceline.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
-from scheduler_svc.etcd import Etcd, EtcdError, Seat
+from scheduler_svc.etcd import Etcd, EtcdError, LeaderRecord
 from scheduler_svc.server import serve
 from scheduler_svc.settings import SchedulerSettings
 from services.runtime.rpc import open_channel
@@ -41,19 +41,19 @@ async def etcd(process: EtcdProcess, request: pytest.FixtureRequest) -> AsyncIte
     """For a seat of the test's own; the first endpoint is dead."""
     client = Etcd([f"http://127.0.0.1:{free_port()}", process.url], request.node.name, timeout_s=10.0)
     with pytest.raises(EtcdError, match="All connection attempts failed"):
-        await client.seat()
+        await client.read_leader()
     yield client
     await client.close()
 
 
 async def test_a_seat_is_taken_once_and_left_with_its_lease(etcd: Etcd) -> None:
-    free = await etcd.seat()
+    free = await etcd.read_leader()
     assert (free.lease, free.address, free.epoch, free.epoch_revision) == (None, "", 0, 0)
     lease, ttl_s = await etcd.grant(60)
     assert ttl_s == 60
     assert await etcd.claim(free, lease, "a:1", 17)
     assert not await etcd.claim(free, lease, "b:1", 18)
-    taken = await etcd.seat()
+    taken = await etcd.read_leader()
     assert (taken.lease, taken.address, taken.epoch) == (lease, "a:1", 17)
     assert taken.epoch_revision == taken.revision == free.revision + 1
     waiting = asyncio.create_task(etcd.wait_until_left(taken, TIMEOUT_S))
@@ -62,7 +62,7 @@ async def test_a_seat_is_taken_once_and_left_with_its_lease(etcd: Etcd) -> None:
     assert await etcd.renew(lease) == 60
     await etcd.revoke(lease)
     await asyncio.wait_for(waiting, TIMEOUT_S / 2)
-    left = await etcd.seat()
+    left = await etcd.read_leader()
     assert (left.lease, left.epoch) == (None, 17)
     # What was seen before somebody else had the seat is not good enough, though it is free.
     lease, _ = await etcd.grant(60)
@@ -73,9 +73,9 @@ async def test_a_seat_is_taken_once_and_left_with_its_lease(etcd: Etcd) -> None:
 async def test_a_lease_ends_by_itself(etcd: Etcd) -> None:
     lease, ttl_s = await etcd.grant(1)
     assert ttl_s == 2  # the least that etcd grants
-    assert await etcd.claim(await etcd.seat(), lease, "a:1", 1)
-    await etcd.wait_until_left(await etcd.seat(), TIMEOUT_S)
-    assert (await etcd.seat()).lease is None
+    assert await etcd.claim(await etcd.read_leader(), lease, "a:1", 1)
+    await etcd.wait_until_left(await etcd.read_leader(), TIMEOUT_S)
+    assert (await etcd.read_leader()).lease is None
     assert await etcd.renew(lease) == 0
     with pytest.raises(EtcdError, match="lease not found"):
         await etcd.revoke(lease)
@@ -83,12 +83,12 @@ async def test_a_lease_ends_by_itself(etcd: Etcd) -> None:
 
 async def test_a_watch_from_a_revision_that_is_gone_ends(etcd: Etcd, process: EtcdProcess) -> None:
     lease, _ = await etcd.grant(60)
-    seen = await etcd.seat()
+    seen = await etcd.read_leader()
     assert await etcd.claim(seen, lease, "a:1", 1)
     await etcd.revoke(lease)
     lease, _ = await etcd.grant(60)
-    assert await etcd.claim(await etcd.seat(), lease, "b:1", 2)
-    now = await etcd.seat()
+    assert await etcd.claim(await etcd.read_leader(), lease, "b:1", 2)
+    now = await etcd.read_leader()
     body = json.dumps({"revision": str(now.revision)}).encode()
     await asyncio.to_thread(urllib.request.urlopen, f"{process.url}/v3/kv/compaction", body)
     async with asyncio.timeout(TIMEOUT_S / 2):
@@ -96,17 +96,17 @@ async def test_a_watch_from_a_revision_that_is_gone_ends(etcd: Etcd, process: Et
 
 
 async def test_a_watch_ends_when_its_time_is_over(etcd: Etcd) -> None:
-    seen = await etcd.seat()
+    seen = await etcd.read_leader()
     async with asyncio.timeout(TIMEOUT_S / 2):
         await etcd.wait_until_left(seen, 0.1)
-    assert await etcd.seat() == seen, "nobody has come or gone"
+    assert await etcd.read_leader() == seen, "nobody has come or gone"
 
 
 async def test_endpoints_that_fail_at_the_same_time_are_passed_over_together(process: EtcdProcess) -> None:
     etcd = Etcd([f"http://127.0.0.1:{free_port()}", process.url], "x", timeout_s=3.0)
-    failed = await asyncio.gather(etcd.seat(), etcd.seat(), return_exceptions=True)
+    failed = await asyncio.gather(etcd.read_leader(), etcd.read_leader(), return_exceptions=True)
     assert [type(error) for error in failed] == [EtcdError, EtcdError]
-    assert (await etcd.seat()).lease is None
+    assert (await etcd.read_leader()).lease is None
     await etcd.close()
 
 
@@ -117,9 +117,9 @@ async def test_connections_that_are_reset_at_once() -> None:
     etcd = Etcd([f"http://127.0.0.1:{proxy.port}"], "x", timeout_s=3.0)
     for _ in range(30):
         with pytest.raises(EtcdError):
-            await etcd.seat()
+            await etcd.read_leader()
     with pytest.raises(EtcdError):
-        await etcd.wait_until_left(Seat(1, None, "", 0, 0), 3.0)
+        await etcd.wait_until_left(LeaderRecord(1, None, "", 0, 0), 3.0)
     await etcd.close()
     proxy.close()
 
@@ -134,7 +134,7 @@ async def test_somebody_else_at_etcd_s_address(body: bytes) -> None:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     etcd = Etcd([f"http://127.0.0.1:{port}"], "x", timeout_s=3.0)
-    for ask in (etcd.seat(), etcd.grant(3), etcd.renew(1)):
+    for ask in (etcd.read_leader(), etcd.grant(3), etcd.renew(1)):
         with pytest.raises(EtcdError, match=r"not an answer of etcd|disconnected|Error"):
             await ask
     await etcd.close()
@@ -144,7 +144,7 @@ async def test_somebody_else_at_etcd_s_address(body: bytes) -> None:
 
 async def test_a_scheduler_stands_by_until_the_seat_is_left(etcd: Etcd, process: EtcdProcess) -> None:
     lease, _ = await etcd.grant(60)
-    assert await etcd.claim(await etcd.seat(), lease, "elsewhere:50051", 2**50)
+    assert await etcd.claim(await etcd.read_leader(), lease, "elsewhere:50051", 2**50)
     settings = SchedulerSettings(
         port=free_port(),
         cache=NOBODY,
@@ -163,13 +163,13 @@ async def test_a_scheduler_stands_by_until_the_seat_is_left(etcd: Etcd, process:
         registration = worker_pb2.WorkerServiceLinkRequest(registration=worker_pb2.WorkerRegistration())
         link = worker_pb2_grpc.WorkerServiceStub(channel).Link(iter_of(registration))
         for call in (admin.GetPolicy(admin_pb2.GetPolicyRequest()), link.read()):
-            with pytest.raises(grpc.aio.AioRpcError, match="standby; the master is elsewhere:50051") as error:
+            with pytest.raises(grpc.aio.AioRpcError, match="standby; the leader is elsewhere:50051") as error:
                 await call
             assert error.value.code() is grpc.StatusCode.UNAVAILABLE
 
         await etcd.revoke(lease)
         await until_health(channel, WORKER, SERVING)
-        assert (await etcd.seat()).address == f"127.0.0.1:{settings.port}"
+        assert (await etcd.read_leader()).address == f"127.0.0.1:{settings.port}"
         await until_metric(addresses, "is_master", 1)
         # Later epochs are higher whatever the time of day.
         assert await metric(addresses, "epoch") == 2**50 + 1
@@ -179,19 +179,19 @@ async def test_a_scheduler_stands_by_until_the_seat_is_left(etcd: Etcd, process:
         )
         opened = (await session.read()).opened
         assert opened.fence == opened.epoch == 2**50 + 1
-    left = await etcd.seat()
+    left = await etcd.read_leader()
     assert (left.lease, left.epoch) == (None, 2**50 + 1)
 
 
 async def test_a_standby_can_be_stopped(etcd: Etcd, process: EtcdProcess) -> None:
     lease, _ = await etcd.grant(60)
-    assert await etcd.claim(await etcd.seat(), lease, "elsewhere:50051", 5)
+    assert await etcd.claim(await etcd.read_leader(), lease, "elsewhere:50051", 5)
     settings = SchedulerSettings(
         port=0, metrics_port=0, cache=NOBODY, etcd=process.url, etcd_key="test_a_standby_can_be_stopped"
     )
     async with running(settings):
         pass
-    assert (await etcd.seat()).lease == lease
+    assert (await etcd.read_leader()).lease == lease
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bench import gpu
 from bench.gpu_choices import choices
-from bench.gpu_load import Load, NoRoom, Request
+from bench.gpu_load import Load, LoadRequest, NoRoom
 from bench.gpu_measure import Clock
 from bench.gpu_shapes import SHAPES, decode_bytes, prefill_flops, weight_bytes_per_step
 from gpu_worker.models.config import DecoderConfig, parse_config
@@ -78,7 +78,7 @@ def test_bytes_and_operations_are_those_of_the_anchors() -> None:
 @given(
     st.lists(
         st.builds(
-            lambda prompt, cached, output: Request(prompt, min(cached, prompt - 1), output),
+            lambda prompt, cached, output: LoadRequest(prompt, min(cached, prompt - 1), output),
             st.integers(1, 40),
             st.integers(0, 39),
             st.integers(1, 20),
@@ -88,7 +88,7 @@ def test_bytes_and_operations_are_those_of_the_anchors() -> None:
     ),
     st.integers(1, 4),
 )
-def test_plans_are_such_as_a_worker_accepts(requests: list[Request], concurrency: int) -> None:
+def test_plans_are_such_as_a_worker_accepts(requests: list[LoadRequest], concurrency: int) -> None:
     """The slot table is the judge of what may be in a plan; each request samples as often as it shall."""
     table = SlotTable(LIMITS)
     sampled: list[int] = []
@@ -104,6 +104,6 @@ def test_plans_are_such_as_a_worker_accepts(requests: list[Request], concurrency
 
 
 def test_a_load_that_does_not_fit_says_so() -> None:
-    load = Load(SlotLimits(4, 32, 400, 8, 5, 97, ()), [Request(30, 0, 30)])
+    load = Load(SlotLimits(4, 32, 400, 8, 5, 97, ()), [LoadRequest(30, 0, 30)])
     with pytest.raises(NoRoom):
         list(load.steps(1))

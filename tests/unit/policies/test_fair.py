@@ -26,7 +26,7 @@ CLOCK = itertools.count(step=10 * CHARGE_INTERVAL_S)  # what runs is charged in 
 
 @dataclass(eq=False)
 class FakeRequest:
-    seniority: int
+    arrival_index: int
     tenant: str
     num_prompt_tokens: int = 1
     best_matched_tokens: int = 0
@@ -41,15 +41,15 @@ class FakeRequest:
 
     @property
     def client_request(self) -> int:
-        return self.siblings.first or self.seniority
+        return self.siblings.first or self.arrival_index
 
     @property
     def num_running_siblings(self) -> int:
         return self.siblings.num_bound
 
     @property
-    def place(self) -> int:
-        return self.seniority
+    def queue_position(self) -> int:
+        return self.arrival_index
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +114,7 @@ class Simple:
     def ordered(self) -> list[FakeRequest]:
         for tenant in {request.tenant for request in self.running}:
             self.charge_output(tenant)
-        counters, left, order = dict(self.counters), sorted(self.waiting, key=lambda one: one.seniority), []
+        counters, left, order = dict(self.counters), sorted(self.waiting, key=lambda one: one.arrival_index), []
         while left:
             least = min((counters[one.tenant], one.tenant) for one in left)[1]
             request = next(one for one in left if one.tenant == least)
@@ -125,19 +125,19 @@ class Simple:
 
 
 def names(order: FairAmongTenants) -> list[int]:
-    return [request.seniority for request in order.ordered(next(CLOCK))]
+    return [request.arrival_index for request in order.ordered(next(CLOCK))]
 
 
 @settings(deadline=None, max_examples=300)
 @given(st.randoms(use_true_random=False), st.integers(1, 60))
 def test_the_order_is_that_of_one_who_forgets_nobody(rng: Any, num_events: int) -> None:
     order, simple = FairAmongTenants(dict(WEIGHTS)), Simple()
-    for seniority in range(num_events):
+    for arrival_index in range(num_events):
         event = rng.choice(["add", "add", "start", "start", "cancel", "grow", "stop", "preempt"])
         waiting, running = simple.waiting, list(simple.running)
         if event == "add":
             prompt = rng.randrange(1, 20)
-            request = FakeRequest(seniority, rng.choice("abcd"), prompt, rng.randrange(prompt))
+            request = FakeRequest(arrival_index, rng.choice("abcd"), prompt, rng.randrange(prompt))
             simple.add(request)
             order.add(view(request))
         elif event in ("start", "cancel") and waiting:
@@ -160,8 +160,8 @@ def test_the_order_is_that_of_one_who_forgets_nobody(rng: Any, num_events: int) 
                 simple.add(request)
                 order.add(view(request))
         if rng.random() < 0.5:
-            assert names(order) == [request.seniority for request in simple.ordered()]
-    assert names(order) == [request.seniority for request in simple.ordered()]
+            assert names(order) == [request.arrival_index for request in simple.ordered()]
+    assert names(order) == [request.arrival_index for request in simple.ordered()]
 
 
 def serve(order: FairAmongTenants, request: FakeRequest) -> None:
@@ -175,8 +175,8 @@ def serve(order: FairAmongTenants, request: FakeRequest) -> None:
 def test_a_new_name_claims_nothing_of_what_was_served_before() -> None:
     order = FairAmongTenants()
     serve(order, FakeRequest(0, "old", num_prompt_tokens=1_000_000))
-    for seniority in range(1, 9):
-        order.add(view(FakeRequest(seniority, "new" if seniority < 5 else "old", num_prompt_tokens=100)))
+    for arrival_index in range(1, 9):
+        order.add(view(FakeRequest(arrival_index, "new" if arrival_index < 5 else "old", num_prompt_tokens=100)))
     assert names(order) == [1, 5, 2, 6, 3, 7, 4, 8]
 
 
@@ -221,12 +221,12 @@ def test_what_runs_keeps_no_credit_for_what_was_not_asked_for() -> None:
     order.add(view(long))
     order.remove(view(long))
     order.started(view(long))
-    for seniority in range(2, 12):
-        serve(order, FakeRequest(seniority, "busy", num_prompt_tokens=100))
-    for seniority in (20, 21):
-        order.add(view(FakeRequest(seniority, "busy", num_prompt_tokens=100)))
-    for seniority in (30, 31):
-        order.add(view(FakeRequest(seniority, "modest", num_prompt_tokens=100)))
+    for arrival_index in range(2, 12):
+        serve(order, FakeRequest(arrival_index, "busy", num_prompt_tokens=100))
+    for arrival_index in (20, 21):
+        order.add(view(FakeRequest(arrival_index, "busy", num_prompt_tokens=100)))
+    for arrival_index in (30, 31):
+        order.add(view(FakeRequest(arrival_index, "modest", num_prompt_tokens=100)))
     assert names(order) == [20, 30, 21, 31], "with the one that runs it has asked for no more than without"
 
 
@@ -263,8 +263,8 @@ def test_who_is_hidden_by_a_limit_waits_all_the_same() -> None:
     """Of a tenant at its limit the first one goes, and another is shown instead: it is no tenant that has just come."""
     order, running = FairAmongTenants(), {"modest": 0, "busy": 0}
     queue = WaitingQueue(order, pytest.fail, lambda tenant: 20 - running[tenant])
-    requests = [limited(seniority, "modest") for seniority in range(1, 5)]
-    others = [limited(seniority, "busy") for seniority in range(10, 20)]
+    requests = [limited(arrival_index, "modest") for arrival_index in range(1, 5)]
+    others = [limited(arrival_index, "busy") for arrival_index in range(10, 20)]
     for one in (*requests, *others):
         queue.add(one)
     running["modest"] = 20
@@ -279,10 +279,19 @@ def test_who_is_hidden_by_a_limit_waits_all_the_same() -> None:
     assert {tenant.name: tenant.counter for tenant in order.busy.values()} == before
 
 
-def limited(seniority: int, tenant: str) -> Request:
+def limited(arrival_index: int, tenant: str) -> Request:
     sampling = SamplingParams(max_tokens=18)
     return Request(
-        seniority, "s", seniority, "", b"12345678", bytearray(), sampling, 0.0, tenant=tenant, place=seniority
+        arrival_index,
+        "s",
+        arrival_index,
+        "",
+        b"12345678",
+        bytearray(),
+        sampling,
+        0.0,
+        tenant=tenant,
+        queue_position=arrival_index,
     )
 
 
@@ -294,9 +303,9 @@ class Samples:
         self.waiting: list[FakeRequest] = []
         self.running: list[FakeRequest] = []
 
-    def submit(self, seniority: int, count: int = 1, is_beam: bool = False) -> None:
-        siblings = Siblings(seniority)
-        for number in range(seniority, seniority + count):
+    def submit(self, arrival_index: int, count: int = 1, is_beam: bool = False) -> None:
+        siblings = Siblings(arrival_index)
+        for number in range(arrival_index, arrival_index + count):
             self.waiting.append(FakeRequest(number, "t", siblings=siblings, is_beam=is_beam))
             self.order.add(view(self.waiting[-1]))
 
@@ -320,10 +329,10 @@ class Samples:
         counts = {id(one.siblings): one.siblings.num_bound for one in self.waiting}
         left, order = list(self.waiting), []
         while left:
-            request = min(left, key=lambda one: (counts[id(one.siblings)], one.seniority))
+            request = min(left, key=lambda one: (counts[id(one.siblings)], one.arrival_index))
             left.remove(request)
             counts[id(request.siblings)] += 1
-            order.append(request.seniority)
+            order.append(request.arrival_index)
         return order
 
 

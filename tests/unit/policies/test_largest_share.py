@@ -19,7 +19,7 @@ def test_samples_give_way_until_there_are_blocks_enough(need: int, expected: str
         waiting=lambda: iter([newcomer]),
         has_admitted=lambda request: False,
         goes_before=lambda one, other: True,
-        num_seats=2,
+        num_free_slots=2,
         need_blocks=lambda request, num_tokens: need,
         uncached_tokens=lambda request: 9,
         running=[SimpleNamespace(name=name, request=samples, num_blocks=3) for name in "abcdef"],

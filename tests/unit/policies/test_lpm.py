@@ -8,7 +8,7 @@ import pytest
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.admission.queue import WaitingQueue
 from scheduler_svc.core.policy.order import OrderPolicy
-from scheduler_svc.core.requests.request import Match, Request
+from scheduler_svc.core.requests.request import PrefixMatch, Request
 from scheduler_svc.policies.order.lpm import LongestPrefixMatch
 
 SHARED = list(range(100, 140))
@@ -23,17 +23,19 @@ def queue() -> WaitingQueue:
     return WaitingQueue(LongestPrefixMatch(), fails)
 
 
-def wait(queue: WaitingQueue, seniority: int, tokens: list[int], cached: int = 0) -> Request:
+def wait(queue: WaitingQueue, arrival_index: int, tokens: list[int], cached: int = 0) -> Request:
     prompt = np.array(tokens, np.int32).tobytes()
-    request = Request(seniority, "", seniority, str(seniority), prompt, bytearray(), SamplingParams(max_tokens=1), 0.0)
-    request.place = seniority
-    request.matches = {1: Match(cached)}
+    request = Request(
+        arrival_index, "", arrival_index, str(arrival_index), prompt, bytearray(), SamplingParams(max_tokens=1), 0.0
+    )
+    request.queue_position = arrival_index
+    request.matches = {1: PrefixMatch(cached)}
     queue.add(request)
     return request
 
 
 def order(queue: WaitingQueue) -> list[int]:
-    return [request.seniority for request in queue.ordered(0.0)]
+    return [request.arrival_index for request in queue.ordered(0.0)]
 
 
 def test_the_longest_match_goes_first_and_one_of_those_that_share_what_is_not_cached(queue: WaitingQueue) -> None:
@@ -46,7 +48,7 @@ def test_the_longest_match_goes_first_and_one_of_those_that_share_what_is_not_ca
     assert order(queue) == [3, 2, 4], "the next one leads, with its own match"
     queue.add(leader)
     assert order(queue) == [3, 1, 4, 2]
-    follower.matches = {1: Match(33)}
+    follower.matches = {1: PrefixMatch(33)}
     queue.rematched([follower])
     assert order(queue) == [2, 3, 1, 4], "with more than the threshold cached it depends on nobody"
 

@@ -36,7 +36,7 @@ class Plain(CapacityPolicy):
         step.pause(self.victims(step))
 
     def victims(self, step: Step) -> list[Running]:
-        running = sorted(step.running, key=lambda item: item.request.place)
+        running = sorted(step.running, key=lambda item: item.request.queue_position)
         waiting = list(step.waiting())
         Plain.longest = max(Plain.longest, len(waiting))
         active: list[Running | RequestView] = [*running, *waiting]
@@ -47,7 +47,7 @@ class Plain(CapacityPolicy):
                 active = [item for item in active if isinstance(item, Running) or step.rank(item) < end]
         elif step.preempted:
             active = list(running)
-        seats, free_blocks = step.max_num_seqs - step.num_running + len(running), step.available_blocks
+        slots, free_blocks = step.max_num_seqs - step.num_running + len(running), step.available_blocks
         paused, starting, i = list[Running](), PrefixIndex[RequestView](step.block_size), 0
         while i < len(active):
             item = active[i]
@@ -58,10 +58,10 @@ class Plain(CapacityPolicy):
                 continue
             else:
                 need = step.need_blocks(item, step.uncached_tokens(item))
-            if seats > 0 and need <= free_blocks:
-                seats, free_blocks, i = seats - 1, free_blocks - need, i + 1
+            if slots > 0 and need <= free_blocks:
+                slots, free_blocks, i = slots - 1, free_blocks - need, i + 1
                 if isinstance(item, RequestView):
-                    self.fitting.add(item.seniority)
+                    self.fitting.add(item.arrival_index)
                     starting.add(item, item.num_tokens)
                 continue
             behind = [(j, item) for j, item in enumerate(active[i:], i) if isinstance(item, Running)]
@@ -74,8 +74,8 @@ class Plain(CapacityPolicy):
         return paused
 
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
-        if request.seniority in self.fitting:
-            self.fitting.remove(request.seniority)
+        if request.arrival_index in self.fitting:
+            self.fitting.remove(request.arrival_index)
             return Verdict.ADMIT
         return Verdict.SKIP if self.fitting else Verdict.STOP
 

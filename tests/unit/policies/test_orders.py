@@ -13,7 +13,7 @@ import pytest
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.admission.queue import WaitingQueue
 from scheduler_svc.core.policy.order import OrderPolicy, PolicyError
-from scheduler_svc.core.requests.request import Match, Request, view_of
+from scheduler_svc.core.requests.request import PrefixMatch, Request, view_of
 from scheduler_svc.policies.order.deadline import EarliestDeadlineFirst
 from scheduler_svc.policies.order.dfs_weight import DepthFirstByWeight
 from scheduler_svc.policies.order.hrrn import HighestResponseRatioNext
@@ -23,10 +23,12 @@ from scheduler_svc.policies.order.random import Random
 from scheduler_svc.policies.registry import build, choose
 
 
-def request(seniority: int, tokens: list[int], cached: int = 0, arrival_s: float = 0.0, **fields: Any) -> Request:
+def request(arrival_index: int, tokens: list[int], cached: int = 0, arrival_s: float = 0.0, **fields: Any) -> Request:
     prompt, sampling = np.array(tokens, np.int32).tobytes(), SamplingParams(max_tokens=4)
-    made = Request(seniority, "", seniority, str(seniority), prompt, bytearray(), sampling, arrival_s, **fields)
-    made.place, made.matches = seniority, {1: Match(cached)}
+    made = Request(
+        arrival_index, "", arrival_index, str(arrival_index), prompt, bytearray(), sampling, arrival_s, **fields
+    )
+    made.queue_position, made.matches = arrival_index, {1: PrefixMatch(cached)}
     return made
 
 
@@ -51,7 +53,7 @@ def serve(order: OrderPolicy, one: Request) -> None:
 
 
 def names(order: OrderPolicy) -> list[int]:
-    return [view.seniority for view in order.ordered(0.0)]
+    return [view.arrival_index for view in order.ordered(0.0)]
 
 
 # ── namespaces ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -81,7 +83,7 @@ def test_dfs_weight_of_equal_branches_the_one_with_the_oldest_goes_first() -> No
     wait(order, *branches)
     assert names(order) == [1, 2, 3, 4]
     order.remove(view_of(branches[0]))
-    branches[0].place = 9
+    branches[0].queue_position = 9
     wait(order, branches[0])
     assert names(order) == [2, 3, 4, 1], "by its place, which a preemption may have changed"
 
@@ -93,31 +95,31 @@ def by_the_rule(requests: list[Request], depth: int = 0) -> list[int]:
     for one in requests:
         if one.best_matched_tokens > depth:
             branches.setdefault(int(np.frombuffer(one.prompt, np.int32)[depth]), []).append(one)
-    ranked = sorted(branches.values(), key=lambda branch: (-len(branch), min(one.place for one in branch)))
-    below = [seniority for branch in ranked for seniority in by_the_rule(branch, depth + 1)]
-    return below + [one.seniority for one in sorted(own, key=lambda one: one.place)]
+    ranked = sorted(branches.values(), key=lambda branch: (-len(branch), min(one.queue_position for one in branch)))
+    below = [arrival_index for branch in ranked for arrival_index in by_the_rule(branch, depth + 1)]
+    return below + [one.arrival_index for one in sorted(own, key=lambda one: one.queue_position)]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_dfs_weight_is_the_rule_whatever_has_come_and_gone(seed: int) -> None:
     rng, order, waiting = random.Random(seed), DepthFirstByWeight(stride_tokens=1), dict[int, Request]()
     places = itertools.count(1000)
-    for seniority in range(1, 200):
-        one = request(seniority, [rng.randrange(3) for _ in range(6)], rng.randrange(6))
+    for arrival_index in range(1, 200):
+        one = request(arrival_index, [rng.randrange(3) for _ in range(6)], rng.randrange(6))
         wait(order, one)
-        waiting[seniority] = one
+        waiting[arrival_index] = one
         for event in ("remove", "rematch", "requeue"):
             one = waiting[rng.choice(list(waiting))]
             if event == "rematch":
-                one.matches = {1: Match(rng.randrange(6))}
+                one.matches = {1: PrefixMatch(rng.randrange(6))}
                 order.rematched(view_of(one))
             elif rng.random() < 0.5:
                 order.remove(view_of(one))
                 if event == "requeue" or len(waiting) < 2:
-                    one.place = rng.choice([next(places), -next(places)])
+                    one.queue_position = rng.choice([next(places), -next(places)])
                     wait(order, one)
                 else:
-                    del waiting[one.seniority]
+                    del waiting[one.arrival_index]
         assert names(order) == by_the_rule(list(waiting.values()))
 
 
@@ -138,7 +140,7 @@ def test_random_orders_of_two_seeds_have_nothing_to_do_with_each_other() -> None
     for seed in range(6):
         order = Random(seed)
         wait(order, *(request(i, [1]) for i in range(1, 101)))
-        drawn.append({seniority: rank for rank, seniority in enumerate(names(order))})
+        drawn.append({arrival_index: rank for rank, arrival_index in enumerate(names(order))})
     pairs = list(itertools.combinations(range(1, 101), 2))
     for one, other in itertools.combinations(drawn, 2):
         alike = sum((one[a] < one[b]) == (other[a] < other[b]) for a, b in pairs)
@@ -211,14 +213,14 @@ def test_hrrn_lets_those_age_that_a_tenants_limit_hides() -> None:
         serve(order, request(i, [i] * 10, tenant="b"))
     free["a"] = 1000
     queue.free_tokens_changed("a")
-    assert order._entries[hidden.seniority].arrived_at == 0
+    assert order._entries[hidden.arrival_index].arrived_at == 0
 
 
 # ── deadline ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def given_up(order: OrderPolicy, now_s: float) -> list[int]:
-    return [view.seniority for view in order.hopeless(now_s)]
+    return [view.arrival_index for view in order.hopeless(now_s)]
 
 
 def test_deadline_gives_nobody_up_under_light_traffic() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from scheduler_svc.policies.registry import build, choose
-from simulator.scenario import Outcome, Run, Scenario, Step
+from simulator.scenario import Scenario, ScenarioOutcome, ScenarioRun, ScenarioStep
 
 BATCHES = ("decode-first", "prefill-first", "two-stage")
 UNCHUNKED = {"chunked_prefill": False}
@@ -28,9 +28,9 @@ def scenario(requests: list[dict[str, Any]], **fields: Any) -> Scenario:
     return Scenario(**given | fields)
 
 
-def run(requests: list[dict[str, Any]], **fields: Any) -> Outcome:
+def run(requests: list[dict[str, Any]], **fields: Any) -> ScenarioOutcome:
     file = scenario(requests, **fields)
-    outcome = Run(file, file.policies()).play()  # raises what a policy raises
+    outcome = ScenarioRun(file, file.policies()).play()  # raises what a policy raises
     assert outcome.generated_tokens == {r["id"]: r["max_new_tokens"] for r in requests}
     return outcome
 
@@ -39,7 +39,7 @@ def request(name: str, prompt: int, new: int, **fields: Any) -> dict[str, Any]:
     return {"id": name, "prompt_len": prompt, "max_new_tokens": new, **fields}
 
 
-def prefills(outcome: Outcome, name: str) -> list[tuple[int, int]]:
+def prefills(outcome: ScenarioOutcome, name: str) -> list[tuple[int, int]]:
     """(step, tokens) of each piece of a prompt."""
     rows = ((step.step, row) for step in outcome.steps for row in step.scheduled)
     return [(step, row.tokens) for step, row in rows if row.id == name and row.phase == "prefill"]
@@ -88,8 +88,8 @@ def test_a_prompt_that_no_step_can_hold_blocks_nobody(preset: str) -> None:
     assert finished[0] < 10
 
 
-class ChangingRun(Run):
-    def _submit(self, step: Step) -> None:
+class ChangingRun(ScenarioRun):
+    def _submit(self, step: ScenarioStep) -> None:
         super()._submit(step)
         if step.step == 3:
             self.core.set_policies(build(choose(self.preset)))

@@ -40,7 +40,7 @@ class FakeWorker:
 
 @dataclass
 class FakeRequest:
-    seniority: int
+    arrival_index: int
     num_tokens: int = SHARED + 8
     max_new_tokens: int = 96
     num_output_tokens: int = 0

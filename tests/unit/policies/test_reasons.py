@@ -11,7 +11,7 @@ from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions
 from scheduler_svc.policies.api import RequestView
 from scheduler_svc.policies.registry import build, choose
-from simulator.scenario import Run, Scenario
+from simulator.scenario import Scenario, ScenarioRun
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
 
@@ -61,9 +61,9 @@ def test_why_it_waits(reason: str, preset: str, fields: dict[str, Any], requests
         "requests": requests,
     }
     file = Scenario(**given | fields)
-    run = Run(file, file.policies())
+    run = ScenarioRun(file, file.policies())
     run.play()
-    spans = {r["id"]: run.core.journal.explain(r["id"], 1e9) or [] for r in requests}
+    spans = {r["id"]: run.core.timeline.explain(r["id"], 1e9) or [] for r in requests}
     told = {name: {(s.reason, s.detail) for s in of} for name, of in spans.items()}
     late = told["b"] | told["c"]
     assert any(r == reason or detail.endswith(f"waits for {reason}") for r, detail in late)
@@ -81,9 +81,9 @@ def test_behind_a_prompt_that_is_cut_nothing_is_full() -> None:
         preset="sglang",
         requests=[A | {"prompt_len": 100}, A | {"id": "b"}],
     )
-    run = Run(file, file.policies())
+    run = ScenarioRun(file, file.policies())
     run.play()
-    spans = run.core.journal.explain("b", 1e9)
+    spans = run.core.timeline.explain("b", 1e9)
     assert spans is not None
     assert {"prefill", "running"} <= {span.reason for span in spans}
     assert not [span for span in spans if "full" in (span.reason, span.detail.rpartition(" ")[2])]
@@ -109,7 +109,7 @@ def test_a_closed_queue_is_not_looked_at() -> None:
     while 0 not in client.endings:
         system.move(*system.moves()[0])
     assert 0 < times < 50, "of more than 200 steps"
-    spans = system.scheduler.journal.explain("s-4", system.now_s)
+    spans = system.scheduler.timeline.explain("s-4", system.now_s)
     assert spans is not None
     assert "full" in {span.reason for span in spans}
 
@@ -124,6 +124,6 @@ def test_why_a_search_waits() -> None:
     system.submit("s", 9, [7] * 10, sampling, beam=BeamOptions(width=3, num_return=1))
     system.run()
     assert len(client.endings) == 5
-    spans = system.scheduler.journal.explain("s-9", system.now_s)
+    spans = system.scheduler.timeline.explain("s-9", system.now_s)
     assert spans is not None
     assert {"waiting", "order", "running", "seats", "ended"} == {span.reason for span in spans}

@@ -24,11 +24,11 @@ RULES = (RoundRobin, LeastLoaded, TwoChoices, CacheAware, OverlapCost)
 
 @dataclass
 class FakeRequest:
-    seniority: int
+    arrival_index: int
     num_tokens: int = 100
     live: dict[int, int] = field(default_factory=dict)
 
-    def live_tokens(self, worker_id: int) -> int:
+    def referenced_tokens(self, worker_id: int) -> int:
         return self.live.get(worker_id, 0)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from simulator.scenario import Outcome, Scenario, play
+from simulator.scenario import Scenario, ScenarioOutcome, play
 
 
-def run(requests: list[dict[str, Any]], **fields: Any) -> Outcome:
+def run(requests: list[dict[str, Any]], **fields: Any) -> ScenarioOutcome:
     """Four tokens in a block and no prefix cache, unless told."""
     scenario: dict[str, Any] = {
         "block_size": 4,
@@ -22,7 +22,7 @@ def run(requests: list[dict[str, Any]], **fields: Any) -> Outcome:
     return play(Scenario(**scenario | fields))
 
 
-def tokens(outcome: Outcome, step: int) -> dict[str, int]:
+def tokens(outcome: ScenarioOutcome, step: int) -> dict[str, int]:
     return {row.id: row.tokens for row in outcome.steps[step].scheduled}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.v1.inference_pb2 import SessionRequest
-from simulator.scenario import Outcome, Run, Scenario, Step, play
+from simulator.scenario import Scenario, ScenarioOutcome, ScenarioRun, ScenarioStep, play
 
 
 def scenario(preset: str, requests: list[dict[str, Any]], **fields: Any) -> Scenario:
@@ -27,15 +27,15 @@ def scenario(preset: str, requests: list[dict[str, Any]], **fields: Any) -> Scen
     return Scenario(**given | fields)
 
 
-def run(preset: str, requests: list[dict[str, Any]], **fields: Any) -> Outcome:
+def run(preset: str, requests: list[dict[str, Any]], **fields: Any) -> ScenarioOutcome:
     return play(scenario(preset, requests, **fields))
 
 
-def tokens(outcome: Outcome, step: int) -> dict[str, int]:
+def tokens(outcome: ScenarioOutcome, step: int) -> dict[str, int]:
     return {row.id: row.tokens for row in outcome.steps[step].scheduled}
 
 
-def starts(outcome: Outcome) -> dict[str, int]:
+def starts(outcome: ScenarioOutcome) -> dict[str, int]:
     first: dict[str, int] = {}
     for step in outcome.steps:
         for row in step.scheduled:
@@ -62,10 +62,10 @@ def test_no_limit_to_prompts_but_the_budget() -> None:
     assert tokens(run("sglang", requests, **pool), 0) == {"a": 10_000, "b": 10_000}, "nothing is left of 16,384 tokens"
 
 
-class CancellingRun(Run):
+class CancellingRun(ScenarioRun):
     """The second request is cancelled before step 5."""
 
-    def _submit(self, step: Step) -> None:
+    def _submit(self, step: ScenarioStep) -> None:
         super()._submit(step)
         if step.step == 5:
             self.core.session_message("scenario", SessionRequest(cancels=[1]), 0.0)

@@ -9,7 +9,7 @@ from typing import cast
 from paceline.v1.common_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, SamplingParams
 from scheduler_svc.core.rejection import CODE_INVALID_ARGUMENT
 from scheduler_svc.core.requests.request import Request
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
@@ -96,7 +96,7 @@ def test_who_asked_for_one_before_anybody_knew_that_there_are_none_is_told() -> 
 def test_a_batch_has_room_for_an_adapter_that_is_in_it_or_for_one_more() -> None:
     def has(lora: str, *loaded: str) -> bool:
         worker = SimpleNamespace(loras=dict.fromkeys(loaded, 1), registration=SimpleNamespace(max_loras=2))
-        return Worker.has_adapter(cast(Worker, worker), cast(Request, SimpleNamespace(lora=lora)))
+        return WorkerState.has_adapter(cast(WorkerState, worker), cast(Request, SimpleNamespace(lora=lora)))
 
     assert has("", "a", "b")
     assert has("a", "a", "b")

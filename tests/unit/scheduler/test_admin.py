@@ -128,7 +128,9 @@ async def test_a_policys_words_fit_a_status() -> None:
     assert message.startswith("order Wordy: \\ud800words")
     assert len(message) < 3000
     system.submit("s", 1, [9], PARAMS)
-    system.scheduler.journal.event(next(iter(system.scheduler.sessions["s"].live.values())), "preempted", "\ud800", 0.0)
+    system.scheduler.timeline.event(
+        next(iter(system.scheduler.sessions["s"].live.values())), "preempted", "\ud800", 0.0
+    )
     answer = await admin.Explain(ExplainRequest(request_id="s-1"), Context())  # type: ignore[arg-type]
     assert "\\ud800" in [row.detail for row in answer.explanations]
 

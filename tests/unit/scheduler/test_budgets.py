@@ -377,7 +377,7 @@ def test_who_waits_for_room_to_its_end_is_told_how_much() -> None:
     for handle in (1, 2):
         system.submit("s", handle, [handle] * 8, params(40))
     system.run_for(10)
-    spans = system.scheduler.journal.explain("s-2", system.now_s)
+    spans = system.scheduler.timeline.explain("s-2", system.now_s)
     assert spans is not None
     # 3 blocks, of 9 tokens, are the other one's.
     assert "needs 2 blocks, 13 are available; up to 12 to its end" in [span.detail for span in spans]

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.v1.cache_pb2 import CacheOp
 from paceline.v1.common_pb2 import SamplingParams
-from scheduler_svc.core.requests.request import Phase
+from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.step.rounds import Rounds
 from scheduler_svc.core.types import SchedulerConfig
 from simulator.system import LocalSystem
@@ -78,11 +78,11 @@ def test_an_answered_request_does_not_wait_for_the_answers_of_later_ones() -> No
 
 def test_a_step_that_is_not_made_lets_nobody_in() -> None:
     """A request that was to be let in waits again; one that has ended meanwhile does not."""
-    requests = [SimpleNamespace(phase=Phase.BINDING), SimpleNamespace(phase=Phase.ENDED)]
-    worker, requeued = SimpleNamespace(binding_tokens=5), list[object]()
+    requests = [SimpleNamespace(phase=Phase.ALLOCATING), SimpleNamespace(phase=Phase.ENDED)]
+    worker, requeued = SimpleNamespace(allocating_tokens=5), list[object]()
     rounds: Any = SimpleNamespace(_workers={1: worker}, _life=SimpleNamespace(requeue=requeued.append))
     admissions = [SimpleNamespace(request=request) for request in requests]
-    draft: Any = SimpleNamespace(worker=1, decision=SimpleNamespace(admissions=admissions))
-    Rounds._undo_draft(rounds, draft)
+    pending_step: Any = SimpleNamespace(worker=1, decision=SimpleNamespace(admissions=admissions))
+    Rounds._undo_pending_step(rounds, pending_step)
     assert requeued == requests[:1]
-    assert worker.binding_tokens == 0
+    assert worker.allocating_tokens == 0

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_svc.election import Election
-from scheduler_svc.etcd import EtcdError, Seat
+from scheduler_svc.etcd import EtcdError, LeaderRecord
 from tests.support import virtual_time
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class FakeEtcd:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.revision = 1
-        self.master: tuple[int, str] | None = None  # lease, address
+        self.leader: tuple[int, str] | None = None  # lease, address
         self.epoch = self.epoch_revision = 0
         self.leases: dict[int, float] = {}  # until when
         self.left = asyncio.Event()
@@ -52,26 +52,26 @@ class FakeEtcd:
     def revoke(self, lease: int) -> None:
         if self.leases.pop(lease, None) is None:
             raise EtcdError("requested lease not found")
-        if self.master is not None and self.master[0] == lease:
+        if self.leader is not None and self.leader[0] == lease:
             self.delete()
 
     def delete(self) -> None:
-        self.master = None
+        self.leader = None
         self.revision += 1
         self.left.set()
         self.left = asyncio.Event()
 
-    def seat(self) -> Seat:
-        lease, address = self.master or (None, "")
-        return Seat(self.revision, lease, address, self.epoch, self.epoch_revision)
+    def read_leader(self) -> LeaderRecord:
+        lease, address = self.leader or (None, "")
+        return LeaderRecord(self.revision, lease, address, self.epoch, self.epoch_revision)
 
-    def claim(self, seen: Seat, lease: int, address: str, epoch: int) -> bool:
-        if self.master is not None or seen.epoch_revision != self.epoch_revision:
+    def claim(self, seen: LeaderRecord, lease: int, address: str, epoch: int) -> bool:
+        if self.leader is not None or seen.epoch_revision != self.epoch_revision:
             return False
         if lease not in self.leases:
             raise EtcdError("requested lease not found")
         self.revision += 1
-        self.master, self.epoch, self.epoch_revision = (lease, address), epoch, self.revision
+        self.leader, self.epoch, self.epoch_revision = (lease, address), epoch, self.revision
         return True
 
     def _extend(self, lease: int, ttl_s: float) -> None:
@@ -102,14 +102,14 @@ class Way:
     async def revoke(self, lease: int) -> None:
         return await self._ask(lambda: self.etcd.revoke(lease))
 
-    async def seat(self) -> Seat:
-        return await self._ask(self.etcd.seat)
+    async def read_leader(self) -> LeaderRecord:
+        return await self._ask(self.etcd.read_leader)
 
-    async def claim(self, seen: Seat, lease: int, address: str, epoch: int) -> bool:
+    async def claim(self, seen: LeaderRecord, lease: int, address: str, epoch: int) -> bool:
         return await self._ask(lambda: self.etcd.claim(seen, lease, address, epoch))
 
-    async def wait_until_left(self, seen: Seat, at_most_s: float) -> None:
-        if self.etcd.revision != seen.revision and self.etcd.master is None:
+    async def wait_until_left(self, seen: LeaderRecord, at_most_s: float) -> None:
+        if self.etcd.revision != seen.revision and self.etcd.leader is None:
             return
         try:
             async with asyncio.timeout(at_most_s):
@@ -175,7 +175,7 @@ class World:
             self.epochs.append(await election.campaign())
             # If there are ever two, then from such a moment on.
             assert self.masters == [i], f"at {now_s():.3f} s {self.masters} believe to be the master"
-            self.reasons.append(await election.reign())
+            self.reasons.append(await election.lead())
             assert not election.holds
             await asyncio.sleep(self.rng.uniform(0.1, 2))
 
@@ -228,14 +228,14 @@ def test_never_two_masters_and_epochs_only_rise(seed: int, count: int, trouble: 
                     await world.restart(i, resign=False)
                 case "resign":
                     await world.restart(i, resign=True)
-                case "delete" if world.etcd.master is not None and not world.masters:
+                case "delete" if world.etcd.leader is not None and not world.masters:
                     world.etcd.delete()
         for way in world.ways:
             way.trouble, way.open_ = 0.0, True
         await world.pass_time(8)  # what was on its way arrives
-        master = await world.until_elected(2 * TTL_S)
+        leader = await world.until_elected(2 * TTL_S)
         await world.pass_time(3 * TTL_S)
-        assert world.masters == [master]
+        assert world.masters == [leader]
         assert world.epochs == sorted(set(world.epochs))
         await world.end()
 
@@ -254,8 +254,8 @@ def scenario(play: Callable[[World], Any], count: int = 2) -> None:
 
 def test_a_killed_master_is_succeeded_when_its_lease_is_over() -> None:
     async def play(world: World) -> None:
-        master = world.masters[0]
-        await world.restart(master, resign=False)
+        leader = world.masters[0]
+        await world.restart(leader, resign=False)
         began_s = now_s()
         await world.until_elected(10)
         assert TTL_S * 3 / 4 - 0.1 < now_s() - began_s < TTL_S + 1.2
@@ -266,8 +266,8 @@ def test_a_killed_master_is_succeeded_when_its_lease_is_over() -> None:
 
 def test_who_resigns_is_succeeded_at_once() -> None:
     async def play(world: World) -> None:
-        master = world.masters[0]
-        await world.restart(master, resign=True)
+        leader = world.masters[0]
+        await world.restart(leader, resign=True)
         began_s = now_s()
         await world.until_elected(1)
         assert now_s() - began_s < 0.3
@@ -278,13 +278,13 @@ def test_who_resigns_is_succeeded_at_once() -> None:
 
 def test_a_master_cut_off_ends_before_the_next_one_begins() -> None:
     async def play(world: World) -> None:
-        master = world.masters[0]
-        world.ways[master].open_ = False
+        leader = world.masters[0]
+        world.ways[leader].open_ = False
         began_s = now_s()
         while world.masters:
             await world.pass_time(0.02)
         assert now_s() - began_s < TTL_S * 5 / 6
-        assert await world.until_elected(TTL_S) != master
+        assert await world.until_elected(TTL_S) != leader
         (reason,) = world.reasons
         assert reason == "the lease was last renewed 2.5 s ago, for 2.5 s (no answer)"
 
@@ -351,6 +351,6 @@ def test_a_lease_that_came_too_late_is_not_counted_on() -> None:
             async with asyncio.timeout(30):
                 await election.campaign()
         assert election.epoch == 0
-        assert way.etcd.master is None
+        assert way.etcd.leader is None
 
     virtual_time.run(play())

@@ -136,7 +136,7 @@ def test_workers_that_do_not_come_back_make_guilty(system: LocalSystem, client: 
     pass_time(system, 0.2)
     message = "request: alone in what failed, 2 times in a row; the last time, worker 2 was lost in step 1"
     assert client.endings[1].message == message
-    assert system.scheduler.counters.quarantined == 1
+    assert system.scheduler.counters.poisoned == 1
     system.run()
     system.assert_at_rest()
 
@@ -148,7 +148,7 @@ def test_who_is_held_may_be_cancelled(system: LocalSystem, client: Client) -> No
     system.cancel("s", 1)
     pass_time(system, 2 * RETURN_S)
     assert client.endings[1].reason == FinishReason.FINISH_REASON_ABORT
-    assert system.scheduler.counters.quarantined == 0
+    assert system.scheduler.counters.poisoned == 0
     system.attach(toy("c"))
     system.run()
     system.assert_at_rest()
@@ -222,29 +222,29 @@ def test_who_loses_its_worker_again_and_again_is_guilty_in_the_end(
 
 def test_only_that_accusation_is_withdrawn() -> None:
     suspects = Suspects(3)
-    suspects.accuse([7], 1)
-    suspects.accuse([7], 1, Absence("a", Loss.LINK, 0.0))
-    suspects.accuse([7], 1, Absence("b", Loss.LINK, 1.0))
+    suspects.blame([7], 1)
+    suspects.blame([7], 1, Absence("a", Loss.LINK, 0.0))
+    suspects.blame([7], 1, Absence("b", Loss.LINK, 1.0))
     assert suspects.held == {7}
     assert suspects.waiting() == []
-    assert suspects.judge(RETURN_S) == []
+    assert suspects.find_poisoned(RETURN_S) == []
     suspects.came_back("nobody")
     assert suspects.held == {7}
     suspects.came_back("a")
     assert suspects.waiting() == [[7]]
-    assert suspects.accuse([7], 1) is None
+    assert suspects.blame([7], 1) is None
     assert suspects.held == {7}
-    assert suspects.judge(RETURN_S) == []
-    assert suspects.judge(RETURN_S + 1.0) == [7]
+    assert suspects.find_poisoned(RETURN_S) == []
+    assert suspects.find_poisoned(RETURN_S + 1.0) == [7]
     assert 7 not in suspects
 
 
 def test_a_worker_that_is_back_late_is_late_only_for_a_verdict() -> None:
     suspects = Suspects(2)
-    suspects.accuse([7], 1, Absence("a", Loss.LINK, 0.0))
-    assert suspects.judge(10 * RETURN_S) == []
+    suspects.blame([7], 1, Absence("a", Loss.LINK, 0.0))
+    assert suspects.find_poisoned(10 * RETURN_S) == []
     suspects.came_back("a")
-    assert suspects.accuse([7], 1) is None
+    assert suspects.blame([7], 1) is None
     assert suspects.held == set()
 
 
@@ -252,7 +252,7 @@ def test_getting_through_forgets_how_often_was_withdrawn() -> None:
     suspects = Suspects(2)
     for _ in range(4 * Loss.SILENCE):
         for _ in range(Loss.SILENCE):
-            suspects.accuse([7], 1, Absence("a", Loss.SILENCE, 0.0))
+            suspects.blame([7], 1, Absence("a", Loss.SILENCE, 0.0))
             suspects.came_back("a")
         suspects.clear(7)
-    assert suspects.accuse([7], 1) is None
+    assert suspects.blame([7], 1) is None

@@ -16,7 +16,7 @@ from scheduler_svc.core.policy.views import Running
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.step.planner import Planner
 from scheduler_svc.core.types import SchedulerConfig
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.workers.state import WorkerState
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
 
@@ -40,7 +40,7 @@ def with_one_of_two_running() -> tuple[LocalSystem, Request, Request]:
 def test_it_waits_where_the_policy_says(place: str, first: int) -> None:
     system, runs, waits = with_one_of_two_running()
     system.scheduler.life.preempt(runs, place, "recompute", "for a test")
-    assert min(runs, waits, key=lambda request: request.place).handle == first
+    assert min(runs, waits, key=lambda request: request.queue_position).handle == first
     system.run()
     assert len(system.clients["s"].endings) == 2
 
@@ -89,7 +89,7 @@ def test_sequences_of_one_prompt_give_way_together_and_others_alone(mode: str) -
     policies: Any = SimpleNamespace(preemption=SimpleNamespace(mode=mode))
     step: Any = SimpleNamespace(running=sequences)
     victims = cast(list[Running], [sequences[3], sequences[2], sequences[1]])
-    units = Planner._units(cast(Worker, worker), cast(Policies, policies), cast(Step, step), victims)
+    units = Planner._units(cast(WorkerState, worker), cast(Policies, policies), cast(Step, step), victims)
     together = [[3], [2, 1]] if mode == "auto" else [[3], [2], [1]]
     assert [[sequence.slot for sequence in unit] for unit in units] == together
 

@@ -48,7 +48,7 @@ def test_others_run_while_a_grammar_is_prepared(system: LocalSystem) -> None:
     run_all_but(system, end)
     assert client.tokens == {2: expected_output(PROMPT, params())}
     assert [grammar.grammar for grammar in end.grammars] == ["form"], "it is asked for once"
-    told = [(span.reason, span.detail) for span in system.scheduler.journal.explain("s-1", system.now_s) or ()]
+    told = [(span.reason, span.detail) for span in system.scheduler.timeline.explain("s-1", system.now_s) or ()]
     assert told[1:] == [("grammar", "the worker prepares it")]
     system.run()
     assert client.tokens[1] == expected_output(PROMPT, params("form"))

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from scheduler_svc.core.step import composer
+from scheduler_svc.core.step import scheduling
 from scheduler_svc.policies.api import FleetView, PlacementPolicy, RequestView, WorkerView
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem
@@ -59,7 +59,7 @@ def test_a_policy_decides_which_worker_runs_a_request() -> None:
     system.run()
     assert [let_in(worker) for worker in workers] == [["4", "5"], ["1", "2", "3"]], "3 slots, then the other worker"
     assert sorted(policy.bound_to) == [("1", 2), ("2", 2), ("3", 2), ("4", 1), ("5", 1)]
-    spans = system.scheduler.journal.explain("1", system.now_s)
+    spans = system.scheduler.timeline.explain("1", system.now_s)
     assert spans is not None
     assert [span.detail for span in spans if span.reason == "running"] == ["on worker 2: it is the last one"]
     system.assert_at_rest()
@@ -141,7 +141,7 @@ def test_of_many_workers_the_warmest_and_others_in_turn_are_compared() -> None:
 
 
 def test_a_burst_is_placed_in_parts_so_that_others_are_heard_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(composer, "MAX_PLACEMENTS", 10)
+    monkeypatch.setattr(scheduling, "MAX_PLACEMENTS", 10)
     asked = list[str]()
 
     class Asked(LastWorker):

@@ -32,14 +32,14 @@ def test_sequences_that_fill_a_message_go_in_several(preset: str, monkeypatch: p
     system.run()
     for handle in list(prompts)[1:]:
         system.submit("s", handle, prompts[handle], SAMPLING)
-    seated = Counter[int]()
+    placed = Counter[int]()
     while moves := system.moves():
         if end.plans:
             plan = end.plans[0]
-            seated[len(plan.new_sequences)] += 1
+            placed[len(plan.new_sequences)] += 1
             assert sum(len(new.token_ids) for new in plan.new_sequences) <= limit
         system.move(*moves[0])
-    assert max(seated) == 4, "as many as fit with their parameters"
+    assert max(placed) == 4, "as many as fit with their parameters"
     outputs = {handle: expected_output(prompt, SAMPLING) for handle, prompt in prompts.items()}
     assert system.clients["s"].tokens == outputs
     system.assert_at_rest()

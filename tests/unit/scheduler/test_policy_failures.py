@@ -137,11 +137,11 @@ def test_an_error_of_a_policy_is_its_own_whatever_its_text_begins_with() -> None
     system, _ = system_of(capacity=NamesAnother())
     system.submit("s", 1, [9], PARAMS)
     system.run()
-    assert set(system.scheduler._composer.failures.by_kind) == {"capacity"}
+    assert set(system.scheduler._step_scheduler.failures.by_kind) == {"capacity"}
 
 
 class PlacesMore(BatchPolicy):
-    def compose(self, step: Step) -> None:
+    def schedule(self, step: Step) -> None:
         step.run_decodes()
         for request in step.waiting():
             if step.consider(request, 1) is Verdict.ADMIT:
@@ -203,7 +203,7 @@ def test_a_request_that_nobody_lets_in_is_failed_after_several_decisions_only() 
 
 
 def test_an_order_that_is_told_of_a_request_again_has_it_once() -> None:
-    order, request = Key(), cast(RequestView, SimpleNamespace(seniority=1, place=1))
+    order, request = Key(), cast(RequestView, SimpleNamespace(arrival_index=1, queue_position=1))
     order.made = 5
     order.add(request)
     order.made = 4

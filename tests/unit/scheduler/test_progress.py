@@ -10,7 +10,7 @@ from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import Heartbeat
 from scheduler_svc.core.cache.link import ProtocolError
 from scheduler_svc.core.types import SchedulerConfig
-from scheduler_svc.core.workers.progress import HEARTBEAT_S, TIMES_ALLOWED, Progress
+from scheduler_svc.core.workers.progress import HEARTBEAT_S, TIMES_ALLOWED, WorkerProgress
 from simulator.system import Client, LocalSystem, WorkerEnd
 from simulator.toy_worker import ToyWorker, expected_output
 
@@ -105,7 +105,7 @@ def test_a_step_that_is_done_has_a_result(system: LocalSystem, client: Client) -
 )
 def test_steps_within_their_time_are_never_blamed(steps: list[tuple[float, float]], late: int) -> None:
     """Each takes a share of what it is allowed, and its plan arrives some heartbeats late."""
-    progress = Progress()
+    progress = WorkerProgress()
     for step, (allowed_s, share) in enumerate(steps, start=1):
         for beat in range(late + int(allowed_s * share / HEARTBEAT_S)):
             heartbeat = Heartbeat(step=step - 1, received=step, allowed_s=allowed_s)
@@ -116,7 +116,7 @@ def test_steps_within_their_time_are_never_blamed(steps: list[tuple[float, float
 
 @given(st.floats(0.001, 30.0), st.integers(1, 4))
 def test_a_hang_is_noticed_in_time(allowed_s: float, step: int) -> None:
-    progress = Progress()
+    progress = WorkerProgress()
     heartbeat = Heartbeat(step=step - 1, received=step + 1, allowed_s=allowed_s)
     num_heartbeats = next(n for n in range(1, 10_000) if progress.told(heartbeat, step, STALL_S))
     age_s = num_heartbeats * HEARTBEAT_S

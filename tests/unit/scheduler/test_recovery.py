@@ -84,18 +84,18 @@ def claims_in(request: CacheServiceLinkRequest) -> list[int]:
 def test_what_runs_is_not_computed_again(num_moves: int, prefix_caching: bool) -> None:
     system = make(prefix_caching)
     end = begin(system, num_moves)
-    before = [request.seniority for request in running(system)]
+    before = [request.arrival_index for request in running(system)]
     steps = system.scheduler.counters.steps
     system.restart_cache()
-    seated = 0
+    placed = 0
     while moves := system.moves():
         kind, moving = moves[0]
         if kind == "step" and end.plans[0].step > steps:
-            seated += len(end.plans[0].new_sequences)
+            placed += len(end.plans[0].new_sequences)
         system.move(kind, moving)
-    assert seated == len(PROMPTS) - len(before)
+    assert placed == len(PROMPTS) - len(before)
     counters = system.scheduler.counters
-    assert (counters.restored, counters.requeued, counters.refused_claims) == (len(before), 0, 0)
+    assert (counters.restored, counters.requeued, counters.refused_restores) == (len(before), 0, 0)
     finish(system)
 
 
@@ -159,11 +159,11 @@ def test_what_is_refused_is_computed_anew(how: str, meanwhile: str) -> None:
     finish(system, but=cancelled)
     counters = system.scheduler.counters
     refused = 1 if how == "a claim" else len(PROMPTS)
-    assert (counters.refused_claims, counters.restored) == (refused, len(PROMPTS) - refused)
+    assert (counters.refused_restores, counters.restored) == (refused, len(PROMPTS) - refused)
     if meanwhile != "worker lost":
         assert counters.requeued == refused - (meanwhile == "cancel")
     if meanwhile == "nothing":
-        spans = system.scheduler.journal.explain(victim.request_id, system.now_s)
+        spans = system.scheduler.timeline.explain(victim.request_id, system.now_s)
         assert spans is not None
         why = "block_table: 1 blocks of 4 tokens" if how == "a claim" else "worker 77 is not known"
         assert any(why in span.detail for span in spans if span.reason == "requeued")
@@ -301,12 +301,12 @@ def test_tables_are_those_that_were_granted(noted: int, monkeypatch: pytest.Monk
     """However late they are completed, and whoever had the slot before."""
     monkeypatch.setattr(slots, "NOTED_GROWTHS", noted)
     rng = random.Random(noted)
-    table = slots.SlotTable(4, block_size=4)
+    table = slots.SlotLedger(4, block_size=4)
     right: dict[int, list[int]] = {}  # by slot
-    seated: dict[int, Request] = {}
+    placed: dict[int, Request] = {}
     block, checks = 0, 0
     for _ in range(2_000):
-        grown = [slot for slot in seated for _ in range(rng.randrange(3))]
+        grown = [slot for slot in placed for _ in range(rng.randrange(3))]
         if grown and rng.random() < 0.8:
             rng.shuffle(grown)
             blocks = range(block, block + len(grown))
@@ -317,15 +317,15 @@ def test_tables_are_those_that_were_granted(noted: int, monkeypatch: pytest.Monk
         if table.num_free and rng.random() < 0.3:
             request = copy.copy(PLAIN)
             slot = table.occupy(request, 0, num_blocks=1)
-            request.block_table, right[slot], seated[slot] = array("i", [block]), [block], request
+            request.block_table, right[slot], placed[slot] = array("i", [block]), [block], request
             block += 1
-        if seated and rng.random() < 0.2:
-            slot = rng.choice([*seated])
+        if placed and rng.random() < 0.2:
+            slot = rng.choice([*placed])
             table.release(slot, 0)
-            del seated[slot], right[slot]
+            del placed[slot], right[slot]
         if rng.random() < 0.05:
             table.complete_tables()
-            assert {slot: request.block_table.tolist() for slot, request in seated.items()} == right
+            assert {slot: request.block_table.tolist() for slot, request in placed.items()} == right
             checks += 1
     assert checks > 50
 

@@ -121,7 +121,7 @@ def test_what_gave_way_says_so_and_is_not_computed_again() -> None:
     system.run_for(60)
     system.submit("s", 1000, [7] * 9, SHORT)
     system.run()
-    spans = [span for handle in range(1, 17) for span in system.scheduler.journal.explain(f"s-{handle}", 1.0) or ()]
+    spans = [span for handle in range(1, 17) for span in system.scheduler.timeline.explain(f"s-{handle}", 1.0) or ()]
     assert [span.detail for span in spans if span.reason == "preempted"] == ["gave way to a waiting request"]
     assert system.cache.counters.prefix_query_tokens < 16 * 9 + 9 + 1
 
@@ -137,7 +137,7 @@ def test_of_running_sequences_the_largest_share_gives_way() -> None:
     preempted = {
         handle
         for handle in [*range(1, 9), 50, 60]
-        if any(span.reason == "preempted" for span in system.scheduler.journal.explain(f"s-{handle}", 1.0) or ())
+        if any(span.reason == "preempted" for span in system.scheduler.timeline.explain(f"s-{handle}", 1.0) or ())
     }
     assert preempted
     assert preempted <= set(range(1, 9))

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.v1.worker_pb2 import RowError, StepResult
 from scheduler_svc.core.step.results import ResultReader
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.step_time import StepTimeFit
 
 
@@ -34,7 +34,7 @@ def reader(published: list[int], fail: Callable[[Any, str, int], None] | None = 
     return ResultReader(
         publish=lambda _session, _sessions, handles, _tokens: published.extend(handles.tolist()),
         finish=no,
-        spoil=no,
+        invalidate_kv=no,
         fail=fail or no,
         publish_score=no,
         publish_prompt_scores=no,
@@ -47,7 +47,7 @@ def test_each_step_but_the_first_of_a_link_tells_of_the_workers_speed(number: in
     step = SimpleNamespace(step=number, new_tokens=500, context_tokens=0, num_rows=1, num_sampled=0, rows=[], chunks=[])
     worker = SimpleNamespace(in_flight=deque([step]), step_fit=StepTimeFit(), slots=None)
     result = StepResult(step=number, started_us=1, finished_us=50_001)
-    reader([]).apply(cast(Worker, worker), result, 0.0)
+    reader([]).apply(cast(WorkerState, worker), result, 0.0)
     assert worker.step_fit.is_new is not counts
     if counts:
         assert worker.step_fit.time.of(500, 0, 1) == pytest.approx(0.05, rel=0.1)
@@ -65,6 +65,6 @@ def test_a_decode_that_failed_is_reported_and_gives_no_token() -> None:
         slots.num_releases += 1
 
     result = StepResult(step=2, token_ids=bytes(4), errors=[RowError(slot=0, message="broken", code=3)])
-    assert reader(published, fail).apply(cast(Worker, worker), result, 0.0) == 0
+    assert reader(published, fail).apply(cast(WorkerState, worker), result, 0.0) == 0
     assert failed == [("it", "broken", 3)]
     assert published == []

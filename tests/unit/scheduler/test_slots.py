@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.requests.output_buffer import BUFFER_STEPS, FLUSH_EVERY_STEPS
 from scheduler_svc.core.requests.request import Request
-from scheduler_svc.core.workers.slots import SlotTable
+from scheduler_svc.core.workers.slots import SlotLedger
 from scheduler_svc.settings import SchedulerSettings
 
 PROMPT = np.array([5], np.int32).tobytes()
@@ -23,7 +23,7 @@ def make_request(handle: int) -> Request:
     return Request(handle, "s", handle, f"r{handle}", PROMPT, bytearray(), SamplingParams(max_tokens=9999), 0.0)
 
 
-def output(table: SlotTable, slot: int) -> list[int]:
+def output(table: SlotLedger, slot: int) -> list[int]:
     request = table.requests[slot]
     assert request is not None
     request.add_output(table.output.flush(slot))
@@ -35,7 +35,7 @@ def output(table: SlotTable, slot: int) -> list[int]:
 )
 def test_a_long_decode_loses_no_token(steps: int) -> None:
     """No reader asks before the end: only the regular emptying stands between a token and the ring's next turn."""
-    table = SlotTable(NUM_SLOTS, block_size=4)
+    table = SlotLedger(NUM_SLOTS, block_size=4)
     slots = np.array([table.occupy(make_request(handle), 1, 1) for handle in range(NUM_SLOTS)], np.intp)
     for slot in slots.tolist():
         table.start_decoding(slot, 2, 0)
@@ -59,7 +59,7 @@ def test_the_ring_holds_what_may_be_in_flight() -> None:
 @settings(max_examples=60, deadline=None)
 def test_a_sequence_that_pauses_and_goes_on_has_every_token_once(events: list[tuple[int, int]], phase: int) -> None:
     """Each event pauses or resumes one slot, and then some steps run."""
-    table = SlotTable(NUM_SLOTS, block_size=4)
+    table = SlotLedger(NUM_SLOTS, block_size=4)
     expected: dict[int, list[int]] = defaultdict(list)
     for handle in range(NUM_SLOTS):
         table.occupy(make_request(handle), 1, 1)

@@ -14,50 +14,50 @@ def anything(group: list[int]) -> bool:
 
 def test_few_are_retried_one_by_one_and_many_in_small_groups() -> None:
     few, many = Suspects(2), Suspects(2)
-    few.accuse(range(FEW), FEW)
+    few.blame(range(FEW), FEW)
     assert few.waiting() == [[one] for one in range(FEW)]
-    many.accuse(range(256), 256)
+    many.blame(range(256), 256)
     assert many.waiting() == [list(range(first, first + 16)) for first in range(0, 256, 16)]
 
 
 def test_a_group_that_fails_is_retried_one_by_one_after_all_others() -> None:
     suspects = Suspects(2)
-    suspects.accuse(range(9), 9)
+    suspects.blame(range(9), 9)
     assert suspects.take(anything) == [0, 1, 2]
-    assert suspects.accuse([0, 1, 2], 3) is None
+    assert suspects.blame([0, 1, 2], 3) is None
     assert suspects.waiting() == [[3, 4, 5], [6, 7, 8], [0], [1], [2]]
 
 
 def test_alone_twice_in_a_row_is_guilty() -> None:
     suspects = Suspects(2)
-    assert suspects.accuse([7], 1) is None
+    assert suspects.blame([7], 1) is None
     assert suspects.take(anything) == [7]
-    assert suspects.accuse([7], 1) == 7
+    assert suspects.blame([7], 1) == 7
     assert 7 not in suspects
     assert suspects.waiting() == []
 
 
 def test_what_was_cleared_in_between_begins_anew() -> None:
     suspects = Suspects(2)
-    suspects.accuse([7], 1)
+    suspects.blame([7], 1)
     suspects.clear(7)
-    assert suspects.accuse([7], 1) is None
+    assert suspects.blame([7], 1) is None
 
 
 def test_who_was_alone_only_because_others_have_left_was_not_alone() -> None:
     suspects = Suspects(2)
-    assert suspects.accuse([7], 2) is None
-    assert suspects.accuse([7], 2) is None
-    assert suspects.accuse([7], 1) is None
-    assert suspects.accuse([7], 1) == 7
+    assert suspects.blame([7], 2) is None
+    assert suspects.blame([7], 2) is None
+    assert suspects.blame([7], 1) is None
+    assert suspects.blame([7], 1) == 7
 
 
 def test_only_what_suits_is_taken_and_what_is_put_back_waits_again() -> None:
     suspects = Suspects(2)
-    suspects.accuse([1, 2], 2)
+    suspects.blame([1, 2], 2)
     assert suspects.take(lambda group: group == [2]) == [2]
     assert suspects.take(lambda group: group == [2]) == []
-    suspects.put_back([2])
+    suspects.requeue([2])
     assert suspects.waiting() == [[1], [2]]
     suspects.clear(1)
     assert suspects.waiting() == [[2]]
@@ -68,7 +68,7 @@ def test_only_what_suits_is_taken_and_what_is_put_back_waits_again() -> None:
 def test_every_poison_is_found_and_nobody_else(num: int, poison: set[int], after: int, rng) -> None:  # type: ignore[no-untyped-def]
     """Whatever else runs in between: rows join that run, and they may be poison, too."""
     poison = {one for one in poison if one < num}
-    suspects, running, guilty = Suspects(after), set[int](), set[int]()
+    suspects, running, poisoned = Suspects(after), set[int](), set[int]()
     arriving = list(range(num))
     failures = 0
 
@@ -81,24 +81,24 @@ def test_every_poison_is_found_and_nobody_else(num: int, poison: set[int], after
             return
         failures += 1
         running.difference_update(rows)
-        found = suspects.accuse(sorted(rows), len(rows))
+        found = suspects.blame(sorted(rows), len(rows))
         if found is not None:
             assert len(rows) == 1
-            guilty.add(found)
+            poisoned.add(found)
         assert all((one in suspects) == (one != found) for one in rows)
 
     while arriving or suspects.waiting():
         if suspects.waiting() and rng.random() < 0.7:
             group = suspects.take(anything)
             if rng.random() < 0.2:
-                suspects.put_back(group)
+                suspects.requeue(group)
             else:
                 run(set(group))
         elif arriving:
             count = rng.randrange(1, len(arriving) + 1)
             fresh, arriving = arriving[:count], arriving[count:]
             run(running | set(fresh))
-    assert guilty == poison
+    assert poisoned == poison
     assert running == set(range(num)) - poison
     # Each in a crowd, in a group, and alone as often as it takes.
     assert failures <= len(poison) * (2 + after)
@@ -111,7 +111,7 @@ def test_company_never_makes_guilty(failures: list[tuple[int, bool]]) -> None:
     alone = dict.fromkeys(range(8), 0)
     for one, in_company in failures:
         rows = [one, (one + 1) % 8] if in_company else [one]
-        found = suspects.accuse(rows, len(rows))
+        found = suspects.blame(rows, len(rows))
         for row in rows:
             alone[row] = 0 if in_company else alone[row] + 1
         assert found == (one if alone[one] == 2 else None)

@@ -7,7 +7,7 @@ import pytest
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.types import SchedulerConfig
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import Client, LocalSystem, WorkerEnd
 from simulator.toy_worker import ToyWorker, expected_output
@@ -44,7 +44,7 @@ def swapped(system: LocalSystem) -> list[Request]:
     return [request for request in system.scheduler.queue if request.swapped_on]
 
 
-def only(system: LocalSystem) -> Worker:
+def only(system: LocalSystem) -> WorkerState:
     (worker,) = system.scheduler.workers.values()
     return worker
 
@@ -178,12 +178,12 @@ def test_a_lost_cache_does_not(window: int, prefix_caching: bool) -> None:
         while not system.scheduler.counters.preempted:
             system.move(*system.moves()[0])
         system.run_for(moves_before)
-        before = {request.seniority: request.host_blocks for request in swapped(system)}
-        before |= {r.seniority: r.host_blocks for r in only(system).bound if r.swapped_on}
+        before = {request.arrival_index: request.host_blocks for request in swapped(system)}
+        before |= {r.arrival_index: r.host_blocks for r in only(system).bound if r.swapped_on}
         pending += len(only(system).swap_outs)
         system.restart_cache()
-        after = {request.seniority: request.host_blocks for request in swapped(system)}
-        assert after == {seniority: blocks for seniority, blocks in before.items() if blocks}
+        after = {request.arrival_index: request.host_blocks for request in swapped(system)}
+        assert after == {arrival_index: blocks for arrival_index, blocks in before.items() if blocks}
         kept, recomputed = kept + len(after), recomputed + len(before) - len(after)
         assert system.scheduler.counters.requeued == 0
         finish(system)
@@ -205,7 +205,7 @@ def test_what_a_new_cache_refuses_is_computed_anew() -> None:
     assert not request.swapped_on
     assert not only(system).swap_outs
     finish(system)
-    assert system.scheduler.counters.refused_claims == 1
+    assert system.scheduler.counters.refused_restores == 1
 
 
 def test_a_worker_that_drains_gives_its_swapped_requests_away() -> None:

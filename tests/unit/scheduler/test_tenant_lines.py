@@ -26,20 +26,22 @@ LIMIT = 20
 Limited = tuple[LocalSystem, list[WorkerEnd], Client]
 
 
-def request(seniority: int, tenant: str, tokens: int) -> Request:
+def request(arrival_index: int, tenant: str, tokens: int) -> Request:
     sampling = SamplingParams(max_tokens=tokens - 1)
-    return Request(seniority, "s", seniority, str(seniority), b"1234", bytearray(), sampling, 0.0, tenant=tenant)
+    return Request(
+        arrival_index, "s", arrival_index, str(arrival_index), b"1234", bytearray(), sampling, 0.0, tenant=tenant
+    )
 
 
 def expected(waiting: dict[int, tuple[Request, int]], running: Counter[str]) -> set[int]:
     shown = set()
     for tenant in {one.tenant for one, _ in waiting.values()}:
-        line = sorted((rank, one.seniority, one) for one, rank in waiting.values() if one.tenant == tenant)
+        line = sorted((rank, one.arrival_index, one) for one, rank in waiting.values() if one.tenant == tenant)
         tokens, free = 0, LIMIT - running[tenant]
-        for i, (_, seniority, one) in enumerate(line):
+        for i, (_, arrival_index, one) in enumerate(line):
             if i and tokens > free:
                 break
-            shown.add(seniority)
+            shown.add(arrival_index)
             tokens += one.max_total_tokens
     return shown
 
@@ -64,14 +66,14 @@ def test_the_first_that_fit_and_one_more(events: list[tuple[str, int, int]], see
             waiting[number] = one, rank
             turned = lines.add(one, rank)
         for one in turned:
-            shown ^= {one.seniority}
+            shown ^= {one.arrival_index}
         assert shown == expected(waiting, running)
 
 
 def test_an_order_whose_ranks_cannot_be_compared_gives_way() -> None:
     class Mixed(FirstComeFirstServed):
         def key(self, request: object) -> int:
-            return cast(int, "x" if cast(Request, request).seniority % 2 else 1)
+            return cast(int, "x" if cast(Request, request).arrival_index % 2 else 1)
 
     errors: list[Exception] = []
 
@@ -84,7 +86,7 @@ def test_an_order_whose_ranks_cannot_be_compared_gives_way() -> None:
     for one in requests:
         queue.add(one)
     assert len(errors) == 1
-    assert [one.seniority for one in queue.ordered(0.0)] == [0, 1, 2]
+    assert [one.arrival_index for one in queue.ordered(0.0)] == [0, 1, 2]
     for one in requests[:5]:
         queue.remove(one)
     assert list(queue.ordered(0.0)) == requests[5:]

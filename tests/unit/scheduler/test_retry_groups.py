@@ -10,10 +10,11 @@ import pytest
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.worker_pb2 import StepFailure
 from scheduler_svc.core.cache.link import ProtocolError
-from scheduler_svc.core.faults.retry_groups import candidates
-from scheduler_svc.core.requests.request import Phase, Request
+from scheduler_svc.core.faults.retry_groups import retry_candidates
+from scheduler_svc.core.requests.phases import Phase
+from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.types import SchedulerConfig
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.workers.state import WorkerState
 from simulator.system import Client, LocalSystem, WorkerEnd
 from simulator.toy_worker import ToyWorker, expected_output
 
@@ -146,7 +147,7 @@ def test_a_lone_request_fails_with_the_second_failure_and_says_what_happened(
         fail(system, end, "ValueError: out of cheese")
     message = "request: alone in what failed, 2 times in a row; the last time, step 1 of worker 2 failed: "
     assert client.endings[1].message == f"{message}ValueError: out of cheese"
-    assert system.scheduler.counters.quarantined == 1
+    assert system.scheduler.counters.poisoned == 1
     system.attach(toy())
     system.run()
     system.assert_at_rest()
@@ -201,15 +202,15 @@ def test_nothing_of_a_suspect_is_kept_when_it_is_cleared(system: LocalSystem, cl
     end = system.attach(toy())
     until_running(system, 1)
     fail(system, end)
-    assert system.scheduler._trials.active
+    assert system.scheduler._retry_groups.active
     system.attach(toy())
     system.run()
     assert client.endings[1].reason == FinishReason.FINISH_REASON_LENGTH
-    assert not system.scheduler._trials.active
+    assert not system.scheduler._retry_groups.active
 
 
 def test_one_that_is_swapped_out_is_tried_where_its_blocks_are() -> None:
     request = cast(Request, SimpleNamespace(phase=Phase.WAITING, matches=None, swapped_on=1, grammar=""))
     here, there = (SimpleNamespace(id=id_, has_grammar=lambda _: True) for id_ in (1, 2))
-    assert list(candidates([request], cast(Worker, here))) == [request]
-    assert list(candidates([request], cast(Worker, there))) == []
+    assert list(retry_candidates([request], cast(WorkerState, here))) == [request]
+    assert list(retry_candidates([request], cast(WorkerState, there))) == []

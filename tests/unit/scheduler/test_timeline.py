@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.v1.common_pb2 import SamplingParams
-from scheduler_svc.core.output import timeline as journal
-from scheduler_svc.core.output.timeline import Journal
+from scheduler_svc.core.output import timeline
+from scheduler_svc.core.output.timeline import RequestTimeline
 from scheduler_svc.core.requests.request import Request
 
 
@@ -15,14 +15,14 @@ def request(number: int) -> Request:
     return Request(number, "s", number, f"r{number}", b"1234", bytearray(), sampling, float(number))
 
 
-def told(notes: Journal, request_id: str) -> list[tuple[str, str, int, int, float, float]]:
+def told(notes: RequestTimeline, request_id: str) -> list[tuple[str, str, int, int, float, float]]:
     spans = notes.explain(request_id, 1e9)
     assert spans is not None
     return [(s.reason, s.detail, s.first, s.last, s.from_s, s.to_s) for s in spans]
 
 
 def test_a_reason_is_one_range_of_decisions() -> None:
-    notes, first, second = Journal(), request(1), request(2)
+    notes, first, second = RequestTimeline(), request(1), request(2)
     notes.arrived(first, 1.0)
     for i in range(3):
         notes.decided(1, [(first, "seats", "all 2 are taken")], None, 2.0 + i)
@@ -40,7 +40,7 @@ def test_a_reason_is_one_range_of_decisions() -> None:
 
 
 def test_decisions_of_two_workers_that_follow_each_other_are_one_range_of_no_worker() -> None:
-    notes, first = Journal(), request(1)
+    notes, first = RequestTimeline(), request(1)
     notes.arrived(first, 1.0)
     notes.decided(1, [(first, "seats", "")], None, 2.0)
     notes.decided(2, [(first, "seats", "")], None, 3.0)
@@ -50,7 +50,7 @@ def test_decisions_of_two_workers_that_follow_each_other_are_one_range_of_no_wor
 
 def test_who_was_not_looked_at_waited_behind_the_first_that_was() -> None:
     """Until the decision that let it in, and no longer, though the other one goes on waiting."""
-    notes, first, second = Journal(), request(1), request(2)
+    notes, first, second = RequestTimeline(), request(1), request(2)
     notes.arrived(first, 1.0)
     notes.arrived(second, 2.0)
     for i in range(4):
@@ -66,7 +66,7 @@ def test_who_was_not_looked_at_waited_behind_the_first_that_was() -> None:
 
 
 def test_the_decision_that_let_it_in_says_nothing_of_others() -> None:
-    notes, first, second = Journal(), request(1), request(2)
+    notes, first, second = RequestTimeline(), request(1), request(2)
     for one in (first, second):
         notes.arrived(one, 2.0)
     notes.decided(1, [(first, "seats", ""), (second, "seats", "")], None, 3.0)
@@ -77,8 +77,8 @@ def test_the_decision_that_let_it_in_says_nothing_of_others() -> None:
 
 def test_memory_is_bounded(monkeypatch) -> None:
     """What has ended is forgotten, the first one first; what is there is not, however long it has been."""
-    monkeypatch.setattr(journal, "MAX_ENDED", 10)
-    notes, requests = Journal(), [request(i) for i in range(50)]
+    monkeypatch.setattr(timeline, "MAX_ENDED", 10)
+    notes, requests = RequestTimeline(), [request(i) for i in range(50)]
     waits = request(100)
     notes.arrived(waits, 1.0)
     for one in requests:
@@ -89,12 +89,12 @@ def test_memory_is_bounded(monkeypatch) -> None:
     assert notes.explain("r40", 1e9) is not None
     for i in range(1000):  # ever other reasons
         notes.decided(1, [(waits, "seats" if i % 20 < 10 else "blocks", "")], None, 51.0)
-    assert len(told(notes, "r100")) < 3 * journal.MAX_SPANS + journal.MAX_HEADS
+    assert len(told(notes, "r100")) < 3 * timeline.MAX_SPANS + timeline.MAX_TOP_REJECTED
     assert notes.explain("never seen", 1e9) is None
 
 
 def test_of_two_requests_with_one_id_the_later_one_is_told_that_is_there() -> None:
-    notes, first, second = Journal(), request(1), request(2)
+    notes, first, second = RequestTimeline(), request(1), request(2)
     second.request_id = first.request_id
     notes.arrived(first, 1.0)
     notes.arrived(second, 2.0)
@@ -112,13 +112,13 @@ def sequence(number: int, request_id: str, answer_id: str) -> Request:
     return made
 
 
-def found(notes: Journal, name: str) -> list[tuple[str, int]]:
-    return [(record.request_id, record.seniority) for record in notes.find(name)]
+def found(notes: RequestTimeline, name: str) -> list[tuple[str, int]]:
+    return [(record.request_id, record.arrival_index) for record in notes.find(name)]
 
 
 def test_an_answer_id_and_a_request_id_stand_for_all_sequences_of_the_request() -> None:
     """Two prompts with two samples each; another request whose id only looks alike."""
-    notes = Journal()
+    notes = RequestTimeline()
     ids = ["x", "x.1", "x-1", "x-1.1"]
     sequences = [sequence(i + 1, name, "cmpl-a") for i, name in enumerate(ids)]
     for one in [*sequences, sequence(5, "x-2", "cmpl-b")]:
@@ -136,7 +136,7 @@ def test_an_answer_id_and_a_request_id_stand_for_all_sequences_of_the_request() 
 
 def test_an_answer_of_several_attempts_stands_for_the_last_ones() -> None:
     """The scheduler was lost and the gateway submitted again; later the client came back by another gateway."""
-    notes = Journal()
+    notes = RequestTimeline()
     first, again, other = (sequence(i, name, "cmpl-a") for i, name in ((1, "x"), (2, "x"), (3, "y")))
     notes.arrived(first, 1.0)
     notes.arrived(again, 2.0)
@@ -149,8 +149,8 @@ def test_an_answer_of_several_attempts_stands_for_the_last_ones() -> None:
 
 
 def test_what_is_forgotten_leaves_no_name_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "MAX_ENDED", 1)
-    notes = Journal()
+    monkeypatch.setattr(timeline, "MAX_ENDED", 1)
+    notes = RequestTimeline()
     for i in range(4):
         one = sequence(i, f"x.{i}", "cmpl-a")
         notes.arrived(one, 1.0)
@@ -162,7 +162,7 @@ def test_what_is_forgotten_leaves_no_name_behind(monkeypatch: pytest.MonkeyPatch
 
 def test_decisions_of_several_workers_make_one_range() -> None:
     """Workers decide in turns, and each has its own reason; one looks at nobody."""
-    notes, first, second = Journal(), request(1), request(2)
+    notes, first, second = RequestTimeline(), request(1), request(2)
     notes.arrived(first, 0.0)
     notes.arrived(second, 0.0)
     for i in range(5):
@@ -185,8 +185,8 @@ def test_decisions_of_several_workers_make_one_range() -> None:
 
 def test_a_wait_is_told_though_its_beginning_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was looked at for so many reasons that its arrival is not kept; then it stood behind another one."""
-    monkeypatch.setattr(journal, "MAX_SPANS", 2)
-    notes, first, second = Journal(), request(1), request(2)
+    monkeypatch.setattr(timeline, "MAX_SPANS", 2)
+    notes, first, second = RequestTimeline(), request(1), request(2)
     notes.arrived(first, 1.0)
     notes.arrived(second, 2.0)
     for reason in ("seats", "blocks", "seats"):
@@ -200,7 +200,7 @@ def test_a_wait_is_told_though_its_beginning_is_forgotten(monkeypatch: pytest.Mo
 
 def test_each_worker_has_ranges_of_its_own() -> None:
     """Two that refuse it for different reasons, decision by decision, are not a row for each decision."""
-    notes, head = Journal(), request(1)
+    notes, head = RequestTimeline(), request(1)
     notes.arrived(head, 0.0)
     for i in range(200):
         notes.decided(1, [(head, "seats", "all 2 are taken")], None, float(i))
@@ -220,10 +220,10 @@ def test_each_worker_has_ranges_of_its_own() -> None:
 
 def test_what_was_looked_at_does_not_push_out_what_happened() -> None:
     """As the beams of a search, which are looked at while it runs."""
-    notes, search, other = Journal(), request(1), request(2)
+    notes, search, other = RequestTimeline(), request(1), request(2)
     notes.arrived(search, 1.0)
     notes.event(search, "running", "its beams", 2.0)
-    for i in range(3 * journal.MAX_SPANS):
+    for i in range(3 * timeline.MAX_SPANS):
         notes.decided(1, [(search, "seats" if i % 2 else "blocks", "")], None, 3.0)
     notes.arrived(other, 4.0)
     notes.decided(1, [(other, "seats", "")], None, 4.0)
@@ -232,11 +232,11 @@ def test_what_was_looked_at_does_not_push_out_what_happened() -> None:
     assert reasons[:2] == ["waiting", "running"]
     assert reasons[-1] == "ended"
     assert set(reasons[2:-1]) == {"seats", "blocks"}, "it stood behind nobody"
-    assert len(reasons) == journal.MAX_SPANS + 3
+    assert len(reasons) == timeline.MAX_SPANS + 3
 
 
 def test_one_of_the_same_id_is_another_one() -> None:
-    notes, first, second = Journal(), request(1), request(2)
+    notes, first, second = RequestTimeline(), request(1), request(2)
     second.request_id = first.request_id
     notes.arrived(first, 1.0)
     notes.arrived(second, 2.0)
@@ -245,7 +245,7 @@ def test_one_of_the_same_id_is_another_one() -> None:
 
 
 def test_while_nothing_can_be_decided_that_is_the_reason() -> None:
-    notes, first = Journal(), request(1)
+    notes, first = RequestTimeline(), request(1)
     notes.out("no-cache", "the cache does not answer", 0.0)
     notes.arrived(first, 1.0)
     notes.out("no-worker", "none is attached", 2.5)
@@ -269,7 +269,7 @@ def test_while_nothing_can_be_decided_that_is_the_reason() -> None:
 
 
 def test_a_later_wait_is_told_from_its_own_beginning() -> None:
-    notes, first, second = Journal(), request(1), request(2)
+    notes, first, second = RequestTimeline(), request(1), request(2)
     notes.arrived(first, 1.0)
     notes.arrived(second, 2.0)
     notes.event(second, "running", "", 3.0)
@@ -282,7 +282,7 @@ def test_a_later_wait_is_told_from_its_own_beginning() -> None:
 
 
 def test_it_stood_behind_another_only_where_it_was_not_looked_at() -> None:
-    notes, first, second = Journal(), request(1), request(2)
+    notes, first, second = RequestTimeline(), request(1), request(2)
     notes.arrived(first, 0.0)
     notes.arrived(second, 2.0)
     for i in range(9):
@@ -298,7 +298,7 @@ def test_it_stood_behind_another_only_where_it_was_not_looked_at() -> None:
 
 def test_who_waits_for_his_tenant_is_told_so_and_of_no_other() -> None:
     """At each worker, in ranges; and not where the decision did not come so far."""
-    notes, one, first = Journal(30), request(1), request(2)
+    notes, one, first = RequestTimeline(30), request(1), request(2)
     one.tenant = "a"
     notes.arrived(one, 1.0)
     notes.arrived(first, 1.0)

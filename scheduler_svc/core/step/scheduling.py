@@ -1,4 +1,4 @@
-"""Composes steps under the policies in force, and goes on without those that fail at it."""
+"""Schedules steps with the current policies, and falls back to the default policies when one of them fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from scheduler_svc.core.admission.budgets import Budgets
 from scheduler_svc.core.admission.queue import WaitingQueue
 from scheduler_svc.core.cache.link import CacheLink
-from scheduler_svc.core.faults.retry_groups import TrialBatch, TrialCapacity, candidates
+from scheduler_svc.core.faults.retry_groups import RetryBatch, RetryCapacity, retry_candidates
 from scheduler_svc.core.policy.interfaces import PlacementPolicy, Policies
 from scheduler_svc.core.policy.order import OrderPolicy, PolicyError
 from scheduler_svc.core.policy.step import Step
@@ -19,34 +19,36 @@ from scheduler_svc.core.requests.request import Request, view_of
 from scheduler_svc.core.step.placement import Placement
 from scheduler_svc.core.step.planner import Planner
 from scheduler_svc.core.step.policy_failures import PolicyFailures
-from scheduler_svc.core.types import Counters
-from scheduler_svc.core.workers.state import Worker
+from scheduler_svc.core.types import SchedulerCounters
+from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.step_time import FleetStepTimes, OutputLength
 
-# Waiting requests whose matches are asked for anew, at the most.
-MAX_HEADS = 16
-# Waiting requests that are placed between two events, at the most. One takes 0.1 ms, and nothing is heard meanwhile.
+# Waiting requests for which one exchange asks for fresh matches, at most.
+MAX_CANDIDATES = 16
+# Waiting requests that are placed between two events, at most. One takes 0.1 ms, and the core handles no event
+# meanwhile.
 MAX_PLACEMENTS = 512
-# Why a step has no room for a request, for which another worker may have some.
+# Reasons of one worker for which another worker may still have room.
 REFUSALS = ("capacity", "blocks")
 # Characters of a placement policy's reason that `explain` keeps for each request.
 MAX_WHY = 500
 
 
-class Composer:
-    """`policies` are in force. They are guests: what one raises costs its turn, is counted, and costs no request."""
+class StepScheduler:
+    """`policies` are the current policies. An error of a policy is counted, and costs no request: the default policy
+    decides instead."""
 
     def __init__(
         self,
         policies: Policies,
         fallback: Callable[[], Policies],
-        counters: Counters,
+        counters: SchedulerCounters,
         on_policy_error: Callable[[Exception], None],
         budgets: Budgets,
         step_times: FleetStepTimes,
         output_length: OutputLength,
     ) -> None:
-        """`fallback` makes the policies that compose a step when those in force fail at it."""
+        """`fallback` makes the policies that schedule a step when the current ones fail."""
         self._step_times = step_times
         self._output_length = output_length
         self.policies = policies
@@ -57,32 +59,32 @@ class Composer:
         self._counters = counters
         self.failures = PolicyFailures(policies)
         self._on_policy_error = on_policy_error
-        # Of the last composition: tenants that it passed over, since too much of them runs; in tokens.
+        # Of the last scheduling pass: tenants at their limit, with their running tokens.
         self.at_limit: dict[str, int] = {}
-        # Likewise: requests that it passed over, since the worker has still to prepare their grammar.
+        # Of the last scheduling pass: requests that were skipped because the worker still prepares their grammar.
         self.without_grammar: list[Request] = []
-        self._placement: Placement | None = None  # the round that goes on
+        self._placement: Placement | None = None  # of the current round
         self._placements_left = 0
-        # Looked at in a composition, where a tenant's limit holds: whether they are stuck may not be what it was.
+        # Requests that a pass looked at while a tenant limit holds. Whether they are stuck may have changed.
         self._doubtful: list[Request] = []
 
-    def set_policies(self, policies: Policies, workers: dict[int, Worker]) -> None:
-        """Other policies from the next step on. Raises what their order raises; then nothing has changed."""
+    def set_policies(self, policies: Policies, workers: dict[int, WorkerState]) -> None:
+        """Set other policies from the next step on. Raises what their order raises; then nothing has changed."""
         self.queue.reorder(policies.order)
         self.failures = PolicyFailures(policies, self._counters.steps)
-        self.policies = policies  # before `started`, at which the order may fail and be replaced
+        self.policies = policies  # before `started`: the order may fail there and be replaced
         for worker in workers.values():
             for request in worker.bound:
                 self.queue.started(request)
 
     def begin(self) -> None:
-        """Compositions follow, for the workers in turn."""
+        """A scheduling pass over all workers begins."""
         self._placements_left = MAX_PLACEMENTS
 
-    def must_ask(self, worker: Worker, cache: CacheLink) -> bool:
-        """Whether the next step has to wait for the cache. Decisions about who runs are made on what is there, so the
-        cache first answers for all that has happened; a step in which everything just goes on needs no answer."""
-        room = worker.slots.num_free > 0 or self._looks_past_seats
+    def must_ask(self, worker: WorkerState, cache: CacheLink) -> bool:
+        """Whether the next step has to wait for the cache. A step that admits, grows or preempts needs the cache's
+        answer to everything that happened before. A step in which every sequence just goes on needs no answer."""
+        room = worker.slots.num_free > 0 or self._looks_past_slots
         may_admit = len(self.queue) > 0 and room and not worker.draining
         if not (may_admit or worker.preempted or worker.prefills or worker.may_grow):
             return False
@@ -90,53 +92,56 @@ class Composer:
             return True
         if worker.knows_cache or not cache.has_gathered:
             return False
-        # What has just ended leaves blocks that the cache has not told of: nobody gives way for want of them.
+        # Sequences that ended left blocks that the cache has not reported yet. Wait for the report before preempting.
         return may_admit or bool(worker.preempted) or worker.may_lack_blocks
 
     @property
-    def _looks_past_seats(self) -> bool:
-        """Compared and not asked for its truth, as nobody catches here what that may raise by now."""
+    def _looks_past_slots(self) -> bool:
+        """Compared by identity: the attribute's truth value could raise, and no code catches that here."""
         return self.policies.capacity.preempts_for_waiting is True
 
-    def compose(
-        self, planner: Planner, worker: Worker, workers: dict[int, Worker], now_s: float, closed: bool
+    def schedule_step(
+        self, planner: Planner, worker: WorkerState, workers: dict[int, WorkerState], now_s: float, closed: bool
     ) -> Step | None:
-        """The worker's next step; None if somebody gave way, and it has to be composed anew when the cache knows.
-        `closed`: nobody is let in."""
-        step = self._draft(planner, worker, workers, now_s, closed)
+        """Schedule the worker's next step. None if a sequence was preempted: then the step is scheduled again after the
+        next exchange. `closed`: no request is admitted."""
+        step = self._decide(planner, worker, workers, now_s, closed)
         if step is not None and len(workers) > 1:
-            for request, reason, _ in step._held_back:
+            for request, reason, _ in step._rejected:
                 if reason in REFUSALS:
                     worker.refuse(request)
         if self._doubtful and self._reconsider(workers) and step is not None and step.is_empty:
-            return self._draft(planner, worker, workers, now_s, closed)
+            return self._decide(planner, worker, workers, now_s, closed)
         return step
 
-    def _draft(
-        self, planner: Planner, worker: Worker, workers: dict[int, Worker], now_s: float, closed: bool
+    def _decide(
+        self, planner: Planner, worker: WorkerState, workers: dict[int, WorkerState], now_s: float, closed: bool
     ) -> Step | None:
         self.at_limit.clear()
         self.without_grammar.clear()
         waiting = self._waiting(worker, workers, now_s, closed)
         try:
-            return planner.draft_step(worker, self.policies, waiting, now_s)
+            return planner.decide_step(worker, self.policies, waiting, now_s)
         except Exception as error:
             self._failed(error)
-        return planner.draft_step(worker, self._fallback, self._waiting(worker, workers, None, closed), now_s)
+        return planner.decide_step(worker, self._fallback, self._waiting(worker, workers, None, closed), now_s)
 
-    def compose_trial(self, planner: Planner, worker: Worker, members: list[Request], now_s: float) -> Step | None:
-        """As compose(), a step that tries these suspects. The policies in force say who gives way, no more."""
-        policies = replace(self.policies, capacity=TrialCapacity(), batch=TrialBatch(members))
-        waiting = partial(candidates, members, worker)
+    def schedule_retry_step(
+        self, planner: Planner, worker: WorkerState, members: list[Request], now_s: float
+    ) -> Step | None:
+        """Schedule a step that retries these suspects, as schedule_step() does. Of the current policies only preemption
+        decides."""
+        policies = replace(self.policies, capacity=RetryCapacity(), batch=RetryBatch(members))
+        waiting = partial(retry_candidates, members, worker)
         try:
-            return planner.draft_trial(worker, policies, waiting, now_s)
+            return planner.decide_retry_step(worker, policies, waiting, now_s)
         except Exception as error:
             self._failed(error)
         policies = replace(policies, preemption=self._fallback.preemption)
-        return planner.draft_trial(worker, policies, waiting, now_s)
+        return planner.decide_retry_step(worker, policies, waiting, now_s)
 
     def planned(self, step: Step) -> None:
-        """The composition stands."""
+        """The step is accepted."""
         for policy in (self.policies.capacity, self.policies.batch):
             try:
                 policy.planned(step)
@@ -144,7 +149,7 @@ class Composer:
                 self._failed(error)
 
     def bound(self, request: Request, worker_id: int) -> str:
-        """Tell the placement policy that the request is bound there; returns why, in its words."""
+        """Tell the placement policy that the request is bound to the worker. Returns the policy's reason."""
         try:
             why = self.policies.placement.bound(view_of(request), worker_id)
             if not isinstance(why, str):
@@ -154,37 +159,37 @@ class Composer:
             self._failed(error)
             return ""
 
-    def heads(self, workers: dict[int, Worker], now_s: float) -> list[Request]:
-        """The requests that the next composition looks at first, as many as the workers can begin in a step, after what
-        is known to be cached of them."""
-        seats = sum(max(0, worker.free_seats) for worker in workers.values())
-        count = MAX_HEADS if self._looks_past_seats else min(seats, MAX_HEADS)
+    def candidates(self, workers: dict[int, WorkerState], now_s: float) -> list[Request]:
+        """The requests that the next pass looks at first. There are as many as the workers can start in one step, given
+        the tokens that are known to be cached."""
+        num_slots = sum(max(0, worker.free_slots) for worker in workers.values())
+        count = MAX_CANDIDATES if self._looks_past_slots else min(num_slots, MAX_CANDIDATES)
         if not count or not len(self.queue):
             return []
-        heads, budget_tokens = list[Request](), sum(worker.max_batched_tokens for worker in workers.values())
+        candidates, budget_tokens = list[Request](), sum(worker.max_batched_tokens for worker in workers.values())
         try:
             for request in itertools.islice(self.queue.ordered(now_s), count):
-                heads.append(request)
+                candidates.append(request)
                 budget_tokens -= request.num_tokens - request.best_matched_tokens
                 if budget_tokens <= 0:
                     break
-        except Exception:  # the composition, which asks for the same order, meets it too and says so
+        except Exception:  # the pass asks for the same order, meets the same error and reports it
             return list(itertools.islice(self.queue, count))
-        return heads
+        return candidates
 
     def _waiting(
-        self, worker: Worker, workers: dict[int, Worker], ordered_at_s: float | None, closed: bool
+        self, worker: WorkerState, workers: dict[int, WorkerState], ordered_at_s: float | None, closed: bool
     ) -> Callable[[], Iterator[Request]]:
-        """What may be bound to the worker: what it has swapped out, oldest first, then the others in the order in force
-        at that time, or (None) oldest first."""
+        """The requests that the worker may admit: first the requests that it swapped out, oldest first; then the queue
+        in the order policy's order at that time, or oldest first if the time is None."""
         takes = self._taker(worker, workers, (self.policies if ordered_at_s is not None else self._fallback).placement)
 
         def waiting() -> Iterator[Request]:
             if worker.draining or closed:
                 return
-            if worker.swapped and not worker.preempted:  # nobody comes back while somebody else has to go
+            if worker.swapped and not worker.preempted:  # no request resumes while a sequence is being preempted
                 back = (request for request in worker.swapped.values() if not request.is_suspect)
-                yield from sorted(back, key=lambda request: request.seniority)
+                yield from sorted(back, key=lambda request: request.arrival_index)
             queue = self.queue
             limited, tenant_tokens = self._budgets.limits_tenants, self._budgets.tenant_tokens
             for request in iter(queue) if ordered_at_s is None else queue.ordered(ordered_at_s):
@@ -209,9 +214,10 @@ class Composer:
         return waiting
 
     def _taker(
-        self, worker: Worker, workers: dict[int, Worker], policy: PlacementPolicy
+        self, worker: WorkerState, workers: dict[int, WorkerState], policy: PlacementPolicy
     ) -> Callable[[Request], bool | None]:
-        """For a composition: whether a request may be bound to the worker; None: nor any that comes after it, now."""
+        """A function for one pass: whether the worker may admit a request. None: neither this request nor any after it,
+        for now."""
         placement: Placement | None = None
 
         def takes(request: Request) -> bool | None:
@@ -226,12 +232,12 @@ class Composer:
                 self._placements_left -= 1
             if placement.place(request) in (worker, None):
                 return True
-            return False if worker.free_seats or self._looks_past_seats else None  # the others fill up first
+            return False if worker.free_slots or self._looks_past_slots else None  # other workers fill up first
 
         return takes
 
-    def _round_of(self, worker: Worker, workers: dict[int, Worker], policy: PlacementPolicy) -> Placement:
-        """The round of placement that goes on, or a new one."""
+    def _round_of(self, worker: WorkerState, workers: dict[int, WorkerState], policy: PlacementPolicy) -> Placement:
+        """The current placement round, or a new one."""
         going = self._placement
         if going is None or going.policy is not policy or not going.turn_of(worker):
             self._step_times.begin([other.step_fit for other in workers.values()])
@@ -240,11 +246,11 @@ class Composer:
         return going
 
     def fleet_changed(self) -> None:
-        """A worker came, left, or is to leave."""
+        """A worker was added, has left, or drains."""
         self._placement = None
 
-    def _reconsider(self, workers: dict[int, Worker]) -> bool:
-        """Whether others of their tenants have come into the order for those that were passed over."""
+    def _reconsider(self, workers: dict[int, WorkerState]) -> bool:
+        """Whether other requests of the same tenants have entered the order in place of stuck ones."""
         there = [worker for worker in workers.values() if not worker.draining]
         doubtful, self._doubtful = self._doubtful, []
         return self.queue.reconsider(doubtful, lambda request: _is_stuck(request, there))
@@ -255,7 +261,7 @@ class Composer:
         self._on_policy_error(error)
 
     def _order_failed(self, error: Exception) -> OrderPolicy:
-        """The order policy can no longer be trusted to know what waits: the default one takes its place."""
+        """The order policy's index may be wrong after an error: the default order replaces it."""
         self._failed(error)
         order = self._make_fallback().order
         self.policies = replace(self.policies, order=order)
@@ -266,8 +272,8 @@ def _waits_for_another(request: Request) -> bool:
     return request.is_suspect or (request.parent is not None and request.waits_for_parent)
 
 
-def _is_stuck(request: Request, workers: list[Worker]) -> bool:
-    """Whether nobody could take it, whatever its tenant has left."""
+def _is_stuck(request: Request, workers: list[WorkerState]) -> bool:
+    """Whether no worker could take the request, whatever its tenant has left."""
     able = (worker for worker in workers if worker.can_ever_hold(request) and worker.has_adapter(request))
     takers = (worker for worker in able if worker.has_grammar(request))
     return _waits_for_another(request) or next(takers, None) is None

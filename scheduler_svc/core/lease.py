@@ -1,0 +1,37 @@
+"""How long an elected scheduler may rely on its lease, and the epoch that ranks it above all earlier leaders.
+
+The time counts from the moment at which the leader *asked* for the lease or its renewal, and covers only a share of the
+lease. So by the leader's own clock it ends before the lease ends by etcd's clock. The only assumption is that both
+clocks run equally fast.
+"""
+
+from __future__ import annotations
+
+# Share of the lease's time that a leader relies on.
+SAFE_SHARE = 5 / 6
+# Renewals per lease time.
+RENEWALS = 4
+
+
+class LeaseClock:
+    """All moments are monotonic seconds of the leader's own clock."""
+
+    def __init__(self) -> None:
+        self.asked_s = self.ends_s = float("-inf")
+
+    def holds(self, now_s: float) -> bool:
+        """Whether no other scheduler can have been elected by now."""
+        return now_s < self.ends_s
+
+    def extend(self, asked_s: float, ttl_s: float) -> None:
+        """The lease was granted or renewed for `ttl_s`, by a request sent at `asked_s`."""
+        self.asked_s, self.ends_s = asked_s, asked_s + ttl_s * SAFE_SHARE
+
+    def end(self) -> None:
+        self.ends_s = float("-inf")
+
+
+def next_epoch(last: int, wall_ms: int) -> int:
+    """Higher than the last epoch that etcd knows. It follows the time of day, so it is also higher than the epochs of
+    an etcd that lost its data."""
+    return max(last + 1, wall_ms)
