@@ -86,7 +86,7 @@ class StepScheduler:
         answer to everything that happened before. A step in which every sequence just goes on needs no answer."""
         room = worker.slots.num_free > 0 or self._looks_past_slots
         may_admit = len(self.queue) > 0 and room and not worker.draining
-        if not (may_admit or worker.preempted or worker.prefills or worker.may_grow):
+        if not (may_admit or worker.preempted or worker.prefills or worker.held or worker.may_grow):
             return False
         if not cache.idle:
             return True

@@ -22,7 +22,9 @@ def test_every_phase_can_be_reached_and_only_ended_is_never_left() -> None:
     assert {event for _, event in TRANSITIONS} == set(Event)
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[3] / "scheduler_svc").rglob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[3] / "scheduler_svc").rglob("*.py")), ids=lambda path: path.name
+)
 def test_no_module_sets_a_phase_by_itself(path: Path) -> None:
     changes = [line for line in path.read_text(encoding="utf-8").splitlines() if ".phase = " in line]
     assert changes == (["        self.phase = TRANSITIONS[self.phase, event]"] if path.name == "request.py" else [])

@@ -399,6 +399,27 @@ def test_a_prompt_that_is_scored_is_computed_whatever_is_cached(system: LocalSys
     system.assert_at_rest()
 
 
+def test_a_fork_that_the_cache_refuses_is_computed_instead(system: LocalSystem, client: Client) -> None:
+    """Not asked for again and again."""
+    system.attach(toy())
+    for handle in (1, 2):
+        system.submit(
+            "s", handle, list(range(9, 20)), params(64 if handle == 1 else 4, seed=handle), fork_of=handle - 1
+        )
+    num_forks = 0
+    for _ in range(1000):
+        for op in system.to_cache[0].ops if system.to_cache else ():
+            if op.admit.fork_of:
+                num_forks += 1
+                op.admit.fork_of = 2**40  # which the cache does not know
+        if not (moves := system.moves()):
+            break
+        system.move(*moves[0])
+    assert num_forks == 1
+    assert len(client.tokens[2]) == 4
+    system.assert_at_rest()
+
+
 def test_samples_fork_from_one_whose_prompt_is_scored(system: LocalSystem, client: Client) -> None:
     system.attach(toy())
     prompt = list(range(10, 30))
