@@ -23,8 +23,8 @@ def check_exchange(cache: CacheCore, request: CacheServiceLinkRequest, response:
 
 def check_plan(cache: CacheCore, worker_id: int, plan: StepPlan) -> None:
     """Raises AssertionError if a new plan names a block that the cache has not granted to that worker, or has taken
-    back (DESIGN §5.3). The cache may be ahead of the scheduler, but no exchange frees blocks of sequences that are to
-    run."""
+    back (invariant 3 of docs/design.md). The cache may be ahead of the scheduler, but no exchange frees blocks of
+    sequences that are to run."""
     worker = cache.workers.get(worker_id)
     running = [block for sequence in worker.sequences.values() for block in sequence.table] if worker else []
     named = [plan.grow_blocks, plan.copy_to, plan.swap_in_to, *(new.block_table for new in plan.new_sequences)]

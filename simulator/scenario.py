@@ -1,4 +1,4 @@
-"""`paceline scenario`: what every step of a small workload decides, on the real cores (shared/SCENARIOS.md).
+"""`paceline scenario`: what every step of a small workload decides, on the real cores (docs/scenarios.md).
 
 Scheduler and cache run in this process with a null worker; its steps take no time. The window is 1, so every step is
 decided after the previous one has finished.

@@ -1,4 +1,4 @@
-"""The contents of a scenario file (shared/SCENARIOS.md)."""
+"""The contents of a scenario file (docs/scenarios.md)."""
 
 from __future__ import annotations
 

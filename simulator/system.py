@@ -271,7 +271,7 @@ class LocalSystem:
         assert self.run_for(100_000), "does not come to rest"
 
     def assert_at_rest(self) -> None:
-        """Nothing is left: no request, no sequence, no used block (DESIGN §5.1)."""
+        """Nothing is left: no request, no sequence, no used block (invariant 1 of docs/design.md)."""
         assert not self.moves()
         queue = self.scheduler.queue
         assert not any([len(queue), queue.num_requests, queue.num_tokens, queue.tenant_tokens])

@@ -3,7 +3,7 @@
 Its tokens are a function of the sequence alone, so the right output of a request is known without any server. Its KV
 blocks hold the meaning of a real worker's blocks: for each position, a hash of all tokens up to it. A row that attends
 reads its whole table and compares. So a block that was freed too early, shared wrongly or never written is found at
-once. No position of a block is written twice while a table contains the block (DESIGN §5.2).
+once. No position of a block is written twice while a table contains the block (invariant 2 of docs/design.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A whole Paceline under a virtual clock: gateways, scheduler, cache and workers, with faults.
 
 A run plays one schedule (schedule.py). In every run, each client has to get the tokens of an undisturbed run, each once
-and in order; and at the end nothing may be left anywhere (DESIGN §5).
+and in order; and at the end nothing may be left anywhere (docs/design.md, invariants).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention over the paged pool with FlashInfer's kernels, for 16-bit models on an NVIDIA GPU.
 
 Decode rows go through the decode wrapper, chunks through the prefill wrapper; each pair of them is for one window, as
-the window is compiled in. Choices (anchors: docs of FlashInfer 0.7.2 and what vLLM and SGLang do):
+the window is compiled in. Choices (from the docs of FlashInfer 0.7.2, and what vLLM and SGLang do):
 
 - fa2 for both, with tensor cores for decode: any number of query heads per KV head, one kernel module for both, and on
   paged KV no slower than fa3;

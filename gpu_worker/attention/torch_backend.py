@@ -4,7 +4,7 @@ Sequences with one row (decodes) go in groups of similar length: their blocks ar
 stays in the CPU's cache, and one SDPA call serves the group. Sequences with more rows (prefill chunks) go one by one,
 in tiles of rows so that a mask stays small.
 
-Measured choices (anchors/flashinfer.md §3, and here): fresh gather memory costs page faults, so scratch is reused; SDPA
+Measured choices (FlashInfer's and ours): fresh gather memory costs page faults, so scratch is reused; SDPA
 with one query row and enable_gqa is an order of magnitude slower than with a KV head's query heads folded into rows.
 """
 

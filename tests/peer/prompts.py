@@ -8,7 +8,7 @@ from typing import Any
 
 
 def prompts(scenario: dict[str, Any]) -> Iterator[list[int]]:
-    """As SCENARIOS.md says: given, or made up, with the first tokens shared within a family."""
+    """As docs/scenarios.md says: given, or made up, with the first tokens shared within a family."""
     ids = itertools.count(1)
     families: dict[str, list[int]] = {}
     for request in scenario["requests"]:

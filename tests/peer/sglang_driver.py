@@ -1,4 +1,4 @@
-"""SGLang's own Scheduler, without a model, on scenarios (shared/SCENARIOS.md): one JSON object a line in, one out.
+"""SGLang's own Scheduler, without a model, on scenarios (docs/scenarios.md): one JSON object a line in, one out.
 
 Runs in the environment that tests/peer/env.sh makes, and imports nothing of Paceline. Every decision is SGLang's:
 Scheduler.get_next_batch_to_run with its SchedulePolicy, PrefillAdder, RadixCache (a page is the scenario's block),
@@ -20,7 +20,7 @@ How the output is read off:
   tokens, cached_tokens   extend_end - prefix_len and prefix_len of a request in a prefill batch; cached_tokens only
                           where the request comes from the queue, not for its later chunks
   free_blocks             pages of the allocator's free list; cached_blocks: evictable pages of the tree
-Beyond SCENARIOS.md, a step names what the comparison has to know:
+Beyond docs/scenarios.md, a step names what the comparison has to know:
   state         before the step: blocks that are free or evictable, and how much of each waiting request is cached,
                 and of that held by running ones
   ratio         new_token_ratio after the step

@@ -1,4 +1,4 @@
-"""Random scenarios (shared/SCENARIOS.md) from a seed, for SGLang's presets: tight pools, shared prefixes."""
+"""Random scenarios (docs/scenarios.md) from a seed, for SGLang's presets: tight pools, shared prefixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's own V1 Scheduler, without a model, on scenarios (shared/SCENARIOS.md): one JSON object a line in, one out.
+"""vLLM's own V1 Scheduler, without a model, on scenarios (docs/scenarios.md): one JSON object a line in, one out.
 
 Runs in the environment that tests/peer/env.sh makes, and imports nothing of Paceline. Scheduler and KVCacheManager are
 vLLM's; what the model runner would return is made up here. Asynchronous scheduling is off: each step is decided on all

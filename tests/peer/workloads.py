@@ -1,4 +1,4 @@
-"""Random scenarios (shared/SCENARIOS.md) from a seed: small pools that force preemption, tight budgets, priorities,
+"""Random scenarios (docs/scenarios.md) from a seed: small pools that force preemption, tight budgets, priorities,
 shared prefixes."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The real scheduler and cache cores with toy workers, under seeded interleavings and faults (DESIGN §5).
+"""The real scheduler and cache cores with toy workers, under seeded interleavings and faults: the invariants of
+docs/design.md.
 
 The toy worker notices every wrong block; here the clients check that each got exactly the tokens of an undisturbed run.
 """

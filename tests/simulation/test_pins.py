@@ -1,4 +1,4 @@
-"""Pins and resets at any moment change no stream, and keep no request from its end (DESIGN §5)."""
+"""Pins and resets at any moment change no stream, and keep no request from its end (docs/design.md, invariants)."""
 
 from __future__ import annotations
 

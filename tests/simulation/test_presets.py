@@ -1,5 +1,5 @@
-"""Every preset on random scenarios, alone and after one another: what holds whatever is decided (DESIGN §5), and that
-it is decided twice alike.
+"""Every preset on random scenarios, alone and after one another: the invariants of docs/design.md, and
+that equal runs decide alike.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The trtllm-* presets against TensorRT-LLM's own test scenarios (shared/anchors/tensorrt-llm.md §4.1, §4.2; the
+"""The trtllm-* presets against TensorRT-LLM's own test scenarios (the
 numbers are its rows).
 
 docs/presets.md lists the rows that are left out, and why.

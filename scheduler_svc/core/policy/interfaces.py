@@ -1,4 +1,4 @@
-"""The decisions of a step, as interfaces (DESIGN §4): order, placement, capacity, batch and preemption.
+"""The decisions of a step, as interfaces (docs/policies.md): order, placement, capacity, batch and preemption.
 
 A step of one worker is scheduled like this:
 

@@ -62,7 +62,7 @@ def test_choices_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert top_p == [(0, 1), (50, 1), (0, 32), (50, 32), (0, 128), (50, 128)], "the stand-in keeps every token"
 
 
-def test_bytes_and_operations_are_those_of_the_anchors() -> None:
+def test_bytes_and_operations_are_those_of_public_figures() -> None:
     """From public figures of Llama-3.1-8B in bf16: 131,072 bytes of KV a token, 15.0 GB of weights a step, 114.4 + 17.6
     TFLOP for a prompt of 8,192 tokens."""
     llama = config("llama-3.1-8b")

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's tables for its chunk policies (shared/anchors/tensorrt-llm.md §4.3): positions after each
+"""TensorRT-LLM's tables for its chunk policies: positions after each
 iteration.
 """
 

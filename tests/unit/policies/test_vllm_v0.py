@@ -1,4 +1,4 @@
-"""Rules of vLLM V0 (shared/anchors/vllm.md §1.8) that its preset does not share with SGLang's. What SGLang does instead
+"""Rules of vLLM V0 that its preset does not share with SGLang's. What SGLang does instead
 is beside each.
 """
 
