@@ -41,7 +41,7 @@ class _Running:
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
     plan: StepPlan
-    seated: list[int]  # numbers of the requests
+    started: list[int]  # numbers of the requests
     sampled: list[int]  # in row order
     rows: int
     decodes_only: bool
@@ -72,10 +72,10 @@ class Load:
         plan = StepPlan(step=self._step, free_slots=_pack(self._ended))
         self._free_slots += self._ended
         self._ended = []
-        seated = []
+        started = []
         while self._waiting and len(self._running) < concurrency:
-            seated.append(self._waiting[0][0])
-            plan.new_sequences.append(self._seat())
+            started.append(self._waiting[0][0])
+            plan.new_sequences.append(self._add_sequence())
         decodes = sorted(slot for slot, r in self._running.items() if r.sampled)
         grown = [(slot, block) for slot in decodes for block in self._grow(self._running[slot])]
         plan.grow_slots, plan.grow_blocks = _pack([s for s, _ in grown]), _pack([b for _, b in grown])
@@ -87,9 +87,9 @@ class Load:
         numbers = [self._running[slot].number for slot in samples]
         for slot in samples:
             self._sample(slot)
-        return PlannedStep(plan, seated, numbers, len(decodes) + sum(chunks.values()), bool(decodes) and not chunks)
+        return PlannedStep(plan, started, numbers, len(decodes) + sum(chunks.values()), bool(decodes) and not chunks)
 
-    def _seat(self) -> NewSequence:
+    def _add_sequence(self) -> NewSequence:
         number, request = self._waiting.popleft()
         slot = self._free_slots.pop()
         running = self._running[slot] = _Running(number, request, request.cached_tokens)

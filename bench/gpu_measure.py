@@ -163,17 +163,17 @@ def serving(
 ) -> dict[str, Any]:
     """A closed loop of equal requests, in this process: the worker without the services around it."""
     measured = play(runner, [Request(prompt, 0, output)] * requests, concurrency, clock)
-    seated: dict[int, float] = {}
+    started: dict[int, float] = {}
     first: dict[int, float] = {}
     last: dict[int, float] = {}
     for m in measured:
-        for number in m.step.seated:
-            seated[number] = m.launched_s
+        for number in m.step.started:
+            started[number] = m.launched_s
         for number in m.step.sampled:
             first.setdefault(number, m.result_s)
             last[number] = m.result_s
     wall_s = measured[-1].result_s - measured[0].launched_s
-    ttft_ms = sorted(1e3 * (first[n] - seated[n]) for n in first)
+    ttft_ms = sorted(1e3 * (first[n] - started[n]) for n in first)
     tpot_ms = [1e3 * (last[n] - first[n]) / max(1, output - 1) for n in first]
     return {
         "concurrency": concurrency,

@@ -25,8 +25,8 @@ from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.models.flashinfer_ops import FlashInferOps
 from gpu_worker.models.loader import LoadedModel, Progress, load_model
+from gpu_worker.models.matmul import Matmul, PlainMatmul, TiledMatmul, check_matmul
 from gpu_worker.models.ops import LayerOps, TorchOps
-from gpu_worker.models.products import PlainProducts, Products, TiledProducts, check_products
 from gpu_worker.runner import ModelRunner
 from gpu_worker.sampling.grammars import load_tokenizer
 from gpu_worker.settings import WorkerSettings
@@ -63,7 +63,7 @@ def build_worker(
     )
     if settings.deterministic:
         layer = model.weights.layers[0]
-        check_products(TiledProducts(), (layer.qkv, layer.output, layer.gate_up, layer.down, model.weights.head))
+        check_matmul(TiledMatmul(), (layer.qkv, layer.output, layer.gate_up, layer.down, model.weights.head))
     max_model_len = _max_model_len(settings, model.config)
     flashinfer = _flashinfer(settings, model, device)
     if flashinfer is None:
@@ -185,8 +185,8 @@ class _RunnerMaker:
                 settings.max_num_seqs * table_blocks,
             )
             ops = FlashInferOps(self.flashinfer, config, self.max_model_len, device)
-        products: Products = TiledProducts() if settings.deterministic else PlainProducts()
-        decoder = Decoder(config, self.model.weights, attention, ops, products)
+        matmul: Matmul = TiledMatmul() if settings.deterministic else PlainMatmul()
+        decoder = Decoder(config, self.model.weights, attention, ops, matmul)
         inputs = HostInputs() if device.type == "cpu" else PinnedInputs(limits, table_blocks, device)
         return ModelRunner(decoder, attention, pool, limits, inputs, device, self.tokenizer)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Fence:
+class DeviceEvent:
     """A point in what a stream does, for the host or another stream to wait for."""
 
     def __init__(self, device: torch.device, blocking: bool = False) -> None:

@@ -19,11 +19,11 @@ Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SampledSlots:
     """Which sequences of a step sample, and where their tokens go."""
 
     slots: Int32s  # [rows that sample]
-    seats: Int64s
+    epochs: Int64s
     positions: Int32s
 
 
@@ -33,7 +33,7 @@ class TokenHistory:
     max_model_len: int  # tokens
     tokens: Int32s = field(init=False)  # [slots, max_model_len + 1]: the longest one may sample once more
     num_known: Int64s = field(init=False)  # [slots] leading tokens that are known; 0: the slot is empty, or has failed
-    seats: Int64s = field(init=False)
+    epochs: Int64s = field(init=False)
 
     def __post_init__(self) -> None:
         # Pages that nobody has written to cost nothing, so there is room for the longest sequences without a step that
@@ -41,26 +41,28 @@ class TokenHistory:
         shape = self.num_slots, self.max_model_len + 1
         memory = mmap.mmap(-1, 4 * math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.tokens = np.frombuffer(memory, np.int32).reshape(shape)
-        self.seats = np.zeros(self.num_slots, np.int64)
+        self.epochs = np.zeros(self.num_slots, np.int64)
         self.num_known = np.zeros(self.num_slots, np.int64)
 
-    def seat(self, slot: int, token_ids: Int32s) -> None:
+    def begin(self, slot: int, token_ids: Int32s) -> None:
         """A sequence begins there, with the tokens that are known of it."""
         self.tokens[slot, : len(token_ids)] = token_ids
         self.num_known[slot] = len(token_ids)
-        self.seats[slot] += 1
+        self.epochs[slot] += 1
 
     def free(self, slots: Int32s) -> None:
         self.num_known[slots] = 0
 
-    def sampling(self, slots: Int32s, positions: Int32s) -> Sampling:
+    def sampling(self, slots: Int32s, positions: Int32s) -> SampledSlots:
         """To be noted when the step's tokens are here."""
-        return Sampling(slots, self.seats[slots], positions)
+        return SampledSlots(slots, self.epochs[slots], positions)
 
-    def note(self, sampled: Sampling, tokens: Int64s) -> None:
+    def note(self, sampled: SampledSlots, tokens: Int64s) -> None:
         """Step by step. tokens: [rows that sample], -1 where the row has failed: nothing is known of it any more."""
-        is_seated = (self.seats[sampled.slots] == sampled.seats) & (self.num_known[sampled.slots] == sampled.positions)
-        slots, positions, tokens = sampled.slots[is_seated], sampled.positions[is_seated], tokens[is_seated]
+        is_current = (self.epochs[sampled.slots] == sampled.epochs) & (
+            self.num_known[sampled.slots] == sampled.positions
+        )
+        slots, positions, tokens = sampled.slots[is_current], sampled.positions[is_current], tokens[is_current]
         self.tokens[slots, positions] = tokens
         self.num_known[slots] = np.where(tokens < 0, 0, positions + 1)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.attention.base import AttentionMetadata
-from gpu_worker.device import Fence
+from gpu_worker.device import DeviceEvent
 from gpu_worker.slots import SlotLimits
 from gpu_worker.step_arrays import StepArrays
 
@@ -83,7 +83,7 @@ class PinnedInputs:
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(sent + kept, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._views = [host.numpy() for host in self._hosts]
-        self._fences = [Fence(device) for _ in range(2)]
+        self._fences = [DeviceEvent(device) for _ in range(2)]
         self._block = torch.zeros(sent, dtype=torch.int64, device=device)
         self._turn = 0
         self._used = 0  # words

@@ -39,7 +39,7 @@ class LinkBroken(Exception):
 
 
 @dataclass(slots=True)
-class Link:
+class SchedulerLink:
     """`run()` returns when the scheduler has released the worker, and raises LinkBroken, StepFailed or
     RegistrationRefused."""
 

@@ -13,18 +13,18 @@ from llguidance import LLTokenizer
 from torch import Tensor
 
 from gpu_worker.attention.base import AttentionBackend
-from gpu_worker.device import Fence, fetch
+from gpu_worker.device import DeviceEvent, fetch
 from gpu_worker.graphs import Capture, CaptureProgress, DecodeGraphs
-from gpu_worker.history import Sampling
+from gpu_worker.history import SampledSlots
 from gpu_worker.inputs import StepInput, StepInputs
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.sampling.compiled import PreparedGrammars
-from gpu_worker.sampling.controls import Controls
 from gpu_worker.sampling.grammars import GrammarMask, Grammars
+from gpu_worker.sampling.logits_processors import LogitsProcessors
 from gpu_worker.sampling.prompt_scores import PromptRows, PromptScores, score_prompts
 from gpu_worker.sampling.sampler import Sampled, SamplingRows, Scores, sample
-from gpu_worker.slots import SlotLimits, SlotTable, StepRows
+from gpu_worker.slots import SlotBuffers, SlotLimits, StepRows
 from gpu_worker.step_arrays import StepArrays, dummy_decodes, largest_step, step_arrays
 from paceline.v1.worker_pb2 import KeptSequence, RowError, StepPlan, StepResult, TokenLogprobs
 
@@ -69,7 +69,7 @@ class LaunchedStep:
     started_us: int
     drawn: Drawn | None  # None: no row samples
     prompts: PromptScores | None  # None: no prompt is scored
-    done: Fence
+    done: DeviceEvent
     clock: _Clock
 
     def result(self) -> StepResult:
@@ -87,9 +87,9 @@ class LaunchedStep:
 
 @dataclass(frozen=True, slots=True)
 class _Unnoted:
-    sampled: Sampling
+    sampled: SampledSlots
     drawn: Drawn
-    done: Fence
+    done: DeviceEvent
 
 
 @dataclass(slots=True)
@@ -112,8 +112,8 @@ class ModelRunner:
         self._decoder = decoder
         self._attention = attention
         self._pool = pool
-        self._slots = SlotTable(limits)
-        self._controls = Controls(limits.vocab_size, device)
+        self._slots = SlotBuffers(limits)
+        self._logits_processors = LogitsProcessors(limits.vocab_size, device)
         self._grammars = Grammars(tokenizer, limits.vocab_size, device)
         self._inputs = inputs
         self._device = device
@@ -152,7 +152,7 @@ class ModelRunner:
 
         `grammars`: those that the sequences of the next link may have."""
         self._slots.reset()
-        self._controls.reset()
+        self._logits_processors.reset()
         self._grammars.reset(grammars or PreparedGrammars())
         self._unnoted.clear()
         self._is_whole = True
@@ -224,7 +224,7 @@ class ModelRunner:
             self._note()
         self._is_whole, self._rows = False, None
         rows = self._rows = self._slots.apply(plan)
-        self._controls.apply(plan)
+        self._logits_processors.apply(plan)
         self._grammars.apply(plan)
         if len(rows.swaps_out[0]):
             self._pool.swap_out(*rows.swaps_out)
@@ -243,7 +243,7 @@ class ModelRunner:
             sequences=len(rows.slots),
             table_blocks=self._slots.table_blocks,
         )
-        done = Fence(self._device, blocking=True)
+        done = DeviceEvent(self._device, blocking=True)
         done.record()
         if drawn is not None:
             self._unnoted.append(_Unnoted(sampled, drawn, done))
@@ -270,10 +270,10 @@ class ModelRunner:
         """logits: [rows that sample, vocab]."""
         parameters = self._slots.sampling_rows(rows)
         slots = rows.slots[rows.samples]
-        controls, mask = self._controls.of(slots), self._grammar_mask(slots)
-        sampled = sample(logits, parameters, controls, mask)
-        if controls is not None:
-            controls.record(sampled.tokens)
+        processors, mask = self._logits_processors.of(slots), self._grammar_mask(slots)
+        sampled = sample(logits, parameters, processors, mask)
+        if processors is not None:
+            processors.record(sampled.tokens)
         self._last_tokens.index_copy_(0, step.sampled_slots, sampled.tokens)
         return _drawn(sampled, slots, parameters, {} if mask is None else mask.refused)
 

@@ -14,7 +14,7 @@ import structlog
 from gpu_worker.build import BuiltWorker, build_worker
 from gpu_worker.deadline import Allowance, Pace
 from gpu_worker.errors import DeviceError, ModelError, ModelTooLarge, RegistrationRefused, StepFailed, StepOverdue
-from gpu_worker.link import Link, LinkBroken
+from gpu_worker.link import LinkBroken, SchedulerLink
 from gpu_worker.metrics import FAILED_STEPS, KV_BLOCKS, LINK_FAILURES, LINK_UP
 from gpu_worker.model_thread import ModelThread
 from gpu_worker.progress import build_progress
@@ -22,8 +22,8 @@ from gpu_worker.settings import WorkerSettings
 from paceline.v1.worker_pb2 import DESCRIPTOR, WorkerRegistered, WorkerRegistration
 from services.runtime import exit_status
 from services.runtime.fence import Fence
+from services.runtime.leaders import find_leader
 from services.runtime.logs import get_logger
-from services.runtime.masters import find_master
 from services.runtime.metrics import start_metrics_server
 from services.runtime.rpc import GrpcServer, link_options, open_channel
 from services.runtime.service import Addresses, interruptible
@@ -142,10 +142,10 @@ async def _keep_link(
     transport = link_options(settings.ping_timeout_s)
 
     async def run_link() -> None:
-        target = await find_master(settings.scheduler, WORKER_SERVICE, transport)
+        target = await find_leader(settings.scheduler, WORKER_SERVICE, transport)
         async with open_channel(target, transport) as channel:
             silence_s = settings.heartbeat_timeout_s
-            link = Link(channel, registration, thread, keeper.registered, allowance, fence, silence_s)
+            link = SchedulerLink(channel, registration, thread, keeper.registered, allowance, fence, silence_s)
             await link.run(stop)
 
     try:

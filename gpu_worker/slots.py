@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_worker.errors import ProtocolViolation
-from gpu_worker.history import Sampling, TokenHistory
+from gpu_worker.history import SampledSlots, TokenHistory
 from gpu_worker.sampling.prompt_scores import PromptRows, ScoredChunk
 from gpu_worker.sampling.sampler import SamplingRows
 from paceline.v1.worker_pb2 import KeptSequence, NewSequence, StepPlan
@@ -60,7 +60,7 @@ class StepRows:
 
 
 @dataclass(slots=True)
-class SlotTable:
+class SlotBuffers:
     limits: SlotLimits
     occupied: Bools = field(init=False)
     decoding: Bools = field(init=False)  # all but the last token computed, and that one was sampled here
@@ -127,7 +127,7 @@ class SlotTable:
         if plan.free_slots:
             self._free(unpack(plan.free_slots, "free_slots"))
         for sequence in plan.new_sequences:
-            self._seat(sequence)
+            self._add_sequence(sequence)
         if plan.grow_slots or plan.grow_blocks:
             self._grow(unpack(plan.grow_slots, "grow_slots"), unpack(plan.grow_blocks, "grow_blocks"))
         if plan.hold_slots:
@@ -171,7 +171,7 @@ class SlotTable:
             raise ProtocolViolation(f"{what}: {slots.tolist()} are not all slots that decode and change by this")
         self.held[slots] = held
 
-    def _seat(self, sequence: NewSequence) -> None:
+    def _add_sequence(self, sequence: NewSequence) -> None:
         slot, limits = sequence.slot, self.limits
         if slot >= limits.max_num_seqs:
             raise ProtocolViolation(f"new sequence in slot {slot} of {limits.max_num_seqs}")
@@ -191,7 +191,7 @@ class SlotTable:
         self.request_ids[slot] = sequence.request_id
         if sequence.cache_salt:
             self.cache_salts[slot] = sequence.cache_salt
-        self.history.seat(slot, tokens)
+        self.history.begin(slot, tokens)
         sampling = sequence.sampling
         self.temperature[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
         self.top_k[slot], self.seed[slot] = max(sampling.top_k, 0), sampling.seed
@@ -296,7 +296,7 @@ class SlotTable:
             del self.tokens[slot]
             self.scored_prompts.pop(slot, None)
 
-    def sampling(self, rows: StepRows) -> Sampling:
+    def sampling(self, rows: StepRows) -> SampledSlots:
         """Whose tokens the step samples, before commit(): for `history`."""
         slots = rows.slots[rows.samples]
         return self.history.sampling(slots, self.num_tokens[slots])

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_worker.kv.pool import DUMMY_BLOCK
-from gpu_worker.slots import SlotLimits, SlotTable, StepRows
+from gpu_worker.slots import SlotBuffers, SlotLimits, StepRows
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -64,7 +64,7 @@ class StepArrays:
         )
 
 
-def step_arrays(rows: StepRows, table: SlotTable, scored_rows: npt.NDArray[np.integer] | None = None) -> StepArrays:
+def step_arrays(rows: StepRows, table: SlotBuffers, scored_rows: npt.NDArray[np.integer] | None = None) -> StepArrays:
     """`scored_rows`: whose logits are wanted too. All but the block tables vectorised: no Python per decoding row."""
     block_size = table.limits.block_size
     qo_indptr = indptr(rows.counts)
@@ -92,7 +92,7 @@ def step_arrays(rows: StepRows, table: SlotTable, scored_rows: npt.NDArray[np.in
     )
 
 
-def _tables(table: SlotTable, slots: Int32s, widths: npt.NDArray[np.integer]) -> Int32s:
+def _tables(table: SlotBuffers, slots: Int32s, widths: npt.NDArray[np.integer]) -> Int32s:
     """The first `widths` blocks of each slot, end to end. A slice each costs what is copied; as one rectangle, from
     which the rest is masked, a single long sequence among many would cost them all its length."""
     return np.concatenate([table.block_table[s, :w] for s, w in zip(slots.tolist(), widths.tolist(), strict=True)])

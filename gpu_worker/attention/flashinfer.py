@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.attention.base import AttentionMetadata, Int32s
-from gpu_worker.device import Fence
+from gpu_worker.device import DeviceEvent
 from gpu_worker.kv.pool import KvPool
 
 HEAD_DIMS = (64, 128, 256)
@@ -65,7 +65,7 @@ class FlashInferAttention:
         self._ones.fill_(1)
         self._row_ids = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._num_decodes = 0
-        self._planned = Fence(device)
+        self._planned = DeviceEvent(device)
         # All wrappers may use them, as they run one after the other.
         workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
         captured_indices = torch.zeros(max_step_blocks, dtype=torch.int32, device=device)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpu_worker.device import Fence, SideStream, upload
+from gpu_worker.device import DeviceEvent, SideStream, upload
 from gpu_worker.kv.rows import BlockRows
 
 # Blocks that wait in one staging buffer.
@@ -39,8 +39,8 @@ class SwapLane:
         self._rows, self._host, self._device = rows, host, rows.matrix.device
         size = min(SWAP_BATCH_BLOCKS, len(host))
         self._buffers = [torch.zeros(size, *host.shape[1:], dtype=host.dtype, device=self._device) for _ in range(2)]
-        self._free = [Fence(self._device) for _ in range(2)]
-        self._filled = [Fence(self._device) for _ in range(2)]
+        self._free = [DeviceEvent(self._device) for _ in range(2)]
+        self._filled = [DeviceEvent(self._device) for _ in range(2)]
         self._side = SideStream(self._device)
         self._turn = 0
 
@@ -72,7 +72,7 @@ class SwapLane:
             matrix.index_copy_(0, rows, staged.view(len(rows), -1))
             free.record()
 
-    def _next(self, count: int) -> tuple[Tensor, Fence, Fence]:
+    def _next(self, count: int) -> tuple[Tensor, DeviceEvent, DeviceEvent]:
         self._turn ^= 1
         return self._buffers[self._turn][:count], self._free[self._turn], self._filled[self._turn]
 

@@ -113,7 +113,7 @@ class Grammars:
                 self._of.pop(slot, None)
         for sequence in plan.new_sequences:
             if sequence.sampling.grammar:
-                self._of[sequence.slot] = self._seat(sequence)
+                self._of[sequence.slot] = self._add_sequence(sequence)
 
     def of(self, slots: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
         """Rows, and their slots, of a batch whose rows sample in these slots: those with a grammar."""
@@ -178,7 +178,7 @@ class Grammars:
             assert one.matcher is not None
             one.error = f"{MISFIT}: {one_line(one.matcher.get_error())}"
 
-    def _seat(self, sequence: NewSequence) -> _Held:
+    def _add_sequence(self, sequence: NewSequence) -> _Held:
         held = _Held(sequence.sampling.grammar, sequence.num_prompt_tokens)
         if self.tokenizer is None:
             held.error = NO_TOKENIZER

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from gpu_worker.device import upload
-from gpu_worker.sampling.controls import BatchControls
 from gpu_worker.sampling.filters import (
     apply_temperature,
     mask_min_p,
@@ -37,6 +36,7 @@ from gpu_worker.sampling.filters import (
 )
 from gpu_worker.sampling.grammars import GrammarMask
 from gpu_worker.sampling.gumbel import draw, draw_keys
+from gpu_worker.sampling.logits_processors import BatchLogitsProcessors
 from gpu_worker.sampling.processors import allow_bits, ban
 
 # For each logit, to find the likeliest: its bits, twice while they are turned, and a key; as much as that to select.
@@ -81,17 +81,17 @@ class Scores:
 
 
 def sample(
-    logits: Tensor, rows: SamplingRows, controls: BatchControls | None = None, mask: GrammarMask | None = None
+    logits: Tensor, rows: SamplingRows, processors: BatchLogitsProcessors | None = None, mask: GrammarMask | None = None
 ) -> Sampled:
     """logits [rows, vocab], any float type; of float32 nothing is left as it was. A row's token depends on its own
     logits, parameters and past alone."""
     logits = logits.float()
     logprobs = _logprobs(logits, rows)
     broken = None
-    if controls is not None or mask is not None or len(rows.banned_rows):
+    if processors is not None or mask is not None or len(rows.banned_rows):
         # Looked at before a ban may hide it.
         broken = ~logits.amax(dim=-1).isfinite()
-        _control(logits, rows, controls, mask)
+        _process_logits(logits, rows, processors, mask)
     best, tokens = logits.max(dim=-1)  # a NaN anywhere in a row is its maximum
     failed = ~best.isfinite()
     ruled_out = None
@@ -109,13 +109,15 @@ def sample(
     return Sampled(tokens, failed, ruled_out, _scores(logprobs, tokens, rows))
 
 
-def _control(logits: Tensor, rows: SamplingRows, controls: BatchControls | None, mask: GrammarMask | None) -> None:
+def _process_logits(
+    logits: Tensor, rows: SamplingRows, processors: BatchLogitsProcessors | None, mask: GrammarMask | None
+) -> None:
     if mask is not None:
         allow_bits(logits, mask.rows, mask.bits)
     if len(rows.banned_rows):
         ban(logits, *(upload(index, logits.device) for index in (rows.banned_rows, rows.banned_tokens)))
-    if controls is not None:
-        controls.apply(logits)
+    if processors is not None:
+        processors.apply(logits)
 
 
 def _logprobs(logits: Tensor, rows: SamplingRows) -> Tensor | None:

@@ -218,10 +218,10 @@ def _chat_prefix(tokenizer: TextTokenizer, written: str) -> list[int]:
     What a template makes of the messages alone need be no such beginning; so two chats are compared. Raises ValueError.
     """
     from services.gateway.errors import ApiError
-    from services.gateway.openai.schema import Message
+    from services.gateway.openai.schema import ChatMessage
 
     try:
-        messages = [Message.model_validate(one).for_template() for one in json.loads(written)]
+        messages = [ChatMessage.model_validate(one).for_template() for one in json.loads(written)]
         chats = [tokenizer.encode_chat([*messages, {"role": "user", "content": word}]) for word in ("a", "7")]
     except (TypeError, ValueError, ApiError) as error:
         raise ValueError(f"--messages-file: {error}") from error

@@ -25,7 +25,7 @@ from rich.status import Status
 from services.cli.parent import PARENT_ENV
 from services.cli.restarts import Restarts, describe_exit
 from services.cli.servers import Announcement, announced, running_servers
-from services.cli.watchdog import PROBE_EVERY_S, Health, Watchdog, check_health
+from services.cli.watchdog import PROBE_EVERY_S, HealthState, Watchdog, check_health
 from services.runtime.memory import oom_kills
 from services.runtime.service import run_service
 from services.runtime.settings import CONFIG_ENV, LogLevel, ServiceSettings, load_settings
@@ -320,9 +320,9 @@ class Stack:
             if child.process is not process:
                 process, watchdog = child.process, Watchdog(self.settings.hang_s)
             health = await check_health(child.grpc)
-            if health is Health.SERVING and child.service == "worker":
+            if health is HealthState.SERVING and child.service == "worker":
                 self._note_ready(child)
-            answered = health is not Health.SILENT
+            answered = health is not HealthState.SILENT
             seconds, last_s = clock() - last_s, clock()
             if watchdog.probed(answered, seconds) and child.process is process and not self.stopping:
                 assert process is not None
@@ -348,7 +348,7 @@ class Stack:
                     self.say(by_name[name], f"[green]ready[/] on {host}:{port}")
             if not pending and (self.settings.workers == 0 or await asyncio.to_thread(self._ready)):
                 for child in self.children:
-                    if child.service == "worker" and await check_health(child.grpc) is Health.SERVING:
+                    if child.service == "worker" and await check_health(child.grpc) is HealthState.SERVING:
                         self._note_ready(child)
                 return await asyncio.to_thread(self._model_name)
             await asyncio.sleep(0.1)

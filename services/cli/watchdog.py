@@ -34,7 +34,7 @@ class Watchdog:
         return bool(self.hang_s) and self._silent_s >= self.hang_s
 
 
-class Health(enum.Enum):
+class HealthState(enum.Enum):
     """What a health check of a service came to."""
 
     SILENT = enum.auto()  # no answer in time: its event loop does not run
@@ -42,7 +42,7 @@ class Health(enum.Enum):
     SERVING = enum.auto()
 
 
-async def check_health(target: str) -> Health:
+async def check_health(target: str) -> HealthState:
     """Ask the service at host:port for its health. Any answer shows that its event loop runs."""
     async with open_channel(target) as channel:
         try:
@@ -51,5 +51,5 @@ async def check_health(target: str) -> Health:
             )
         except grpc.aio.AioRpcError as error:
             is_silent = error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
-            return Health.SILENT if is_silent else Health.ANSWERS
-    return Health.SERVING if reply.status == health_pb2.HealthCheckResponse.SERVING else Health.ANSWERS
+            return HealthState.SILENT if is_silent else HealthState.ANSWERS
+    return HealthState.SERVING if reply.status == health_pb2.HealthCheckResponse.SERVING else HealthState.ANSWERS

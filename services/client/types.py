@@ -25,7 +25,7 @@ _TERMS = frozenset({"priority", "tenant", "deadline_s", "request_id", "cache_sal
 
 
 @dataclass(frozen=True, slots=True)
-class Beam:
+class BeamParams:
     """Search for the likeliest sequences, as transformers' generate(num_beams=width) does."""
 
     width: int
@@ -94,7 +94,7 @@ class Options(Sampling, total=False):
     tenant: str
     deadline_s: float
     request_id: str
-    beam: Beam
+    beam: BeamParams
     cache_salt: str
     idempotency_key: str
     resume_after: int
@@ -102,7 +102,7 @@ class Options(Sampling, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Hypothesis:
+class BeamHypothesis:
     """One find of a beam search. `score`: log probability over length to the power of the length penalty."""
 
     text: str
@@ -141,7 +141,7 @@ class Piece:
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
-    hypotheses: tuple[Hypothesis, ...] = ()
+    hypotheses: tuple[BeamHypothesis, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
@@ -154,7 +154,7 @@ class Result:
     token_ids: list[int]
     finish_reason: FinishReason
     usage: Usage
-    hypotheses: tuple[Hypothesis, ...] = ()
+    hypotheses: tuple[BeamHypothesis, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
@@ -266,7 +266,7 @@ def _sampling_options(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _beam(beam: Beam) -> inference_pb2.BeamOptions:
+def _beam(beam: BeamParams) -> inference_pb2.BeamOptions:
     stopping = {True: inference_pb2.EARLY_STOPPING_FIRST, "never": inference_pb2.EARLY_STOPPING_NEVER}
     return inference_pb2.BeamOptions(
         width=beam.width,
@@ -287,7 +287,7 @@ def piece_from(response: inference_pb2.GenerateResponse) -> Piece:
         if response.HasField("usage")
         else None,
         tuple(
-            Hypothesis(found.text, list(found.token_ids), found.score, _REASONS[found.finish_reason])
+            BeamHypothesis(found.text, list(found.token_ids), found.score, _REASONS[found.finish_reason])
             for found in response.hypotheses
         ),
         tuple(map(_token_logprob, response.logprobs)),

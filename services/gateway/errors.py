@@ -86,6 +86,10 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
+class Gone(Exception):
+    """The client has closed its connection before its request was submitted. No answer is due."""
+
+
 def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiError:
     """A 400 that names the field."""
     return ApiError(400, message, param=param, code=code)

@@ -8,7 +8,7 @@ from paceline.v1 import inference_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SequenceOutcome:
     """Times are in seconds; None where a time is not known, or the event never happened."""
 
     request_id: str

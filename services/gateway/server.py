@@ -14,12 +14,12 @@ from paceline.v1 import inference_pb2_grpc
 from services.gateway.engine.request import RequestBuilder
 from services.gateway.engine.request_store import RequestStore
 from services.gateway.engine.session import SchedulerSession
-from services.gateway.grpc.front import SERVICE_NAME, InferenceFront
+from services.gateway.grpc.inference_service import SERVICE_NAME, InferenceService
 from services.gateway.http.body import Bodies, default_max_body_bytes
 from services.gateway.http.server import HttpServer
-from services.gateway.openai.door import Door
+from services.gateway.openai.admission_control import AdmissionControl
+from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.routes import CHAT_COMPLETIONS, COMPLETIONS, create_app
-from services.gateway.openai.state import Gateway
 from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.request_log import RequestLog
@@ -92,11 +92,13 @@ async def serve(
         send_timeout_s=settings.send_timeout_s,
         costly=tuple(f"POST {path} ".encode() for path in (COMPLETIONS, CHAT_COMPLETIONS)),
         on_gone=gateway.count_gone,
-        doorkeeper=Door(gateway, {COMPLETIONS.encode(): "completion", CHAT_COMPLETIONS.encode(): "chat"}),
+        admission_hook=AdmissionControl(
+            gateway, {COMPLETIONS.encode(): "completion", CHAT_COMPLETIONS.encode(): "chat"}
+        ),
     )
     http_port = await http_server.start()
     grpc_server = _grpc_server(settings, gateway)
-    front = InferenceFront(gateway)
+    front = InferenceService(gateway)
     grpc_server.add(SERVICE_NAME, lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(front, s))
     # grpc.health.v1 says SERVING exactly while /ready says 200.
     session.on_status = lambda: grpc_server.set_serving(gateway.ready)

@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.engine.logprobs import ScoredToken, scored
-from services.gateway.engine.run import FINISH_NAMES, Run, scheduler_error
+from services.gateway.engine.sequence_run import FINISH_NAMES, SequenceRun, scheduler_error
 from services.gateway.text.detokenizer import TextStream
 
 # How long an answer that a stop string ended waits for the scheduler's account of it.
@@ -54,7 +54,7 @@ class Generation:
         "token_ids",
     )
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: SequenceRun) -> None:
         job = run.job
         self.job = job
         self.text_stream = TextStream(

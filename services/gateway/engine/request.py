@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from paceline.v1 import common_pb2, inference_pb2
-from services.gateway.admission.turnstile import Gone
 from services.gateway.engine.logprobs import Echo
 from services.gateway.engine.sampling import (
     FieldNames,
@@ -23,8 +22,8 @@ from services.gateway.engine.sampling import (
     refuse_for_beams,
     sampling_params,
 )
-from services.gateway.engine.session_core import NO_TERMS, Terms
-from services.gateway.errors import ApiError, invalid
+from services.gateway.engine.session_core import NO_METADATA, RequestMetadata
+from services.gateway.errors import ApiError, Gone, invalid
 from services.gateway.grammars.checks import GrammarChecks
 from services.gateway.grammars.structure import Structure
 from services.gateway.text.detokenizer import Detokenizer
@@ -68,7 +67,7 @@ class GenerateJob:
     logprobs: bool = False  # to be shown to the client
     prompt_logprobs: bool = False
     echo: Echo | None = None
-    terms: Terms = NO_TERMS
+    terms: RequestMetadata = NO_METADATA
     sample: int = 0  # which of several of one prompt
     beam: inference_pb2.BeamOptions | None = None
     delivered: tuple[int, ...] = ()  # output that the client has got from another run
@@ -228,7 +227,7 @@ class RequestBuilder:
         names: FieldNames,
         default_max_tokens: int | None = None,
         arrival_s: float | None = None,
-        terms: Terms = NO_TERMS,
+        terms: RequestMetadata = NO_METADATA,
     ) -> GenerateJob:
         """Check everything and fill in what was left open; `token_ids` are the prompt's. Raises ApiError 400.
 
@@ -347,7 +346,7 @@ def check_terms(
     deadline_s: float | None,
     cache_salt: str | None = None,
     cache_retention: Sequence[common_pb2.RetentionRange] = (),
-) -> Terms:
+) -> RequestMetadata:
     """What a request says of its place among others; None takes the default. Raises ApiError 400."""
     for name, value in (("priority", priority), ("deadline_s", deadline_s)):
         if value is not None and not abs(value) <= MAX_FLOAT32:  # which is how they travel
@@ -362,7 +361,7 @@ def check_terms(
     if len(cache_retention) > MAX_RETENTION_RANGES:
         message = f"cache_retention has {len(cache_retention)} ranges; at most {MAX_RETENTION_RANGES} are possible"
         raise invalid("cache_retention", message)
-    return Terms(
+    return RequestMetadata(
         priority or 0.0,
         tenant or "",
         deadline_s or 0.0,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from services.gateway.engine.generation import Generation
 from services.gateway.engine.idempotency import RequestKey
-from services.gateway.engine.run import Run
+from services.gateway.engine.sequence_run import SequenceRun
 from services.gateway.errors import ApiError
 
 MAX_FINISHED = 4096
@@ -32,7 +32,7 @@ class Reading:
 
     __slots__ = ("_release", "created_s", "generations")
 
-    def __init__(self, runs: Sequence[Run], created_s: int, release: Callable[[Reading], None]) -> None:
+    def __init__(self, runs: Sequence[SequenceRun], created_s: int, release: Callable[[Reading], None]) -> None:
         self.generations = [Generation(run) for run in runs]
         self.created_s = created_s  # Unix time
         self._release = release
@@ -49,7 +49,7 @@ class Reading:
         self._release(self)
 
 
-def read_once(runs: Sequence[Run]) -> Reading:
+def read_once(runs: Sequence[SequenceRun]) -> Reading:
     """The reading of a request without a key: what has not ended with it is cancelled."""
 
     def release(_: Reading) -> None:
@@ -64,7 +64,7 @@ class _Kept:
     """What a key stands for."""
 
     fingerprint: bytes
-    runs: list[Run]
+    runs: list[SequenceRun]
     created_s: int
     reading: Reading | None = None
     left_s: float = 0.0  # when it came into the state in which it is
@@ -76,14 +76,14 @@ class _Kept:
         return max(len(run.job.delivered) for run in self.runs)
 
     @property
-    def verdict(self) -> ApiError | None:
+    def final_error(self) -> ApiError | None:
         """With which one of them failed, and all would again."""
-        return next((verdict for run in self.runs if (verdict := run.verdict) is not None), None)
+        return next((final_error for run in self.runs if (final_error := run.final_error) is not None), None)
 
     @property
     def may_run_again(self) -> bool:
         """It failed, and another run may bring an answer."""
-        return any(run.failed for run in self.runs) and self.verdict is None
+        return any(run.failed for run in self.runs) and self.final_error is None
 
 
 _Place = tuple[str, str]  # tenant and key
@@ -130,7 +130,7 @@ class RequestStore:
         """Whether the key stands for a request, of whatever content."""
         return (key.tenant, key.key) in self._kept
 
-    def open(self, key: RequestKey, submit: Callable[[], list[Run]], *, num_delivered: int = 0) -> Reading:
+    def open(self, key: RequestKey, submit: Callable[[], list[SequenceRun]], *, num_delivered: int = 0) -> Reading:
         """Read the request of this key, from its beginning; if there is none, it is submitted.
 
         `num_delivered`: tokens that the client brings. A run that went on behind more of them is no answer for it:
@@ -154,8 +154,8 @@ class RequestStore:
         else:
             self._take_over(place, kept)
         kept.reading = Reading(kept.runs, kept.created_s, lambda reading: self._leave(place, kept, reading))
-        if (verdict := kept.verdict) is not None:
-            kept.reading.interrupt(verdict)  # also whoever reads another sample, which was cancelled for it
+        if (final_error := kept.final_error) is not None:
+            kept.reading.interrupt(final_error)  # also whoever reads another sample, which was cancelled for it
         return kept.reading
 
     def tick(self) -> None:
@@ -200,7 +200,7 @@ class RequestStore:
         """What becomes of a request that nobody reads."""
         if kept.may_run_again:
             self._drop(place)
-        elif kept.verdict is not None or all(run.ended for run in kept.runs):
+        elif kept.final_error is not None or all(run.ended for run in kept.runs):
             del self._waiting[place]
             self._finish(place, kept, now_s)
         elif now_s - kept.left_s >= self._grace_s:

@@ -12,21 +12,20 @@ import grpc
 import grpc.aio
 
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from services.gateway.admission.turnstile import Gone
 from services.gateway.engine.session_core import (
     MISMATCH_RETRY_S,
-    NO_TERMS,
+    NO_METADATA,
     LiveRequest,
+    RequestMetadata,
     SessionCore,
     SessionFull,
     SessionProtocolError,
-    Terms,
 )
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, Gone
 from services.runtime.fence import StaleScheduler
+from services.runtime.leaders import find_leader
 from services.runtime.liveness import Silent, Watch, beat, first_of
 from services.runtime.logs import get_logger
-from services.runtime.masters import find_master
 from services.runtime.rpc import link_options, open_channel
 
 _log = get_logger(__name__)
@@ -155,7 +154,7 @@ class SchedulerSession:
         many that wait to be submitted."""
         return self._core.is_full or not self._core.queue_takes(num_waiting)
 
-    def no_room(self) -> ApiError | None:
+    def refusal_if_full(self) -> ApiError | None:
         """A 429 if a request that is new would be refused."""
         return self.refusal(_FULL if self._core.is_full else "the queue is full") if self.is_full() else None
 
@@ -186,7 +185,7 @@ class SchedulerSession:
         prompt_token_ids: bytes,
         sampling: common_pb2.SamplingParams,
         final_tokens: frozenset[int] = frozenset(),
-        terms: Terms = NO_TERMS,
+        terms: RequestMetadata = NO_METADATA,
         beam: inference_pb2.BeamOptions | None = None,
         delivered: Sequence[int] = (),
     ) -> LiveRequest:
@@ -220,7 +219,7 @@ class SchedulerSession:
             opened = False
             try:
                 # A channel of its own per attempt: a channel that failed sits out gRPC's back-off of seconds.
-                target = await find_master(self._target, SERVICE_NAME, self._transport)
+                target = await find_leader(self._target, SERVICE_NAME, self._transport)
                 async with open_channel(target, self._transport) as channel:
                     await self._run_stream(channel)
             except StaleScheduler as error:

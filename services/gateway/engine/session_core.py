@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.v1 import common_pb2, inference_pb2
-from services.gateway.admission.departures import Departures
-from services.gateway.admission.room import Room
+from services.gateway.admission.queue_credit import QueueCredit
+from services.gateway.admission.service_rate import ServiceRate
 from services.gateway.engine.scores import Score, prompt_scores_of, score_of
 from services.runtime.fence import Fence
 
@@ -40,7 +40,7 @@ class SessionFull(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RequestMetadata:
     """What a request says of its place among others; fields as in inference.proto's Submission."""
 
     priority: float = 0.0
@@ -52,7 +52,8 @@ class Terms:
     answer_id: str = ""
 
 
-NO_TERMS = Terms()
+NO_METADATA = RequestMetadata()
+Terms = RequestMetadata  # the name that simulator/clients.py imports
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +71,7 @@ class LiveRequest:
     # Tokens that end the sequence when sampled: stop tokens and, unless ignored, end of sequence.
     final_tokens: frozenset[int]
     submitted_s: float
-    terms: Terms = NO_TERMS
+    terms: RequestMetadata = NO_METADATA
     beam: inference_pb2.BeamOptions | None = None
     # How often it was submitted, and whether on the stream of now.
     attempt: int = 0
@@ -130,8 +131,8 @@ class SessionCore:
         self._read_sent = 0
         self._beat_due = False
         self._now_s = 0.0  # when time was last heard of
-        self._departures = Departures()
-        self._room = Room()
+        self._service_rate = ServiceRate()
+        self._queue_credit = QueueCredit()
 
     @property
     def num_live(self) -> int:
@@ -148,11 +149,11 @@ class SessionCore:
         submitted before."""
         if self.status is not None and self.status.full:
             return False
-        return self._room.takes(len(self._unsent) + num_waiting)
+        return self._queue_credit.takes(len(self._unsent) + num_waiting)
 
     def retry_after_s(self, now_s: float) -> float:
         """For one who is refused now."""
-        return self._departures.retry_after_s(now_s, len(self._live))
+        return self._service_rate.retry_after_s(now_s, len(self._live))
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -163,7 +164,7 @@ class SessionCore:
         sampling: common_pb2.SamplingParams,
         now_s: float,
         final_tokens: frozenset[int] = frozenset(),
-        terms: Terms = NO_TERMS,
+        terms: RequestMetadata = NO_METADATA,
         beam: inference_pb2.BeamOptions | None = None,
         delivered: Sequence[int] = (),
     ) -> LiveRequest:
@@ -184,7 +185,7 @@ class SessionCore:
         self._now_s = now_s
         self._live[handle] = request
         self._unsent[handle] = request
-        self._departures.entered()
+        self._service_rate.admitted()
         return request
 
     def cancel(self, request: LiveRequest) -> None:
@@ -204,8 +205,8 @@ class SessionCore:
     def tick(self, now_s: float) -> list[LiveRequest]:
         """Time passes: requests that have waited too long for a scheduler fail. Returns them."""
         self._now_s = now_s
-        self._departures.measure(now_s)
-        self._room.tick()
+        self._service_rate.measure(now_s)
+        self._queue_credit.tick()
         if self._down_since_s is None:
             return []
         down_since_s = self._down_since_s
@@ -237,7 +238,7 @@ class SessionCore:
         self._num_streams += 1
         self._open_sent = False
         self._read = self._read_sent = 0
-        self._room = Room()
+        self._queue_credit = QueueCredit()
         self._cancels.clear()
         ended = []
         for request in list(self._live.values()):
@@ -253,7 +254,7 @@ class SessionCore:
         """The stream is gone."""
         self.connected = self.opened = False
         self.status = None
-        self._room = Room()  # the next scheduler tells of its own
+        self._queue_credit = QueueCredit()  # the next scheduler tells of its own
         if self._down_since_s is None:
             self._down_since_s = now_s
 
@@ -276,7 +277,7 @@ class SessionCore:
             self._open_sent = True
         if submit:
             message.submissions.extend(self._submissions())
-            self._room.sent(len(message.submissions))
+            self._queue_credit.sent(len(message.submissions))
         if self._cancels:
             message.cancels.extend(self._cancels)
             self._cancels.clear()
@@ -315,9 +316,9 @@ class SessionCore:
             if self.mismatch:  # before any token of this message: it may be one of that model
                 refused = self.fail_all(self.mismatch, MISMATCH_RETRY_S)
         if response.HasField("room"):
-            self._room.told(response.room.places, response.room.num_submissions)
+            self._queue_credit.update(response.room.places, response.room.num_submissions)
         elif not response.prompt_scores:  # which come in messages without anything else
-            self._room.unchanged()
+            self._queue_credit.unchanged()
         return refused + self._take_tokens(response) + self._take_endings(response)
 
     # -- inside ------------------------------------------------------------------------------------
@@ -329,7 +330,7 @@ class SessionCore:
             if request is not None:
                 # A request that no worker came for was not served either.
                 if ending.code not in (_RESOURCE_EXHAUSTED, _UNAVAILABLE) and not request.cancelled:
-                    self._departures.left(len(self._live) - 1)
+                    self._service_rate.finished(len(self._live) - 1)
                 elif ending.code == _RESOURCE_EXHAUSTED and self.status is not None and self.status.full:
                     # It came in between: those whom we refused ourselves are to come before it.
                     ending.retry_after_s = max(ending.retry_after_s, self.retry_after_s(self._now_s))

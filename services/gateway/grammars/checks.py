@@ -20,8 +20,7 @@ from pathlib import Path
 
 import orjson
 
-from services.gateway.admission.turnstile import Gone
-from services.gateway.errors import ApiError, invalid
+from services.gateway.errors import ApiError, Gone, invalid
 from services.gateway.grammars import trial as grammar_trial
 from services.gateway.grammars.structure import Structure, check_size
 from services.gateway.grammars.trial import TrialLimits
@@ -31,7 +30,7 @@ _log = get_logger(__name__)
 
 NUM_PROCESSES = 2
 MAX_WAITING = 256  # trials; each holds up to 64 KiB of text
-MAX_VERDICTS = 256
+MAX_RESULTS = 256
 _POLL_S = 0.05  # how often a waiting request asks whether its client is still there
 _HEAD = struct.Struct("<I")
 
@@ -44,7 +43,7 @@ class TrialLost(Exception):
 class _Trial:
     key: tuple[str, str, bool]
     tenant: str
-    verdict: asyncio.Future[dict[str, str]]
+    result: asyncio.Future[dict[str, str]]
     num_waiting: int = 0  # requests
     process: Process | None = None  # that runs it
 
@@ -57,7 +56,7 @@ class GrammarChecks:
     vocab_size: int
     eos_token_ids: frozenset[int]
     limits: TrialLimits = field(default_factory=TrialLimits)
-    _verdicts: OrderedDict[tuple[str, str, bool], dict[str, str]] = field(default_factory=OrderedDict)
+    _results: OrderedDict[tuple[str, str, bool], dict[str, str]] = field(default_factory=OrderedDict)
     _trials: dict[tuple[str, str, bool], _Trial] = field(default_factory=dict)  # that wait or run
     _queues: OrderedDict[str, deque[_Trial]] = field(default_factory=OrderedDict)  # by tenant; the first one is next
     _runners: set[asyncio.Task[None]] = field(default_factory=set)
@@ -71,13 +70,13 @@ class GrammarChecks:
         """
         check_size(structure)
         key = structure.kind, structure.text, structure.any_whitespace
-        if (verdict := self._verdicts.get(key)) is not None:
-            self._verdicts.move_to_end(key)
+        if (result := self._results.get(key)) is not None:
+            self._results.move_to_end(key)
         else:
-            verdict = await self._tried(key, tenant, gone)
-        if (mistake := verdict.get("refused")) is not None:
+            result = await self._tried(key, tenant, gone)
+        if (mistake := result.get("refused")) is not None:
             raise invalid(structure.field, f"{structure.field}: {mistake}")
-        return verdict["grammar"]
+        return result["grammar"]
 
     async def close(self) -> None:
         """End all processes. Requests that still wait are cancelled."""
@@ -85,7 +84,7 @@ class GrammarChecks:
             runner.cancel()
         await asyncio.gather(*runners, return_exceptions=True)
         for trial in self._trials.values():
-            trial.verdict.cancel()
+            trial.result.cancel()
         for process in self._idle:
             await _end(process)
         self._idle.clear()
@@ -94,18 +93,18 @@ class GrammarChecks:
         trial = self._trials.get(key) or self._queue(key, tenant)
         trial.num_waiting += 1
         try:
-            while not (await asyncio.wait((trial.verdict,), timeout=_POLL_S))[0]:
+            while not (await asyncio.wait((trial.result,), timeout=_POLL_S))[0]:
                 if gone():
                     raise Gone
-            return trial.verdict.result()
+            return trial.result.result()
         finally:
             trial.num_waiting -= 1
-            if not trial.num_waiting and not trial.verdict.done():
+            if not trial.num_waiting and not trial.result.done():
                 self._withdraw(trial)
 
     def _queue(self, key: tuple[str, str, bool], tenant: str) -> _Trial:
         if sum(map(len, self._queues.values())) >= MAX_WAITING:
-            self._make_room(tenant)
+            self._evict_trial(tenant)
         trial = self._trials[key] = _Trial(key, tenant, asyncio.get_running_loop().create_future())
         self._queues.setdefault(tenant, deque()).append(trial)
         if len(self._runners) < NUM_PROCESSES:
@@ -113,7 +112,7 @@ class GrammarChecks:
             self._runners.add(runner)
         return trial
 
-    def _make_room(self, tenant: str) -> None:
+    def _evict_trial(self, tenant: str) -> None:
         """Refuse the newest trial of the tenant with the most. Raises ApiError 429 if that is this tenant."""
         full = ApiError(429, f"{MAX_WAITING} structured outputs wait to be tried, which is the limit", retry_after_s=1)
         largest = max(self._queues, key=lambda name: len(self._queues[name]))
@@ -121,10 +120,10 @@ class GrammarChecks:
             raise full
         refused = self._queues[largest].pop()
         del self._trials[refused.key]
-        refused.verdict.set_exception(full)
+        refused.result.set_exception(full)
 
     def _withdraw(self, trial: _Trial) -> None:
-        trial.verdict.cancel()
+        trial.result.cancel()
         del self._trials[trial.key]
         if trial.process is not None:
             with suppress(ProcessLookupError):
@@ -154,18 +153,18 @@ class GrammarChecks:
                 try:
                     if process is None:
                         process = self._pop_idle() or await self._start()
-                    if trial.verdict.done():
+                    if trial.result.done():
                         continue  # its last client has left while the process started
                     trial.process = process
-                    verdict = await _ask(process, trial.key)
+                    result = await _ask(process, trial.key)
                 except Exception as lost:  # whatever it is, requests wait for an answer
                     _log.warning("the process that tries grammars has ended; another one starts", reason=str(lost))
                     process, failed = None, ApiError(503, "the structured output could not be tried", retry_after_s=1)
-                    if not trial.verdict.done():
-                        trial.verdict.set_exception(failed)
+                    if not trial.result.done():
+                        trial.result.set_exception(failed)
                 else:
-                    if not trial.verdict.done():
-                        self._keep(trial, verdict)
+                    if not trial.result.done():
+                        self._keep(trial, result)
                 if self._trials.get(trial.key) is trial:
                     del self._trials[trial.key]
         except asyncio.CancelledError:
@@ -179,14 +178,14 @@ class GrammarChecks:
             if process is not None:
                 self._idle.append(process)
 
-    def _keep(self, trial: _Trial, verdict: dict[str, str]) -> None:
-        if "unfinished" in verdict:
-            trial.verdict.set_exception(ApiError(503, verdict["unfinished"], retry_after_s=1))
+    def _keep(self, trial: _Trial, result: dict[str, str]) -> None:
+        if "unfinished" in result:
+            trial.result.set_exception(ApiError(503, result["unfinished"], retry_after_s=1))
             return
-        trial.verdict.set_result(verdict)
-        self._verdicts[trial.key] = verdict
-        if len(self._verdicts) > MAX_VERDICTS:
-            self._verdicts.popitem(last=False)
+        trial.result.set_result(result)
+        self._results[trial.key] = result
+        if len(self._results) > MAX_RESULTS:
+            self._results.popitem(last=False)
 
     def _pop_idle(self) -> Process | None:
         """One that has not ended meanwhile."""

@@ -197,7 +197,7 @@ class _Trials:
                 os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # Rust complains of its end
                 self._limits.hold()
                 with os.fdopen(write_end, "wb") as pipe:
-                    pipe.write(json.dumps(self._verdict(message)).encode())
+                    pipe.write(json.dumps(self._result(message)).encode())
             finally:
                 os._exit(0)
         self._child = child
@@ -220,7 +220,7 @@ class _Trials:
             return json.dumps({"unfinished": UNFINISHED}).encode()
         return json.dumps({"refused": self._limits.why(status)}).encode()
 
-    def _verdict(self, message: bytes) -> dict[str, str]:
+    def _result(self, message: bytes) -> dict[str, str]:
         kind, text, any_whitespace = json.loads(message)
         try:
             grammar = grammar_of(kind, text, any_whitespace)

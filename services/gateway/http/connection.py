@@ -1,4 +1,5 @@
-"""One HTTP connection: uvicorn's protocol with bounds, our error shape even for what is not HTTP, and a doorkeeper."""
+"""One HTTP connection: uvicorn's protocol with bounds, our error shape even for what is not HTTP, and an
+admission hook."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle as Cycle
 
 from services.gateway.errors import ApiError
-from services.gateway.http.listener import Clients, has_gone
-from services.gateway.http.stalled import Reader
+from services.gateway.http.listener import ConnectionCounts, has_gone
+from services.gateway.http.slow_clients import Reader
 
 # Request line and headers together.
 _MAX_HEAD_BYTES = 64 * 1024
@@ -32,20 +33,20 @@ _SKIP_TIMEOUT_S = 60.0
 _MAX_PIPELINED = 64
 # The headers that say where a body ends.
 _FRAMING = (b"content-length", b"transfer-encoding")
-# In the scope of a request: its Peer.
-PEER = "paceline.peer"
-# If the doorkeeper gave one: its Entry.
-ENTRY = "paceline.entry"
+# In the scope of a request: its ClientSocket.
+CLIENT_SOCKET = "paceline.client_socket"
+# If the admission_hook gave one: its AdmissionTicket.
+TICKET = "paceline.admission_ticket"
 
 
-class TurnedAway(NamedTuple):
+class RejectedRequest(NamedTuple):
     """A request that gets no more than this."""
 
     error: ApiError
     request_id: str
 
 
-class Entry:
+class AdmissionTicket:
     """A request that was let in, until it has been submitted or has failed."""
 
     __slots__ = ("_on_end",)
@@ -61,10 +62,10 @@ class Entry:
 
 
 # By the target and the headers (names in lower case) of a POST whose body is not read yet.
-DoorKeeper = Callable[[bytes, Sequence[tuple[bytes, bytes]]], TurnedAway | Entry | None]
+AdmissionHook = Callable[[bytes, Sequence[tuple[bytes, bytes]]], RejectedRequest | AdmissionTicket | None]
 
 
-class Peer:
+class ClientSocket:
     """The other end of a connection."""
 
     __slots__ = ("_sock", "_transport")
@@ -85,7 +86,7 @@ class Peer:
 class _CloseAfterBody:
     """The transport of an exchange on a connection that ends with it, while its request may still be arriving."""
 
-    def __init__(self, protocol: Connection) -> None:
+    def __init__(self, protocol: HttpConnection) -> None:
         self._protocol = protocol
 
     def __getattr__(self, name: str) -> Any:
@@ -102,7 +103,7 @@ class _CloseAfterBody:
 class _Flow(FlowControl):
     """Reads no further while more than one request waits behind the one that is served, whoever asks for it."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: HttpConnection) -> None:
         super().__init__(connection.transport)
         self._connection = connection
 
@@ -116,12 +117,12 @@ class Config(uvicorn.Config):
 
     closing = False  # no connection outlives the answer to its next request
     max_connections: int
-    clients: Clients
+    clients: ConnectionCounts
     head_timeout_s: float
-    doorkeeper: DoorKeeper
+    admission_hook: AdmissionHook
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """Bounds the head of a request in size and time, and the number of connections; answers what cannot be parsed in
     OpenAI's error shape, and who is turned away without any of what a request has else (a task, a queue, layers)."""
 
@@ -134,7 +135,7 @@ class Connection(HttpToolsProtocol):
     _skip_timer: asyncio.TimerHandle | None = None
     _has_begun = False  # a request, in what has just come
     _last = False
-    _entry: Entry | None = None
+    _ticket: AdmissionTicket | None = None
     _served: Cycle | None = None  # uvicorn's own `cycle` is the newest, which may wait in the pipeline
     body_is_here = False
     _heeds_heads = True
@@ -148,20 +149,20 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(self)
-        self._peer = Peer(self._sock, transport)
+        self._client_socket = ClientSocket(self._sock, transport)
         self._reader = Reader(self._sock, transport)
-        if len(self.connections) > self.config.max_connections and not self._make_room():
+        if len(self.connections) > self.config.max_connections and not self._evict_connection():
             message = f"the server has {self.config.max_connections} connections, and takes no more"
             self._answer(b"503 Service Unavailable", ApiError(503, message, code="too_many_connections"))
         else:
             self._expect_head()
 
-    def _make_room(self) -> bool:
+    def _evict_connection(self) -> bool:
         """Close a connection that waits for a request, of the client that has the most; False if there is none, or if
         this client has as many."""
         client = self.config.clients.largest(but=self._client)
         for other in self.connections:
-            assert isinstance(other, Connection)
+            assert isinstance(other, HttpConnection)
             if other._client == client and not other.transport.is_closing() and other.awaits_request:
                 other.transport.abort()
                 return True
@@ -176,7 +177,7 @@ class Connection(HttpToolsProtocol):
         self.config.clients.leave(self._client)
         self._head_is_here()
         self._skip_ends()
-        self._entry_ends()
+        self._end_ticket()
         # uvicorn tells the newest one alone.
         for cycle in [self._served, *(cycle for cycle, _ in self.pipeline)]:
             if cycle is not None:
@@ -187,8 +188,8 @@ class Connection(HttpToolsProtocol):
     def look(self) -> None:
         """To be called now and then: closes what nobody reads, or what has gone unseen, as nothing is read of it."""
         self._reader.look()
-        if self.flow.read_paused and self._peer.has_gone():
-            self._peer.drop()
+        if self.flow.read_paused and self._client_socket.has_gone():
+            self._client_socket.drop()
 
     def data_received(self, data: bytes) -> None:
         if self._refused or (self.is_full and self.body_is_here):
@@ -254,7 +255,7 @@ class Connection(HttpToolsProtocol):
         if self._head_timer is None:  # not the first request of this connection
             self._expect_head()
         super().on_message_begin()
-        self.scope[PEER] = self._peer  # type: ignore[literal-required]
+        self.scope[CLIENT_SOCKET] = self._client_socket  # type: ignore[literal-required]
 
     def on_url(self, url: bytes) -> None:
         if not self._heeds_heads:
@@ -277,7 +278,7 @@ class Connection(HttpToolsProtocol):
             self._skipping = True
             return
         self.body_is_here = False
-        if self._last or self._turn_away():
+        if self._last or self._rejected_at_head():
             self._skipping = True
             return
         super().on_headers_complete()
@@ -318,27 +319,27 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def on_response_complete(self) -> None:
-        self._entry_ends()
+        self._end_ticket()
         assert self._served is not None
         self._served.body = bytearray()  # what was not read of it; the next request may be long in coming
         super().on_response_complete()
 
-    def _entry_ends(self) -> None:
+    def _end_ticket(self) -> None:
         """Whatever has become of its request."""
-        if self._entry is not None:
-            self._entry.end()
-            self._entry = None
+        if self._ticket is not None:
+            self._ticket.end()
+            self._ticket = None
 
-    def _turn_away(self) -> bool:
+    def _rejected_at_head(self) -> bool:
         """Answer a request for which there is no room, at its head; False if it is to be served."""
         # With the request before it, or with answers that are not read: in what a request has else there is a brake.
         busy = self.flow.write_paused or self._is_answering
         if busy or self.expect_100_continue or self.parser.get_method() != b"POST":
             return False
-        verdict = self.config.doorkeeper(self.url, self.headers)
-        if not isinstance(verdict, TurnedAway):
+        verdict = self.config.admission_hook(self.url, self.headers)
+        if not isinstance(verdict, RejectedRequest):
             if verdict is not None:
-                self._entry = self.scope[ENTRY] = verdict  # type: ignore[literal-required]
+                self._ticket = self.scope[TICKET] = verdict  # type: ignore[literal-required]
             return False
         error, request_id = verdict
         http_version = self.parser.get_http_version()

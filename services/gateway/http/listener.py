@@ -49,7 +49,7 @@ def client_of(host: str) -> str:
     return str(mapped) if mapped is not None else f"{ipaddress.IPv6Address(int(address) >> 64 << 64)}/64"
 
 
-class Clients:
+class ConnectionCounts:
     """How many connections each client has, by client_of() its address."""
 
     def __init__(self, most: int) -> None:
@@ -91,7 +91,7 @@ class Listener:
         self,
         sock: socket.socket,
         make_protocol: Callable[[socket.socket, str], asyncio.Protocol],
-        clients: Clients,
+        clients: ConnectionCounts,
         *,
         refusal: bytes = b"",
         costly: tuple[bytes, ...] = (),

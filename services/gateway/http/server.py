@@ -13,9 +13,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.gateway.errors import ApiError
-from services.gateway.http.connection import Config, Connection, DoorKeeper, whole_answer
-from services.gateway.http.listener import Clients, Listener
-from services.gateway.http.stalled import LOOKS
+from services.gateway.http.connection import AdmissionHook, Config, HttpConnection, whole_answer
+from services.gateway.http.listener import ConnectionCounts, Listener
+from services.gateway.http.slow_clients import LOOKS
 
 # How long a connection may rest between two requests. What is no beginning of one (the rest of a body whose request is
 # answered, an empty line) does not begin it anew.
@@ -54,7 +54,7 @@ class HttpServer:
     `max_connections`, or as many as files may be open, a new connection replaces one that waits for a request,
     of the client that has the most; if its own client has as many, it gets 503. `costly`, `on_gone`: see Listener.
 
-    Whom the `doorkeeper` turns away has its answer before anything else is done for it.
+    Whom the `admission_hook` turns away has its answer before anything else is done for it.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class HttpServer:
         send_timeout_s: float = 60.0,
         costly: tuple[bytes, ...] = (),
         on_gone: Callable[[], None] = lambda: None,
-        doorkeeper: DoorKeeper = lambda target, headers: None,
+        admission_hook: AdmissionHook = lambda target, headers: None,
     ) -> None:
         config = self._config = Config(
             app,
-            http=Connection,
+            http=HttpConnection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -89,8 +89,8 @@ class HttpServer:
         if open_files != resource.RLIM_INFINITY:
             max_connections = min(max_connections, max(1, open_files - _RESERVED_FILES))
         config.max_connections = max_connections
-        config.clients = Clients(max_per_client or max(max_connections // 2, _LEAST_PER_CLIENT))
-        config.doorkeeper = doorkeeper
+        config.clients = ConnectionCounts(max_per_client or max(max_connections // 2, _LEAST_PER_CLIENT))
+        config.admission_hook = admission_hook
         self._server = _Server(config)
         self._host, self._port, self._send_timeout_s = host, port, send_timeout_s
         self._costly, self._on_gone = costly, on_gone
@@ -142,7 +142,7 @@ class HttpServer:
         while True:
             await asyncio.sleep(self._send_timeout_s / LOOKS)
             for connection in tuple(self._server.server_state.connections):
-                assert isinstance(connection, Connection)
+                assert isinstance(connection, HttpConnection)
                 connection.look()
 
     async def close_listener(self) -> None:
@@ -154,9 +154,9 @@ class HttpServer:
         listener.close()
         await listener.wait_closed()
 
-    def _protocol(self, sock: socket.socket, client: str) -> Connection:
+    def _protocol(self, sock: socket.socket, client: str) -> HttpConnection:
         server = self._server
-        return Connection(
+        return HttpConnection(
             sock, client, config=self._config, server_state=server.server_state, app_state=server.lifespan.state
         )
 

@@ -17,9 +17,8 @@ from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 
-from services.gateway.admission.turnstile import Gone
 from services.gateway.engine.idempotency import body_fingerprint
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, Gone
 from services.gateway.http.body import decode_json
 from services.gateway.openai import schema
 from services.runtime.logs import get_logger

@@ -25,7 +25,7 @@ _FIRST_SUM, _FNV_PRIME = 0x811C9DC5, 0x01000193
 _PATTERN = re.compile(r"([0-9a-f]{1,8})\.([0-9a-f]{8})\.((?:[0-9]{1,10}e?)?(?:,(?:[0-9]{1,10}e?)?)*)(?:\.([ud]))?")
 
 
-class Place(NamedTuple):
+class ChoicePosition(NamedTuple):
     """Where a client is in a choice. `tokens` None: nothing of it was sent, not even whose message it is."""
 
     tokens: int | None = None
@@ -38,7 +38,7 @@ class EventId:
 
     created_s: int
     checksum: int
-    places: tuple[Place, ...]
+    places: tuple[ChoicePosition, ...]
     after: Literal["", "u", "d"] = ""
 
 
@@ -69,7 +69,7 @@ def cannot_resume(why: str) -> ApiError:
     return invalid(LAST_EVENT_ID, f"{LAST_EVENT_ID}: {why}", code="cannot_resume")
 
 
-class Progress:
+class StreamProgress:
     """How far a stream has come. `read` takes tokens in; `line` gives the id of an event that shows them.
 
     Lines are empty if there are more than MAX_CHOICES choices. The checksum of a choice's tokens is FNV-1 (Fowler, Noll
@@ -125,7 +125,7 @@ class Progress:
         return b"%b%08x.%b\n" % (self._head, self.checksum, b",".join(self._places))
 
 
-def _place(text: str) -> Place:
+def _place(text: str) -> ChoicePosition:
     if not text:
-        return Place()
-    return Place(int(text.removesuffix("e")), text.endswith("e"))
+        return ChoicePosition()
+    return ChoicePosition(int(text.removesuffix("e")), text.endswith("e"))

@@ -10,7 +10,7 @@ import orjson
 
 from paceline.v1.common_pb2 import FinishReason
 from services.gateway.engine.generation import Generation
-from services.gateway.engine.run import FINISH_NAMES
+from services.gateway.engine.sequence_run import FINISH_NAMES
 
 Kind = Literal["completion", "chat"]
 DONE = b"data: [DONE]\n\n"
@@ -40,7 +40,7 @@ def new_answer_id(kind: Kind, name: str | None = None) -> str:
     return ("chatcmpl-" if kind == "chat" else "cmpl-") + (name or uuid.uuid4().hex)
 
 
-class Choice(NamedTuple):
+class AnswerChoice(NamedTuple):
     """One of an answer's texts, and why it ended."""
 
     text: str
@@ -62,7 +62,7 @@ class Envelope:
         """The fields every body begins with."""
         return {"id": self.id, "object": object_name, "created": self.created, "model": self.model}
 
-    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> bytes:
+    def whole(self, choices: Sequence[AnswerChoice], usage: dict[str, Any]) -> bytes:
         """The body of an answer that is not streamed."""
         head = self.head("chat.completion" if self.kind == "chat" else "text_completion")
         shaped = [self._choice(index, choice) for index, choice in enumerate(choices)]
@@ -71,7 +71,7 @@ class Envelope:
             body["prompt_logprobs"] = choices[0].prompt_logprobs
         return orjson.dumps(body)
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: AnswerChoice) -> dict[str, Any]:
         if self.kind == "chat":
             content: dict[str, Any] = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
         else:

@@ -17,21 +17,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from services.gateway.admission.turnstile import Gone
 from services.gateway.engine.idempotency import IDEMPOTENCY_KEY, RequestKey, check_key
 from services.gateway.engine.logprobs import Echo
 from services.gateway.engine.request import GenerateJob, RequestBuilder, check_copies, check_samples
 from services.gateway.engine.sampling import FieldNames
-from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, invalid
+from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, Gone, invalid
 from services.gateway.http.body import HeldBody, read_body
-from services.gateway.http.connection import ENTRY, PEER
+from services.gateway.http.connection import CLIENT_SOCKET, TICKET
 from services.gateway.openai import schema
-from services.gateway.openai.answer import JsonResponse, StreamAnswer, WholeAnswer, error_response
 from services.gateway.openai.body_parser import is_small
 from services.gateway.openai.event_ids import LAST_EVENT_ID, EventId, cannot_resume, parse_event_id
 from services.gateway.openai.format import Envelope, Kind, new_answer_id
-from services.gateway.openai.front import Front, Handler, internal_error
-from services.gateway.openai.state import Gateway
+from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.middleware import Handler, RequestMiddleware, internal_error
+from services.gateway.openai.responses import JsonResponse, StreamAnswer, WholeAnswer, error_response
 from services.gateway.openai.values import NOT_FOR_CHATS
 
 COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
@@ -43,7 +42,7 @@ MAX_ECHO_CHARS = 2**22  # of an answer
 _COMPLETION_MAX_TOKENS = 16
 
 
-def create_app(gateway: Gateway) -> Front:
+def create_app(gateway: Gateway) -> RequestMiddleware:
     """The ASGI application."""
     app = FastAPI(title="Paceline", version=version("paceline"), redirect_slashes=False)
     _add_error_handlers(app)
@@ -51,7 +50,7 @@ def create_app(gateway: Gateway) -> Front:
     _add_model_routes(app, gateway)
     _add_token_routes(app, gateway)
     completions, chat_completions = _add_generation_routes(app, gateway)
-    return Front(
+    return RequestMiddleware(
         app,
         {
             ("GET", "/health"): health,
@@ -169,11 +168,11 @@ async def _parsed(
 ) -> tuple[schema.R, bytes]:
     """Read at once, and parsed when it is the request's turn; with a `kind`, the fingerprint of its fields as well.
 
-    Raises as read_body, Gateway.turn and BodyParser.parse.
+    Raises as read_body, Gateway.wait_to_parse and BodyParser.parse.
     """
     body = await read_body(request, held, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
-    gone = request.scope[PEER].has_gone
-    await gateway.turn(gone, num_bytes=len(body) if is_small(body) else 0, new=new)
+    gone = request.scope[CLIENT_SOCKET].has_gone
+    await gateway.wait_to_parse(gone, num_bytes=len(body) if is_small(body) else 0, new=new)
     return await gateway.parser.parse(cls, body, gateway.builder.max_model_len, kind=kind, gone=gone)
 
 
@@ -185,7 +184,7 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
         """Token ids of a prompt or a chat."""
         with gateway.held_body() as held:
             body, _ = await _parsed(schema.TokenizeRequest, gateway, request, held)
-            ids = await token_ids(body, request.scope[PEER].has_gone)
+            ids = await token_ids(body, request.scope[CLIENT_SOCKET].has_gone)
         return _json({"count": len(ids), "max_model_len": builder.max_model_len, "tokens": ids})
 
     async def token_ids(body: schema.TokenizeRequest, gone: Callable[[], bool]) -> list[int]:
@@ -208,7 +207,7 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
             body, _ = await _parsed(schema.DetokenizeRequest, gateway, request, held)
             gateway.check_model(body.model)
             ids = builder.check_token_ids(body.tokens, "tokens")
-            text = await builder.decode(ids, skip_special_tokens=False, gone=request.scope[PEER].has_gone)
+            text = await builder.decode(ids, skip_special_tokens=False, gone=request.scope[CLIENT_SOCKET].has_gone)
         return _json({"prompt": text})
 
 
@@ -242,13 +241,13 @@ _MakeJobs = Callable[[Gateway, _R, _Asked], Awaitable[list[GenerateJob]]]
 
 
 async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R], make_jobs: _MakeJobs[_R]) -> Response:
-    arrival_s, gone = time.perf_counter(), request.scope[PEER].has_gone
+    arrival_s, gone = time.perf_counter(), request.scope[CLIENT_SOCKET].has_gone
     try:
         name = check_key(request.headers.getlist(IDEMPOTENCY_KEY), IDEMPOTENCY_KEY)
         resumed = bool(request.headers.get(LAST_EVENT_ID))
         new = name is None and not resumed  # else it may run already
         if new:
-            gateway.check_room()
+            gateway.check_capacity()
         with gateway.held_body() as held:
             keyed_kind = kind if name is not None else ""
             parsed, fingerprint = await _parsed(cls, gateway, request, held, new=new, kind=keyed_kind)
@@ -257,7 +256,7 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
             if name is not None:
                 key = RequestKey(parsed.terms().tenant, name, fingerprint, IDEMPOTENCY_KEY)
                 if not resumed:
-                    gateway.check_room(key)
+                    gateway.check_capacity(key)
             answer_id = new_answer_id(kind, key.answer_id if key is not None else None)
             asked = _Asked(request.scope["state"]["request_id"], answer_id, arrival_s, key, gone)
             jobs = await make_jobs(gateway, parsed, asked)
@@ -272,8 +271,8 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
         gateway.count_gone()
         raise
     finally:
-        if (entry := request.scope.get(ENTRY)) is not None:
-            entry.end()
+        if (ticket := request.scope.get(TICKET)) is not None:
+            ticket.end()
     created_s = after.created_s if after is not None else reading.created_s
     envelope = Envelope(kind, parsed.model or gateway.model_name, created_s, answer_id)
     if not parsed.stream:

@@ -21,7 +21,7 @@ from services.gateway.engine.request import (
     make_search,
 )
 from services.gateway.engine.sampling import SamplingChoices
-from services.gateway.engine.session_core import Terms
+from services.gateway.engine.session_core import RequestMetadata
 from services.gateway.errors import ApiError, invalid
 from services.gateway.grammars.structure import Structure
 from services.gateway.openai.structured import ResponseFormat, StructuredOutputs
@@ -86,7 +86,7 @@ class _Request(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
 
-class Retention(_Request):
+class CacheRetention(_Request):
     """Tokens start ... end - 1 (0: all that follow) are kept with a priority of 0 to 100, for ever or so long after
     their last use. What nobody says anything of has 35. With `decode` they count from the first generated token on."""
 
@@ -151,9 +151,9 @@ class SamplingFields(_Request):
     # Only requests with the same salt share KV (as in vLLM).
     cache_salt: str | None = None
     # How long parts of it are kept for reuse (as TensorRT-LLM's KvCacheRetentionConfig).
-    cache_retention: list[Retention] | None = None
+    cache_retention: list[CacheRetention] | None = None
 
-    def terms(self) -> Terms:
+    def terms(self) -> RequestMetadata:
         """Its place among others. Raises ApiError 400."""
         tenant = self.tenant if self.tenant is not None else (self.user or "")[:MAX_TENANT_CHARS]
         retention = [common_pb2.RetentionRange(**vars(one)) for one in self.cache_retention or ()]
@@ -237,7 +237,7 @@ class CompletionRequest(SamplingFields):
         return choices
 
 
-class Message(_Request):
+class ChatMessage(_Request):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -251,7 +251,7 @@ class Message(_Request):
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: list[Message]
+    messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: NoneAdded = None
@@ -274,7 +274,7 @@ class TokenizeRequest(_Request):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
 

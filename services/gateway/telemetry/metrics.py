@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.gateway.outcome import Outcome
+from services.gateway.outcome import SequenceOutcome
 from services.gateway.telemetry.histogram import NUM_TOKENS, FastHistogram, histogram_family
 from services.gateway.telemetry.tenant_metrics import TenantMetrics
 
@@ -55,7 +55,7 @@ class GatewayMetrics(Collector):
         if num_tokens > 1:
             self.inter_token_latency_s.observe(0.0, num_tokens - 1)
 
-    def finished(self, outcome: Outcome) -> None:
+    def finished(self, outcome: SequenceOutcome) -> None:
         """A sequence ended."""
         self.requests[outcome.endpoint, outcome.finish_reason] += 1
         self.cached_tokens += outcome.cached_tokens or 0

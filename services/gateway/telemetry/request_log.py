@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from services.gateway.errors import CLIENT_CLOSED_REQUEST
-from services.gateway.outcome import Outcome
+from services.gateway.outcome import SequenceOutcome
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
@@ -21,13 +21,13 @@ class RequestLog:
         self._model_name = model_name
         self._enabled = enabled
 
-    def entry(self, num_sequences: int) -> Callable[[Outcome], None] | None:
+    def entry(self, num_sequences: int) -> Callable[[SequenceOutcome], None] | None:
         """For a request of so many sequences: takes the outcome of each; with the last one the line is written."""
         if not self._enabled or not logging.getLogger(__name__).isEnabledFor(logging.INFO):
             return None
-        outcomes: list[Outcome] = []
+        outcomes: list[SequenceOutcome] = []
 
-        def ended(outcome: Outcome) -> None:
+        def ended(outcome: SequenceOutcome) -> None:
             outcomes.append(outcome)
             if len(outcomes) == num_sequences:
                 _log.info("request finished", **_fields(outcomes, self._model_name))
@@ -47,7 +47,7 @@ class RequestLog:
             _log.info("request taken up", id=name, request_id=request_id, first_request_id=first_request_id)
 
 
-def _fields(outcomes: list[Outcome], model_name: str) -> dict[str, Any]:
+def _fields(outcomes: list[SequenceOutcome], model_name: str) -> dict[str, Any]:
     """Of all sequences: tokens and preemptions are sums, times the longest ones, but the time to the first token."""
     outcomes.sort(key=lambda outcome: (len(outcome.request_id), outcome.request_id))
     first = outcomes[0]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
-from services.gateway.outcome import Outcome
+from services.gateway.outcome import SequenceOutcome
 from services.gateway.telemetry.histogram import FastHistogram
 
 NO_TENANT, OTHERS = "default", "other"
@@ -31,7 +31,7 @@ class TenantMetrics:
         self._limit = len(self._tenants) + limit
         self._others = _Tenant()
 
-    def finished(self, outcome: Outcome) -> None:
+    def finished(self, outcome: SequenceOutcome) -> None:
         """A sequence ended."""
         tenant = self._tenant(outcome.tenant or NO_TENANT)
         tenant.requests[outcome.finish_reason] += 1

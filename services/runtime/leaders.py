@@ -22,7 +22,7 @@ RETRY_S = 0.1
 REMIND_S = 15.0
 
 
-async def find_master(addresses: str, service: str, transport: Options) -> str:
+async def find_leader(addresses: str, service: str, transport: Options) -> str:
     """The first of `host:port,host:port` that serves; waits until there is one. Who stands alone is not asked."""
     targets = split_addresses(addresses)
     if len(targets) == 1:

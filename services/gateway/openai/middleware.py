@@ -10,10 +10,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.admission.turnstile import Gone
-from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError
-from services.gateway.http.connection import PEER
-from services.gateway.openai.answer import RAW_SEND, error_response
+from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, Gone
+from services.gateway.http.connection import CLIENT_SOCKET
+from services.gateway.openai.responses import RAW_SEND, error_response
 from services.runtime.logs import bind_request_id
 
 _NOT_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")
@@ -33,7 +32,7 @@ def internal_error() -> Response:
     return error_response(ApiError(500, "internal error; the log has the details", code="internal_error"))
 
 
-class Front:
+class RequestMiddleware:
     """Gives every request an id, logs with it, and echoes it as X-Request-ID.
 
     `direct`: handlers by method and path. They are called past `app`, whose dozen layers take longer than all the rest
@@ -71,7 +70,7 @@ class Front:
             response = await self._response(handler, Request(scope, receive))
             await response(scope, receive, send_with_id)
         except Gone:
-            scope[PEER].drop()
+            scope[CLIENT_SOCKET].drop()
             while (await receive())["type"] != "http.disconnect":  # which tells the server that no answer is due
                 pass
         except Exception:

@@ -18,8 +18,8 @@ from services.gateway.engine.request import MAX_SAMPLES, GenerateJob, check_beam
 from services.gateway.engine.sampling import MAX_BAD_WORD_TOKENS, FieldNames, SamplingChoices
 from services.gateway.errors import ApiError, invalid
 from services.gateway.grammars.structure import Structure, from_choices, from_schema
-from services.gateway.openai.front import sanitised_request_id
-from services.gateway.openai.state import Gateway
+from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.middleware import sanitised_request_id
 
 SERVICE_NAME = "paceline.v1.InferenceService"
 _ROLES = frozenset({"system", "developer", "user", "assistant"})
@@ -37,7 +37,7 @@ _Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2
 _SessionContext = grpc.aio.ServicerContext[inference_pb2.SessionRequest, inference_pb2.SessionResponse]
 
 
-class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
+class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Generate with text. Session is the scheduler's alone: here it is UNIMPLEMENTED."""
 
     def __init__(self, gateway: Gateway) -> None:
@@ -54,8 +54,9 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
                 _check_lengths(request, self._gateway.builder.max_model_len)
                 key = _key(request)
                 if not request.resume_after:
-                    self._gateway.check_room(key)
-                await self._gateway.turn(num_bytes=num_bytes, new=key is None)  # who goes meanwhile is cancelled
+                    self._gateway.check_capacity(key)
+                # gRPC cancels this call if the client leaves meanwhile.
+                await self._gateway.wait_to_parse(num_bytes=num_bytes, new=key is None)
                 job = await self._job(request, request_id, time.perf_counter(), key)
             reading = self._gateway.open([job], key)
         except ApiError as error:

@@ -2,7 +2,7 @@
 
 A matrix product picks its kernel, and with that the order of its sums, by the shapes. So a token's row may come out
 another way in its last bits in a larger batch or in another chunk of its prompt, and where two tokens are nearly equal
-(bf16!) that can choose the other one. TiledProducts multiplies TILE_ROWS rows at a time, whatever the step: one shape,
+(bf16!) that can choose the other one. TiledMatmul multiplies TILE_ROWS rows at a time, whatever the step: one shape,
 one kernel (as batch-invariant kernels do; He et al., "Defeating Nondeterminism in LLM Inference", 2025).
 """
 
@@ -20,7 +20,7 @@ from gpu_worker.errors import ModelError
 TILE_ROWS = 32
 
 
-class Products(Protocol):
+class Matmul(Protocol):
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """rows [rows, in] @ weight [in, out] (+ bias [out]): [rows, out], written to `out` if it is given."""
 
@@ -28,7 +28,7 @@ class Products(Protocol):
         """total [rows, out] += rows [rows, in] @ weight [in, out], in place."""
 
 
-class PlainProducts:
+class PlainMatmul:
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         return torch.mm(rows, weight, out=out) if bias is None else torch.addmm(bias, rows, weight, out=out)
 
@@ -36,7 +36,7 @@ class PlainProducts:
         total.addmm_(rows, weight)
 
 
-class TiledProducts:
+class TiledMatmul:
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = rows.new_empty(len(rows), weight.shape[1])
@@ -56,16 +56,16 @@ def _whole(tile: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def check_products(products: Products, weights: Iterable[Tensor]) -> None:
+def check_matmul(matmul: Matmul, weights: Iterable[Tensor]) -> None:
     """ModelError if the product of a row with one of the weights [in, out] depends on its place or on other rows."""
     for weight in weights:
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(2 * TILE_ROWS - 3, weight.shape[0], generator=generator).to(weight)
         order = torch.randperm(len(rows), generator=generator).to(weight.device)
-        product = products.of(rows, weight)
-        if not torch.equal(products.of(rows[order], weight), product[order]):
+        product = matmul.of(rows, weight)
+        if not torch.equal(matmul.of(rows[order], weight), product[order]):
             raise ModelError(
                 f"deterministic: products with {list(weight.shape)} {weight.dtype} depend on a row's place"
             )
-        if not torch.equal(products.of(rows[:1], weight), product[:1]):
+        if not torch.equal(matmul.of(rows[:1], weight), product[:1]):
             raise ModelError(f"deterministic: products with {list(weight.shape)} {weight.dtype} depend on other rows")

@@ -10,11 +10,11 @@ from itertools import count
 from random import getrandbits
 
 from services.gateway.engine.idempotency import IDEMPOTENCY_KEY
-from services.gateway.http.connection import Entry, TurnedAway
+from services.gateway.http.connection import AdmissionTicket, RejectedRequest
 from services.gateway.openai.event_ids import LAST_EVENT_ID
 from services.gateway.openai.format import Kind
-from services.gateway.openai.front import sanitised_request_id
-from services.gateway.openai.state import Gateway
+from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.middleware import sanitised_request_id
 
 # So long a place is kept for whose body is on its way; who is later finds one, or not, when it is his turn. Else as
 # many clients as there are places, who send a head and no more, would keep out everybody else.
@@ -24,7 +24,7 @@ _KEPT_S = 1.0
 _LET_THROUGH = frozenset({IDEMPOTENCY_KEY.lower().encode(), LAST_EVENT_ID.lower().encode(), b"origin"})
 
 
-class Door:
+class AdmissionControl:
     """Lets in as many new requests as there is room for, however many come in the same turn of the event loop.
 
     Between here and its submission to the scheduler a request counts as one that enters: else all that come at the same
@@ -38,7 +38,9 @@ class Door:
         self._numbers = count()
         self._entering: OrderedDict[int, float] = OrderedDict()  # when they were let in, the first one first
 
-    def __call__(self, target: bytes, headers: Sequence[tuple[bytes, bytes]]) -> TurnedAway | Entry | None:
+    def __call__(
+        self, target: bytes, headers: Sequence[tuple[bytes, bytes]]
+    ) -> RejectedRequest | AdmissionTicket | None:
         """Of a POST with these headers (names in lower case); None: it is nothing to us."""
         kind = self._kinds.get(target)
         if kind is None:
@@ -51,15 +53,15 @@ class Door:
                 given = given or value
         gateway, now_s = self._gateway, time.monotonic()
         self._forget_late(now_s)
-        if not (gateway.turnstile.crowded or gateway.session.is_full(len(self._entering))):
+        if not (gateway.parse_limiter.is_full or gateway.session.is_full(len(self._entering))):
             number = next(self._numbers)
             self._entering[number] = now_s
-            return Entry(partial(self._entering.pop, number, None))
+            return AdmissionTicket(partial(self._entering.pop, number, None))
         gateway.metrics.refused(kind)
         error = gateway.session.refusal("the server has no room for more requests")
         # Nothing is kept under this id, so it need not be one that nobody can guess.
         request_id = sanitised_request_id(given.decode("latin-1")) if given else f"{getrandbits(128):032x}"
-        return TurnedAway(error, request_id)
+        return RejectedRequest(error, request_id)
 
     def _forget_late(self, now_s: float) -> None:
         entering = self._entering

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from services.gateway.admission.turnstile import Gone, Turnstile
+from services.gateway.admission.parse_limiter import ParseLimiter
 from services.gateway.engine.idempotency import RequestKey
 from services.gateway.engine.request import GenerateJob, RequestBuilder
 from services.gateway.engine.request_store import Reading, RequestStore, read_once
-from services.gateway.engine.run import Run
+from services.gateway.engine.sequence_run import SequenceRun
 from services.gateway.engine.session import SchedulerSession
-from services.gateway.errors import ApiError, invalid
+from services.gateway.errors import ApiError, Gone, invalid
 from services.gateway.http.body import Bodies, HeldBody, TooManyBodies
 from services.gateway.openai.body_parser import BodyParser
 from services.gateway.telemetry.metrics import GatewayMetrics
@@ -33,7 +33,7 @@ class Gateway:
     max_body_bytes: int = 2**20
     body_timeout_s: float = 60.0
     draining: bool = False
-    turnstile: Turnstile = field(default_factory=Turnstile)
+    parse_limiter: ParseLimiter = field(default_factory=ParseLimiter)
     parser: BodyParser = field(default_factory=BodyParser)
     bodies: Bodies = field(default_factory=lambda: Bodies(256 * 2**20))
 
@@ -62,35 +62,35 @@ class Gateway:
                 message = f"the bodies of all requests that are being read have more than {self.bodies.max_bytes} bytes"
                 raise self.session.refusal(message) from None
 
-    def no_room(self) -> ApiError | None:
+    def refusal_if_full(self) -> ApiError | None:
         """A 429 if a request that is new would be refused anyway: before anything is done for it."""
-        if self.turnstile.crowded:
+        if self.parse_limiter.is_full:
             return self._no_place_to_wait()
-        return self.session.no_room()
+        return self.session.refusal_if_full()
 
-    def check_room(self, key: RequestKey | None = None) -> None:
-        """Raises ApiError 503 while the workers serve another model, and what no_room() gives; neither if the key's
-        request is here already."""
+    def check_capacity(self, key: RequestKey | None = None) -> None:
+        """Raises ApiError 503 while the workers serve another model, and the error of refusal_if_full(). Raises neither
+        if the gateway holds the key's request already."""
         if key is None or not self.requests.has(key):
             self.session.check_mismatch()
-        if (key is None or not self.requests.has(key)) and (error := self.no_room()) is not None:
+        if (key is None or not self.requests.has(key)) and (error := self.refusal_if_full()) is not None:
             raise error
 
-    async def turn(self, gone: Callable[[], bool] = lambda: False, *, num_bytes: int, new: bool) -> None:
+    async def wait_to_parse(self, gone: Callable[[], bool] = lambda: False, *, num_bytes: int, new: bool) -> None:
         """Wait until it is the turn of a request of so many bytes to be parsed and submitted; `new`: it cannot be
         running already.
 
         Raises ApiError 429 if meanwhile there is no room for it, and Gone if its client has gone.
         """
 
-        def verdict() -> Exception | None:
+        def check() -> Exception | None:
             if gone():
                 return Gone()
-            return self.session.no_room() if new else None
+            return self.session.refusal_if_full() if new else None
 
-        if self.turnstile.crowded:
+        if self.parse_limiter.is_full:
             raise self._no_place_to_wait()
-        await self.turnstile.turn(verdict, num_bytes=num_bytes)
+        await self.parse_limiter.wait_turn(check, num_bytes=num_bytes)
 
     def refused(self, endpoint: str, request_id: str, error: ApiError) -> None:
         """A request was answered with an error before it reached the scheduler."""
@@ -117,16 +117,16 @@ class Gateway:
             self.log.taken_up(jobs[0].request_id, first.terms.answer_id or first.request_id, first.request_id)
         return reading
 
-    def _submit(self, jobs: Sequence[GenerateJob]) -> list[Run]:
+    def _submit(self, jobs: Sequence[GenerateJob]) -> list[SequenceRun]:
         """All jobs or none."""
         if (count := len(jobs)) > (most := self.session.max_live):  # a 429 would be one for ever
             raise invalid("n", f"n: {count} sequences for all prompts; at most {most} can be in flight here")
-        runs: list[Run] = []
+        runs: list[SequenceRun] = []
         first, on_outcome = None, self.log.entry(len(jobs))
         try:
             for job in jobs:
                 first = first if job.sample else None
-                runs.append(Run(job, self.session, self.metrics, first, on_outcome))
+                runs.append(SequenceRun(job, self.session, self.metrics, first, on_outcome))
                 first = first or runs[-1]
         except ApiError:
             for run in runs:

@@ -15,8 +15,8 @@ from services.gateway.engine.generation import Generation, NotThere
 from services.gateway.engine.logprobs import LogprobFormat, ScoredToken, echoed_logprobs, prompt_logprobs
 from services.gateway.engine.request_store import Reading
 from services.gateway.errors import ApiError
-from services.gateway.openai.event_ids import EventId, Place, Progress, cannot_resume
-from services.gateway.openai.format import DONE, Choice, Envelope, StreamFormat, error_event, usage
+from services.gateway.openai.event_ids import ChoicePosition, EventId, StreamProgress, cannot_resume
+from services.gateway.openai.format import DONE, AnswerChoice, Envelope, StreamFormat, error_event, usage
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
@@ -121,13 +121,17 @@ class WholeAnswer(_Answer):
             generation = self._generations[i]
             echo, logprobs = self._echo(i)
             if generation.job.beam is not None:
-                choices += [Choice((echo or "") + found.text, found.finish_reason) for found in generation.hypotheses]
+                choices += [
+                    AnswerChoice((echo or "") + found.text, found.finish_reason) for found in generation.hypotheses
+                ]
                 continue
             text, tokens = collected[i]
             if (shape := self._logprob_format(generation)) is not None:
                 shaped = shape.shape(tokens)
                 logprobs = shaped if logprobs is None else {name: logprobs[name] + shaped[name] for name in shaped}
-            choices.append(Choice((echo or "") + text, generation.finish_reason, logprobs, self._prompt_logprobs(i)))
+            choices.append(
+                AnswerChoice((echo or "") + text, generation.finish_reason, logprobs, self._prompt_logprobs(i))
+            )
         await JsonResponse(self._envelope.whole(choices, usage(self._generations)))(scope, receive, send)
 
     def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None] | None:
@@ -186,10 +190,10 @@ class StreamAnswer(_Answer):
         self._format = StreamFormat(
             envelope, generations, include_usage=include_usage, continuous_usage=continuous_usage
         )
-        self._progress = Progress(envelope.created, len(generations))
+        self._progress = StreamProgress(envelope.created, len(generations))
         self._scores = [self._logprob_format(generation) for generation in generations]
         self._after = after
-        self._places = after.places if after is not None else (Place(),) * len(generations)
+        self._places = after.places if after is not None else (ChoicePosition(),) * len(generations)
         # Choices of which nothing was shown.
         self._fresh = [place.tokens is None for place in self._places]
         # Of which tokens are here.
@@ -218,7 +222,7 @@ class StreamAnswer(_Answer):
         if self._progress.checksum != after.checksum:
             raise cannot_resume("what comes before it is not what this request generates")
 
-    async def _skip(self, index: int, place: Place) -> None:
+    async def _skip(self, index: int, place: ChoicePosition) -> None:
         generation, scores = self._generations[index], self._scores[index]
         if place.tokens is None:
             return

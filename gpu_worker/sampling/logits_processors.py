@@ -71,7 +71,7 @@ class RowPool:
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
+class LogitsOptions:
     """What one request asks for, on the host."""
 
     allowed: Int64s  # none: any
@@ -87,7 +87,7 @@ class Control:
 
 
 @dataclass(slots=True)
-class BatchControls:
+class BatchLogitsProcessors:
     """What changes the logits of a batch; on the device. Parts that no row asks for are None."""
 
     allowed: tuple[Tensor, Tensor, Tensor] | None = None  # rows, owners, tokens: see allow_only
@@ -127,16 +127,16 @@ class BatchControls:
 
 
 @dataclass(slots=True)
-class Controls:
+class LogitsProcessors:
     """By slot. Used by the model's thread alone, with the plans in their order."""
 
     vocab_size: int
     device: torch.device
-    _of: dict[int, Control] = field(init=False, default_factory=dict)
+    _of: dict[int, LogitsOptions] = field(init=False, default_factory=dict)
     _counts: RowPool = field(init=False)
     _tails: RowPool = field(init=False)
     # What was assembled last, and for which slots: a steady batch is assembled once.
-    _assembled: tuple[bytes, BatchControls | None] = field(init=False, default=(b"", None))
+    _assembled: tuple[bytes, BatchLogitsProcessors | None] = field(init=False, default=(b"", None))
 
     def __post_init__(self) -> None:
         self.reset()
@@ -153,11 +153,11 @@ class Controls:
             for slot in np.frombuffer(plan.free_slots, "<i4").tolist():
                 self._free(slot)
         for sequence in plan.new_sequences:
-            control = read_control(sequence.sampling, self.vocab_size)
-            if control is not None:
-                self._seat(sequence, control)
+            options = read_logits_options(sequence.sampling, self.vocab_size)
+            if options is not None:
+                self._add_sequence(sequence, options)
 
-    def of(self, slots: npt.NDArray[np.int32]) -> BatchControls | None:
+    def of(self, slots: npt.NDArray[np.int32]) -> BatchLogitsProcessors | None:
         """For the rows of a batch, which sample in these slots; None if none of them asks for anything."""
         if not self._of:
             return None
@@ -173,31 +173,31 @@ class Controls:
             self._tails.release(slot)
             self._assembled = (b"", None)
 
-    def _seat(self, sequence: NewSequence, control: Control) -> None:
+    def _add_sequence(self, sequence: NewSequence, options: LogitsOptions) -> None:
         slot = sequence.slot
-        self._of[slot] = control
+        self._of[slot] = options
         self._assembled = (b"", None)
-        if not (control.penalises or len(control.last)):
+        if not (options.penalises or len(options.last)):
             return
         tokens = upload(np.frombuffer(sequence.token_ids, "<i4").astype(np.int64), self.device)
-        if control.penalises:
+        if options.penalises:
             counts = self._counts.take(slot).zero_()
             prompt, output = tokens.tensor_split([sequence.num_prompt_tokens])
             counts.index_fill_(0, prompt, IN_PROMPT)
             counts.index_add_(0, output, counts.new_full((len(output),), ONCE_IN_OUTPUT))
-        if len(control.last):
+        if len(options.last):
             tail = self._tails.take(slot).fill_(-1)
             ending = tokens[-_PREFIX:]
             tail[_PREFIX - len(ending) :] = ending.to(torch.int32)
 
-    def _assemble(self, asking: list[tuple[int, int]]) -> BatchControls:
-        controls = [(row, slot, self._of[slot]) for row, slot in asking]
-        batch = BatchControls()
-        if allowed := [(row, c.allowed) for row, _, c in controls if len(c.allowed)]:
+    def _assemble(self, asking: list[tuple[int, int]]) -> BatchLogitsProcessors:
+        processors = [(row, slot, self._of[slot]) for row, slot in asking]
+        batch = BatchLogitsProcessors()
+        if allowed := [(row, c.allowed) for row, _, c in processors if len(c.allowed)]:
             rows, tokens = zip(*allowed, strict=True)
             owners = np.repeat(np.arange(len(rows)), [len(t) for t in tokens])
             batch.allowed = self._put(np.array(rows)), self._put(owners), self._put(np.concatenate(tokens))
-        if words := [(row, slot, c) for row, slot, c in controls if len(c.last)]:
+        if words := [(row, slot, c) for row, slot, c in processors if len(c.last)]:
             rows, slots, chosen = zip(*words, strict=True)
             numbers, tail_rows = [len(c.last) for c in chosen], self._tails.rows(slots)
             prefixes = np.concatenate([c.prefixes for c in chosen])
@@ -209,14 +209,14 @@ class Controls:
                 self._put(np.concatenate([c.last for c in chosen])),
             )
             batch.tails, batch.noted_tails = self._tails.tensor, (self._put(np.array(rows)), self._put(tail_rows))
-        if biased := [(row, c) for row, _, c in controls if len(c.bias)]:
+        if biased := [(row, c) for row, _, c in processors if len(c.bias)]:
             rows, chosen = zip(*biased, strict=True)
             batch.bias = (
                 self._put(np.repeat(rows, [len(c.bias) for c in chosen])),
                 self._put(np.concatenate([c.bias_tokens for c in chosen])),
                 upload(np.concatenate([c.bias for c in chosen]), self.device),
             )
-        if penalised := [(row, slot, c) for row, slot, c in controls if c.penalises]:
+        if penalised := [(row, slot, c) for row, slot, c in processors if c.penalises]:
             rows, slots, chosen = zip(*penalised, strict=True)
             strengths = np.array([c.penalties for c in chosen], np.float32).T.copy()
             repetition, frequency, presence = upload(strengths, self.device)
@@ -229,7 +229,7 @@ class Controls:
         return upload(array, self.device)
 
 
-def read_control(sampling: SamplingParams, vocab_size: int) -> Control | None:
+def read_logits_options(sampling: SamplingParams, vocab_size: int) -> LogitsOptions | None:
     """What the parameters ask for, None if nothing. ProtocolViolation if a token is outside the vocabulary."""
     penalties = (sampling.repetition_penalty or 1.0, sampling.frequency_penalty, sampling.presence_penalty)
     if not (penalties != (1.0, 0.0, 0.0) or sampling.logit_bias or sampling.bad_words or sampling.allowed_token_ids):
@@ -247,7 +247,7 @@ def read_control(sampling: SamplingParams, vocab_size: int) -> Control | None:
             raise ProtocolViolation(f"{name}: a token id outside the vocabulary of {vocab_size}")
     prefixes, last = _words(words)
     values = np.array(list(bias.values()), np.float32)
-    return Control(allowed, bias_tokens, values, prefixes, last, penalties)
+    return LogitsOptions(allowed, bias_tokens, values, prefixes, last, penalties)
 
 
 def _words(words: list[npt.NDArray[np.int32]]) -> tuple[Int64s, Int64s]:

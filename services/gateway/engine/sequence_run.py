@@ -13,7 +13,7 @@ from services.gateway.engine.request import GenerateJob
 from services.gateway.engine.session import SchedulerSession
 from services.gateway.engine.session_core import LiveRequest
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, from_scheduler, is_final
-from services.gateway.outcome import Outcome
+from services.gateway.outcome import SequenceOutcome
 from services.gateway.telemetry.metrics import GatewayMetrics
 
 FINISH_NAMES = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
@@ -28,7 +28,7 @@ def scheduler_error(ending: inference_pb2.Ending) -> ApiError:
     return from_scheduler(ending.code, ending.message, ending.field, ending.retry_after_s)
 
 
-class Run:
+class SequenceRun:
     """A job at the scheduler. Always call `close()` in the end."""
 
     __slots__ = (
@@ -50,8 +50,8 @@ class Run:
         job: GenerateJob,
         session: SchedulerSession,
         metrics: GatewayMetrics,
-        first: Run | None = None,
-        on_outcome: Callable[[Outcome], None] | None = None,
+        first: SequenceRun | None = None,
+        on_outcome: Callable[[SequenceOutcome], None] | None = None,
     ) -> None:
         """`first`: the first sample of the same prompt; its computation of the prompt serves this one too.
         `on_outcome`: called once, when the sequence has ended.
@@ -89,13 +89,13 @@ class Run:
         return ending is not None and not self.stopped and ending.reason not in FINISH_NAMES
 
     @property
-    def verdict(self) -> ApiError | None:
+    def final_error(self) -> ApiError | None:
         """The error with which it has ended, if it would do so again."""
         ending = self.live.ending
         if ending is None or not self.failed:
             return None
-        is_verdict = ending.reason == common_pb2.FINISH_REASON_ERROR and is_final(ending.code)
-        return scheduler_error(ending) if is_verdict else None
+        has_final_error = ending.reason == common_pb2.FINISH_REASON_ERROR and is_final(ending.code)
+        return scheduler_error(ending) if has_final_error else None
 
     @property
     def num_bytes(self) -> int:
@@ -134,7 +134,7 @@ class Run:
         if self._on_outcome is not None:
             self._on_outcome(outcome)
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> SequenceOutcome:
         job, ending, now_s = self.job, self.live.ending, time.perf_counter()
         reason, status, message = "abort", CLIENT_CLOSED_REQUEST, ""
         if self.stopped:
@@ -146,7 +146,7 @@ class Run:
             reason, status, message = "error", error.status, error.message
         num_after_first = self._counted - len(job.delivered) - 1
         ran_s = self._last_s - self._first_s if self._first_s is not None else 0.0
-        return Outcome(
+        return SequenceOutcome(
             request_id=job.request_id,
             answer_id=job.terms.answer_id,
             endpoint=job.endpoint,
