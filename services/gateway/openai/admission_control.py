@@ -1,4 +1,4 @@
-"""Turns requests away at the door: where there is no room, the head of a request is all that is looked at."""
+"""Rejects requests above the gateway's limits at their head, before the body is read."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from services.gateway.openai.format import Kind
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.middleware import sanitised_request_id
 
-# So long a place is kept for whose body is on its way; who is later finds one, or not, when it is his turn. Else as
-# many clients as there are places, who send a head and no more, would keep out everybody else.
+# A request keeps its queue position for 1 s while its body arrives. After that it competes again. Otherwise clients
+# that send only a head could take all positions.
 _KEPT_S = 1.0
-# With one of the first two it may run already, and then it has a place. The last comes from web pages, whom the browser
-# tells what the answer is only where the headers say so that the app adds.
+# A request with one of the first two headers may already run, and then it needs no position. An `origin` header means a
+# web page, and a browser shows the page an error only with the CORS headers that the app adds.
 _LET_THROUGH = frozenset({IDEMPOTENCY_KEY.lower().encode(), LAST_EVENT_ID.lower().encode(), b"origin"})
 
 
 class AdmissionControl:
-    """Lets in as many new requests as there is room for, however many come in the same turn of the event loop.
+    """Admits as many new requests as there are free positions, also when many come in one event-loop turn.
 
-    Between here and its submission to the scheduler a request counts as one that enters: else all that come at the same
-    moment would get in, be parsed, and be refused one by one.
+    A request counts as entering from its admission until its submission to the scheduler. Otherwise all requests of one
+    moment would be admitted, parsed, and refused one by one.
     """
 
     def __init__(self, gateway: Gateway, kinds: Mapping[bytes, Kind]) -> None:
-        """`kinds`: of the targets whose requests need room."""
+        """`kinds`: the targets whose requests need a position."""
         self._gateway = gateway
         self._kinds = kinds
         self._numbers = count()
-        self._entering: OrderedDict[int, float] = OrderedDict()  # when they were let in, the first one first
+        self._entering: OrderedDict[int, float] = OrderedDict()  # time of admission, oldest first
 
     def __call__(
         self, target: bytes, headers: Sequence[tuple[bytes, bytes]]
     ) -> RejectedRequest | AdmissionTicket | None:
-        """Of a POST with these headers (names in lower case); None: it is nothing to us."""
+        """Decide about a POST with these headers (names in lower case). None: admission does not apply."""
         kind = self._kinds.get(target)
         if kind is None:
             return None
@@ -59,7 +59,7 @@ class AdmissionControl:
             return AdmissionTicket(partial(self._entering.pop, number, None))
         gateway.metrics.refused(kind)
         error = gateway.session.refusal("the server has no room for more requests")
-        # Nothing is kept under this id, so it need not be one that nobody can guess.
+        # No answer is stored under this id, so the id may be guessable.
         request_id = sanitised_request_id(given.decode("latin-1")) if given else f"{getrandbits(128):032x}"
         return RejectedRequest(error, request_id)
 

@@ -1,4 +1,4 @@
-"""What both fronts of one gateway share."""
+"""The state that the HTTP API and the gRPC API share."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Gateway:
 
     @property
     def ready(self) -> bool:
-        """A worker is attached, and more requests are welcome."""
+        """A worker is attached, and the gateway accepts requests."""
         return self.session.ready and not self.draining
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 for a model that is not served; no name means the one that is."""
+        """Raises ApiError 404 for a model that is not served. No name means the served model."""
         if name and name != self.model_name:
             raise ApiError(
                 404,
@@ -54,7 +54,7 @@ class Gateway:
 
     @contextmanager
     def held_body(self) -> Iterator[HeldBody]:
-        """For a request's body until it has become jobs. Raises ApiError 429 when all of them together are too much."""
+        """Counts a request's body until it has become jobs. Raises ApiError 429 when all bodies are too large."""
         with self.bodies.hold() as held:
             try:
                 yield held
@@ -63,7 +63,7 @@ class Gateway:
                 raise self.session.refusal(message) from None
 
     def refusal_if_full(self) -> ApiError | None:
-        """A 429 if a request that is new would be refused anyway: before anything is done for it."""
+        """A 429 if a new request would be refused. Call this before any work for the request."""
         if self.parse_limiter.is_full:
             return self._no_place_to_wait()
         return self.session.refusal_if_full()
@@ -77,10 +77,9 @@ class Gateway:
             raise error
 
     async def wait_to_parse(self, gone: Callable[[], bool] = lambda: False, *, num_bytes: int, new: bool) -> None:
-        """Wait until it is the turn of a request of so many bytes to be parsed and submitted; `new`: it cannot be
-        running already.
+        """Wait until a request of `num_bytes` may be parsed and submitted. `new`: the request cannot be running yet.
 
-        Raises ApiError 429 if meanwhile there is no room for it, and Gone if its client has gone.
+        Raises ApiError 429 if the limits are reached meanwhile, and Gone if its client has gone.
         """
 
         def check() -> Exception | None:
@@ -93,21 +92,21 @@ class Gateway:
         await self.parse_limiter.wait_turn(check, num_bytes=num_bytes)
 
     def refused(self, endpoint: str, request_id: str, error: ApiError) -> None:
-        """A request was answered with an error before it reached the scheduler."""
+        """Count a request that got an error before it reached the scheduler."""
         self.metrics.refused(endpoint)
         self.log.refused(request_id, endpoint, error.status, error.message)
 
     def count_gone(self) -> None:
-        """A client had gone before anything was done for it."""
+        """Count a client that has gone before any work for its request."""
         self.metrics.gone_requests += 1
 
     def _no_place_to_wait(self) -> ApiError:
         return self.session.refusal("too many requests wait to be looked at")
 
     def open(self, jobs: Sequence[GenerateJob], key: RequestKey | None) -> Reading:
-        """Read these jobs' output; those of a key that is known already are not submitted again.
+        """Read the output of these jobs. Jobs of a known key are not submitted again.
 
-        Raises ApiError: 422 for a key of another request, 429 and 503 from the session.
+        Raises ApiError: 422 if the key belongs to another request, 429 and 503 from the session.
         """
         if key is None:
             return read_once(self._submit(jobs))
@@ -118,8 +117,8 @@ class Gateway:
         return reading
 
     def _submit(self, jobs: Sequence[GenerateJob]) -> list[SequenceRun]:
-        """All jobs or none."""
-        if (count := len(jobs)) > (most := self.session.max_live):  # a 429 would be one for ever
+        """Submit all jobs, or none."""
+        if (count := len(jobs)) > (most := self.session.max_live):  # a retry after a 429 could never succeed
             raise invalid("n", f"n: {count} sequences for all prompts; at most {most} can be in flight here")
         runs: list[SequenceRun] = []
         first, on_outcome = None, self.log.entry(len(jobs))

@@ -1,4 +1,4 @@
-"""The HTTP front: OpenAI's paths, health, metrics. Every error has OpenAI's shape."""
+"""The HTTP API: OpenAI's paths, health, metrics. Every error has OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from services.gateway.openai.values import NOT_FOR_CHATS
 COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
 _PROMPT = FieldNames(prompt="prompt")
 _CHAT = FieldNames(prompt="messages", num_logprobs="top_logprobs")
-# Of all choices of an answer, which is some 70 bytes each.
+# Limits over all choices of an answer. A log probability takes about 70 bytes.
 MAX_PROMPT_LOGPROBS = 2**16
-MAX_ECHO_CHARS = 2**22  # of an answer
+MAX_ECHO_CHARS = 2**22
 _COMPLETION_MAX_TOKENS = 16
 
 
@@ -95,8 +95,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _add_state_routes(app: FastAPI, gateway: Gateway) -> Handler:
-    # The lower decorator serves both methods. The upper one is for /openapi.json, where a route of two methods would
-    # give both the same operation id.
+    # The lower decorator serves both methods. The upper decorator is for /openapi.json, where a route of two methods
+    # would get one operation id for both.
     @app.get("/health", response_class=JsonResponse)
     @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
     async def health(request: Request) -> Response:
@@ -124,7 +124,7 @@ def _add_state_routes(app: FastAPI, gateway: Gateway) -> Handler:
     @app.get("/metrics")
     @app.api_route("/metrics", methods=["GET", "HEAD"], include_in_schema=False)
     async def exposition() -> Response:
-        """Prometheus."""
+        """Metrics for Prometheus."""
         metrics, requests = gateway.metrics, gateway.requests
         metrics.scheduler_ready = gateway.session.ready
         metrics.detached_requests, metrics.kept_answers = requests.num_waiting, requests.num_finished
@@ -166,9 +166,10 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
 async def _parsed(
     cls: type[schema.R], gateway: Gateway, request: Request, held: HeldBody, *, new: bool = False, kind: str = ""
 ) -> tuple[schema.R, bytes]:
-    """Read at once, and parsed when it is the request's turn; with a `kind`, the fingerprint of its fields as well.
+    """Read the body at once, and parse it when it is the request's turn. With a `kind` also returns the fingerprint of
+    its fields.
 
-    Raises as read_body, Gateway.wait_to_parse and BodyParser.parse.
+    Raises what read_body, Gateway.wait_to_parse and BodyParser.parse raise.
     """
     body = await read_body(request, held, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
     gone = request.scope[CLIENT_SOCKET].has_gone
@@ -227,7 +228,7 @@ def _add_generation_routes(app: FastAPI, gateway: Gateway) -> tuple[Handler, Han
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What is known of a request beside its body. `arrival_s` is on time.perf_counter's clock."""
+    """What is known of a request besides its body. `arrival_s` is a time of time.perf_counter."""
 
     request_id: str
     answer_id: str
@@ -245,7 +246,7 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
     try:
         name = check_key(request.headers.getlist(IDEMPOTENCY_KEY), IDEMPOTENCY_KEY)
         resumed = bool(request.headers.get(LAST_EVENT_ID))
-        new = name is None and not resumed  # else it may run already
+        new = name is None and not resumed  # otherwise the request may already run
         if new:
             gateway.check_capacity()
         with gateway.held_body() as held:
@@ -262,7 +263,7 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
             jobs = await make_jobs(gateway, parsed, asked)
         after = _last_event(request, parsed, jobs, key)
         if after is not None and after.after == "d":
-            return Response(status_code=204)  # which tells an EventSource that this was all
+            return Response(status_code=204)  # an EventSource stops reconnecting at 204
         reading = gateway.open(jobs, key)
     except ApiError as error:
         gateway.refused(kind, request.scope["state"]["request_id"], error)
@@ -290,13 +291,13 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
 def _last_event(
     request: Request, body: schema.SamplingFields, jobs: Sequence[GenerateJob], key: RequestKey | None
 ) -> EventId | None:
-    """The last event that a client has which comes back. Raises ApiError 400."""
+    """The last event that a reconnecting client has. None for a new client. Raises ApiError 400."""
     text = request.headers.get(LAST_EVENT_ID)
     if not text:
         return None
     if not body.stream:
         raise cannot_resume("only a stream has events, and this request has no stream: true")
-    # Of a prompt that stands alone nothing is drawn, and no token of output shown.
+    # A prompt without a continuation samples nothing and sends no output token.
     shown = [0 if job.echo is not None and job.echo.alone else job.sampling.max_tokens for job in jobs]
     draws = any(job.sampling.temperature > 0 and limit for job, limit in zip(jobs, shown, strict=True))
     if key is None and body.seed is None and draws:
@@ -317,7 +318,7 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
     jobs: list[GenerateJob] = []
     for index, prompt in enumerate(prompts):
         if index:
-            await asyncio.sleep(0)  # others are served between two prompts
+            await asyncio.sleep(0)  # let other requests run between two prompts
         ids: Sequence[int]
         if isinstance(prompt, str):
             add = body.add_special_tokens is not False
@@ -345,7 +346,7 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
             job.echo = await _echo(builder, body, prompt, ids, asked.gone)
             job.prompt_logprobs = body.prompt_logprobs is not None
         jobs += body.jobs(builder, job)
-        check_scored_prompts(body, jobs)  # before anything of the next prompt is done
+        check_scored_prompts(body, jobs)  # before any work for the next prompt
     return jobs
 
 
@@ -362,7 +363,7 @@ async def _echo(
 
 
 def check_scored_prompts(body: schema.SamplingFields, jobs: Sequence[GenerateJob]) -> None:
-    """An answer is written in one piece, while nobody else is served: raises ApiError 400 if it would be too long."""
+    """Raises ApiError 400 if the answer would be too long: it is formatted in one piece, and other requests wait."""
     num_top = body.sampling().prompt_logprobs
     shown = (body.n or 1) / max(body.n or 1, body.best_of or 1)
     num_chars = int(shown * sum(len(job.echo.text) for job in jobs if job.echo))
@@ -408,5 +409,5 @@ async def _chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: _Asked) 
         terms=terms,
     )
     jobs = body.jobs(gateway.builder, job)
-    check_scored_prompts(body, jobs[:1])  # a chat's answer shows them once
+    check_scored_prompts(body, jobs[:1])  # a chat's answer has the prompt's log probabilities once
     return jobs

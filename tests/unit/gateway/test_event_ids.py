@@ -27,10 +27,10 @@ def test_an_id_says_how_far_every_choice_is() -> None:
     progress.line(2)
     line = progress.line(0, ended=True)
     found = parse_event_id(id_of(line), LIMITS, has_usage=False)
-    assert found.places == (ChoicePosition(3, True), ChoicePosition(0), ChoicePosition(1))
+    assert found.positions == (ChoicePosition(3, True), ChoicePosition(0), ChoicePosition(1))
     assert (found.created_s, found.after, found.checksum) == (0x68E7A1B2, "", progress.checksum)
-    places = parse_event_id(id_of(first), LIMITS, has_usage=False).places
-    assert places == (ChoicePosition(2), ChoicePosition(), ChoicePosition())
+    positions = parse_event_id(id_of(first), LIMITS, has_usage=False).positions
+    assert positions == (ChoicePosition(2), ChoicePosition(), ChoicePosition())
 
 
 def test_the_checksum_is_of_the_tokens_and_not_of_how_they_came() -> None:
@@ -55,7 +55,7 @@ def test_what_follows_the_choices() -> None:
     progress.line(0, ended=True)
     for after in ("u", "d"):
         found = parse_event_id(id_of(progress.end_line(after)), [1], has_usage=True)  # type: ignore[arg-type]
-        assert (found.places, found.after) == ((ChoicePosition(1, True),), after)
+        assert (found.positions, found.after) == ((ChoicePosition(1, True),), after)
 
 
 def test_a_stream_of_too_many_choices_has_no_ids() -> None:
