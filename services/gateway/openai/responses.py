@@ -21,7 +21,7 @@ from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 
-# The scope key of the server's own `send`, set by the outermost middleware. A chunk sent with it skips the other layers.
+# The scope key of the server's own `send`, set by the outermost middleware. A chunk sent with it skips other layers.
 RAW_SEND = "paceline.send"
 T = TypeVar("T")
 _RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
