@@ -11,7 +11,7 @@ from pydantic import Field
 from demo import CHECKPOINT
 from services.runtime.settings import AddressList, ServiceSettings
 
-# One variable for every service that needs to know the model (gateway: tokenizer, worker: weights).
+# One variable for every service that needs the model: the gateway its tokenizer, the worker its weights.
 MODEL_ENV = "PACELINE_MODEL"
 DEMO_MODEL_NAME = "paceline-demo"
 
@@ -83,7 +83,7 @@ class GatewaySettings(ServiceSettings, section="gateway"):
 
     @property
     def tenant_names(self) -> list[str]:
-        """Of metrics_tenant_names."""
+        """The names in metrics_tenant_names."""
         return [name for part in self.metrics_tenant_names.split(",") if (name := part.strip())]
 
     @property
