@@ -60,8 +60,8 @@ async def serve(
 ) -> None:
     """Run until `stop` is set, then drain.
 
-    Serves /health at once, with or without a scheduler. Raises OSError for a port that is in use, CannotStart for a
-    model whose files cannot be read, RuntimeError if a background task fails.
+    Serves /health at once, with or without a scheduler. Raises OSError for a port that is in use, CannotStart if the
+    model's files cannot be read, RuntimeError if a background task fails.
     """
     with interruptible():
         model = await asyncio.to_thread(_read_model, settings)

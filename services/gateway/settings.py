@@ -63,7 +63,7 @@ class GatewaySettings(ServiceSettings, section="gateway"):
         "(default: half of max_connections, at least 64; behind a proxy give it as many as max_connections)",
     )
     allowed_origins: str = Field(
-        "*", description="origins (with commas) whose web pages may call the HTTP API; *: all, empty: none"
+        "*", description="origins (with commas) of web pages that may call the HTTP API; *: all, empty: none"
     )
     head_timeout_s: float = Field(
         30.0, gt=0, description="seconds for the headers of a request, after which the connection is closed"

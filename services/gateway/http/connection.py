@@ -61,7 +61,7 @@ class AdmissionTicket:
             self._on_end = None
 
 
-# Arguments: the target and the headers (names in lower case) of a POST whose body is not read yet.
+# Arguments: the target and the headers (names in lower case) of a POST, before its body is read.
 AdmissionHook = Callable[[bytes, Sequence[tuple[bytes, bytes]]], RejectedRequest | AdmissionTicket | None]
 
 

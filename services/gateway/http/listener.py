@@ -87,7 +87,7 @@ class Listener:
     """Accepts connections on a listening socket from `start` to `close`, and closes the socket then.
 
     uvloop's own server accepts one connection per event-loop turn. When turns become long under load, new connections
-    wait in the kernel behind thousands of others whose clients have given up.
+    wait in the kernel behind thousands of connections that their clients have given up.
     """
 
     def __init__(

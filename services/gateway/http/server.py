@@ -17,8 +17,8 @@ from services.gateway.http.connection import AdmissionHook, Config, HttpConnecti
 from services.gateway.http.listener import ConnectionCounts, Listener
 from services.gateway.http.slow_clients import LOOKS
 
-# How long a connection may stay open between two requests. Data that begins no request (an empty line, the rest of a
-# body whose request is answered) does not restart this time.
+# How long a connection may stay open between two requests. Data that begins no request (an empty line, the rest of an
+# answered request's body) does not restart this time.
 _REST_TIMEOUT_S = 75
 _BACKLOG = 4096
 # Open files other than HTTP connections.
@@ -99,7 +99,7 @@ class HttpServer:
 
     @property
     def num_running(self) -> int:
-        """Requests whose answers are not complete."""
+        """Requests without a complete answer."""
         return len(self._server.server_state.tasks)
 
     @property

@@ -1,4 +1,4 @@
-"""Closes connections whose clients do not read their answers."""
+"""Closes the connections of clients that do not read their answers."""
 
 from __future__ import annotations
 

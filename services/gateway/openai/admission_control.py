@@ -32,7 +32,7 @@ class AdmissionControl:
     """
 
     def __init__(self, gateway: Gateway, kinds: Mapping[bytes, Kind]) -> None:
-        """`kinds`: the targets whose requests need a position."""
+        """`kinds`: the targets that need a queue position for each request."""
         self._gateway = gateway
         self._kinds = kinds
         self._numbers = count()

@@ -28,7 +28,7 @@ _RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
 
 
 class JsonResponse(Response):
-    """A response whose body is already JSON."""
+    """A response with a body that is already JSON."""
 
     media_type = "application/json"
 
@@ -253,7 +253,7 @@ class StreamAnswer(_Answer):
         """Stream one choice, and return its last event unsent. `alone`: this is the only streamed choice."""
         generation, formatted, scores = self._generations[index], self._format, self._scores[index]
         progress = self._progress
-        waiting: list[ScoredToken] = []  # tokens whose text is not sent yet
+        waiting: list[ScoredToken] = []  # tokens without sent text
 
         def logprobs() -> dict[str, Any] | None:
             if scores is None:

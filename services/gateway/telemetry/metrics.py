@@ -92,7 +92,7 @@ class GatewayMetrics(Collector):
         yield requests
         for name, documentation, value in (
             ("prompt_tokens", "Prompt tokens submitted.", self.prompt_tokens),
-            ("prompt_tokens_cached", "Prompt tokens whose KV was reused.", self.cached_tokens),
+            ("prompt_tokens_cached", "Prompt tokens with reused KV.", self.cached_tokens),
             ("generation_tokens", "Output tokens received.", self.generation_tokens),
         ):
             family = CounterMetricFamily(_PREFIX + name, documentation, labels=labels)

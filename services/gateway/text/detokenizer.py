@@ -36,8 +36,7 @@ class PieceTable:
 
 
 class TableDetokenizer:
-    """A table look-up, for tokenizers whose tokens are byte strings (byte-level BPE, SentencePiece with byte
-    fallback)."""
+    """A look-up for tokenizers with byte strings as tokens (byte-level BPE, SentencePiece with byte fallback)."""
 
     __slots__ = ("_decoder", "_held", "_pieces", "_texts")
 
