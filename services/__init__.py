@@ -1,1 +1,1 @@
-"""The services besides scheduler, cache and worker: the gateway, the command line, the Python client, and the runtime."""
+"""The gateway, the command line, the Python client, and the runtime that all services share."""

@@ -71,7 +71,7 @@ class Compiler:
     """One thread, less urgent than the others of the process. What is submitted is done in order."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(1, "paceline-grammars", _give_way)
+        self._threads = ThreadPoolExecutor(1, "paceline-grammars", _lower_priority)
 
     def submit(self, work: Callable[[], str], on_done: Callable[[str], None]) -> None:
         """`on_done` gets the work's result, in the thread; what the work raises, as text."""
@@ -90,6 +90,6 @@ class Compiler:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     with suppress(OSError):  # Linux: of a thread; elsewhere there is no such thing
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -49,12 +49,12 @@ def serve(service: str, argv: list[str], prog: str) -> int:
     """Run one service until it is told to stop."""
     from services.cli.parent import end_with_parent
     from services.runtime.logs import configure_logging
-    from services.runtime.service import CannotStart, give_way, run_service
+    from services.runtime.service import CannotStart, run_service, use_batch_scheduling
     from services.runtime.settings import load_settings
 
     end_with_parent()
     if service != "worker":
-        give_way()
+        use_batch_scheduling()
     settings_module, settings_class, server_module = SERVICES[service]
     settings = load_settings(getattr(importlib.import_module(settings_module), settings_class), argv, prog=prog)
     configure_logging(service, settings.log_level, settings.log_format)

@@ -222,7 +222,7 @@ async def _trim_at_rest(bodies: Bodies) -> None:
     trimmed = before = 0
     while True:
         await asyncio.sleep(_TRIM_S)
-        freed = bodies.num_given_back
+        freed = bodies.num_released
         if freed == before and freed - trimmed >= _TRIMMED_BYTES:
             await asyncio.to_thread(trim_memory)
             trimmed = freed

@@ -42,7 +42,7 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def give_way() -> None:
+def use_batch_scheduling() -> None:
     """For a process that wakes for every message: it does not interrupt a computing process on its core. It waits for
     at most one time slice (some milliseconds), and only if no other core is free. Threads made later inherit this.
     Linux only. A process with another policy (`chrt`, systemd's CPUSchedulingPolicy) keeps it."""

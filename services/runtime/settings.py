@@ -129,7 +129,7 @@ class ServiceSettings(BaseSettings):
     heartbeat_timeout_s: float = Field(
         1.5,
         ge=0.5,
-        description="a service whose event loop is silent for so long is taken for dead; longer on a busy machine",
+        description="a service with an event loop silent for this long counts as dead; longer on a busy machine",
     )
     drain_s: float = Field(30.0, ge=0, description="seconds that running requests get to end after SIGTERM")
 

@@ -44,7 +44,7 @@ class Bodies:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self.num_given_back = 0  # bytes released since the start
+        self.num_released = 0  # bytes released since the start
         self.arriving: dict[HeldBody, asyncio.Timeout] = {}
 
     def hold(self) -> HeldBody:
@@ -57,7 +57,7 @@ class HeldBody:
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
-        self._has_given_way = False
+        self._was_dropped = False
         self.num_bytes = 0
 
     @asynccontextmanager
@@ -69,7 +69,7 @@ class HeldBody:
                 self._bodies.arriving[self] = timeout
                 yield
         except TimeoutError:
-            if self._has_given_way:
+            if self._was_dropped:
                 raise TooManyBodies from None
             raise
         finally:
@@ -84,21 +84,21 @@ class HeldBody:
             largest = max(bodies.arriving, key=lambda held: held.num_bytes, default=self)
             if largest.num_bytes <= self.num_bytes:
                 raise TooManyBodies
-            largest._give_way()
+            largest._drop()
 
     def __enter__(self) -> HeldBody:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._give_back()
+        self._release()
 
-    def _give_way(self) -> None:
-        self._has_given_way = True
-        self._give_back()
+    def _drop(self) -> None:
+        self._was_dropped = True
+        self._release()
         self._bodies.arriving.pop(self).reschedule(asyncio.get_running_loop().time())
 
-    def _give_back(self) -> None:
-        self._bodies.num_given_back += self.num_bytes
+    def _release(self) -> None:
+        self._bodies.num_released += self.num_bytes
         self._bodies.num_bytes -= self.num_bytes
         self.num_bytes = 0
 
