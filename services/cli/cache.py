@@ -1,4 +1,4 @@
-"""`paceline cache`: what a running cache holds and pins, and what becomes of it."""
+"""`paceline cache`: shows and changes what a running cache holds and pins, and prints its events."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _events(channel: grpc.Channel, arguments: argparse.Namespace) -> None:
 
 
 def event_fields(event: pb.WatchEventsResponse) -> dict[str, Any]:
-    """As JSON has it: prefix ids as 16 hexadecimal digits, since many a reader of JSON loses digits of such numbers."""
+    """The fields for JSON. Prefix ids have 16 hexadecimal digits, because many JSON readers round large numbers."""
     kind = event.WhichOneof("event") or ""
     fields: dict[str, Any] = {"number": event.sequence_number, "event": kind}
     if kind == "snapshot":
@@ -182,7 +182,7 @@ def _tokens_by_worker(pin: pb.Pin) -> str:
 
 
 def _token_ids(arguments: argparse.Namespace) -> list[int]:
-    """Raises ValueError or OSError."""
+    """The token ids of the flags. Raises ValueError or OSError."""
     if arguments.text_file is not None:
         if arguments.model is None:
             raise ValueError("--text-file: --model is needed, for its tokenizer")
@@ -201,7 +201,7 @@ def _token_ids(arguments: argparse.Namespace) -> list[int]:
 
 
 def _tokenizer(arguments: argparse.Namespace) -> TextTokenizer:
-    """The gateway's. Raises ValueError or OSError."""
+    """The gateway's tokenizer for the model. Raises ValueError or OSError."""
     from services.gateway.text.model_files import resolve_folder
     from services.gateway.text.tokenizer import TextTokenizer
     from services.runtime.hub import NoSuchModel
@@ -213,9 +213,9 @@ def _tokenizer(arguments: argparse.Namespace) -> TextTokenizer:
 
 
 def _chat_prefix(tokenizer: TextTokenizer, written: str) -> list[int]:
-    """The tokens with which every chat begins that begins with these messages, and in which a user has the word then.
+    """The common first tokens of all chats that begin with these messages and continue with a user's message.
 
-    What a template makes of the messages alone need be no such beginning; so two chats are compared. Raises ValueError.
+    The template's output for the messages alone may not be such a prefix, so two chats are compared. Raises ValueError.
     """
     from services.gateway.errors import ApiError
     from services.gateway.openai.schema import ChatMessage

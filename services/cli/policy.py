@@ -1,4 +1,4 @@
-"""`paceline policy`: which policies decide in a running scheduler, and others in their place."""
+"""`paceline policy`: shows and changes the policies of a running scheduler."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _change(stub: AdminServiceStub, arguments: argparse.Namespace) -> None:
 
 
 def _choice(arguments: argparse.Namespace) -> PolicyChoice:
-    """Raises ValueError."""
+    """The chosen policy and its parameters. Raises ValueError."""
     if not (arguments.preset or arguments.option or any(getattr(arguments, kind) for kind in KINDS)):
         raise ValueError("give a preset, a policy or an option")
     options = {}
@@ -55,7 +55,7 @@ def _choice(arguments: argparse.Namespace) -> PolicyChoice:
         try:
             json.loads(value)
         except ValueError:
-            value = json.dumps(value)  # a bare word is a string
+            value = json.dumps(value)  # a plain word is a string
         options[name] = value
     return PolicyChoice(preset=arguments.preset, options=options, **{kind: getattr(arguments, kind) for kind in KINDS})
 
