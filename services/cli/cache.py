@@ -39,7 +39,7 @@ def parser() -> Parser:
     what = pin.add_mutually_exclusive_group(required=True)
     what.add_argument("--tokens", metavar="IDS", help="token ids, with commas")
     what.add_argument("--tokens-file", type=Path, metavar="FILE", help="token ids, with commas or white space")
-    what.add_argument("--text-file", type=Path, metavar="FILE", help="text; --model says whose tokenizer reads it")
+    what.add_argument("--text-file", type=Path, metavar="FILE", help="text; needs --model, for its tokenizer")
     what.add_argument(
         "--messages-file",
         type=Path,

@@ -62,7 +62,7 @@ def explained(target: Target, error: grpc.RpcError) -> str:
 
 
 def _cause(details: str) -> str:
-    """The innermost cause, of those that gRPC joins with colons. Empty if the text has no colon."""
+    """The innermost of the causes that gRPC joins with colons, in parentheses; empty if it is only an error number."""
     cause = _ERRNO.sub("", details.rpartition(": ")[2].rstrip("]"))
     return f" ({cause[:MAX_CAUSE]})" if cause else ""
 
