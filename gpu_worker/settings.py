@@ -10,12 +10,12 @@ from pydantic import Field
 from demo import CHECKPOINT
 from services.runtime.settings import AddressList, ServiceSettings
 
-# One variable for every service that needs to know the model (gateway: tokenizer, worker: weights).
+# One variable for every service that needs the model: the gateway its tokenizer, the worker its weights.
 MODEL_ENV = "PACELINE_MODEL"
 
 
 class WorkerSettings(ServiceSettings, section="worker"):
-    """A worker: the model's forward passes, on a CPU or on an NVIDIA GPU."""
+    """A worker: the model's forward passes on a CPU or an NVIDIA GPU."""
 
     scheduler: AddressList = Field(
         "127.0.0.1:50051",

@@ -1,4 +1,4 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3: what differs between them is in DecoderConfig."""
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3. Their differences are in DecoderConfig."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Decoder:
         self._matmul = matmul
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states [rows, hidden size], for logits(); attention must have been planned for these rows.
+        """Hidden states [rows, hidden size], for logits(). Attention must be planned for these rows.
 
         tokens, positions: int64 [rows].
         """
@@ -41,15 +41,15 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Logits [rows, vocab] of rows that forward() gave, written to `out` if it is given."""
+        """Logits [rows, vocab] of rows from forward(), written to `out` if given."""
         return self._matmul.of(self._ops.norm(hidden, self._weights.final_norm), self._weights.head, out=out)
 
     def _attend(self, index: int, layer: LayerWeights, hidden: Tensor, angles: Any) -> None:
-        """Adds the attention's output to `hidden`, in place."""
+        """Add the attention's output to `hidden`, in place."""
         config = self._config
         normed = self._ops.norm(hidden, layer.input_norm)
         projected = self._matmul.of(normed, layer.qkv, layer.qkv_bias)
-        # Heads of a row: queries, keys, values.
+        # The heads of a row: queries, keys, values.
         values_at = config.num_heads + config.num_kv_heads
         heads = projected.view(-1, values_at + config.num_kv_heads, config.head_dim)
         queries, keys = self._ops.rotary(heads, angles, layer.query_norm, layer.key_norm)
@@ -59,6 +59,6 @@ class Decoder:
             hidden.add_(layer.output_bias)
 
     def _mlp(self, layer: LayerWeights, hidden: Tensor) -> None:
-        """Adds the feed-forward's output to `hidden`, in place."""
+        """Add the feed-forward's output to `hidden`, in place."""
         gate_up = self._matmul.of(self._ops.norm(hidden, layer.mlp_norm), layer.gate_up)
         self._matmul.add_to(hidden, self._ops.silu_and_mul(gate_up), layer.down)

@@ -1,17 +1,15 @@
-"""State of the slots whose requests ask for penalties, bias, bans or a list of allowed tokens.
+"""Logits processors: penalties, bias, bans and lists of allowed tokens, for the slots that ask for them.
 
-What such a request has said so far has to be known where its next token is sampled, and the token before that has
-perhaps not left the device yet: so it is kept there, and each sampled token is noted there (`record`).
+They need a sequence's output where its next token is sampled, and the last token may not have left the device yet. So
+their state is on the device, and `record` adds each sampled token there.
 
-- Of a slot with penalties: a dense row of counts, 4 bytes for each token of the vocabulary (0.5 MiB at 128k). Applying
-  a penalty reads the row's logits anyway, so reading as many counts beside them is cheap, and noting a token is one
-  addition. A buffer of the tokens alone would be smaller for a short sequence, but would have to be turned into
-  counts anew at each step.
-- Of a slot with bad words of several tokens: its last tokens, as many as the longest word may have before its last one.
+- A slot with penalties has a dense row of counts: 4 bytes per token of the vocabulary (0.5 MiB at 128k). A penalty
+  reads the row's logits anyway, so reading as many counts is cheap, and recording a token is one addition. A buffer of
+  tokens would be smaller for a short sequence, but it would have to become counts at each step.
+- A slot with bad words of several tokens has its last tokens, one less than the longest word may have.
 
-Both are made from the tokens a sequence is seated with. One that was preempted is seated with all of them: it gets the
-tokens that it would have got. Slots that ask for nothing of this have no state, and cost nothing.
-"""
+Both start from the tokens with which a sequence begins in a slot. A preempted sequence begins again with all its
+tokens, so it gets the same tokens as without the preemption. Other slots have no state, and cost nothing."""
 
 from __future__ import annotations
 
@@ -39,13 +37,13 @@ from paceline.v1.worker_pb2 import NewSequence, StepPlan
 Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
 
-# Tokens of a bad word at the most.
+# The largest number of tokens in a bad word.
 MAX_BAD_WORD_TOKENS = 64
 _PREFIX = MAX_BAD_WORD_TOKENS - 1
 
 
 class RowPool:
-    """Rows of one device tensor, handed out to slots; it grows with the most that were ever in use at once."""
+    """Rows of one device tensor for slots. The tensor grows with the largest number of rows in use."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         self.tensor = torch.zeros((0, width), dtype=torch.int32, device=device)
@@ -53,7 +51,7 @@ class RowPool:
         self._free: list[int] = []
 
     def take(self, slot: int) -> Tensor:
-        """The slot's row, int32 [width], with whatever was in it."""
+        """A row for the slot, int32 [width], with old contents."""
         if not self._free:
             have = len(self.tensor)
             self._free = list(range(have, 2 * have + 1))[::-1]
@@ -62,7 +60,7 @@ class RowPool:
         return self.tensor[row]
 
     def release(self, slot: int) -> None:
-        """If it has one."""
+        """Release the slot's row, if any."""
         if (row := self._row_of.pop(slot, None)) is not None:
             self._free.append(row)
 
@@ -72,9 +70,9 @@ class RowPool:
 
 @dataclass(frozen=True, slots=True)
 class LogitsOptions:
-    """What one request asks for, on the host."""
+    """The options of one request, on the host."""
 
-    allowed: Int64s  # none: any
+    allowed: Int64s  # empty: any token
     bias_tokens: Int64s
     bias: Float32s
     prefixes: Int64s  # [words, _PREFIX], see ban_words
@@ -88,7 +86,7 @@ class LogitsOptions:
 
 @dataclass(slots=True)
 class BatchLogitsProcessors:
-    """What changes the logits of a batch; on the device. Parts that no row asks for are None."""
+    """The logits processors of a batch, on the device. Parts that no row needs are None."""
 
     allowed: tuple[Tensor, Tensor, Tensor] | None = None  # rows, owners, tokens: see allow_only
     words: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # rows, rows of the tails, prefixes, last
@@ -99,7 +97,7 @@ class BatchLogitsProcessors:
     counts: Tensor | None = None
 
     def apply(self, logits: Tensor) -> None:
-        """To logits float32 [rows, vocab], in the order of sampler.py."""
+        """Change logits float32 [rows, vocab], in the order of sampler.py."""
         if self.allowed is not None:
             allow_only(logits, *self.allowed)
         if self.words is not None and self.tails is not None:
@@ -113,7 +111,7 @@ class BatchLogitsProcessors:
             penalise(logits, rows, self.counts.index_select(0, count_rows), *strengths)
 
     def record(self, tokens: Tensor) -> None:
-        """int64 [rows]: the tokens that were sampled."""
+        """tokens: int64 [rows], as sampled."""
         if self.noted_tails is not None and self.tails is not None:
             rows, tail_rows = self.noted_tails
             newest = tokens.index_select(0, rows).to(torch.int32).unsqueeze(-1)
@@ -128,27 +126,27 @@ class BatchLogitsProcessors:
 
 @dataclass(slots=True)
 class LogitsProcessors:
-    """By slot. Used by the model's thread alone, with the plans in their order."""
+    """The processors by slot. Used only by the model's thread, with the plans in order."""
 
     vocab_size: int
     device: torch.device
     _of: dict[int, LogitsOptions] = field(init=False, default_factory=dict)
     _counts: RowPool = field(init=False)
     _tails: RowPool = field(init=False)
-    # What was assembled last, and for which slots: a steady batch is assembled once.
+    # The last result of `of`, and its slots. A steady batch is assembled once.
     _assembled: tuple[bytes, BatchLogitsProcessors | None] = field(init=False, default=(b"", None))
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """A new link: nothing runs."""
+        """A new link: no slot has a sequence."""
         self._of.clear()
         self._counts, self._tails = RowPool(self.vocab_size, self.device), RowPool(_PREFIX, self.device)
         self._assembled = (b"", None)
 
     def apply(self, plan: StepPlan) -> None:
-        """Slots that end and begin; the plan has been checked. ProtocolViolation for a token outside the vocabulary."""
+        """Free and add sequences. The plan must be checked before. ProtocolViolation for an invalid token id."""
         if self._of and plan.free_slots:
             for slot in np.frombuffer(plan.free_slots, "<i4").tolist():
                 self._free(slot)
@@ -158,7 +156,7 @@ class LogitsProcessors:
                 self._add_sequence(sequence, options)
 
     def of(self, slots: npt.NDArray[np.int32]) -> BatchLogitsProcessors | None:
-        """For the rows of a batch, which sample in these slots; None if none of them asks for anything."""
+        """The processors for a batch that samples in these slots; None if no row needs any."""
         if not self._of:
             return None
         key = slots.tobytes()
@@ -230,7 +228,7 @@ class LogitsProcessors:
 
 
 def read_logits_options(sampling: SamplingParams, vocab_size: int) -> LogitsOptions | None:
-    """What the parameters ask for, None if nothing. ProtocolViolation if a token is outside the vocabulary."""
+    """The options in the parameters; None if they have no effect. ProtocolViolation for an invalid token id."""
     penalties = (sampling.repetition_penalty or 1.0, sampling.frequency_penalty, sampling.presence_penalty)
     if not (penalties != (1.0, 0.0, 0.0) or sampling.logit_bias or sampling.bad_words or sampling.allowed_token_ids):
         return None
