@@ -191,7 +191,7 @@ async def _until_released(running: asyncio.Future[None], keeper: _Keeper, stop: 
             running.result()
             log.info("released by the scheduler")
         elif keeper.is_up:
-            log.warning("leaving with sequences still running: the drain took too long", drain_s=drain_s)
+            log.warning("leaving with running sequences, because the drain took too long", drain_s=drain_s)
     finally:
         stopping.cancel()
         running.cancel()

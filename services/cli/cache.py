@@ -33,9 +33,9 @@ def parser() -> Parser:
     top = Parser(prog=PROG, description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     stats = commands.add_parser("stats", help="blocks by worker and state, and how much was reused")
-    pins = commands.add_parser("pins", help="what is pinned")
-    pin = commands.add_parser("pin", help="keep what is cached now of a prefix from being evicted")
-    pin.add_argument("name", help="what to call it")
+    pins = commands.add_parser("pins", help="the pinned prefixes")
+    pin = commands.add_parser("pin", help="protect the cached blocks of a prefix from eviction")
+    pin.add_argument("name", help="name of the pin")
     what = pin.add_mutually_exclusive_group(required=True)
     what.add_argument("--tokens", metavar="IDS", help="token ids, with commas")
     what.add_argument("--tokens-file", type=Path, metavar="FILE", help="token ids, with commas or white space")
@@ -51,18 +51,18 @@ def parser() -> Parser:
     )
     pin.add_argument("--chat-template", metavar="TEXT", help="as the gateway's, for --messages-file")
     pin.add_argument(
-        "--worker", type=int, action="append", default=[], metavar="ID", help="only there; may be repeated"
+        "--worker", type=int, action="append", default=[], metavar="ID", help="only on this worker; may be repeated"
     )
     pin.add_argument("--ttl-s", type=int, default=0, metavar="S", help="seconds; 0: as long as the worker lasts")
-    unpin = commands.add_parser("unpin", help="let it be evicted")
+    unpin = commands.add_parser("unpin", help="allow eviction again")
     unpin.add_argument("name")
-    reset = commands.add_parser("reset", help="forget what is cached and neither in use nor pinned")
+    reset = commands.add_parser("reset", help="drop all cached blocks that are neither used nor pinned")
     for command, default in ((pin, ""), (reset, None)):
         command.add_argument("--fingerprint", default=default, help="of the model; needed if there are several")
         command.add_argument("--lora", default=default, help="name of an adapter")
         command.add_argument("--salt", default=default, help="cache_salt of requests")
-    events = commands.add_parser("events", help="what is stored where, as JSON lines: a snapshot, then as it happens")
-    events.add_argument("--after", type=int, default=0, metavar="NUMBER", help="the last event that is known already")
+    events = commands.add_parser("events", help="stored and removed blocks as JSON lines: a snapshot, then each change")
+    events.add_argument("--after", type=int, default=0, metavar="NUMBER", help="the last known event")
     for command in (stats, pins, pin, unpin, reset, events):
         add_flags(command, "cache")
     return top

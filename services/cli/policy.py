@@ -20,8 +20,8 @@ def parser() -> Parser:
     top = Parser(prog=PROG, description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     get = commands.add_parser("get", help="what is in force, and what there is")
-    change = commands.add_parser("set", help="put a preset, other policies or options in force; no request is dropped")
-    change.add_argument("preset", nargs="?", default="", help="a preset; without one, what is in force is changed")
+    change = commands.add_parser("set", help="change to a preset, other policies or options; no request is dropped")
+    change.add_argument("preset", nargs="?", default="", help="a preset; without one, the current policies are changed")
     for kind in KINDS:
         change.add_argument(f"--{kind}", default="", help="a policy's name, or module:Class")
     change.add_argument(

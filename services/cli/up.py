@@ -70,7 +70,7 @@ class UpSettings(ServiceSettings, section="up"):
     hang_s: float = Field(
         15.0,
         ge=0,
-        description="what answers no health check for so long is killed and started again; 0: nothing is",
+        description="seconds without an answer, after which a service is killed and started again; 0: never",
     )
     threads: int = Field(0, ge=0, description="torch threads of each worker; 0: cores - 1, at least 1")
 

@@ -251,4 +251,4 @@ async def _drain(gateway: Gateway, http_server: HttpServer, grpc_server: GrpcSer
     while not drained() and loop.time() < began_s + drain_s:  # noqa: ASYNC110 - polled once in a gateway's life
         await asyncio.sleep(_DRAIN_POLL_S)
     if gateway.metrics.live_requests:
-        _log.warning("drain time is over; the rest fails", live=gateway.metrics.live_requests)
+        _log.warning("the drain time is over; live requests fail", live=gateway.metrics.live_requests)

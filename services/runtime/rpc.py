@@ -254,7 +254,7 @@ def _watched(
             cancelled = True
             raise
         except DecodeError as error:
-            log.warning("not a message", method=method, error=str(error))
+            log.warning("cannot decode a message", method=method, error=str(error))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a message cannot be decoded: {error}")
         except Exception as error:
             # A handler blocked in a write to a gone client gets a cython error instead of a cancellation.

@@ -124,12 +124,12 @@ class ServiceSettings(BaseSettings):
     host: str = Field("127.0.0.1", description="address to listen on")
     metrics_port: int = Field(0, ge=0, le=65535, description="port of Prometheus /metrics; 0 takes a free one")
     ping_timeout_s: float = Field(
-        2.0, ge=0.1, description="another service that does not answer a ping for so long is taken for dead"
+        2.0, ge=0.1, description="seconds without an answer to a ping, after which another service counts as dead"
     )
     heartbeat_timeout_s: float = Field(
         1.5,
         ge=0.5,
-        description="a service with an event loop silent for this long counts as dead; longer on a busy machine",
+        description="seconds without a heartbeat, after which a service counts as dead; more on a busy machine",
     )
     drain_s: float = Field(30.0, ge=0, description="seconds that running requests get to end after SIGTERM")
 

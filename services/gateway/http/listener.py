@@ -66,7 +66,7 @@ class ConnectionCounts:
         if self._counts[client] >= self.most:
             if time.monotonic() - self._logged_s >= _LOG_EVERY_S:
                 self._logged_s = time.monotonic()
-                _log.warning("a client has as many connections as it may have", client=client, connections=self.most)
+                _log.warning("a client has reached its connection limit", client=client, connections=self.most)
             return False
         self._counts[client] += 1
         return True

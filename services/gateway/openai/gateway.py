@@ -65,7 +65,7 @@ class Gateway:
     def refusal_if_full(self) -> ApiError | None:
         """A 429 if a new request would be refused. Call this before any work for the request."""
         if self.parse_limiter.is_full:
-            return self._no_place_to_wait()
+            return self._parse_queue_is_full()
         return self.session.refusal_if_full()
 
     def check_capacity(self, key: RequestKey | None = None) -> None:
@@ -88,7 +88,7 @@ class Gateway:
             return self.session.refusal_if_full() if new else None
 
         if self.parse_limiter.is_full:
-            raise self._no_place_to_wait()
+            raise self._parse_queue_is_full()
         await self.parse_limiter.wait_turn(check, num_bytes=num_bytes)
 
     def refused(self, endpoint: str, request_id: str, error: ApiError) -> None:
@@ -100,8 +100,8 @@ class Gateway:
         """Count a client that has gone before any work for its request."""
         self.metrics.gone_requests += 1
 
-    def _no_place_to_wait(self) -> ApiError:
-        return self.session.refusal("too many requests wait to be looked at")
+    def _parse_queue_is_full(self) -> ApiError:
+        return self.session.refusal("too many requests wait to be parsed")
 
     def open(self, jobs: Sequence[GenerateJob], key: RequestKey | None) -> Reading:
         """Read the output of these jobs. Jobs of a known key are not submitted again.
