@@ -74,14 +74,14 @@ def test_a_server_that_was_hardly_used_is_found_to_be_quicker_at_once() -> None:
 
 
 class Server:
-    """`seats` requests at once, `per_s` in all, and a queue; crowds that come at one moment and do as they are told."""
+    """`slots` requests at once, `per_s` in all, and a queue; crowds that come at one moment and do as they are told."""
 
-    def __init__(self, per_s: float, seats: int, queue: int, seed: int) -> None:
+    def __init__(self, per_s: float, slots: int, queue: int, seed: int) -> None:
         self.departures = ServiceRate()
         self.now_s = 0.0
         self.refusals: dict[int, int] = {}  # by user
         self.served = 0
-        self._per_s, self._seats, self._places = per_s, seats, seats + queue
+        self._per_s, self._slots, self._capacity = per_s, slots, slots + queue
         self._running, self._waiting = 0, 0
         self._random = random.Random(seed)
         self._order = itertools.count()
@@ -105,7 +105,7 @@ class Server:
 
     def _arrive(self, user: int) -> None:
         num_live = self._running + self._waiting
-        if num_live < self._places:
+        if num_live < self._capacity:
             self.departures.admitted()
             self._waiting += 1
             self._fill()
@@ -116,10 +116,10 @@ class Server:
         self.come(user, told_s + self._random.uniform(0, 0.05))
 
     def _fill(self) -> None:
-        while self._waiting and self._running < self._seats:
+        while self._waiting and self._running < self._slots:
             self._waiting -= 1
             self._running += 1
-            took_s = self._seats / self._per_s * self._random.uniform(0.5, 1.5)
+            took_s = self._slots / self._per_s * self._random.uniform(0.5, 1.5)
             heapq.heappush(self._events, (self.now_s + took_s, next(self._order), None))
 
     def _done(self) -> None:
@@ -133,7 +133,7 @@ class Server:
 @given(seed=st.integers(0, 2**32), per_s=st.floats(20, 200), crowd=st.integers(2, 25), before=st.booleans())
 def test_who_is_told_a_time_and_comes_then_finds_a_place(seed: int, per_s: float, crowd: int, before: bool) -> None:
     """All at the same moment, up to 25 s of work; also when others were refused shortly before, who never come back."""
-    server = Server(per_s, seats=32, queue=round(per_s), seed=seed)
+    server = Server(per_s, slots=32, queue=round(per_s), seed=seed)
     for i in range(int(12 * per_s)):
         server.come(-1, i / per_s)
     server.run(12.0)
