@@ -33,7 +33,7 @@ from bench.overload_clients import MEAN_OUTPUT_TOKENS
 from services.runtime.service import raise_file_limit
 from tests.support.stack import Stack
 
-SEATS, QUEUE = 32, 64
+SLOTS, QUEUE = 32, 64
 OVERLOAD = 10
 SECONDS = 12.0
 # A virtual machine may be half as fast from one minute to the next, as its host gives its cores to others: many short
@@ -217,10 +217,10 @@ class Measurement:
         return self.rows[-1]
 
     def beside(self, name: str, role: str, number: float) -> None:
-        """What is left for SEATS clients beside others, whose memory counts as well."""
+        """What is left for SLOTS clients beside other clients. The memory of all counts."""
         before = self.resident_mib()["gateway"]
         with Role(self.stack, role, number) as others:
-            row = self.row(name, "closed", SEATS)
+            row = self.row(name, "closed", SLOTS)
             row["gateway_mib"][0] = before
             row["others"] = {key: value for key, value in others.result().items() if key in ("started", "others")}
         self.rest()
@@ -229,7 +229,7 @@ class Measurement:
         """Beside a process that takes what the flood's clients take: they are no part of the server, and share its
         cores."""
         with Role(self.stack, "burn", flood_cores):
-            row = self.row("peak", "closed", SEATS + QUEUE // 2, TURN_SECONDS)
+            row = self.row("peak", "closed", SLOTS + QUEUE // 2, TURN_SECONDS)
         row["burnt_cores"] = flood_cores
         self.rest()
         return row
@@ -253,18 +253,18 @@ class Measurement:
             before = after
 
     def run(self) -> None:
-        self.row("warm", "closed", SEATS, 2.0)
+        self.row("warm", "closed", SLOTS, 2.0)
         self.rows.clear()
         self.turns()
-        self.row(f"{OVERLOAD}x, come back", "come_back", OVERLOAD * (SEATS + QUEUE), LONGEST_S)
+        self.row(f"{OVERLOAD}x, come back", "come_back", OVERLOAD * (SLOTS + QUEUE), LONGEST_S)
         self.rest()
-        self.row(f"{SEATS} clients", "closed", SEATS)
+        self.row(f"{SLOTS} clients", "closed", SLOTS)
         self.rest()
         self.beside(f"beside {STALLED_READERS} that do not read", "stalled", STALLED_READERS)
         self.beside(f"beside {SLOW_HEADS} slow heads", "heads", SLOW_HEADS)
         self.beside(f"beside {IDLE_CONNECTIONS} idle", "idle", IDLE_CONNECTIONS)
         self.beside(f"beside {STORM_PER_S}/s start and go", "storm", STORM_PER_S)
-        self.row(f"{SEATS} clients, after it all", "closed", SEATS)
+        self.row(f"{SLOTS} clients, after it all", "closed", SLOTS)
         self.rest()
 
 
@@ -276,11 +276,11 @@ def overload() -> list[dict[str, Any]]:
             "--threads",
             "1",
             "--max-num-seqs",
-            str(SEATS),
+            str(SLOTS),
             "--log-level",
             "warning",
         ]
-        stack.scheduler_flags = ["--max-queued-requests", str(QUEUE), "--max-num-seqs", str(SEATS)]
+        stack.scheduler_flags = ["--max-queued-requests", str(QUEUE), "--max-num-seqs", str(SLOTS)]
         # All clients have one address.
         stack.gateway_flags = ["--log-level", "warning", "--max-connections-per-client", "16384"]
         try:
@@ -293,7 +293,7 @@ def overload() -> list[dict[str, Any]]:
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     table = Table(
-        title=f"Overload: demo model, {SEATS} seats, a queue of {QUEUE}, {MEAN_OUTPUT_TOKENS} tokens each or so"
+        title=f"Overload: demo model, {SLOTS} slots, a queue of {QUEUE}, {MEAN_OUTPUT_TOKENS} tokens each or so"
     )
     for column in (
         "load",

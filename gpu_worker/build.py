@@ -1,4 +1,4 @@
-"""From settings to a model that is ready to run: device, weights, KV pool, attention."""
+"""Makes a model that is ready to run: device, weights, KV pool, attention."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.models.flashinfer_ops import FlashInferOps
 from gpu_worker.models.loader import LoadedModel, Progress, load_model
+from gpu_worker.models.matmul import Matmul, PlainMatmul, TiledMatmul, check_matmul
 from gpu_worker.models.ops import LayerOps, TorchOps
-from gpu_worker.models.products import PlainProducts, Products, TiledProducts, check_products
 from gpu_worker.runner import ModelRunner
 from gpu_worker.sampling.grammars import load_tokenizer
 from gpu_worker.settings import WorkerSettings
@@ -48,7 +48,8 @@ class BuiltWorker:
 def build_worker(
     settings: WorkerSettings, progress: Progress | None = None, capture_progress: CaptureProgress | None = None
 ) -> BuiltWorker:
-    """Takes as long as reading the weights. ModelError for a model that cannot be served, DeviceError for no memory."""
+    """Build the worker; takes as long as reading the weights. Raises ModelError for a model that cannot be served, and
+    DeviceError if there is no memory."""
     device = pick_device(settings.device)
     if device.type == "cpu":
         torch.set_num_threads(settings.threads or max(1, (os.cpu_count() or 1) - 1))
@@ -63,11 +64,11 @@ def build_worker(
     )
     if settings.deterministic:
         layer = model.weights.layers[0]
-        check_products(TiledProducts(), (layer.qkv, layer.output, layer.gate_up, layer.down, model.weights.head))
+        check_matmul(TiledMatmul(), (layer.qkv, layer.output, layer.gate_up, layer.down, model.weights.head))
     max_model_len = _max_model_len(settings, model.config)
     flashinfer = _flashinfer(settings, model, device)
     if flashinfer is None:
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each shape, and most steps have new ones
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans once per shape, and most steps have a new shape
     make = _RunnerMaker(settings, model, device, max_model_len, flashinfer, _grammar_tokenizer(model))
     runner = make.runner(settings.num_blocks or make.num_blocks(), _num_host_blocks(settings, model))
     if make.graph_sizes:
@@ -76,7 +77,7 @@ def build_worker(
 
 
 def _flashinfer(settings: WorkerSettings, model: LoadedModel, device: torch.device) -> ModuleType | None:
-    """None: plain torch instead."""
+    """The flashinfer module; None: use plain torch."""
     if settings.deterministic and settings.attention_backend == "flashinfer":
         raise ModelError("deterministic: not with attention_backend flashinfer, only with torch")
     is_cpu = settings.attention_backend == "auto" and device.type == "cpu"
@@ -95,7 +96,7 @@ def _flashinfer(settings: WorkerSettings, model: LoadedModel, device: torch.devi
 
 
 def _grammar_tokenizer(model: LoadedModel) -> LLTokenizer | None:
-    """None: requests with a grammar fail here."""
+    """The tokenizer for grammars; None: requests with a grammar fail on this worker."""
     try:
         return load_tokenizer(model.folder / TOKENIZER, model.config.vocab_size, model.config.eos_token_ids)
     except ModelError as error:
@@ -120,7 +121,7 @@ class _RunnerMaker:
         return graph_sizes(min(settings.graph_max_seqs, settings.max_num_seqs, settings.max_batched_tokens))
 
     def num_blocks(self) -> int:
-        """What memory allows, but never more than all slots can use at full length."""
+        """As many as memory allows, but never more than all slots use at full length."""
         settings = self.settings
         one_block_bytes = block_bytes(settings, self.model.config, self.model.dtype)
         usable = settings.max_num_seqs * -(-self.max_model_len // settings.block_size)
@@ -138,7 +139,9 @@ class _RunnerMaker:
             raise ModelError(f"no room for a KV block of {one_block_bytes} bytes in {memory_bytes / 2**30:.3f} GiB")
         num_blocks = min(memory_bytes // one_block_bytes, usable)
         pool_bytes, available = num_blocks * one_block_bytes, available_memory()
-        if available is not None and pool_bytes > available.num_bytes:  # it is taken bit by bit, as sequences fill it
+        if (
+            available is not None and pool_bytes > available.num_bytes
+        ):  # the system provides memory as sequences fill it
             log.warning(
                 "the KV blocks may not fit into memory; a smaller kv_cache_gib or num_blocks would",
                 kv_gib=round(pool_bytes / 2**30, 2),
@@ -185,8 +188,8 @@ class _RunnerMaker:
                 settings.max_num_seqs * table_blocks,
             )
             ops = FlashInferOps(self.flashinfer, config, self.max_model_len, device)
-        products: Products = TiledProducts() if settings.deterministic else PlainProducts()
-        decoder = Decoder(config, self.model.weights, attention, ops, products)
+        matmul: Matmul = TiledMatmul() if settings.deterministic else PlainMatmul()
+        decoder = Decoder(config, self.model.weights, attention, ops, matmul)
         inputs = HostInputs() if device.type == "cpu" else PinnedInputs(limits, table_blocks, device)
         return ModelRunner(decoder, attention, pool, limits, inputs, device, self.tokenizer)
 

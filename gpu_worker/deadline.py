@@ -1,4 +1,4 @@
-"""When a step that has not come back is taken for hung. No clock in here: it is told how much time has passed."""
+"""Decides when a step that has not returned counts as hung. It reads no clock: the caller passes elapsed time."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ import numpy as np
 
 from paceline.v1.worker_pb2 import StepPlan
 
-# Of the time between two calls of passed(), no more counts: a process that was stopped, or a machine that slept, is
-# late without a fault of the step's.
+# At most this much time between two calls of passed() counts. A stopped process, or a machine after sleep, is late
+# through no fault of the step.
 MOST_AT_ONCE_S = 0.5
-# A step may take so many times as long as the slowest of so many before it, and hang_s.
+# A step may take TIMES_SLOWEST times as long as the slowest of the last NUM_REMEMBERED steps, plus hang_s.
 TIMES_SLOWEST = 10.0
 NUM_REMEMBERED = 200
-# Fewer prompt tokens than that say little about what one costs: such a step counts with the decodes.
+# Fewer prompt tokens say little about the cost of one. Such a step counts as a decode step.
 FEW_TOKENS = 64
-# So many steps with more of them, and what one costs is known.
+# After this many long steps, the cost of a prompt token is known.
 NUM_LONG_STEPS = 20
-# To look at so many cached tokens takes a prompt token as long as all else that is done for it where a model is 170
-# wide (of d channels: 4 d operations for each of them, against 24 d * d); in wider ones less.
+# For a prompt token, attention over this many cached tokens takes as long as all other work in a model that is 170 wide
+# (with d channels: 4 d operations per cached token, against 24 d * d). In wider models it takes less.
 CACHED_TOKENS = 1024
-# Fields of a plan that make the device do something that it may not have done before.
+# Fields of a plan that make the device do something, perhaps for the first time.
 COMPUTED = {"prefill_tokens", "copy_from", "skip_decodes"}
-# Sampling parameters that do not: a grammar was compiled before its sequence came, and its masks are limited.
+# Sampling parameters that do not: a grammar is compiled before its sequence comes, and its masks have a time limit.
 PREPARED = {"grammar"}
 
 
 class Samples:
-    """Of the last NUM_REMEMBERED steps of a kind what one took, or a token of it; and behind how many found tokens."""
+    """The last NUM_REMEMBERED steps of a kind: seconds per step or per token, and the cached tokens before them."""
 
     __slots__ = ("_found", "_num", "_seconds")
 
     def __init__(self) -> None:
         self._seconds = np.zeros(NUM_REMEMBERED)
         self._found = np.zeros(NUM_REMEMBERED)
-        self._num = 0  # ever
+        self._num = 0  # since the start
 
     def __len__(self) -> int:
         return min(self._num, NUM_REMEMBERED)
@@ -48,34 +48,33 @@ class Samples:
         self._num += 1
 
     def slowest_s(self, found: float) -> float:
-        """Of these, each as if it had been behind so many found tokens, if it was behind fewer."""
+        """The slowest of these, each scaled to at least `found` cached tokens."""
         times = np.maximum(1.0, (CACHED_TOKENS + found) / (CACHED_TOKENS + self._found))
         return float((self._seconds * times).max())
 
 
 @dataclass(slots=True)
 class Pace:
-    """What steps have taken of late, and so what the next one may take. It outlives links.
+    """How long recent steps took, and so how long the next step may take. It outlives links.
 
     A step that does something for the first time may compile kernels for minutes. So nothing is known until
-    NUM_REMEMBERED steps after the last plan that had a field, one of COMPUTED or of a sequence's sampling, which no
-    plan had before it (a long prompt samples many steps after the plan that brings it). And nothing is ever known of
-    plans that copy between device and host, whose size is not their tokens. What prompt tokens cost grows with what is
-    cached before them: by how much has been measured if it was computed here, or if a step of late was behind as much
-    that was found.
-    """
+    NUM_REMEMBERED steps after the last plan with a new field: one of COMPUTED, or of a sequence's sampling. (A long
+    prompt samples many steps after the plan that brings it.) Nothing is ever known of plans that copy between device
+    and host, because their cost does not depend on tokens. The cost of prompt tokens grows with the cached tokens
+    before them: by the measured amount if these were computed here, or if a recent step had as many found tokens before
+    it."""
 
     hang_s: float  # 0: nothing is ever known
-    _fields: set[str] = field(default_factory=set)  # that some plan had
-    _num_alike: int = 0  # steps since the last of these was new
-    _found: dict[int, int] = field(default_factory=dict)  # cached tokens with which the sequence in a slot came
-    # Seconds of short steps, and seconds for each prompt token of long ones.
+    _fields: set[str] = field(default_factory=set)  # the fields of all plans so far
+    _num_alike: int = 0  # steps since the last new field
+    _found: dict[int, int] = field(default_factory=dict)  # by slot: cached tokens with which its sequence came
+    # Seconds of short steps, and seconds per prompt token of long steps.
     _short: Samples = field(default_factory=Samples)
     _token: Samples = field(default_factory=Samples)
 
     def found_before(self, plan: StepPlan) -> float:
-        """Behind how many tokens that their sequence found cached the plan's prompt tokens are, on average. To be asked
-        once for each plan, in order."""
+        """The cached tokens before the plan's prompt tokens that their sequences came with, on average. Call this once
+        for each plan, in order."""
         for one in plan.new_sequences:
             self._found[one.slot] = one.num_cached_tokens
         slots, counts = array("i", plan.prefill_slots), array("i", plan.prefill_tokens)
@@ -83,7 +82,7 @@ class Pace:
         return behind / (sum(counts) or 1)
 
     def allowed_s(self, plan: StepPlan, num_prefill: int, found: float) -> float | None:
-        """None: nobody knows. To be asked once for each plan, in order."""
+        """The seconds that the plan may take; None: unknown. Call this once for each plan, in order."""
         new = _fields_of(plan) - self._fields
         if new:
             self._fields |= new
@@ -99,7 +98,7 @@ class Pace:
         return self.hang_s + TIMES_SLOWEST * expected_s
 
     def took(self, num_prefill: int, found: float, seconds: float) -> None:
-        """A step with so many prompt tokens, behind so many that were found, is done."""
+        """A step has ended, with `num_prefill` prompt tokens behind `found` found tokens."""
         self._num_alike += 1
         if num_prefill < FEW_TOKENS:
             self._short.add(seconds, found)
@@ -109,13 +108,14 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """Seconds that a step may take: so many, and so many more for each token that it may compute. The first of a link,
-    which may compile kernels, at least `first_step_s`; later ones less, when the worker knows its pace."""
+    """The seconds that a step may take: a fixed part, and a part for each token that it may compute. The first step of
+    a link, which may compile kernels, gets at least `first_step_s`. Later steps get less when the worker knows its
+    pace."""
 
     first_step_s: float
     step_s: float
     token_s: float
-    max_num_seqs: int  # decodes in a step at the most: a plan does not name them
+    max_num_seqs: int  # the limit of decodes in a step, because a plan does not list them
     pace: Pace
 
     def of(self, plan: StepPlan, num_prefill: int, found: float = 0) -> float:
@@ -128,17 +128,17 @@ class Allowance:
 
 @dataclass(slots=True)
 class StepWatch:
-    """The steps in flight of one link. Only the oldest one runs, or is overdue."""
+    """The steps in flight of one link. Only the oldest step runs, or can be overdue."""
 
     allowance: Allowance
     # Step, prompt tokens, found tokens before them, allowed seconds.
     _in_flight: deque[tuple[int, int, float, float]] = field(default_factory=deque)
-    _age_s: float = 0.0  # of the oldest one
-    last_begun: int = 0  # step
+    _age_s: float = 0.0  # of the oldest step
+    last_begun: int = 0  # step number
 
     @property
     def allowed_s(self) -> float:
-        """What the step that runs may take; 0 if none does."""
+        """The seconds that the running step may take; 0 if no step runs."""
         return self._in_flight[0][3] if self._in_flight else 0.0
 
     def begun(self, plan: StepPlan) -> None:
@@ -150,15 +150,15 @@ class StepWatch:
         self._in_flight.append((plan.step, num_prefill, found, self.allowance.of(plan, num_prefill, found)))
 
     def finished(self, seconds: float) -> None:
-        """The oldest one is done, and has taken so long."""
+        """The oldest step has ended after this many seconds."""
         step, num_prefill, found, _ = self._in_flight.popleft()
         if step > 1:
             self.allowance.pace.took(num_prefill, found, seconds)
         self._age_s = 0.0
 
     def passed(self, elapsed_s: float) -> tuple[int, float] | None:
-        """So much time has passed since the last call. Returns the step that is overdue now, if one is, and how long it
-        was allowed to take."""
+        """Count the time since the last call. Returns the overdue step and its allowed seconds, if a step is
+        overdue."""
         if not self._in_flight:
             return None
         self._age_s += min(elapsed_s, MOST_AT_ONCE_S)

@@ -1,4 +1,4 @@
-"""Memory traffic between host and device that neither side waits for. On a CPU all of it is nothing."""
+"""Copies between host and device that block neither side. On a CPU these are no-ops."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ import torch
 from torch import Tensor
 
 
-class Fence:
-    """A point in what a stream does, for the host or another stream to wait for."""
+class DeviceEvent:
+    """A point in a stream's work. The host or another stream can wait for it."""
 
     def __init__(self, device: torch.device, blocking: bool = False) -> None:
-        """blocking: the host will have to wait, so it shall sleep instead of spinning."""
+        """blocking: the host sleeps when it waits, instead of spinning."""
         cuda = device.type == "cuda"
         self._event: Any = torch.cuda.Event(blocking=blocking) if cuda else None  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
-        """All that was queued on the current stream so far is before the fence."""
+        """Mark the end of all work that is queued on the current stream."""
         if self._event is not None:
             self._event.record()
 
     def wait(self) -> None:
-        """The host waits until the device is past the last record(); if there was none, for nothing."""
+        """Block the host until the device has passed the last record(). Without a record(), return at once."""
         if self._event is not None:
             self._event.synchronize()
 
     def is_passed(self) -> bool:
-        """Whether the device is past the last record()."""
+        """Whether the device has passed the last record()."""
         return self._event is None or bool(self._event.query())
 
     def hold(self) -> None:
-        """What is queued on the current stream from now on comes after the last record()."""
+        """Make later work of the current stream run after the last record()."""
         if self._event is not None:
             self._event.wait()
 
 
 class SideStream:
-    """A stream beside the one that computes."""
+    """A stream beside the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def use(self) -> AbstractContextManager[Any]:
-        """It is the current stream meanwhile."""
+        """Make it the current stream inside a `with` block."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 def pin(tensor: Tensor) -> None:
-    """Lock a CPU tensor's memory for as long as it is there, so that copies between it and a GPU wait for nobody.
+    """Lock a CPU tensor's memory for its lifetime, so that copies between it and a GPU do not block.
 
-    Torch's own pinned memory comes in powers of two: of 40 GiB it would take 64. Raises RuntimeError."""
+    Torch rounds its own pinned memory up to powers of two: 64 GiB instead of 40. Raises RuntimeError."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     pointer, portable = tensor.data_ptr(), 1
     if error := int(runtime.cudaHostRegister(pointer, tensor.nbytes, portable)):
@@ -63,8 +63,8 @@ def pin(tensor: Tensor) -> None:
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the device, integers as int64, bytes as they are. (A copy from ordinary memory would wait for all
-    that is queued. Torch does not give pinned memory away again before the copy from it is done.)"""
+    """Copy the array to the device: integers as int64, bytes unchanged. (A copy from ordinary memory would wait for all
+    queued work. Torch does not reuse the pinned memory before the copy is done.)"""
     if np.issubdtype(array.dtype, np.integer) and array.dtype != np.uint8:
         array = array.astype(np.int64, copy=False)
     host = torch.from_numpy(array)
@@ -72,8 +72,8 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def fetch(tensor: Tensor) -> Tensor:
-    """The tensor in host memory: there as soon as what is queued on the current stream is done, which the caller has to
-    wait for."""
+    """Copy the tensor to host memory. The copy is complete when the work queued on the current stream is done, and the
+    caller must wait for that."""
     if tensor.device.type != "cuda":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

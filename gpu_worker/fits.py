@@ -1,4 +1,4 @@
-"""Whether a model fits into memory: told from config.json, before a weight is fetched or read."""
+"""Checks from config.json whether a model fits into memory, before any weight is downloaded or read."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from services.runtime.memory import GIB, AvailableMemory, available_memory
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes that a worker takes at the least."""
+    """The least memory of a worker, in bytes."""
 
     weights_bytes: int
-    # Beyond the weights while they load: the largest fused matrix twice, and the largest tensor as the source gives it.
+    # Beyond the weights while they load: twice the largest fused matrix, and the largest tensor of the source.
     loading_bytes: int
-    # KV blocks, the dummy block included.
+    # All KV blocks, including the dummy block.
     pool_bytes: int
 
     @property
     def num_bytes(self) -> int:
-        """At the peak: the pool is allocated after the weights have loaded."""
+        """The peak. The pool is allocated after the weights have loaded."""
         return self.weights_bytes + max(self.loading_bytes, self.pool_bytes)
 
 
 def check_fits(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ModelTooLarge if the weights and the smallest useful KV pool exceed what is available on the device.
+    """Raises ModelTooLarge if the weights and the smallest useful KV pool exceed the device's available memory.
 
-    The host's memory is asked about, too: it holds everything on a CPU, and the blocks of --host-gib on a GPU.
+    The host's memory is checked too. It holds everything on a CPU, and the blocks of --host-gib on a GPU.
     """
     need = memory_need(settings, config, dtype)
     host_bytes = _host_pool_bytes(settings, config, dtype)
@@ -45,14 +45,15 @@ def check_fits(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dty
 
 
 def memory_need(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype) -> MemoryNeed:
-    """What the model takes on its device. The smallest useful pool has --num-blocks blocks if they are given; else it
-    holds one sequence of the length of one step (--max-batched-tokens), or of the longest one if that is shorter."""
+    """What the model takes on its device. The smallest useful pool has --num-blocks blocks, if given. Otherwise it
+    holds one sequence with the length of one step (--max-batched-tokens), or of the longest sequence if that is
+    shorter."""
     elements = {name: math.prod(shape) for name, shape in expected_tensors(config).items()}
     fused = max(
         2 * config.intermediate_size * config.hidden_size,
         (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * config.hidden_size,
     )
-    # Dummy weights are drawn as float32; a checkpoint's tensors have its own type.
+    # Dummy weights are drawn as float32. A checkpoint's tensors have their own type.
     source_type = torch.float32 if settings.load_format == "dummy" else getattr(torch, config.dtype, torch.float32)
     num_blocks = settings.num_blocks
     if num_blocks is None:
@@ -66,7 +67,7 @@ def memory_need(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dt
 
 
 def block_bytes(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Of one KV block, in all layers."""
+    """Bytes of one KV block, in all layers."""
     return config.kv_elements_per_token * settings.block_size * dtype.itemsize
 
 
@@ -78,7 +79,7 @@ def _host_pool_bytes(settings: WorkerSettings, config: DecoderConfig, dtype: tor
 
 def _gpu_memory(settings: WorkerSettings, device: torch.device) -> AvailableMemory:
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    if settings.num_blocks is None:  # then the pool keeps to the share of the memory that the worker may use
+    if settings.num_blocks is None:  # then the pool stays within the worker's share of the memory
         free_bytes -= int(total_bytes * (1 - settings.gpu_memory_utilization))
     return AvailableMemory(max(0, free_bytes), f"a GPU of {total_bytes / GIB:.1f} GiB")
 

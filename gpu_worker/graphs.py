@@ -1,6 +1,7 @@
-"""CUDA graphs for steps of decodes alone: captured once for some batch sizes, replayed with the batch filled up to the
-next of them. What launches the kernels of a step is then one call instead of some hundreds.
-"""
+"""CUDA graphs for steps with decodes only.
+
+A graph is captured once for some batch sizes. A step runs in the graph of the next larger size, padded to that size.
+One call then launches all kernels of a step, instead of some hundreds of calls."""
 
 from __future__ import annotations
 
@@ -13,20 +14,20 @@ from torch import Tensor
 
 from gpu_worker.step_arrays import StepArrays
 
-# Queues what was captured; the results are where they were then.
+# Queues the captured work. The results are at the same addresses as in the capture.
 Replay = Callable[[], None]
-# (captured so far, in all)
+# Arguments: graphs captured so far, graphs in all.
 CaptureProgress = Callable[[int, int], None]
 
 
 class Capture(Protocol):
     def __call__(self, run: Callable[[], object]) -> Replay:
-        """Records what `run` queues. It may run more than once; what it reads and writes must stay where it is."""
+        """Record the work that `run` queues. `run` may run more than once. Its inputs and outputs must not move."""
 
 
 def graph_sizes(largest: int) -> list[int]:
-    """Batch sizes up to `largest` itself, so close together that filling up costs little: 1, 2, 4, then every 8th, from
-    256 on every 16th."""
+    """Batch sizes up to `largest`, close together so that padding is cheap: 1, 2, 4, then every 8th, from 256 on every
+    16th."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
     return sorted({*(size for size in sizes if size < largest), largest}) if largest else []
 
@@ -47,10 +48,11 @@ class DecodeGraphs:
         capture: Capture,
         progress: CaptureProgress | None = None,
     ) -> None:
-        """`prepare(size, out)`: stages a step of `size` dummy rows, and gives what computes their logits into `out`.
+        """`prepare(size, out)`: stages a step of `size` dummy rows, and returns a function that computes their logits
+        into `out`.
 
-        logits: [largest size, vocab], shared by all graphs: a replay overwrites what the one before left there."""
-        # The largest first: the others find the memory that they need in what it leaves.
+        logits: [largest size, vocab]. All graphs share it, so a replay overwrites the last result."""
+        # The largest first: the other graphs fit into the memory that it leaves.
         for done, size in enumerate(reversed(self._sizes)):
             if progress is not None:
                 progress(done, len(self._sizes))
@@ -60,27 +62,27 @@ class DecodeGraphs:
             progress(len(self._sizes), len(self._sizes))
 
     def size_for(self, arrays: StepArrays) -> int | None:
-        """The size to fill the step up to; None if it has to run eagerly."""
+        """The size of the graph for this step; None: run the step eagerly."""
         if not arrays.decodes_only or arrays.num_rows > self._sizes[-1]:
             return None
         return self._sizes[bisect.bisect_left(self._sizes, arrays.num_rows)]
 
     def replay(self, size: int) -> Tensor:
-        """Logits [size, vocab], good until the next replay."""
+        """Logits [size, vocab]. They are valid until the next replay."""
         replay, logits = self._replays[size]
         replay()
         return logits
 
 
 class CudaCapture:
-    """Capture on the current device. All graphs share their scratch memory: they run one after the other."""
+    """Captures on the current device. All graphs share scratch memory, because they run one after the other."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], object]) -> Replay:
-        # First without: kernels are loaded and libraries get their workspaces when they are used for the first time,
-        # and neither is allowed in a capture.
+        # Run once without a capture: the first use loads kernels and allocates library workspaces, which a capture does
+        # not allow.
         run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -1,8 +1,8 @@
-"""Which tokens the sequences of a link have, so that the next link can be told what is in the blocks.
+"""The tokens of a link's sequences, so that the next link can be told what the blocks contain.
 
-The device needs no more of a token than the one sampled last, and a step's tokens are known here only when its result
-is, by which time the slot may belong to another sequence. So they are noted by seat: one more with each sequence that
-a slot gets. Struct of arrays: noting a step costs the same few calls whatever the number of its rows.
+The device needs only the last sampled token of a sequence. The host knows a step's tokens only with the step's result,
+when the slot may already belong to another sequence. So tokens are noted by slot and epoch; a slot's epoch grows with
+each new sequence. Struct of arrays: noting a step costs the same few calls for any number of rows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """Which sequences of a step sample, and where their tokens go."""
+class SampledSlots:
+    """The slots that sample in a step, and the positions of the new tokens."""
 
     slots: Int32s  # [rows that sample]
-    seats: Int64s
+    epochs: Int64s
     positions: Int32s
 
 
@@ -31,36 +31,38 @@ class Sampling:
 class TokenHistory:
     num_slots: int
     max_model_len: int  # tokens
-    tokens: Int32s = field(init=False)  # [slots, max_model_len + 1]: the longest one may sample once more
-    num_known: Int64s = field(init=False)  # [slots] leading tokens that are known; 0: the slot is empty, or has failed
-    seats: Int64s = field(init=False)
+    tokens: Int32s = field(init=False)  # [slots, max_model_len + 1]: the longest sequence may sample once more
+    num_known: Int64s = field(init=False)  # [slots] known leading tokens; 0: the slot is empty or has failed
+    epochs: Int64s = field(init=False)
 
     def __post_init__(self) -> None:
-        # Pages that nobody has written to cost nothing, so there is room for the longest sequences without a step that
-        # waits while it is made. Not np.zeros: it asks for huge pages, of which a short sequence takes a whole one.
+        # Unwritten pages cost nothing, so this has space for the longest sequences, and no step waits for an
+        # allocation. Not np.zeros: it asks for huge pages, and a short sequence would take a whole one.
         shape = self.num_slots, self.max_model_len + 1
         memory = mmap.mmap(-1, 4 * math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.tokens = np.frombuffer(memory, np.int32).reshape(shape)
-        self.seats = np.zeros(self.num_slots, np.int64)
+        self.epochs = np.zeros(self.num_slots, np.int64)
         self.num_known = np.zeros(self.num_slots, np.int64)
 
-    def seat(self, slot: int, token_ids: Int32s) -> None:
-        """A sequence begins there, with the tokens that are known of it."""
+    def begin(self, slot: int, token_ids: Int32s) -> None:
+        """A sequence begins in the slot, with these known tokens."""
         self.tokens[slot, : len(token_ids)] = token_ids
         self.num_known[slot] = len(token_ids)
-        self.seats[slot] += 1
+        self.epochs[slot] += 1
 
     def free(self, slots: Int32s) -> None:
         self.num_known[slots] = 0
 
-    def sampling(self, slots: Int32s, positions: Int32s) -> Sampling:
-        """To be noted when the step's tokens are here."""
-        return Sampling(slots, self.seats[slots], positions)
+    def sampling(self, slots: Int32s, positions: Int32s) -> SampledSlots:
+        """The slots to note the step's tokens for, when they have arrived."""
+        return SampledSlots(slots, self.epochs[slots], positions)
 
-    def note(self, sampled: Sampling, tokens: Int64s) -> None:
-        """Step by step. tokens: [rows that sample], -1 where the row has failed: nothing is known of it any more."""
-        is_seated = (self.seats[sampled.slots] == sampled.seats) & (self.num_known[sampled.slots] == sampled.positions)
-        slots, positions, tokens = sampled.slots[is_seated], sampled.positions[is_seated], tokens[is_seated]
+    def note(self, sampled: SampledSlots, tokens: Int64s) -> None:
+        """Note the steps in order. tokens: [rows that sample], -1 for a failed row: its sequence is unknown then."""
+        is_current = (self.epochs[sampled.slots] == sampled.epochs) & (
+            self.num_known[sampled.slots] == sampled.positions
+        )
+        slots, positions, tokens = sampled.slots[is_current], sampled.positions[is_current], tokens[is_current]
         self.tokens[slots, positions] = tokens
         self.num_known[slots] = np.where(tokens < 0, 0, positions + 1)
 

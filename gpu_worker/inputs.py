@@ -1,4 +1,4 @@
-"""How a step's arrays get to where the model runs."""
+"""Moves a step's arrays to the device that runs the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.attention.base import AttentionMetadata
-from gpu_worker.device import Fence
+from gpu_worker.device import DeviceEvent
 from gpu_worker.slots import SlotLimits
 from gpu_worker.step_arrays import StepArrays
 
@@ -21,23 +21,23 @@ _WORD = 8  # bytes
 @dataclass(frozen=True, slots=True)
 class StepInput:
     decode_slots: Tensor  # int64 [decodes]
-    prefill_tokens: Tensor | None  # int64 [rows - decodes]; None: there are none
+    prefill_tokens: Tensor | None  # int64 [rows - decodes]; None if there are no such rows
     positions: Tensor  # int64 [rows]
-    sampling_rows: Tensor | None  # int64: whose logits are wanted; None: all rows
+    sampling_rows: Tensor | None  # int64: the rows that need logits; None: all rows
     sampled_slots: Tensor  # int64 [rows that sample]
     attention: AttentionMetadata
 
 
 class StepInputs(Protocol):
     def send(self, arrays: StepArrays, captured: bool = False) -> StepInput:
-        """Good until the next send(). `captured`: see AttentionMetadata."""
+        """The result is valid until the next send(). `captured`: see AttentionMetadata."""
 
     def sent(self) -> None:
-        """Whatever copies the host arrays of the last send() by itself has been queued (attention.plan has)."""
+        """Call this when attention.plan has queued its own copies of the last send()'s host arrays."""
 
 
 class HostInputs:
-    """For a CPU: the arrays as they are."""
+    """For a CPU: the arrays, without a copy."""
 
     def send(self, arrays: StepArrays, captured: bool = False) -> StepInput:
         return StepInput(
@@ -62,28 +62,27 @@ class HostInputs:
 
 
 class PinnedInputs:
-    """For a GPU: all arrays end to end in pinned memory, and one copy.
+    """For a GPU: all arrays end to end in pinned memory, with one copy to the device.
 
-    Two blocks of pinned memory take turns, so that a step is written while the copy of the one before may be waiting
-    for its turn on the device; there is one block on the device, as the copy queues behind the step that reads it.
+    Two blocks of pinned memory take turns, because the host writes a step while the copy of the last step may still
+    wait on the device. The device has one block, because each copy queues behind the step that reads the block.
 
         int64 | decode_slots | prefill_tokens | positions | slot_mapping | sampling_rows | sampled_slots |
-        int32 | kv_indices |                                             end of what is copied ^
-        int32 | qo_indptr | kv_indptr | last_block_len |                 for attention.plan, which copies them itself
+        int32 | kv_indices |                                             end of the copied part ^
+        int32 | qo_indptr | kv_indptr | last_block_len |                 attention.plan copies these itself
 
-    A step of n decodes has its first four arrays at the same addresses whenever it comes: a captured graph reads them
-    there.
-    """
+    In every step of n decodes, the first four arrays have the same addresses, because a captured graph reads them
+    there."""
 
     def __init__(self, limits: SlotLimits, max_table_blocks: int, device: torch.device) -> None:
-        """max_table_blocks: in the block table of one sequence."""
+        """max_table_blocks: the limit for one sequence's block table."""
         seqs, rows = limits.max_num_seqs, limits.max_batched_tokens
         sent = 4 * rows + 3 * seqs + -(-seqs * max_table_blocks // 2)
         kept = 3 * (seqs + 2)
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(sent + kept, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._views = [host.numpy() for host in self._hosts]
-        self._fences = [Fence(device) for _ in range(2)]
+        self._fences = [DeviceEvent(device) for _ in range(2)]
         self._block = torch.zeros(sent, dtype=torch.int64, device=device)
         self._turn = 0
         self._used = 0  # words
@@ -125,13 +124,13 @@ class PinnedInputs:
         self._fences[self._turn].record()
 
     def _put(self, array: npt.NDArray[np.integer]) -> Tensor:
-        """Its place on the device; there after the copy."""
+        """The array's position on the device. It is there after the copy."""
         start, self._used = self._used, self._used + len(array)
         self._views[self._turn][start : self._used] = array
         return self._block[start : self._used]
 
     def _keep(self, array: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Its place in pinned memory, from a word's border on."""
+        """The array's copy in pinned memory, aligned to a word."""
         start, self._used = self._used, self._used - (-len(array) * array.itemsize // _WORD)
         place = self._views[self._turn][start : self._used].view(np.int32)[: len(array)]
         place[:] = array

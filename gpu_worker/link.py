@@ -1,4 +1,4 @@
-"""One link to the scheduler: register, then plans down, results and heartbeats up, until released or broken."""
+"""One link to the scheduler: registration, then plans in, results and heartbeats out, until a release or a failure."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from services.runtime.fence import Fence, StaleScheduler
 from services.runtime.liveness import Silent, Watch, beat
 from services.runtime.refusal import is_refusal
 
-# How long the report of a failed step may take to be read.
+# How long the scheduler may take to read the report of a failed step.
 REPORT_S = 2.0
 
 
 class LinkBroken(Exception):
-    """The link ended without a release. The message says what is known of why."""
+    """The link ended without a release. The message gives the known reason."""
 
 
 @dataclass(slots=True)
-class Link:
-    """`run()` returns when the scheduler has released the worker, and raises LinkBroken, StepFailed or
+class SchedulerLink:
+    """`run()` returns when the scheduler has released the worker. It raises LinkBroken, StepFailed or
     RegistrationRefused."""
 
     channel: grpc.aio.Channel
@@ -52,7 +52,7 @@ class Link:
     heartbeat_timeout_s: float
 
     async def run(self, drain: asyncio.Event) -> None:
-        """`drain` set: ask to be let go, and go on executing until then."""
+        """Serve the link. When `drain` is set, ask for the release, and continue to execute until then."""
         outbox: asyncio.Queue[WorkerServiceLinkRequest] = asyncio.Queue()
         outbox.put_nowait(WorkerServiceLinkRequest(registration=self.registration))
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -65,7 +65,7 @@ class Link:
                 failed.set_exception(error)
 
         run = LinkRun(progress.on_result, on_failure, progress.on_grammar)
-        # Without an iterator: read() and write(), which the stubs do not know.
+        # Without an iterator, because read() and write() are missing in the stubs.
         call = cast(Any, WorkerServiceStub(self.channel)).Link()
         tasks: list[asyncio.Future[None]] = [
             asyncio.ensure_future(self._read(call, run, watch, scheduler)),
@@ -82,7 +82,7 @@ class Link:
             message = StepFailure(first_step=failure.first, last_step=failure.last, message=str(failure))
             outbox.put_nowait(WorkerServiceLinkRequest(failure=message))
             run.close()
-            # The scheduler ends the link when it has read that.
+            # The scheduler ends the link after it has read the report.
             await asyncio.wait(tasks[:1], timeout=REPORT_S)
             raise
         except grpc.aio.AioRpcError as error:
@@ -99,7 +99,7 @@ class Link:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, call: Any, run: LinkRun, watch: StepWatch, scheduler: Watch) -> None:
-        """Returns when released."""
+        """Returns after the release."""
         clock = asyncio.get_running_loop().time
         first = await _receive(call)
         scheduler.heard(clock())
@@ -146,13 +146,13 @@ class _Progress:
         self.outbox.put_nowait(WorkerServiceLinkRequest(grammar=prepared))
 
     def beat(self) -> None:
-        """Look for an overdue step, and tell the scheduler how far we are. Raises StepOverdue."""
+        """Look for an overdue step, and send a heartbeat with the progress. Raises StepOverdue."""
         now_s = asyncio.get_running_loop().time()
         last_s, self.last_beat_s = self.last_beat_s, now_s
         if (overdue := self.watch.passed(now_s - last_s if last_s is not None else 0.0)) is not None:
             step, allowed_s = overdue
             raise StepOverdue(step, step, self.thread.request_ids(), f"not done after {allowed_s:.1f} s")
-        # Not before the registration; and a scheduler that does not read gets no pile of heartbeats.
+        # Never before the registration. If the scheduler does not read, heartbeats do not pile up.
         if last_s is not None and self.outbox.empty():
             watch = self.watch
             heartbeat = Heartbeat(step=self.last_step, received=watch.last_begun, allowed_s=watch.allowed_s)
@@ -168,7 +168,7 @@ async def _receive(call: Any) -> WorkerServiceLinkResponse:
 
 
 async def _write(call: Any, outbox: asyncio.Queue[WorkerServiceLinkRequest]) -> None:
-    """Ends with the call: how it ended is the reader's to say."""
+    """Never ends before the call, because the reader reports how the call ended."""
     while True:
         message = await outbox.get()
         try:

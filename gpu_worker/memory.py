@@ -1,4 +1,4 @@
-"""How many KV blocks a GPU has room for: what is left of it when everything else has been tried once."""
+"""How many KV blocks fit on a GPU: the memory that is left after everything else has run once."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from gpu_worker.graphs import CudaCapture
 from gpu_worker.runner import ModelRunner
 from gpu_worker.sampling.prompt_scores import SCORER_BYTES_PER_LOGIT, rows_at_once
 
-# What sampling takes at the most, beyond the logits: in top-p or typical-p, see sampling/filters.py. For each logit:
-# float32 copies (logits, what is filtered, weights) and their bits, both halves of these in 64 bits, one of them once
-# more, and the weights twice. For each row: sums by the value of half a float32.
+# The largest memory that sampling takes beyond the logits, in top-p or typical-p (sampling/filters.py). Per logit:
+# float32 copies (logits, filtered values, weights) and their bits, both halves of the bits as int64, one of these
+# twice, and the weights twice. Per row: sums by the value of half a float32.
 SAMPLER_BYTES_PER_LOGIT = 6 * 4 + 5 * 8
 SAMPLER_BYTES_PER_ROW = 2**16 * (3 * 8 + 1)
 
-# What penalties count by, see RowPool: a row for each slot, and as many again when it grows.
+# The counts of penalties (RowPool): one row per slot, and as many again while the pool grows.
 COUNTS_BYTES_PER_LOGIT = 2 * 4
 
-# What a graph takes at the least, for what FlashInfer plans with: 8 MiB for each kind of window. The allocator asks the
-# device for several of them at once, so that a single graph may seem to take nothing.
+# The least memory of a graph, for FlashInfer's plans: 8 MiB per kind of window. The allocator takes memory from the
+# device for several graphs at once, so that a single graph may seem to take none.
 MIN_GRAPH_BYTES = 2 * 8 * 2**20
 
 
 def kv_blocks_that_fit(
     total_bytes: int, free_bytes: int, needed_bytes: int, utilization: float, block_bytes: int
 ) -> int:
-    """total, free: of the device, with the weights on it; needed: what steps will take beside the pool.
+    """total, free: the device's memory with the weights on it. needed: memory of steps, without the pool.
 
-    ModelError if there is no room for a block."""
+    Raises ModelError if no block fits."""
     used_bytes = total_bytes - free_bytes
     pool_bytes = int(total_bytes * utilization) - used_bytes - needed_bytes
-    # One more for the dummy.
+    # One block more, for the dummy block.
     num_blocks = pool_bytes // block_bytes - 1
     if num_blocks < 1:
         gib = 2**30
@@ -47,14 +47,14 @@ def kv_blocks_that_fit(
 
 
 def bytes_for_steps(make_runner: Callable[[], ModelRunner], graph_sizes: list[int], device: torch.device) -> int:
-    """What the largest step, the graphs and sampling take. `make_runner` makes one with the smallest pool there is."""
+    """The memory of the largest step, the graphs and sampling. `make_runner` makes one with the smallest pool."""
     before = _free_bytes(device)
     runner = make_runner()
     runner.try_largest_step()
     taken = before - _free_bytes(device)
-    torch.cuda.empty_cache()  # as each capture does: what the step took would count against what the graphs take
+    torch.cuda.empty_cache()  # as a capture does; otherwise the step's memory would hide the graphs' memory
     if graph_sizes:
-        # The largest graph's memory serves the others too; each of them then takes about what the second one takes.
+        # All graphs share the largest graph's memory. Beyond that, each takes about as much as the second one.
         free: list[int] = []
         runner.capture_graphs(graph_sizes[-2:], CudaCapture(), lambda done, total: free.append(_free_bytes(device)))
         drops = [max(0, more - less) for more, less in pairwise(free)]
@@ -67,7 +67,7 @@ def bytes_for_steps(make_runner: Callable[[], ModelRunner], graph_sizes: list[in
     scored_rows = min(rows_at_once(limits.vocab_size), limits.max_batched_tokens)
     scoring = SCORER_BYTES_PER_LOGIT * scored_rows * limits.vocab_size
     counts = COUNTS_BYTES_PER_LOGIT * limits.vocab_size * limits.max_num_seqs
-    return max(0, taken) + max(sampling, scoring) + counts  # sampling and scoring: one after the other
+    return max(0, taken) + max(sampling, scoring) + counts  # sampling and scoring run one after the other
 
 
 def _free_bytes(device: torch.device) -> int:

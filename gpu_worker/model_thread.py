@@ -1,8 +1,8 @@
 """The thread that runs the model, so that the event loop (heartbeats, the link) never waits for a step.
 
-Plans go in through a queue and run strictly in order; with a window of two the next one is usually waiting when a step
-ends, and nothing but the queue stands between two forward passes. Where there is a device that computes by itself, the
-next step is launched while one runs, and a second thread waits for the results.
+Plans enter a queue, and run strictly in order. With a window of two, the next plan usually waits when a step ends, and
+only the queue lies between two forward passes. If the device computes asynchronously, the next step is launched while
+one runs, and a second thread waits for the results.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from gpu_worker.sampling.compiled import Compiler, PreparedGrammars
 from paceline.v1.worker_pb2 import Grammar, GrammarOrders, GrammarPrepared, KeptSequence, StepPlan, StepResult
 
 MAX_MESSAGE = 300  # characters
-MAX_KEPT_BYTES = 8 * 2**20  # as worker.proto says
+MAX_KEPT_BYTES = 8 * 2**20  # the limit in worker.proto
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class LinkRun:
-    """One link's use of the model. The callbacks run on the event loop, in order; none after close()."""
+    """One link's use of the model. The callbacks run on the event loop, in order, and never after close()."""
 
     on_result: Callable[[StepResult, StepStats], None]
     on_failure: Callable[[Exception], None]
     on_grammar: Callable[[GrammarPrepared], None]
     closed: bool = False
     grammars: PreparedGrammars = field(default_factory=PreparedGrammars)
-    failed: bool = False  # a step has; those behind it are skipped, results of those before it are still on their way
+    failed: bool = False  # a step failed: later steps are skipped, and results of earlier steps still arrive
 
     def close(self) -> None:
-        """Plans still queued are skipped; the step that runs now ends unheard."""
+        """Skip the queued plans. The result of the running step is dropped."""
         self.closed = True
 
 
 class ModelThread:
-    """start() and the rest belong to the event loop's thread; the runner belongs to this one's."""
+    """Call start() and the other methods from the event loop's thread. Only this thread uses the runner."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self.incarnation = secrets.token_hex(8)  # another one after a step that failed, heard or not
+        self.incarnation = secrets.token_hex(8)  # changes after a failed step
         self._inbox: SimpleQueue[tuple[LinkRun, StepPlan | None] | Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="paceline-model", daemon=True)
-        # Steps in flight; used where launching does not wait for the step.
+        # Steps in flight, if launching does not wait for the step.
         self._launched: SimpleQueue[tuple[LinkRun, LaunchedStep] | None] = SimpleQueue()
         self._waiter = threading.Thread(target=self._wait, name="paceline-results", daemon=True)
-        self._unfinished: deque[int] = deque()  # the steps of these
+        self._unfinished: deque[int] = deque()  # their step numbers
         self._loop: asyncio.AbstractEventLoop | None = None
         self._compiler = Compiler()
 
@@ -65,39 +65,39 @@ class ModelThread:
             self._waiter.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Blocks until the step that runs now has ended, or for `timeout_s`."""
+        """Block until the running step has ended, or for `timeout_s`."""
         self._compiler.close()
         self._inbox.put(None)
         self._thread.join(timeout_s)
 
     async def check(self) -> None:
-        """Whether the device still computes, after all that was submitted. Raises DeviceError."""
+        """Check that the device still computes, after all submitted plans. Raises DeviceError."""
         await self._ask(self._runner.check)
 
     async def kept(self) -> list[KeptSequence]:
-        """What is in the worker's blocks when all that was submitted is done. Raises DeviceError."""
+        """The contents of the worker's blocks, after all submitted plans. Raises DeviceError."""
         return await self._ask(partial(self._runner.kept, MAX_KEPT_BYTES))
 
     async def _ask(self, call: Callable[[], T]) -> T:
-        """Of the runner, between two steps."""
+        """Call the runner between two steps."""
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._inbox.put(partial(self._answer, call, answer))
         return await answer
 
     def request_ids(self) -> list[str]:
-        """Of the rows of the step launched last."""
+        """The requests of the step launched last."""
         return self._runner.request_ids()
 
     def begin(self, run: LinkRun) -> None:
-        """A new link: every sequence of the one before is forgotten."""
+        """Start a new link. Every sequence of the last link is forgotten."""
         self._inbox.put((run, None))
 
     def submit(self, run: LinkRun, plan: StepPlan) -> None:
         self._inbox.put((run, plan))
 
     def order_grammars(self, run: LinkRun, orders: GrammarOrders) -> None:
-        """Beside the steps; the answers come as those of steps do. What is to be forgotten is so behind the plans that
-        were submitted before."""
+        """Compile grammars in parallel to the steps. The answers arrive like those of steps. A grammar is forgotten
+        after the plans that were submitted before."""
         for number in orders.forget:
             self._inbox.put(partial(run.grammars.forget, number))
         for one in orders.prepare:
@@ -134,7 +134,7 @@ class ModelThread:
         try:
             launched = self._runner.launch(plan)
         except Exception as error:
-            # The device may only now tell of what went wrong in a step that it is still at.
+            # The device may report now an error of an earlier step that is still running.
             self._fail(run, min(tuple(self._unfinished), default=plan.step), plan.step, error)
         else:
             if self._runner.is_asynchronous:
@@ -150,7 +150,7 @@ class ModelThread:
 
     def _finish(self, run: LinkRun, launched: LaunchedStep) -> None:
         if run.failed:
-            return  # the step before has
+            return  # an earlier step has failed
         try:
             result = launched.result()
         except Exception as error:
@@ -160,7 +160,7 @@ class ModelThread:
 
     def _fail(self, run: LinkRun, first: int, last: int, error: Exception) -> None:
         if run.failed:
-            return  # an earlier step has, and this one because of it
+            return  # an earlier step has failed, and has caused this error
         run.failed = True
         self.incarnation = secrets.token_hex(8)
         failure = StepFailed(first, last, self._runner.request_ids(), _one_line(error))
@@ -172,7 +172,7 @@ class ModelThread:
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
-            # The loop has been closed: the process is ending and nobody listens.
+            # The loop is closed: the process is ending.
             self._inbox.put(None)
 
 
@@ -193,11 +193,11 @@ def _deliver_failure(run: LinkRun, failure: Exception) -> None:
 
 
 def _settle(answer: asyncio.Future[T], settle: Callable[[Any], None], what: object) -> None:
-    if not answer.done():  # else nobody waits any more
+    if not answer.done():  # otherwise the caller has stopped waiting
         settle(what)
 
 
 def _one_line(error: Exception) -> str:
-    """For the scheduler, a client and a log: what went wrong, without what is behind the first line."""
+    """The first line of the error, for the scheduler, a client and the log."""
     line = f"{type(error).__name__}: {error}".partition("\n")[0]
     return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 1] + "…"

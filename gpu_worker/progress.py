@@ -1,5 +1,5 @@
-"""What a person sees while weights are read and CUDA graphs are captured: a bar on a terminal, a line every tenth
-otherwise. On stderr."""
+"""Shows the progress of reading weights and capturing CUDA graphs on stderr: a bar on a terminal, otherwise a line per
+tenth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from gpu_worker.graphs import CaptureProgress
 from gpu_worker.models.loader import Progress as Report
 
-# A load that takes less needs no lines.
+# A shorter load prints no lines.
 _QUIET_S = 1.0
 
 
@@ -41,13 +41,13 @@ def build_progress(model: str) -> Iterator[Reports]:
     capturing = Progress(text, bar, MofNCompleteColumn(), console=console, transient=True)
     try:
         yield Reports(_bar_report(loading, f"loading {model}"), _bar_report(capturing, "capturing CUDA graphs"))
-    finally:  # what failed half way has left its bar
+    finally:  # after a failure the bar is still on the screen
         loading.stop()
         capturing.stop()
 
 
 def _bar_report(progress: Progress, what: str) -> Report:
-    """The bar is there from the first report to the one that says that all is done."""
+    """Shows the bar from the first report to the report that all is done."""
     task = progress.add_task(what, total=None)
 
     def report(done: int, total: int) -> None:

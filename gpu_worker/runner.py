@@ -1,4 +1,4 @@
-"""Runs step plans, strictly in order. `ModelRunner.launch` is the worker's table of contents."""
+"""Runs step plans, strictly in order. Start reading at `ModelRunner.launch`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from llguidance import LLTokenizer
 from torch import Tensor
 
 from gpu_worker.attention.base import AttentionBackend
-from gpu_worker.device import Fence, fetch
+from gpu_worker.device import DeviceEvent, fetch
 from gpu_worker.graphs import Capture, CaptureProgress, DecodeGraphs
-from gpu_worker.history import Sampling
+from gpu_worker.history import SampledSlots
 from gpu_worker.inputs import StepInput, StepInputs
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.sampling.compiled import PreparedGrammars
-from gpu_worker.sampling.controls import Controls
 from gpu_worker.sampling.grammars import GrammarMask, Grammars
+from gpu_worker.sampling.logits_processors import LogitsProcessors
 from gpu_worker.sampling.prompt_scores import PromptRows, PromptScores, score_prompts
 from gpu_worker.sampling.sampler import Sampled, SamplingRows, Scores, sample
-from gpu_worker.slots import SlotLimits, SlotTable, StepRows
+from gpu_worker.slots import SlotBuffers, SlotLimits, StepRows
 from gpu_worker.step_arrays import StepArrays, dummy_decodes, largest_step, step_arrays
 from paceline.v1.worker_pb2 import KeptSequence, RowError, StepPlan, StepResult, TokenLogprobs
 
@@ -38,48 +38,48 @@ NO_TOKEN = (
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What a step did, for metrics."""
+    """The numbers of a step for the metrics."""
 
     decode_tokens: int = 0
     prefill_tokens: int = 0
     sequences: int = 0
-    # Entries of all block tables; a block that two sequences share counts twice.
+    # Entries of all block tables. A block that two sequences share counts twice.
     table_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What a step sampled, on its way to host memory."""
+    """The sampled tokens of a step, on their way to host memory."""
 
     tokens: Tensor  # int64 [rows that sample]
     failed: Tensor  # bool [rows that sample]
-    ruled_out: Tensor | None  # bool [rows that sample]: of the failed, those whose own parameters leave no token
+    ruled_out: Tensor | None  # bool [rows that sample]: failed because the row's own parameters exclude every token
     scores: Scores | None
     slots: np.ndarray  # [rows that sample]
     parameters: SamplingRows
-    refused: Mapping[int, str]  # by slot: why its grammar rules out every token
+    refused: Mapping[int, str]  # by slot: why its grammar excludes every token
 
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step that the device has been told to do."""
+    """A step that is queued on the device."""
 
     step: int
     stats: StepStats
     started_us: int
-    drawn: Drawn | None  # None: no row samples
-    prompts: PromptScores | None  # None: no prompt is scored
-    done: Fence
+    drawn: Drawn | None  # None if no row samples
+    prompts: PromptScores | None  # None if no prompt is scored
+    done: DeviceEvent
     clock: _Clock
 
     def result(self) -> StepResult:
-        """Waits for the device. To be asked in the order of the steps, by one thread."""
+        """Wait for the device. Call this in the order of the steps, from one thread."""
         self.done.wait()
         result = StepResult() if self.drawn is None else _result(self.drawn)
         if self.prompts is not None:
             _add_prompt_logprobs(result, self.prompts)
         result.step = self.step
-        # A step launched early begins when the one before ends.
+        # A step that is launched early begins when the step before ends.
         result.started_us = max(self.started_us, self.clock.finished_us)
         result.finished_us = self.clock.finished_us = _now_us()
         return result
@@ -87,14 +87,14 @@ class LaunchedStep:
 
 @dataclass(frozen=True, slots=True)
 class _Unnoted:
-    sampled: Sampling
+    sampled: SampledSlots
     drawn: Drawn
-    done: Fence
+    done: DeviceEvent
 
 
 @dataclass(slots=True)
 class _Clock:
-    finished_us: int = 0  # of the last step whose result was asked for
+    finished_us: int = 0  # of the last step with a fetched result
 
 
 class ModelRunner:
@@ -108,22 +108,22 @@ class ModelRunner:
         device: torch.device,
         tokenizer: LLTokenizer | None = None,
     ) -> None:
-        """Without a `tokenizer` requests with a grammar fail."""
+        """Without a `tokenizer`, requests with a grammar fail."""
         self._decoder = decoder
         self._attention = attention
         self._pool = pool
-        self._slots = SlotTable(limits)
-        self._controls = Controls(limits.vocab_size, device)
+        self._slots = SlotBuffers(limits)
+        self._logits_processors = LogitsProcessors(limits.vocab_size, device)
         self._grammars = Grammars(tokenizer, limits.vocab_size, device)
         self._inputs = inputs
         self._device = device
         self._graphs: DecodeGraphs | None = None
-        # By slot: the token sampled last. It feeds the slot's next step from here, whatever the link does meanwhile.
+        # By slot: the last sampled token, the input of the slot's next step.
         self._last_tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
         self._clock = _Clock()
-        self._rows: StepRows | None = None  # of the step launched last
-        self._is_whole = True  # every plan so far was carried out to its end
-        self._unnoted: deque[_Unnoted] = deque()  # steps that the history does not have yet
+        self._rows: StepRows | None = None  # of the last launched step
+        self._is_whole = True  # whether every plan so far was executed completely
+        self._unnoted: deque[_Unnoted] = deque()  # steps that are not in the history yet
 
     @property
     def limits(self) -> SlotLimits:
@@ -139,7 +139,7 @@ class ModelRunner:
 
     @property
     def tokenizer(self) -> LLTokenizer | None:
-        """With which grammars are compiled."""
+        """The tokenizer for compiling grammars."""
         return self._grammars.tokenizer
 
     @property
@@ -148,45 +148,45 @@ class ModelRunner:
         return self._device.type == "cuda"
 
     def reset(self, grammars: PreparedGrammars | None = None) -> None:
-        """The link is gone: forget every sequence. The pool stays, its contents mean nothing any more.
+        """The link has ended: forget every sequence. The pool stays, but its contents are not valid any more.
 
-        `grammars`: those that the sequences of the next link may have."""
+        `grammars`: the grammars that the next link's sequences may use."""
         self._slots.reset()
-        self._controls.reset()
+        self._logits_processors.reset()
         self._grammars.reset(grammars or PreparedGrammars())
         self._unnoted.clear()
         self._is_whole = True
 
     def kept(self, max_bytes: int) -> list[KeptSequence]:
-        """What is in the blocks, of the sequences of a link that has ended: nothing after a step that has raised. Waits
-        for the steps that it launched."""
+        """The contents of the blocks, for the sequences of an ended link; nothing after a failed step. Waits for the
+        launched steps."""
         if not self._is_whole:
             return []
         self._note_all()
         return self._slots.kept(max_bytes)
 
     def _note(self) -> None:
-        """The oldest step that the history lacks, which is done."""
+        """Note the oldest step that is not in the history. The step must be done."""
         step = self._unnoted.popleft()
         self._slots.history.note(step.sampled, _token_ids(step.drawn))
 
     def _note_all(self) -> None:
-        """Waits for the steps that were launched before."""
+        """Wait for the launched steps, and note them all."""
         while self._unnoted:
             self._unnoted[0].done.wait()
             self._note()
 
     def request_ids(self) -> list[str]:
-        """Of the rows of the step launched last; of all that hold a slot, if its plan could not be applied."""
+        """The requests of the last launched step. If its plan could not be applied: of all occupied slots."""
         by_slot = self._slots.request_ids
         return [by_slot.get(slot, "") for slot in (by_slot if self._rows is None else self._rows.slots.tolist())]
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Forget every sequence and run a step that does nothing of use. Raises what a broken device makes it raise."""
+        """Forget every sequence, and run a dummy step. Raises what a broken device raises."""
         self.reset()
         if self.is_asynchronous:
-            torch.cuda.empty_cache()  # what a step that ran out of memory had
+            torch.cuda.empty_cache()  # memory of a step that ran out of memory
         self._last_tokens.zero_()
         self._compute(self._prepare(dummy_decodes(1), captured=False))
         if self.is_asynchronous:
@@ -194,7 +194,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self, sizes: list[int], capture: Capture, progress: CaptureProgress | None = None) -> None:
-        """From now on, steps of decodes alone that fit are replayed. Before the first step."""
+        """Capture graphs, which later steps with only decodes use if they fit. Call this before the first step."""
         graphs = DecodeGraphs(sizes)
         logits = torch.zeros(sizes[-1], self.limits.vocab_size, dtype=self._pool.storage.dtype, device=self._device)
 
@@ -207,7 +207,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def try_largest_step(self) -> None:
-        """To see what memory it takes. It writes to the dummy block."""
+        """Run the largest step, to measure its memory. It writes to the dummy block."""
         self._compute(self._prepare(largest_step(self.limits), captured=False))
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -215,16 +215,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Nothing here waits for the device, so that step n + 1 is queued while step n runs; but where a row has a
-        grammar, its forward pass is queued, and the step before is waited for before anything is sampled.
+        """Queue a step without waiting for the device, so that step n + 1 is queued while step n runs. A row with a
+        grammar is an exception: after its forward pass is queued, this waits for the step before, and then samples.
 
-        ProtocolViolation if the plan breaks the contract; after that, or any other exception, reset()."""
+        Raises ProtocolViolation if the plan breaks the contract. After any exception, call reset()."""
         started_us = _now_us()
         while self._unnoted and self._unnoted[0].done.is_passed():
             self._note()
         self._is_whole, self._rows = False, None
         rows = self._rows = self._slots.apply(plan)
-        self._controls.apply(plan)
+        self._logits_processors.apply(plan)
         self._grammars.apply(plan)
         if len(rows.swaps_out[0]):
             self._pool.swap_out(*rows.swaps_out)
@@ -243,7 +243,7 @@ class ModelRunner:
             sequences=len(rows.slots),
             table_blocks=self._slots.table_blocks,
         )
-        done = Fence(self._device, blocking=True)
+        done = DeviceEvent(self._device, blocking=True)
         done.record()
         if drawn is not None:
             self._unnoted.append(_Unnoted(sampled, drawn, done))
@@ -270,10 +270,10 @@ class ModelRunner:
         """logits: [rows that sample, vocab]."""
         parameters = self._slots.sampling_rows(rows)
         slots = rows.slots[rows.samples]
-        controls, mask = self._controls.of(slots), self._grammar_mask(slots)
-        sampled = sample(logits, parameters, controls, mask)
-        if controls is not None:
-            controls.record(sampled.tokens)
+        processors, mask = self._logits_processors.of(slots), self._grammar_mask(slots)
+        sampled = sample(logits, parameters, processors, mask)
+        if processors is not None:
+            processors.record(sampled.tokens)
         self._last_tokens.index_copy_(0, step.sampled_slots, sampled.tokens)
         return _drawn(sampled, slots, parameters, {} if mask is None else mask.refused)
 
@@ -291,11 +291,11 @@ class ModelRunner:
         return step
 
     def _compute(self, step: StepInput, out: Tensor | None = None) -> Tensor:
-        """Logits of the rows whose logits are wanted."""
+        """Logits of the rows that need logits."""
         return self._decoder.logits(self._hidden(step), out)
 
     def _hidden(self, step: StepInput) -> Tensor:
-        """Of the rows whose logits are wanted."""
+        """Hidden states of the rows that need logits."""
         tokens = self._last_tokens.index_select(0, step.decode_slots)
         if step.prefill_tokens is not None:
             tokens = torch.cat((tokens, step.prefill_tokens))
@@ -312,14 +312,14 @@ def _drawn(sampled: Sampled, slots: np.ndarray, parameters: SamplingRows, refuse
 
 
 def _token_ids(drawn: Drawn) -> np.ndarray:
-    """int32, -1 where the row has failed. [rows that sample]"""
+    """Token ids, int32 [rows that sample]; -1 for a failed row."""
     tokens = drawn.tokens.numpy().astype("<i4")
     tokens[drawn.failed.numpy()] = -1
     return tokens
 
 
 def _result(drawn: Drawn) -> StepResult:
-    """The sampled tokens, the rows that failed, the log probabilities that were asked for."""
+    """The sampled tokens, the failed rows, and the log probabilities that requests ask for."""
     failed = drawn.failed.numpy()
     return StepResult(
         token_ids=_token_ids(drawn).tobytes(),

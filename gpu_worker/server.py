@@ -1,4 +1,4 @@
-"""The worker process: load the model, keep a link to the scheduler, leave without losing a request."""
+"""The worker process: loads the model, keeps a link to the scheduler, and leaves without losing a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import structlog
 from gpu_worker.build import BuiltWorker, build_worker
 from gpu_worker.deadline import Allowance, Pace
 from gpu_worker.errors import DeviceError, ModelError, ModelTooLarge, RegistrationRefused, StepFailed, StepOverdue
-from gpu_worker.link import Link, LinkBroken
+from gpu_worker.link import LinkBroken, SchedulerLink
 from gpu_worker.metrics import FAILED_STEPS, KV_BLOCKS, LINK_FAILURES, LINK_UP
 from gpu_worker.model_thread import ModelThread
 from gpu_worker.progress import build_progress
@@ -22,8 +22,8 @@ from gpu_worker.settings import WorkerSettings
 from paceline.v1.worker_pb2 import DESCRIPTOR, WorkerRegistered, WorkerRegistration
 from services.runtime import exit_status
 from services.runtime.fence import Fence
+from services.runtime.leaders import find_leader
 from services.runtime.logs import get_logger
-from services.runtime.masters import find_master
 from services.runtime.metrics import start_metrics_server
 from services.runtime.rpc import GrpcServer, link_options, open_channel
 from services.runtime.service import Addresses, interruptible
@@ -31,9 +31,9 @@ from services.runtime.service import Addresses, interruptible
 log: structlog.stdlib.BoundLogger = get_logger(__name__)
 
 RETRY_FIRST_S, RETRY_MOST_S = 0.1, 1.0
-# How long a worker that is told to stop waits for the answer to its registration.
+# How long a worker that must stop waits for the answer to its registration.
 REGISTRATION_GRACE_S = 1.0
-# A scheduler that stays away is mentioned this often.
+# How often the log says that the scheduler is away.
 REMIND_S = 15.0
 WORKER_SERVICE = DESCRIPTOR.services_by_name["WorkerService"].full_name
 
@@ -42,18 +42,17 @@ T = TypeVar("T")
 
 
 class DeviceLost(DeviceError):
-    """It was good, and is not any more."""
+    """The device has worked, and does not work any more."""
 
 
 async def serve(
     settings: WorkerSettings, stop: asyncio.Event, *, on_ready: Callable[[Addresses], None] | None = None
 ) -> None:
-    """Until `stop` is set and the worker is drained; `on_ready` is called when it has registered for the first time.
+    """Run until `stop` is set and the worker is drained. `on_ready` is called after the first registration.
 
-    SystemExit, after one line on stderr, if the model cannot be served, the device has no room for it or the scheduler
-    refuses the worker (statuses: services/runtime/exit_status.py). Where a step has broken the device, or hangs on it,
-    the process ends at once, with status RESTART: neither can be waited for.
-    """
+    SystemExit, after one line on stderr, if the model cannot be served, does not fit on the device, or the scheduler
+    refuses the worker (statuses: services/runtime/exit_status.py). If a step has broken the device, or hangs, the
+    process ends at once with status RESTART, because it cannot wait for the device."""
     try:
         await run_worker(settings, stop, on_ready)
     except (DeviceLost, StepOverdue) as error:
@@ -79,8 +78,8 @@ def _status_of(error: ModelError | DeviceError | RegistrationRefused) -> int:
 async def run_worker(
     settings: WorkerSettings, stop: asyncio.Event, on_ready: Callable[[Addresses], None] | None = None
 ) -> None:
-    """As serve(), with the exceptions as they come: ModelError, DeviceError, RegistrationRefused, StepOverdue."""
-    # The port of the settings' default is for the first worker of a machine.
+    """Like serve(), but raises ModelError, DeviceError, RegistrationRefused or StepOverdue."""
+    # Only the first worker of a machine gets the default port of the settings.
     was_chosen = "metrics_port" in settings.model_fields_set
     metrics = start_metrics_server(settings.host, settings.metrics_port, or_free=not was_chosen)
     server = GrpcServer(settings.host, settings.port)
@@ -101,7 +100,7 @@ async def run_worker(
 
 
 async def _build(settings: WorkerSettings) -> BuiltWorker:
-    """Off the event loop: health checks answer while gigabytes are read."""
+    """Build in a thread, so that health checks get answers while gigabytes are read."""
     log.info("loading model", model=settings.model, load_format=settings.load_format)
     with build_progress(settings.model) as reports, interruptible():
         built = await asyncio.to_thread(build_worker, settings, reports.load, reports.capture)
@@ -128,7 +127,7 @@ async def _keep_link(
     stop: asyncio.Event,
     on_first: Callable[[], object],
 ) -> None:
-    """Dial, register, serve; redial when the link breaks; until `stop` and the drain after it."""
+    """Dial, register, and serve. Dial again when the link breaks, until `stop` and the drain after it."""
     keeper = _Keeper(settings.scheduler, server, on_first)
     registration = _registration(settings, built)
     allowance = Allowance(
@@ -142,10 +141,10 @@ async def _keep_link(
     transport = link_options(settings.ping_timeout_s)
 
     async def run_link() -> None:
-        target = await find_master(settings.scheduler, WORKER_SERVICE, transport)
+        target = await find_leader(settings.scheduler, WORKER_SERVICE, transport)
         async with open_channel(target, transport) as channel:
             silence_s = settings.heartbeat_timeout_s
-            link = Link(channel, registration, thread, keeper.registered, allowance, fence, silence_s)
+            link = SchedulerLink(channel, registration, thread, keeper.registered, allowance, fence, silence_s)
             await link.run(stop)
 
     try:
@@ -168,7 +167,7 @@ async def _keep_link(
 
 
 async def _answered(question: Coroutine[Any, Any, T], allowed_s: float) -> T:
-    """The model thread's answer, without which the worker cannot go on. Raises DeviceLost."""
+    """Wait for an answer of the model thread, which the worker needs to continue. Raises DeviceLost."""
     try:
         return await asyncio.wait_for(question, allowed_s)
     except TimeoutError as error:
@@ -178,12 +177,12 @@ async def _answered(question: Coroutine[Any, Any, T], allowed_s: float) -> T:
 
 
 async def _until_released(running: asyncio.Future[None], keeper: _Keeper, stop: asyncio.Event, drain_s: float) -> None:
-    """Wait for the link's end; after `stop`, no longer than a drain may take (nothing to drain while unregistered)."""
+    """Wait for the end of the link. After `stop`, wait at most for the drain (an unregistered worker has none)."""
     stopping = asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not (running.done() or keeper.is_up):
-            # A registration may be on its way, and work with it.
+            # A registration, with work after it, may be on its way.
             await asyncio.wait((running,), timeout=REGISTRATION_GRACE_S)
         if not running.done() and keeper.is_up:
             log.info("draining", at_most_s=drain_s)
@@ -192,7 +191,7 @@ async def _until_released(running: asyncio.Future[None], keeper: _Keeper, stop: 
             running.result()
             log.info("released by the scheduler")
         elif keeper.is_up:
-            log.warning("leaving with sequences still running: the drain took too long", drain_s=drain_s)
+            log.warning("leaving with running sequences, because the drain took too long", drain_s=drain_s)
     finally:
         stopping.cancel()
         running.cancel()
@@ -200,7 +199,7 @@ async def _until_released(running: asyncio.Future[None], keeper: _Keeper, stop: 
 
 
 class _Keeper:
-    """What outlives a link: whether it is up, how long to wait before the next, what has been said about it."""
+    """The state that outlives a link: whether a link is up, the next pause, and what the log has said."""
 
     def __init__(self, scheduler: str, server: GrpcServer, on_first: Callable[[], object]) -> None:
         self._scheduler = scheduler
@@ -224,7 +223,7 @@ class _Keeper:
             self._on_first = None
 
     async def broken(self, error: LinkBroken | StepFailed, stop: asyncio.Event) -> None:
-        """Say so and pause before the next link."""
+        """Log the reason, and pause before the next link."""
         if self.is_up:
             LINK_FAILURES.inc()
         self.is_up = False

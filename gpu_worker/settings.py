@@ -10,23 +10,23 @@ from pydantic import Field
 from demo import CHECKPOINT
 from services.runtime.settings import AddressList, ServiceSettings
 
-# One variable for every service that needs to know the model (gateway: tokenizer, worker: weights).
+# One variable for every service that needs the model: the gateway its tokenizer, the worker its weights.
 MODEL_ENV = "PACELINE_MODEL"
 
 
 class WorkerSettings(ServiceSettings, section="worker"):
-    """A worker: the model's forward passes, on a CPU or on an NVIDIA GPU."""
+    """A worker: the model's forward passes on a CPU or an NVIDIA GPU."""
 
     scheduler: AddressList = Field(
         "127.0.0.1:50051",
-        description="host:port of the scheduler to register with; of several (with commas), if others stand by",
+        description="host:port of the scheduler; with commas: of the leader and its standbys",
     )
     port: int = Field(0, ge=0, le=65535, description="gRPC port for health checks and reflection; 0 takes a free one")
     metrics_port: int = Field(
         9103,
         ge=0,
         le=65535,
-        description="port of Prometheus /metrics; 0 takes a free one, as does the default where it is taken",
+        description="port of Prometheus /metrics; 0 takes a free one, and so does the default if it is in use",
     )
     name: str = Field("", description="the worker's name in logs; empty: host name and process id")
 
@@ -44,36 +44,36 @@ class WorkerSettings(ServiceSettings, section="worker"):
         "auto", description="kernels of the layers; auto: flashinfer on a GPU for the models that it can serve"
     )
     graph_max_seqs: int = Field(
-        256, ge=0, description="decode steps of up to so many sequences replay CUDA graphs (flashinfer); 0: none do"
+        256, ge=0, description="decode steps of up to this many sequences replay CUDA graphs (flashinfer); 0: no graphs"
     )
     deterministic: bool = Field(
         False,
-        description="a token's probabilities depend on the tokens before it alone, bit for bit, whatever else is in "
+        description="a token's probabilities depend only on the tokens before it, bit for bit, and not on the rest of "
         "the batch (slow: plain torch, row by row)",
     )
     threads: int | None = Field(None, ge=1, description="torch threads on a CPU (default: cores - 1, at least 1)")
 
     step_deadline_s: float = Field(
-        60.0, gt=0, description="a step that takes longer is taken for hung: it is reported, and the process ends"
+        60.0, gt=0, description="a step that takes longer counts as hung: the worker reports it and ends"
     )
     step_deadline_token_s: float = Field(
-        0.1, ge=0, description="so much longer for each token of its prompts, and for each of max_num_seqs"
+        0.1, ge=0, description="additional seconds for each prompt token of the step, and for each of max_num_seqs"
     )
     step_hang_s: float = Field(
         1.5,
         ge=0,
-        description="when its pace is known: what a step may take beyond 10 times the slowest of late; 0: any time",
+        description="once the worker knows its pace: seconds beyond 10 times the slowest recent step; 0: no such limit",
     )
     first_step_deadline_s: float = Field(
-        600.0, gt=0, description="what the first step after a registration may take, which may compile kernels"
+        600.0, gt=0, description="seconds for the first step after a registration, which may compile kernels"
     )
 
     block_size: int = Field(16, ge=1, le=128, description="tokens in a KV block")
     num_blocks: int | None = Field(None, ge=1, description="usable KV blocks (default: as many as memory allows)")
     gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="share of a GPU's memory for weights, steps and KV, where num_blocks is not given"
+        0.9, gt=0, le=1, description="share of a GPU's memory for weights, steps and KV, if num_blocks is not given"
     )
-    kv_cache_gib: float = Field(1.0, gt=0, description="KV memory on a CPU, where num_blocks is not given")
+    kv_cache_gib: float = Field(1.0, gt=0, description="KV memory on a CPU, if num_blocks is not given")
     num_host_blocks: int | None = Field(None, ge=0, description="KV blocks in host memory (default: as host_gib says)")
     host_gib: float = Field(0.0, ge=0, description="host memory for preempted and evicted KV; 0: no host tier")
     max_num_seqs: int = Field(256, ge=1, le=16384, description="sequences that run at the same time")

@@ -1,7 +1,7 @@
-"""The sequences of a link, slot by slot, patched by the deltas of step plans.
+"""The sequences of a link by slot. Each step plan changes them.
 
-Struct of arrays: a steady decode step touches each array once, whatever the number of sequences. The token ids of a
-slot are kept only until they are computed; the token sampled last stays on the device.
+Struct of arrays: a steady decode step touches each array once, for any number of sequences. The token ids of a slot are
+kept only until they are computed. The last sampled token stays on the device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_worker.errors import ProtocolViolation
-from gpu_worker.history import Sampling, TokenHistory
+from gpu_worker.history import SampledSlots, TokenHistory
 from gpu_worker.sampling.prompt_scores import PromptRows, ScoredChunk
 from gpu_worker.sampling.sampler import SamplingRows
 from paceline.v1.worker_pb2 import KeptSequence, NewSequence, StepPlan
@@ -27,7 +27,7 @@ BlockCheck = Callable[[Int32s], None]
 
 @dataclass(frozen=True, slots=True)
 class SlotLimits:
-    """What the worker registered with, and what its model allows."""
+    """What the worker registered, and what its model allows."""
 
     max_num_seqs: int
     max_batched_tokens: int
@@ -41,15 +41,15 @@ class SlotLimits:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Who runs in a step. Sequences: decodes in slot order, then prefills in plan order."""
+    """The sequences of a step: decodes in slot order, then prefills in plan order."""
 
     slots: Int32s  # [sequences]
     num_decodes: int
     starts: Int32s  # [sequences] position of the first row
     counts: Int32s  # [sequences] rows
-    samples: Bools  # [sequences] whether its last row samples
-    granted_blocks: Int32s  # blocks that have a new owner in this step
-    # Blocks whose KV is to be copied before anything else happens, and where to; in this order.
+    samples: Bools  # [sequences] whether the last row samples
+    granted_blocks: Int32s  # blocks that get a new owner in this step
+    # Block copies before anything else: sources and targets, in this order.
     swaps_out: Pairs  # to host blocks
     swaps_in: Pairs  # from host blocks
     copies: Pairs
@@ -60,13 +60,13 @@ class StepRows:
 
 
 @dataclass(slots=True)
-class SlotTable:
+class SlotBuffers:
     limits: SlotLimits
     occupied: Bools = field(init=False)
-    decoding: Bools = field(init=False)  # all but the last token computed, and that one was sampled here
-    held: Bools = field(init=False)  # of those that decode: takes part in no step until it is resumed
-    num_tokens: Int32s = field(init=False)  # known, the sampled ones included
-    num_computed: Int32s = field(init=False)  # whose KV is in the blocks
+    decoding: Bools = field(init=False)  # all tokens but the last are computed, and the last one was sampled here
+    held: Bools = field(init=False)  # a decoding slot that takes part in no step until it is resumed
+    num_tokens: Int32s = field(init=False)  # known tokens, including sampled ones
+    num_computed: Int32s = field(init=False)  # tokens with KV in the blocks
     num_prompt: Int32s = field(init=False)
     num_blocks: Int32s = field(init=False)
     block_table: Int32s = field(init=False)  # [slots, blocks]
@@ -77,12 +77,12 @@ class SlotTable:
     typical_p: npt.NDArray[np.float32] = field(init=False)
     seed: npt.NDArray[np.uint64] = field(init=False)
     min_tokens: Int64s = field(init=False)
-    num_top: Int64s = field(init=False)  # most likely tokens to report with each sampled one; -1: report nothing
-    banned: dict[int, Int64s] = field(init=False)  # by slot: what min_tokens keeps from being sampled
-    tokens: dict[int, Int32s] = field(init=False)  # by slot, of those that prefill: all known tokens
-    scored_prompts: dict[int, int] = field(init=False)  # by slot, of those that prefill: likeliest tokens to report
+    num_top: Int64s = field(init=False)  # most likely tokens to report per sampled token; -1: report nothing
+    banned: dict[int, Int64s] = field(init=False)  # by slot: tokens that min_tokens bans
+    tokens: dict[int, Int32s] = field(init=False)  # by prefilling slot: all known tokens
+    scored_prompts: dict[int, int] = field(init=False)  # by prefilling slot: likeliest tokens to report
     request_ids: dict[int, str] = field(init=False)
-    cache_salts: dict[int, str] = field(init=False)  # by slot, of those that have one
+    cache_salts: dict[int, str] = field(init=False)  # by slot with a salt
     history: TokenHistory = field(init=False)
     _last_step: int = field(init=False)
     _granted: list[Int32s] = field(init=False)
@@ -91,7 +91,7 @@ class SlotTable:
         self.reset()
 
     def reset(self) -> None:
-        """A new link: nothing runs."""
+        """A new link: no slot has a sequence."""
         slots = self.limits.max_num_seqs
         longest_blocks = -(-self.limits.max_model_len // self.limits.block_size)
         self.occupied, self.decoding, self.held = (np.zeros(slots, np.bool_) for _ in range(3))
@@ -109,15 +109,15 @@ class SlotTable:
 
     @property
     def table_blocks(self) -> int:
-        """Entries of the block tables of the sequences that hold a slot."""
+        """Entries of the block tables of all sequences in slots."""
         return int(self.num_blocks[self.occupied].sum())
 
     # ── patching ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def apply(self, plan: StepPlan) -> StepRows:
-        """The plan's effects, in the order worker.proto gives, and the rows of its forward pass.
+        """Apply the plan, in the order that worker.proto gives, and return the rows of its forward pass.
 
-        ProtocolViolation if the plan asks for what cannot be; the table is then good for nothing but reset().
+        Raises ProtocolViolation for an invalid plan. Then only reset() makes the state valid again.
         """
         if plan.step != self._last_step + 1:
             raise ProtocolViolation(f"step {plan.step} follows step {self._last_step}")
@@ -127,7 +127,7 @@ class SlotTable:
         if plan.free_slots:
             self._free(unpack(plan.free_slots, "free_slots"))
         for sequence in plan.new_sequences:
-            self._seat(sequence)
+            self._add_sequence(sequence)
         if plan.grow_slots or plan.grow_blocks:
             self._grow(unpack(plan.grow_slots, "grow_slots"), unpack(plan.grow_blocks, "grow_blocks"))
         if plan.hold_slots:
@@ -171,7 +171,7 @@ class SlotTable:
             raise ProtocolViolation(f"{what}: {slots.tolist()} are not all slots that decode and change by this")
         self.held[slots] = held
 
-    def _seat(self, sequence: NewSequence) -> None:
+    def _add_sequence(self, sequence: NewSequence) -> None:
         slot, limits = sequence.slot, self.limits
         if slot >= limits.max_num_seqs:
             raise ProtocolViolation(f"new sequence in slot {slot} of {limits.max_num_seqs}")
@@ -191,7 +191,7 @@ class SlotTable:
         self.request_ids[slot] = sequence.request_id
         if sequence.cache_salt:
             self.cache_salts[slot] = sequence.cache_salt
-        self.history.seat(slot, tokens)
+        self.history.begin(slot, tokens)
         sampling = sequence.sampling
         self.temperature[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
         self.top_k[slot], self.seed[slot] = max(sampling.top_k, 0), sampling.seed
@@ -228,7 +228,7 @@ class SlotTable:
             raise ProtocolViolation(f"{len(slots)} grow_slots and {len(blocks)} grow_blocks")
         self._check_occupied(slots, "grow_slots")
         self._check_blocks(blocks)
-        # A slot may stand more than once: its k-th entry goes k places further.
+        # A slot may occur several times: its k-th entry goes k positions further.
         order = np.argsort(slots, kind="stable")
         ordered = slots[order]
         fresh = np.flatnonzero(np.diff(ordered, prepend=-1))
@@ -275,7 +275,7 @@ class SlotTable:
             raise ProtocolViolation("prefill_tokens does not fit what is left to compute")
 
     def prefill_tokens(self, rows: StepRows) -> Int64s:
-        """The token ids of the prefill rows, end to end."""
+        """The token ids of the prefill rows, concatenated."""
         n = rows.num_decodes
         chunks = [
             self.tokens[slot][start : start + count]
@@ -286,7 +286,7 @@ class SlotTable:
         return np.concatenate(chunks).astype(np.int64)
 
     def commit(self, rows: StepRows) -> None:
-        """The step has run: its rows are computed, and what sampled has one token more."""
+        """The step has run: its rows are computed, and each sampling slot has one token more."""
         slots = rows.slots
         self.num_computed[slots] += rows.counts
         sampled = slots[rows.samples]
@@ -296,13 +296,13 @@ class SlotTable:
             del self.tokens[slot]
             self.scored_prompts.pop(slot, None)
 
-    def sampling(self, rows: StepRows) -> Sampling:
-        """Whose tokens the step samples, before commit(): for `history`."""
+    def sampling(self, rows: StepRows) -> SampledSlots:
+        """The slots that sample in the step, for `history`. Call before commit()."""
         slots = rows.slots[rows.samples]
         return self.history.sampling(slots, self.num_tokens[slots])
 
     def kept(self, max_bytes: int) -> list[KeptSequence]:
-        """What is in the blocks, once every step has run and is noted; no more of it than so many bytes."""
+        """The contents of the blocks, up to `max_bytes`. Call after every step has run and is noted."""
         kept, num_bytes = [], 0
         for slot in np.flatnonzero(self.occupied).tolist():
             known = self.history.of(slot)
@@ -320,7 +320,7 @@ class SlotTable:
         return kept
 
     def prompt_rows(self, rows: StepRows) -> PromptRows | None:
-        """Rows whose next token is one of a prompt that is to be scored; None if there are none."""
+        """Rows that score the next prompt token; None if there are none."""
         if not self.scored_prompts:
             return None
         firsts = np.cumsum(rows.counts) - rows.counts
@@ -335,7 +335,7 @@ class SlotTable:
         return PromptRows(np.concatenate(where), chunks) if chunks else None
 
     def sampling_rows(self, rows: StepRows) -> SamplingRows:
-        """Parameters of the rows that sample, in row order. To be asked before commit()."""
+        """Parameters of the sampling rows, in row order. Call before commit()."""
         slots = rows.slots[rows.samples]
         positions = self.num_tokens[slots].astype(np.int64)
         banned_rows, banned_tokens = self._banned(slots, positions)
@@ -381,7 +381,7 @@ class SlotTable:
 
 
 def _pairs(what: str, packed_from: bytes, packed_to: bytes, check_from: BlockCheck, check_to: BlockCheck) -> Pairs:
-    """Where blocks are copied from and to; no block is written twice."""
+    """Sources and targets of block copies. No block is written twice."""
     sources, targets = unpack(packed_from, f"{what}_from"), unpack(packed_to, f"{what}_to")
     if len(sources) != len(targets):
         raise ProtocolViolation(f"{len(sources)} blocks in {what}_from and {len(targets)} in {what}_to")
@@ -393,7 +393,7 @@ def _pairs(what: str, packed_from: bytes, packed_to: bytes, check_from: BlockChe
 
 
 def unpack(packed: bytes, what: str) -> Int32s:
-    """Packed little-endian int32."""
+    """Decode packed little-endian int32."""
     if len(packed) % 4:
         raise ProtocolViolation(f"{what}: {len(packed)} bytes are not packed int32")
     return np.frombuffer(packed, "<i4")

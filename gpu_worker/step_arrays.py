@@ -1,4 +1,4 @@
-"""A step's rows as host arrays: what the forward pass and the attention read, computed from the slots' state."""
+"""A step's rows as host arrays, computed from the slots' state: the input of the forward pass and of attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_worker.kv.pool import DUMMY_BLOCK
-from gpu_worker.slots import SlotLimits, SlotTable, StepRows
+from gpu_worker.slots import SlotBuffers, SlotLimits, StepRows
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -18,9 +18,9 @@ _Integer = TypeVar("_Integer", np.int32, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    """Rows and sequences as in attention/base.py: decodes first, then the chunks."""
+    """Rows and sequences in the order of attention/base.py: decodes first, then the chunks."""
 
-    decode_slots: Int32s  # [decodes]; a decode's token is the one sampled last in its slot
+    decode_slots: Int32s  # [decodes]; the input is the slot's last sampled token
     prefill_tokens: Int64s  # [rows - decodes]
     positions: Int64s  # [rows]
     slot_mapping: Int64s  # [rows] block * block_size + offset
@@ -28,7 +28,7 @@ class StepArrays:
     kv_indptr: Int32s  # [sequences + 1]
     kv_indices: Int32s  # [kv_indptr[-1]]
     last_block_len: Int32s  # [sequences]
-    sampling_rows: Int32s | None  # rows whose logits are wanted, those that sample first; None: all rows
+    sampling_rows: Int32s | None  # rows that need logits, sampling rows first; None: all rows
     sampled_slots: Int32s  # [rows that sample]
 
     @property
@@ -44,8 +44,8 @@ class StepArrays:
         return self.num_decodes == self.num_rows
 
     def padded(self, size: int) -> StepArrays:
-        """A step of decodes alone, filled up to `size` with sequences of one token in the dummy block (token and
-        position those of slot 0 and 0: any that exist). Nobody samples from them."""
+        """A step with only decodes, padded to `size` with sequences of one token in the dummy block. Their token and
+        position are those of slot 0 and 0, which always exist. The padding is not sampled."""
         assert self.decodes_only, "chunks are not padded"
         more = size - self.num_rows
         if more == 0:
@@ -64,8 +64,8 @@ class StepArrays:
         )
 
 
-def step_arrays(rows: StepRows, table: SlotTable, scored_rows: npt.NDArray[np.integer] | None = None) -> StepArrays:
-    """`scored_rows`: whose logits are wanted too. All but the block tables vectorised: no Python per decoding row."""
+def step_arrays(rows: StepRows, table: SlotBuffers, scored_rows: npt.NDArray[np.integer] | None = None) -> StepArrays:
+    """`scored_rows`: more rows that need logits. Everything but the block tables is vectorised: no Python per row."""
     block_size = table.limits.block_size
     qo_indptr = indptr(rows.counts)
     owners = np.repeat(np.arange(len(rows.slots)), rows.counts)
@@ -92,14 +92,14 @@ def step_arrays(rows: StepRows, table: SlotTable, scored_rows: npt.NDArray[np.in
     )
 
 
-def _tables(table: SlotTable, slots: Int32s, widths: npt.NDArray[np.integer]) -> Int32s:
-    """The first `widths` blocks of each slot, end to end. A slice each costs what is copied; as one rectangle, from
-    which the rest is masked, a single long sequence among many would cost them all its length."""
+def _tables(table: SlotBuffers, slots: Int32s, widths: npt.NDArray[np.integer]) -> Int32s:
+    """The first `widths` blocks of each slot, concatenated. A slice per slot costs only what it copies. With one masked
+    rectangle, a single long sequence would cost its length for every slot."""
     return np.concatenate([table.block_table[s, :w] for s, w in zip(slots.tolist(), widths.tolist(), strict=True)])
 
 
 def dummy_decodes(size: int) -> StepArrays:
-    """A step that does nothing of use with the shapes of `size` decodes: to warm up and to capture with."""
+    """A dummy step with the shapes of `size` decodes, for warm-up and capture."""
     nothing, none = np.zeros(0, np.int32), np.zeros(0, np.int64)
     return StepArrays(
         decode_slots=nothing,
@@ -116,7 +116,7 @@ def dummy_decodes(size: int) -> StepArrays:
 
 
 def largest_step(limits: SlotLimits) -> StepArrays:
-    """A step that does nothing of use with the most rows and the most samples that there may be."""
+    """A dummy step with the largest number of rows and samples."""
     rows = min(limits.max_batched_tokens, limits.max_num_seqs * limits.max_model_len)
     whole, rest = divmod(rows, limits.max_model_len)
     counts = np.array([limits.max_model_len] * whole + [rest] * bool(rest), np.int32)

@@ -1,7 +1,8 @@
-"""What an attention backend is told, and what it must do.
+"""The input of an attention backend, and its duties.
 
-A step's rows are tokens: first one per decoding sequence, then the chunks of the prefilling ones, sequence after
-sequence. The block tables of all sequences stand end to end (CSR), as FlashInfer and our torch backend both want them:
+A step's rows are tokens: first one row per decoding sequence, then the chunks of the prefilling sequences, one sequence
+after the other. The block tables of all sequences are concatenated (CSR), as FlashInfer and our torch backend need
+them:
 
     rows          | d0 | d1 | d2 | p0 p0 p0 p0 | p1 p1 |
     qo_indptr     0    1    2    3             7       9
@@ -23,19 +24,19 @@ Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Host arrays of one step. Sequence i owns rows qo_indptr[i]:qo_indptr[i+1] and sees kv_len(i) tokens, its new ones
-    (the last of them) included; a row sees the tokens up to its own."""
+    """Host arrays of one step. Sequence i has rows qo_indptr[i]:qo_indptr[i+1], and sees kv_len(i) tokens, including
+    its new ones. A row sees the tokens up to its own."""
 
     num_decodes: int
     qo_indptr: Int32s  # [sequences + 1], rows
     kv_indptr: Int32s  # [sequences + 1], blocks
     kv_indices: Int32s  # [kv_indptr[-1]], block ids
     last_block_len: Int32s  # [sequences], tokens in the last block, 1..block_size
-    slot_mapping: Tensor  # int64 [rows] on the device: block * block_size + offset, where the row's K and V go
-    # A captured graph is about to run (or to be captured): decodes alone, as many as the graph was captured with, and
-    # what run() reads has to be where it was then.
+    slot_mapping: Tensor  # int64 [rows] on the device: block * block_size + offset of the row's K and V
+    # True: the step runs in a captured graph, or is being captured. It has only decodes, as many as the graph has, and
+    # the arrays that run() reads must be at the same addresses.
     captured: bool = False
-    device_kv_indices: Tensor | None = None  # kv_indices, int32 on the device, where the inputs have them there
+    device_kv_indices: Tensor | None = None  # kv_indices as int32 on the device, if the inputs have put them there
 
     @property
     def num_sequences(self) -> int:
@@ -46,14 +47,14 @@ class AttentionMetadata:
         return int(self.qo_indptr[-1])
 
     def kv_lens(self, block_size: int) -> Int32s:
-        """Tokens in the KV blocks of each sequence once this step's are written."""
+        """Tokens in the KV blocks of each sequence, after this step's K and V are written."""
         return (np.diff(self.kv_indptr) - 1) * block_size + self.last_block_len
 
     def by_row(self, block_size: int) -> AttentionMetadata:
-        """The same rows, each a decode of its own: what a row sees is stored by the time that any row attends."""
+        """The same rows, each as its own decode. All KV that a row sees is stored before any row attends."""
         counts = np.diff(self.qo_indptr)
         owners = np.repeat(np.arange(self.num_sequences), counts)
-        behind = self.qo_indptr[owners + 1] - 1 - np.arange(self.num_rows)  # rows of the sequence after the row
+        behind = self.qo_indptr[owners + 1] - 1 - np.arange(self.num_rows)  # rows of the same sequence after this row
         kv_lens = self.kv_lens(block_size)[owners] - behind
         num_blocks = -(-kv_lens // block_size)
         kv_indptr = np.concatenate(([0], np.cumsum(num_blocks))).astype(np.int32)
@@ -69,13 +70,13 @@ class AttentionMetadata:
 
 
 class AttentionBackend(Protocol):
-    """Owns nothing but scratch memory; the KV pool was given to it when it was made."""
+    """Owns only scratch memory. It gets the KV pool when it is made."""
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Once per step, before any layer."""
+        """Call once per step, before any layer."""
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Write key and value [rows, kv_heads, head_dim] to their slots of the pool, then attend.
 
-        query: [rows, heads, head_dim]; the result is [rows, heads * head_dim].
+        query: [rows, heads, head_dim]. The result is [rows, heads * head_dim].
         """

@@ -1,12 +1,12 @@
 """Attention over the paged pool with FlashInfer's kernels, for 16-bit models on an NVIDIA GPU.
 
-Decode rows go through the decode wrapper, chunks through the prefill wrapper; each pair of them is for one window, as
-the window is compiled in. Choices (from the docs of FlashInfer 0.7.2, and what vLLM and SGLang do):
+Decode rows use the decode wrapper, and chunks use the prefill wrapper. Each window has its own pair of wrappers,
+because the window is compiled in. Choices (sources: docs of FlashInfer 0.7.2, and what vLLM and SGLang do):
 
-- fa2 for both, with tensor cores for decode: any number of query heads per KV head, one kernel module for both, and on
-  paged KV no slower than fa3;
-- plan() gets host arrays, so it does not wait for the device; the block ids alone are on the device already;
-- K and V of a step are written by one kernel, which sees the pool as blocks of one token and the slots as their ids.
+- fa2 for both, with tensor cores for decode: it allows any number of query heads per KV head, both share one kernel
+  module, and on paged KV it is no slower than fa3;
+- plan() gets host arrays, so it does not wait for the device; only the block ids are already on the device;
+- one kernel writes K and V of a step; it sees the pool as blocks of one token, and the slots as their ids.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from gpu_worker.attention.base import AttentionMetadata, Int32s
-from gpu_worker.device import Fence
+from gpu_worker.device import DeviceEvent
 from gpu_worker.kv.pool import KvPool
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
-# Partial results of sequences whose KV is split; plan() raises if it were too little.
+# Partial results of sequences with split KV. plan() raises if this is too small.
 WORKSPACE_BYTES = 384 << 20
 
 
 def unsupported(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why this model cannot be served with FlashInfer here; None if it can."""
+    """Why FlashInfer cannot serve this model here; None if it can."""
     if device.type != "cuda":
         return f"it needs an NVIDIA GPU, not {device.type}"
     if head_dim not in HEAD_DIMS:
@@ -39,9 +39,9 @@ def unsupported(head_dim: int, dtype: torch.dtype, device: torch.device) -> str 
 
 
 class FlashInferAttention:
-    """AttentionBackend. `flashinfer`: the module (handed in, so that tests can read what it is told); `windows`: per
-    layer, tokens that a token sees (itself included), 0 is all; `max_step_blocks`: in all block
-    tables of a step."""
+    """AttentionBackend. `flashinfer`: the module (passed in, so that tests can read its calls). `windows`: per layer,
+    how many tokens a token sees, itself included; 0: all. `max_step_blocks`: the limit over all block tables of a
+    step."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class FlashInferAttention:
     ) -> None:
         self._flashinfer = flashinfer
         device = pool.storage.device
-        self._shape = (num_heads, pool.storage.shape[-1])  # of a row
+        self._shape = (num_heads, pool.storage.shape[-1])  # one row
         self._kv = list(zip(pool.keys, pool.values, strict=True))
         # The same memory as blocks of one token.
         self._tokens = [
@@ -65,8 +65,8 @@ class FlashInferAttention:
         self._ones.fill_(1)
         self._row_ids = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._num_decodes = 0
-        self._planned = Fence(device)
-        # All wrappers may use them, as they run one after the other.
+        self._planned = DeviceEvent(device)
+        # All wrappers share it, because they run one after the other.
         workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
         captured_indices = torch.zeros(max_step_blocks, dtype=torch.int32, device=device)
         self._wrappers = {
@@ -76,7 +76,7 @@ class FlashInferAttention:
         self._by_layer = [self._wrappers[window] for window in windows]
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        # plan() writes to pinned memory of the wrapper, and the copy of the step before may still be waiting.
+        # plan() writes to the wrapper's pinned memory, and the copy of the last step may still be waiting.
         self._planned.wait()
         self._num_decodes = metadata.num_decodes
         self._slots[: metadata.num_rows].copy_(metadata.slot_mapping)
@@ -106,7 +106,7 @@ class FlashInferAttention:
 
 
 class _Wrappers:
-    """FlashInfer's wrappers for the layers of one window. After plan(), `decode` and `prefill` are those to run."""
+    """FlashInfer's wrappers for the layers of one window. After plan(), run `decode` and `prefill`."""
 
     def __init__(
         self, flashinfer: Any, pool: KvPool, window: int, num_heads: int, workspace: Tensor, captured_indices: Tensor
@@ -142,7 +142,7 @@ class _Wrappers:
                 **self._options,
             )
         if decodes < metadata.num_sequences:
-            # The block tables of the chunks stand behind those of the decodes: kv_indptr goes on counting from there.
+            # The block tables of the chunks follow those of the decodes, and kv_indptr continues there.
             self.prefill.plan(
                 _tensor(metadata.qo_indptr[decodes:] - metadata.qo_indptr[decodes]),
                 _tensor(metadata.kv_indptr[decodes:]),
@@ -154,7 +154,7 @@ class _Wrappers:
             )
 
     def _captured(self, size: int) -> Any:
-        """The wrapper that a graph of `size` decodes was captured with: it keeps what the kernels read in place."""
+        """The wrapper of the graph with `size` decodes. It keeps what the kernels read at fixed addresses."""
         if size not in self._captured_decode:
             device = self._workspace.device
             self._captured_decode[size] = self._decode_wrapper(

@@ -1,11 +1,12 @@
-"""Attention over the paged pool with plain torch, made for CPUs.
+"""Attention over the paged pool with plain torch, for CPUs.
 
-Sequences with one row (decodes) go in groups of similar length: their blocks are gathered into scratch memory that
-stays in the CPU's cache, and one SDPA call serves the group. Sequences with more rows (prefill chunks) go one by one,
-in tiles of rows so that a mask stays small.
+Sequences with one row (decodes) run in groups of similar length: their blocks are gathered into scratch memory that
+stays in the CPU's cache, and one SDPA call serves the group. Sequences with more rows (prefill chunks) run one by one,
+in tiles of rows, so that a mask stays small.
 
-Measured choices (FlashInfer's and ours): fresh gather memory costs page faults, so scratch is reused; SDPA
-with one query row and enable_gqa is an order of magnitude slower than with a KV head's query heads folded into rows.
+Measured choices (FlashInfer's and ours): new memory for a gather costs page faults, so scratch memory is
+reused. SDPA with one query row and enable_gqa is an order of magnitude slower than with the query heads of a KV head as
+rows.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from torch import Tensor
 from gpu_worker.attention.base import AttentionMetadata
 from gpu_worker.kv.pool import DUMMY_BLOCK, KvPool
 
-# K and V that a decode group gathers: more falls out of a core's second level cache.
+# K and V that a decode group gathers. A larger group does not fit into a core's second-level cache.
 GROUP_BYTES = 2 << 20
-# What one more group costs (three calls), as bytes gathered in the same time: padding beyond it starts a new group.
+# The cost of one more group (three calls), as bytes gathered in the same time. More padding than this starts a new
+# group.
 GROUP_OVERHEAD_BYTES = 256 << 10
 # Elements of a prefill mask (rows x keys).
 TILE_ELEMENTS = 2 << 20
@@ -34,8 +36,8 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Blocks to copy into scratch memory, and the views of it that every layer needs (a view costs as much as a small
-    operation, so they are made once per step)."""
+    """Blocks to copy into scratch memory, and the views of it that every layer needs. The views are made once per step,
+    because a view costs as much as a small operation."""
 
     block_ids: Tensor  # int64 [sequences * width]
     key_blocks: Tensor  # [sequences * width, elements of a block]
@@ -53,30 +55,30 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows of one chunk and the keys (counted from the first gathered one) that they may see."""
+    """Rows of one chunk, and the keys (counted from the first gathered key) that they may see."""
 
     rows: slice
     keys: slice
-    mask: Tensor | None  # None: the rows and keys of one sequence from its start, causal
+    mask: Tensor | None  # None: causal, from the start of the sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PrefillChunk:
     rows: slice
-    gather: Gather | None  # None: the keys are the chunk's own
+    gather: Gather | None  # None: the chunk has all keys itself
     tiles: tuple[Tile, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
     groups: tuple[DecodeGroup, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[PrefillChunk, ...]
 
 
 class TorchAttention:
-    """AttentionBackend. `windows`: per layer, tokens that a token sees (itself included); 0 is all. With `by_row`, what
-    comes out for a row depends on its own tokens alone, bit for bit: all rows are decodes, and nothing is padded to the
-    length of another one."""
+    """AttentionBackend. `windows`: per layer, how many tokens a token sees, itself included; 0: all. With `by_row`, the
+    result of a row depends only on its own tokens, bit for bit: all rows are decodes, and no row is padded to another
+    row's length."""
 
     def __init__(self, pool: KvPool, windows: tuple[int, ...], by_row: bool = False) -> None:
         self._by_row = by_row
@@ -86,7 +88,7 @@ class TorchAttention:
         block_elements = self._block_size * self._num_kv_heads * self._head_dim
         self._bytes_per_block = 2 * block_elements * self._dtype.itemsize
         self._block_elements = block_elements
-        # The same memory seen twice: as blocks to gather, as token slots to write.
+        # Two views of the same memory: blocks to gather, and token slots to write.
         self._blocks = [(k.view(-1, block_elements), v.view(-1, block_elements)) for k, v in _layers(pool)]
         self._slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in _layers(pool)]
         self._scratch = torch.empty(2, 0, dtype=self._dtype, device=self._device)
@@ -132,7 +134,8 @@ class TorchAttention:
             yield DecodeGroup(rows, self._gather(ids), self._mask(hidden)[:, None, None])
 
     def _split(self, order: Int64s, widths: Int64s) -> Iterator[Int64s]:
-        """Cut sequences, widest first, into groups: each fits GROUP_BYTES and pads less than a further group costs."""
+        """Cut sequences, widest first, into groups. Each group fits GROUP_BYTES, and pads less than a new group
+        costs."""
         start = 0
         while start < len(order):
             widest = int(widths[start])
@@ -144,17 +147,17 @@ class TorchAttention:
             yield order[start : start + size]
             start += size
 
-    def _chunk(self, metadata: AttentionMetadata, i: int, window: int) -> Chunk:
+    def _chunk(self, metadata: AttentionMetadata, i: int, window: int) -> PrefillChunk:
         start, stop = int(metadata.qo_indptr[i]), int(metadata.qo_indptr[i + 1])
         count = stop - start
         kv_len = int(metadata.kv_lens(self._block_size)[i])
         prefix = kv_len - count
         if prefix == 0 and (not window or kv_len <= window):
-            return Chunk(slice(start, stop), None, (Tile(slice(0, count), slice(0, count), None),))
+            return PrefillChunk(slice(start, stop), None, (Tile(slice(0, count), slice(0, count), None),))
         first_block = max(0, prefix - window + 1) // self._block_size if window else 0
         blocks = metadata.kv_indices[metadata.kv_indptr[i] + first_block : metadata.kv_indptr[i + 1]]
         tiles = tuple(self._tiles(count, prefix, window, first_block * self._block_size))
-        return Chunk(slice(start, stop), self._gather(blocks[None]), tiles)
+        return PrefillChunk(slice(start, stop), self._gather(blocks[None]), tiles)
 
     def _tiles(self, count: int, prefix: int, window: int, first_key: int) -> Iterator[Tile]:
         size = max(1, TILE_ELEMENTS // (prefix + count - first_key))
@@ -170,7 +173,7 @@ class TorchAttention:
             yield Tile(slice(top, bottom), slice(low - first_key, high - first_key), self._mask(hidden))
 
     def _gather(self, ids: npt.NDArray[np.integer]) -> Gather:
-        """ids: [sequences, width]. All gathers of a step share the scratch memory, one after the other."""
+        """ids: [sequences, width]. All gathers of a step use the same scratch memory, one after the other."""
         elements = ids.size * self._block_elements
         if self._scratch.shape[1] < elements:
             self._scratch = torch.empty(2, elements, dtype=self._dtype, device=self._device)
@@ -210,7 +213,7 @@ class TorchAttention:
         keys, values = group.gather.keys, group.gather.values
         return F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask).reshape(count, -1)
 
-    def _prefill(self, layer: int, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+    def _prefill(self, layer: int, chunk: PrefillChunk, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         if chunk.gather is None:
             keys, values = (x[chunk.rows].transpose(0, 1).unsqueeze(0) for x in (key, value))
         else:
@@ -229,7 +232,7 @@ class TorchAttention:
             out[tile.rows].view(-1, *query.shape[1:]).copy_(seen[0].transpose(0, 1))
 
     def _fetch(self, layer: int, gather: Gather) -> None:
-        """Fill the scratch memory: good until the next fetch."""
+        """Fill the scratch memory. The contents are valid until the next call."""
         keys, values = self._blocks[layer]
         torch.index_select(keys, 0, gather.block_ids, out=gather.key_blocks)
         torch.index_select(values, 0, gather.block_ids, out=gather.value_blocks)

@@ -1,0 +1,1 @@
+"""The KV pool, and the copies of its blocks to and from host memory."""

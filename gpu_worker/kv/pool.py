@@ -1,4 +1,4 @@
-"""The KV pool: fixed blocks of keys and values for every layer, and blocks in host memory to swap them to."""
+"""The KV pool: blocks of keys and values for every layer, and blocks in host memory for swapped sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpu_worker.errors import DeviceError
 from gpu_worker.kv.rows import BlockRows
 from gpu_worker.kv.swap import SwapLane
 
-# Never granted to a sequence: padding reads it, so it must stay finite.
+# Never granted to a sequence. Padding reads it, so it must stay finite.
 DUMMY_BLOCK = 0
 
 
@@ -22,18 +22,18 @@ DUMMY_BLOCK = 0
 class KvPool:
     """Keys and values of all layers in one tensor: [2, layers, num_blocks + 1, block_size, kv_heads, head_dim].
 
-    Host memory has them block by block, so that one copy between host and device moves a block of all layers:
-    [num_host_blocks, 2 * layers, block_size, kv_heads, head_dim]. It is pinned where the device can make use of that.
+    Host memory stores whole blocks, so that one copy between host and device moves a block of all layers:
+    [num_host_blocks, 2 * layers, block_size, kv_heads, head_dim]. It is pinned if the device can use that.
     """
 
     storage: Tensor
     rows: BlockRows
     host: Tensor
-    lane: SwapLane | None  # None: there are no host blocks
+    lane: SwapLane | None  # None without host blocks
 
     @property
     def keys(self) -> Tensor:
-        """[layers, num_blocks + 1, block_size, kv_heads, head_dim]; block 0 is the dummy."""
+        """[layers, num_blocks + 1, block_size, kv_heads, head_dim]. Block 0 is the dummy."""
         return self.storage[0]
 
     @property
@@ -46,38 +46,38 @@ class KvPool:
 
     @property
     def block_size(self) -> int:
-        """Tokens."""
+        """In tokens."""
         return self.storage.shape[3]
 
     @property
     def num_blocks(self) -> int:
-        """Usable blocks; their ids are 1..num_blocks."""
+        """Usable blocks. Their ids are 1..num_blocks."""
         return self.storage.shape[2] - 1
 
     @property
     def num_host_blocks(self) -> int:
-        """Their ids are 1..num_host_blocks."""
+        """Host blocks. Their ids are 1..num_host_blocks."""
         return self.host.shape[0]
 
     def copy(self, sources: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -> None:
-        """Block sources[i] to block targets[i], in every layer. No block stands in both."""
+        """Copy block sources[i] to block targets[i], in every layer. No block may be in both."""
         rows, device = self.rows, self.storage.device
         content = rows.matrix.index_select(0, rows.of(upload(sources, device)))
         rows.matrix.index_copy_(0, rows.of(upload(targets, device)), content)
 
     def swap_out(self, blocks: npt.NDArray[np.int32], host_blocks: npt.NDArray[np.int32]) -> None:
-        """Block blocks[i], as it is now, to host block host_blocks[i]. Nobody waits for it, see kv/swap.py."""
+        """Copy block blocks[i], as it is now, to host block host_blocks[i]. Does not block, see kv/swap.py."""
         assert self.lane is not None, "there are no host blocks"
         self.lane.out(blocks, host_blocks - 1)
 
     def swap_in(self, host_blocks: npt.NDArray[np.int32], blocks: npt.NDArray[np.int32]) -> None:
-        """Host block host_blocks[i] to block blocks[i]; the device waits for it, the host does not."""
+        """Copy host block host_blocks[i] to block blocks[i]. The device waits for the copy, the host does not."""
         assert self.lane is not None, "there are no host blocks"
         self.lane.back(host_blocks - 1, blocks)
 
     def clear(self, block_ids: npt.NDArray[np.int32]) -> None:
-        """Zeros into blocks that got a new owner. Attention reads a block's unused rest with weight 0, and 0 x NaN of
-        whoever failed there before would be NaN."""
+        """Zero blocks that have a new owner. Attention reads a block's unused rest with weight 0, and 0 x NaN of a
+        failed earlier owner would be NaN."""
         self.rows.matrix.index_fill_(0, self.rows.of(upload(block_ids, self.storage.device)), 0)
 
 
@@ -91,7 +91,7 @@ def allocate_pool(
     device: torch.device,
     num_host_blocks: int = 0,
 ) -> KvPool:
-    """DeviceError if the memory is not there."""
+    """Allocate the pool. Raises DeviceError if there is not enough memory."""
     block = (block_size, num_kv_heads, head_dim)
     storage = _zeros((2, num_layers, num_blocks + 1, *block), dtype, device)
     pinned = device.type == "cuda" and num_host_blocks > 0

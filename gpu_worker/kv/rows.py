@@ -1,4 +1,4 @@
-"""Blocks of the KV pool as rows of one matrix, so that whatever is done to some of them is one kernel."""
+"""Blocks of the KV pool as rows of one matrix, so that one kernel can work on any set of them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from torch import Tensor
 
 
 class BlockRows:
-    """A block has a row for its keys and one for its values in each layer.
+    """In each layer, a block has one row for its keys and one row for its values.
 
-    Along the third dimension of the pool itself, torch would cut `index_fill_` and `index_copy_` into as many kernels
-    as it takes to count each one's elements in 32 bits from its first to its last: 32 for a pool of 111 GiB.
-    """
+    Along the third dimension of the pool itself, torch would split `index_fill_` and `index_copy_` into several
+    kernels, each with offsets of less than 32 bits: 32 kernels for a pool of 111 GiB."""
 
     def __init__(self, storage: Tensor) -> None:
         """storage: [2, layers, blocks, ...]"""
@@ -21,5 +20,5 @@ class BlockRows:
         self._first = torch.arange(parts, device=storage.device) * num_blocks
 
     def of(self, blocks: Tensor) -> Tensor:
-        """[len(blocks) * 2 * layers], block by block, of int64 ids."""
+        """Row numbers [len(blocks) * 2 * layers], block by block, of int64 block ids."""
         return (blocks.unsqueeze(1) + self._first).flatten()

@@ -1,4 +1,4 @@
-"""Blocks on their way between device and host memory, beside what the device computes."""
+"""Copies blocks between device and host memory, in parallel to the device's computation."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpu_worker.device import Fence, SideStream, upload
+from gpu_worker.device import DeviceEvent, SideStream, upload
 from gpu_worker.kv.rows import BlockRows
 
-# Blocks that wait in one staging buffer.
+# The number of blocks in one staging buffer.
 SWAP_BATCH_BLOCKS = 64
 
 Int32s = npt.NDArray[np.int32]
 
 
 def staging_bytes(num_host_blocks: int, block_bytes: int) -> int:
-    """What a lane takes of the device."""
+    """The device memory of a lane."""
     return 2 * min(SWAP_BATCH_BLOCKS, num_host_blocks) * block_bytes
 
 
 class SwapLane:
-    """Two staging buffers on the device take turns, and the copies to and from host memory have a stream of their own.
+    """Two staging buffers on the device take turns. Copies to and from host memory run on their own stream.
 
         compute stream | ... gather A ............. gather B . next step's kernels ..................... scatter A
         side stream    |          `- A -> host  ..........`- B -> host ... host -> A (swapped in) -'
 
-    What is gathered is as the steps before left it, and their successors may overwrite it at once. A block of host
-    memory is written and read on the side stream alone, so in the order of the calls. A buffer is written again when
-    its last reader is done, whichever stream that was on.
+    A gather reads the blocks as the earlier steps left them, and later steps may overwrite them at once. Only the side
+    stream reads and writes host blocks, so this happens in the order of the calls. A buffer is written again after its
+    last reader, on either stream.
     """
 
     def __init__(self, rows: BlockRows, host: Tensor) -> None:
@@ -39,15 +39,15 @@ class SwapLane:
         self._rows, self._host, self._device = rows, host, rows.matrix.device
         size = min(SWAP_BATCH_BLOCKS, len(host))
         self._buffers = [torch.zeros(size, *host.shape[1:], dtype=host.dtype, device=self._device) for _ in range(2)]
-        self._free = [Fence(self._device) for _ in range(2)]
-        self._filled = [Fence(self._device) for _ in range(2)]
+        self._free = [DeviceEvent(self._device) for _ in range(2)]
+        self._filled = [DeviceEvent(self._device) for _ in range(2)]
         self._side = SideStream(self._device)
         self._turn = 0
 
-    def out(self, blocks: Int32s, places: Int32s) -> None:
-        """Block blocks[i] to host[places[i]]."""
+    def out(self, blocks: Int32s, host_blocks: Int32s) -> None:
+        """Copy block blocks[i] to host[host_blocks[i]]."""
         matrix = self._rows.matrix
-        for rows, targets in self._batches(blocks, places):
+        for rows, targets in self._batches(blocks, host_blocks):
             staged, free, filled = self._next(len(targets))
             free.hold()
             torch.index_select(matrix, 0, rows, out=staged.view(len(rows), -1))
@@ -58,10 +58,10 @@ class SwapLane:
                     self._host[target].copy_(block, non_blocking=True)
                 free.record()
 
-    def back(self, places: Int32s, blocks: Int32s) -> None:
-        """host[places[i]] to block blocks[i]; what is queued from then on finds it there."""
+    def back(self, host_blocks: Int32s, blocks: Int32s) -> None:
+        """Copy host[host_blocks[i]] to block blocks[i]. Work that is queued later sees the result."""
         matrix = self._rows.matrix
-        for rows, sources in self._batches(blocks, places):
+        for rows, sources in self._batches(blocks, host_blocks):
             staged, free, filled = self._next(len(sources))
             with self._side.use():
                 free.hold()
@@ -72,13 +72,13 @@ class SwapLane:
             matrix.index_copy_(0, rows, staged.view(len(rows), -1))
             free.record()
 
-    def _next(self, count: int) -> tuple[Tensor, Fence, Fence]:
+    def _next(self, count: int) -> tuple[Tensor, DeviceEvent, DeviceEvent]:
         self._turn ^= 1
         return self._buffers[self._turn][:count], self._free[self._turn], self._filled[self._turn]
 
-    def _batches(self, blocks: Int32s, places: Int32s) -> Iterator[tuple[Tensor, list[int]]]:
-        """Rows of the pool, and places in host memory."""
+    def _batches(self, blocks: Int32s, host_blocks: Int32s) -> Iterator[tuple[Tensor, list[int]]]:
+        """Batches of pool rows and host blocks."""
         size = len(self._buffers[0])
         for start in range(0, len(blocks), size):
             batch = slice(start, start + size)
-            yield self._rows.of(upload(blocks[batch], self._device)), places[batch].tolist()
+            yield self._rows.of(upload(blocks[batch], self._device)), host_blocks[batch].tolist()

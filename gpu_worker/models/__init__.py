@@ -1,0 +1,1 @@
+"""The decoder: its configuration, weights, matrix products, and other operations of a layer."""

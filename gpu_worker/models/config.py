@@ -1,4 +1,4 @@
-"""What a decoder-only model of the Llama family is made of, read from a checkpoint's config.json."""
+"""The structure of a decoder-only model of the Llama family, from a checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary positions. Fields that a type does not use keep their defaults."""
+    """Rotary positions. A type's unused fields keep their defaults."""
 
     type: str
     theta: float
     factor: float = 1.0
-    # Positions the model was first trained for (llama3, yarn).
+    # The number of positions in the original training (llama3, yarn).
     original_max_positions: int = 0
     # llama3
     low_freq_factor: float = 1.0
@@ -47,33 +47,33 @@ class DecoderConfig:
     head_dim: int
     rms_norm_eps: float
     rope: RopeConfig
-    # Prompt and output tokens of one sequence together.
+    # The largest number of prompt and output tokens of one sequence.
     max_positions: int
     tie_embeddings: bool
     qkv_bias: bool
     output_bias: bool
     qk_norm: bool
-    # Per layer: how many tokens, itself included, a token sees; 0 is all of them.
+    # Per layer: how many tokens a token sees, itself included; 0: all.
     windows: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
-    # The checkpoint's element type, as torch names it.
+    # The checkpoint's element type, by torch's name.
     dtype: str
 
     @property
     def kv_elements_per_token(self) -> int:
-        """Elements of K and V that one token takes in all layers; times the element size it is bytes."""
+        """Elements of K and V of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """Raises ModelError, with one line, for whatever cannot be served."""
+    """Read config.json. Raises ModelError, with one line, for a model that cannot be served."""
     raw = _read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.exists() else {}
     try:
         return parse_config(raw, generation)
     except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-        # A value of another type than anybody writes there: one rule for all of them.
+        # One rule for values of all unexpected types.
         raise ModelError(f"{folder / 'config.json'} has a value that makes no sense: {error}") from error
 
 
@@ -118,7 +118,7 @@ def _has_bias(raw: Mapping[str, Any], bias: Bias) -> bool:
 
 
 def _refuse_variants(raw: Mapping[str, Any], architecture: str) -> None:
-    """Variants of a supported architecture that would load and then compute something else."""
+    """Refuse variants of a supported architecture that would load and then compute something else."""
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise ModelError(f"quantized checkpoints are not supported (quant_method {method}, {architecture})")
@@ -130,7 +130,7 @@ def _refuse_variants(raw: Mapping[str, Any], architecture: str) -> None:
 
 
 def _rope(raw: Mapping[str, Any]) -> RopeConfig:
-    """Both spellings: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of those before."""
+    """Reads both spellings: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of older versions."""
     parameters: dict[str, Any] = dict(raw.get("rope_scaling") or {})
     parameters.update(raw.get("rope_parameters") or {})
     if any(isinstance(value, Mapping) for value in parameters.values()):

@@ -1,4 +1,4 @@
-"""One decoder for all of ARCHITECTURES: what differs between them is in DecoderConfig."""
+"""One decoder for all of ARCHITECTURES. Their differences are in DecoderConfig."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.models.config import DecoderConfig
+from gpu_worker.models.matmul import Matmul
 from gpu_worker.models.ops import LayerOps
-from gpu_worker.models.products import Products
 from gpu_worker.models.weights import DecoderWeights, LayerWeights
 
 
@@ -20,16 +20,16 @@ class Decoder:
         weights: DecoderWeights,
         attention: AttentionBackend,
         ops: LayerOps,
-        products: Products,
+        matmul: Matmul,
     ) -> None:
         self._config = config
         self._weights = weights
         self._attention = attention
         self._ops = ops
-        self._products = products
+        self._matmul = matmul
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states [rows, hidden size], for logits(); attention must have been planned for these rows.
+        """Hidden states [rows, hidden size], for logits(). Attention must be planned for these rows.
 
         tokens, positions: int64 [rows].
         """
@@ -41,24 +41,24 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Logits [rows, vocab] of rows that forward() gave, written to `out` if it is given."""
-        return self._products.of(self._ops.norm(hidden, self._weights.final_norm), self._weights.head, out=out)
+        """Logits [rows, vocab] of rows from forward(), written to `out` if given."""
+        return self._matmul.of(self._ops.norm(hidden, self._weights.final_norm), self._weights.head, out=out)
 
     def _attend(self, index: int, layer: LayerWeights, hidden: Tensor, angles: Any) -> None:
-        """Adds the attention's output to `hidden`, in place."""
+        """Add the attention's output to `hidden`, in place."""
         config = self._config
         normed = self._ops.norm(hidden, layer.input_norm)
-        projected = self._products.of(normed, layer.qkv, layer.qkv_bias)
-        # Heads of a row: queries, keys, values.
+        projected = self._matmul.of(normed, layer.qkv, layer.qkv_bias)
+        # The heads of a row: queries, keys, values.
         values_at = config.num_heads + config.num_kv_heads
         heads = projected.view(-1, values_at + config.num_kv_heads, config.head_dim)
         queries, keys = self._ops.rotary(heads, angles, layer.query_norm, layer.key_norm)
         mixed = self._attention.run(index, queries, keys, heads[:, values_at:])
-        self._products.add_to(hidden, mixed, layer.output)
+        self._matmul.add_to(hidden, mixed, layer.output)
         if layer.output_bias is not None:
             hidden.add_(layer.output_bias)
 
     def _mlp(self, layer: LayerWeights, hidden: Tensor) -> None:
-        """Adds the feed-forward's output to `hidden`, in place."""
-        gate_up = self._products.of(self._ops.norm(hidden, layer.mlp_norm), layer.gate_up)
-        self._products.add_to(hidden, self._ops.silu_and_mul(gate_up), layer.down)
+        """Add the feed-forward's output to `hidden`, in place."""
+        gate_up = self._matmul.of(self._ops.norm(hidden, layer.mlp_norm), layer.gate_up)
+        self._matmul.add_to(hidden, self._ops.silu_and_mul(gate_up), layer.down)

@@ -1,4 +1,4 @@
-"""LayerOps on FlashInfer's kernels: 16-bit models on an NVIDIA GPU."""
+"""LayerOps with FlashInfer's kernels, for 16-bit models on an NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu_worker.models.rope import angle_table
 
 
 class FlashInferOps:
-    """`flashinfer`: the module (handed in, so that tests can read what it is told)."""
+    """`flashinfer`: the module (passed in, so that tests can read its calls)."""
 
     def __init__(self, flashinfer: Any, config: DecoderConfig, max_positions: int, device: torch.device) -> None:
         self._flashinfer = flashinfer

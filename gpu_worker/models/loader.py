@@ -1,4 +1,4 @@
-"""Weights from a Hugging Face checkpoint, or random ones from its config alone."""
+"""Loads weights from a Hugging Face checkpoint, or draws random weights for its config."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from gpu_worker.models.weights import DecoderWeights, assemble, expected_tensors
 from services.runtime.hub import NoSuchModel, checkpoint_folder, more_files
 from services.runtime.model_identity import INDEX, TOKENIZER, ModelIdentity, read_identity, weight_files
 
-# (bytes read so far, bytes in all)
+# Arguments: bytes read so far, bytes in all.
 Progress = Callable[[int, int], None]
-# Raises ModelError for a model of this shape, served as this type.
+# Raises ModelError for a model that does not fit in this type.
 SizeCheck = Callable[[DecoderConfig, torch.dtype], None]
 
 LOADABLE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -36,7 +36,7 @@ class LoadedModel:
     config: DecoderConfig
     weights: DecoderWeights
     dtype: torch.dtype
-    # Equal for two workers that serve the same model, in whatever type.
+    # Equal for two workers with the same model, in any type.
     fingerprint: str
     identity: ModelIdentity
 
@@ -53,7 +53,7 @@ class _Entry:
 
 
 def resolve_checkpoint(model: str) -> Path:
-    """The folder of a local checkpoint, or of a hub snapshot without its weights yet. ModelError if there is none."""
+    """The folder of a local checkpoint, or of a hub snapshot still without weights. Raises ModelError."""
     try:
         return checkpoint_folder(model, ["config.json", "generation_config.json", INDEX, TOKENIZER])
     except NoSuchModel as error:
@@ -70,7 +70,8 @@ def load_model(
     progress: Progress | None = None,
     check: SizeCheck | None = None,
 ) -> LoadedModel:
-    """ModelError, in one line, for a checkpoint that cannot be served. `check` runs before a weight is fetched."""
+    """Load the model. Raises ModelError, in one line, if it cannot be served. `check` runs before any download of
+    weights."""
     folder = resolve_checkpoint(model)
     config = read_config(folder)
     served = _served_dtype(dtype, config, device)
@@ -82,7 +83,7 @@ def load_model(
         weights = assemble(config, _dummy_source(expected, served, device, seed))
         tensors: list[object] = ["dummy", seed]
     else:
-        # Only now: a model that is refused for its config costs no download of its weights.
+        # Here, because a model that is refused for its config must not cause a download of its weights.
         files = _weight_files(folder)
         _fetch_weights(model, folder, files)
         entries = _index(folder, files)
@@ -95,7 +96,7 @@ def load_model(
 
 
 def _display_name(model: str, folder: Path) -> str:
-    """A folder's own name is what tells models apart; a hub name is one already."""
+    """The model's name: a hub name unchanged, or the name of the folder."""
     if not Path(model).expanduser().is_dir():
         return model
     folder = folder.resolve()
@@ -119,7 +120,7 @@ def _dummy_source(
     def tensor(name: str) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(expected[name], dtype=dtype, device=device)
-        # Each tensor has a stream of its own: the order of asking does not matter.
+        # Each tensor has its own random stream, so the order of requests does not matter.
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
         return torch.randn(expected[name], generator=generator, device=device).mul_(DUMMY_STD).to(dtype)
@@ -148,7 +149,7 @@ def _fetch_weights(model: str, folder: Path, files: set[Path]) -> None:
 
 
 def _index(folder: Path, files: set[Path]) -> dict[str, _Entry]:
-    """Every tensor of the checkpoint, without reading any."""
+    """The index of all tensors of the checkpoint. It reads no tensor."""
     missing = sorted(file.name for file in files if not file.exists())
     if missing:
         others = " (it has pytorch_model.bin, which is not read)" if list(folder.glob("pytorch_model*.bin")) else ""
@@ -178,7 +179,7 @@ def _check(entries: dict[str, _Entry], expected: dict[str, tuple[int, ...]], con
 
 
 def _ignorable(name: str, config: DecoderConfig) -> bool:
-    # A tied head that was saved all the same, and buffers that old versions of transformers saved.
+    # A tied head that was saved nevertheless, and buffers that old versions of transformers saved.
     return (config.tie_embeddings and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
 
 
@@ -197,7 +198,7 @@ def _read(
     def tensor(name: str) -> Tensor:
         nonlocal done
         entry = entries[name]
-        # A copy: what safetensors gives may be a window into the mapped file.
+        # A copy, because safetensors may return a view of the mapped file.
         loaded: Tensor = handles[entry.file].get_tensor(name).to(device=device, dtype=dtype, copy=True)
         done += entry.num_bytes
         if progress is not None:
@@ -215,6 +216,6 @@ def _open(file: Path) -> Any:
 
 
 def _some(names: list[str]) -> str:
-    """The first few names, and how many there are beyond."""
+    """The first few names, and the number of the others."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

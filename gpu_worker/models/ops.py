@@ -1,7 +1,7 @@
-"""What a decoder layer does besides matrix products and attention: two implementations, one contract.
+"""The operations of a decoder layer other than matrix products and attention: one contract, two implementations.
 
-There is no fused add+norm: the products before the norms add to the residual stream themselves (`addmm_`), which reads
-and writes it once less than a product, then an add and a norm in one kernel.
+There is no fused add+norm. The products before the norms add to the residual stream themselves (`addmm_`). This reads
+and writes it once less than a product followed by a kernel for add and norm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpu_worker.models.rope import angle_table, rotate
 
 class LayerOps(Protocol):
     def angles(self, positions: Tensor) -> Any:
-        """Once per step, for rotary(). positions: int64 [rows]."""
+        """The angles for rotary(). Call once per step. positions: int64 [rows]."""
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMS norm of x [rows, width] with the model's epsilon."""
@@ -26,18 +26,20 @@ class LayerOps(Protocol):
     def rotary(
         self, heads: Tensor, angles: Any, query_norm: Tensor | None, key_norm: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Queries [rows, heads, head_dim] and keys [rows, kv_heads, head_dim], normed if there are norms and turned.
+        """Queries [rows, heads, head_dim] and keys [rows, kv_heads, head_dim], normed if the model has norms, and
+        rotated.
 
-        heads: [rows, heads + 2 * kv_heads, head_dim], a row's queries, keys, values, with pairs side by side
-        (models/rope.py). Its queries and keys may be overwritten.
+        heads: [rows, heads + 2 * kv_heads, head_dim]: queries, keys and values of a row, with rotary pairs side by side
+        (models/rope.py). The queries and keys may be overwritten.
         """
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(first half) * second half of each row: [rows, width] from [rows, 2 * width], which may be written to."""
+        """silu(first half) * second half of each row: [rows, width] from [rows, 2 * width], which may be
+        overwritten."""
 
 
 class TorchOps:
-    """LayerOps with plain torch, made for CPUs."""
+    """LayerOps with plain torch, for CPUs."""
 
     def __init__(self, config: DecoderConfig, max_positions: int, device: torch.device) -> None:
         self._eps = config.rms_norm_eps

@@ -1,9 +1,8 @@
-"""Rotary positions: angles of every scaling type, and the turn itself.
+"""Rotary positions: the angles of every scaling type, and the rotation.
 
 Checkpoints pair element i of a head with element i + head_dim/2. The loader reorders the rows of the q and k
-projections (`interleave_heads`) so that a pair lies side by side; scores do not change, as q and k are reordered alike,
-and the turn is one complex multiplication instead of four passes over memory.
-"""
+projections (`interleave_heads`), so that a pair lies side by side. Scores do not change, because q and k are reordered
+in the same way. The rotation is then one complex multiplication instead of four passes over memory."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
         return _llama3(rope, plain), 1.0
     if rope.type == "yarn":
         return _yarn(rope, head_dim, plain), _yarn_attention_factor(rope)
-    # default; dynamic is the same up to the model's own length, which is where we stop
+    # default. dynamic is the same up to the model's own length, which is our limit.
     return plain, 1.0
 
 
@@ -45,7 +44,8 @@ def rotate(heads: Tensor, turns: Tensor) -> Tensor:
 
 
 def interleave_heads(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows [heads * head_dim, ...] (or one head's [head_dim]) from half-and-half order to side by side."""
+    """Reorder rows [heads * head_dim, ...] (or one head's [head_dim]) from half-and-half order to pairs side by
+    side."""
     halves = weight.view(-1, 2, head_dim // 2, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape)
 

@@ -1,8 +1,8 @@
-"""The tensors of a decoder: what a checkpoint must hold, and how we hold it.
+"""The tensors of a decoder, in the checkpoint and in memory.
 
-Matrices are [in, out]: on a CPU stored like that (the faster way round for few rows), on a GPU a view of the
-checkpoint's [out, in] (what cuBLAS is tuned for). q, k and v are one, gate and up are one, the q and k heads have their
-rotary pairs side by side (models/rope.py).
+Matrices are [in, out]: on a CPU they are stored that way (faster for few rows), on a GPU they are views of the
+checkpoint's [out, in] (which cuBLAS is tuned for). q, k and v are one matrix, and so are gate and up. The q and k heads
+have their rotary pairs side by side (models/rope.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.rope import interleave_heads
 
-# Gives a checkpoint's tensor by name.
+# Returns a checkpoint's tensor by name.
 Source = Callable[[str], Tensor]
 
 
@@ -43,7 +43,7 @@ class DecoderWeights:
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that the checkpoint must hold."""
+    """Name and shape of every tensor that the checkpoint must have."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer: dict[str, tuple[int, ...]] = {
@@ -73,7 +73,7 @@ def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def assemble(config: DecoderConfig, source: Source) -> DecoderWeights:
-    """`source` gives each tensor of expected_tensors() in the type and on the device to serve with."""
+    """`source` returns each tensor of expected_tensors() in the type and on the device to serve with."""
     embedding = source("model.embed_tokens.weight")
     layers = tuple(_layer(config, i, source) for i in range(config.num_layers))
     head = embedding if config.tie_embeddings else source("lm_head.weight")
@@ -105,5 +105,5 @@ def _layer(config: DecoderConfig, index: int, source: Source) -> LayerWeights:
 
 
 def _matrix(weight: Tensor) -> Tensor:
-    """[in, out] of [out, in]."""
+    """[in, out] from [out, in]."""
     return weight.t().contiguous() if weight.device.type == "cpu" else weight.t()

@@ -1,4 +1,4 @@
-"""Grammars that are compiled beside the steps, in a thread of their own."""
+"""Compiles grammars in their own thread, in parallel to the steps."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from llguidance import LLMatcher, LLTokenizer
 from services.runtime.grammars import LIMITS, one_line
 
 NO_TOKENIZER = "grammar: this worker's model has no tokenizer that could hold the output to it"
-_NICE = 19  # the thread that runs the model is more urgent
+_NICE = 19  # the model's thread is more urgent
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    matcher: LLMatcher  # one that has read nothing, to be copied
-    cpu_s: float  # that it took
+    matcher: LLMatcher  # at the start of a text; copy it before use
+    cpu_s: float  # CPU time of the compilation
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> Compiled:
-    """With what the lexer needs for the first token, which copies share: it can take longer than all later tokens. The
-    matcher says so itself if it has failed."""
+    """Compile a grammar, including the lexer states for the first token. Copies share these states, and they can take
+    longer than all later tokens. The matcher itself reports a failure."""
     began_s = time.thread_time()
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if not matcher.is_error():
@@ -36,12 +36,12 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> Compiled:
 
 @dataclass(slots=True)
 class PreparedGrammars:
-    """Those of one link. `prepare` may run in any thread; the rest belongs to the model's thread."""
+    """The grammars of one link. `prepare` may run in any thread; use the other methods in the model's thread."""
 
     _by_text: dict[str, tuple[int, Compiled]] = field(default_factory=dict)
 
     def prepare(self, tokenizer: LLTokenizer | None, number: int, grammar: str) -> str:
-        """Returns why the grammar is refused; empty if it is prepared."""
+        """Compile a grammar. Returns why it is refused; empty if it is not."""
         if tokenizer is None:
             return NO_TOKENIZER
         compiled = compile_grammar(tokenizer, grammar)
@@ -51,30 +51,30 @@ class PreparedGrammars:
         return ""
 
     def get(self, grammar: str) -> Compiled | None:
-        """None: the scheduler has not asked for it."""
+        """The compiled grammar. None if the scheduler has not asked for it."""
         found = self._by_text.get(grammar)
         return None if found is None else found[1]
 
     def replace(self, grammar: str, compiled: Compiled) -> None:
-        """With one that is compiled anew, if the grammar has not been forgotten."""
+        """Replace a grammar with a new compilation, unless it was forgotten."""
         if (found := self._by_text.get(grammar)) is not None:
             self._by_text[grammar] = found[0], compiled
 
     def forget(self, number: int) -> None:
-        """It may have been prepared anew by another number."""
+        """Forget a grammar, unless another number has prepared it since."""
         for grammar, (own, _) in list(self._by_text.items()):
             if own == number:
                 del self._by_text[grammar]
 
 
 class Compiler:
-    """One thread, less urgent than the others of the process. What is submitted is done in order."""
+    """One thread, less urgent than the other threads of the process. It runs submitted work in order."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(1, "paceline-grammars", _give_way)
+        self._threads = ThreadPoolExecutor(1, "paceline-grammars", _lower_priority)
 
     def submit(self, work: Callable[[], str], on_done: Callable[[str], None]) -> None:
-        """`on_done` gets the work's result, in the thread; what the work raises, as text."""
+        """Run `work` in the thread. `on_done` gets the result, in the thread; for an exception, its text."""
 
         def run() -> None:
             try:
@@ -86,10 +86,10 @@ class Compiler:
         self._threads.submit(run)
 
     def close(self) -> None:
-        """What has not begun never will."""
+        """Drop the work that has not begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _give_way() -> None:
-    with suppress(OSError):  # Linux: of a thread; elsewhere there is no such thing
+def _lower_priority() -> None:
+    with suppress(OSError):  # on Linux this sets the thread's priority; other systems have none per thread
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

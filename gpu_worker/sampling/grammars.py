@@ -1,9 +1,9 @@
-"""What the grammars of requests let follow, slot by slot: matchers of https://github.com/guidance-ai/llguidance.
+"""The tokens that the grammars of requests allow, slot by slot, with matchers of llguidance
+(https://github.com/guidance-ai/llguidance).
 
-A matcher works on the host and goes by the tokens of its sequence. So a row that has one waits, before its next token
-is drawn, until the token before that has left the device; the forward pass is queued by then. What a matcher allows
-follows from the sequence alone: a request that is preempted, or goes on at another worker, gets the same tokens.
-"""
+A matcher runs on the host, and needs the tokens of its sequence. So a row with a grammar waits before its next token is
+sampled, until the last token has left the device. By then the forward pass is queued. What a matcher allows depends
+only on the sequence, so a preempted request, or one that continues on another worker, gets the same tokens."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from services.runtime.grammars import one_line
 
 Int32s = npt.NDArray[np.int32]
 
-# CPU time that a grammar may take in a step, in which other sequences wait. A mask takes 0.02 ms mostly.
-MAX_RENEWAL_S = 0.01  # to compile it anew when its lexer is full
-MAX_ROW_S = 0.01  # for one token, MAX_SLOW_ROWS times
+# CPU time that a grammar may take in a step while other sequences wait. Most masks take 0.02 ms.
+MAX_RENEWAL_S = 0.01  # to compile the grammar again when its lexer is full
+MAX_ROW_S = 0.01  # for one token; MAX_SLOW_ROWS exceptions are allowed
 MAX_SLOW_ROWS = 3
-FEW_ROWS = 4  # are not worth the executor's threads
-SLOW_STEP_S = 0.02  # when the masks of a step take so long, those of the next one are timed one by one
+FEW_ROWS = 4  # the executor's threads are not worth starting for these
+SLOW_STEP_S = 0.02  # after a step with slower masks, the masks of the next step are timed one by one
 NOT_PREPARED = "grammar: the scheduler has not had it prepared"
 MISFIT = "grammar: the output so far does not fit it"
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarMask:
-    """Which tokens rows may sample; on the device. Rows that are not in it may sample any."""
+    """The tokens that rows may sample, on the device. Other rows may sample any token."""
 
     rows: Tensor  # int64 [n]
-    bits: Tensor  # uint8 [n, bytes]: the lowest bit of the first byte is token 0
-    refused: dict[int, str]  # by slot: why nothing can follow; such a row has no bit
+    bits: Tensor  # uint8 [n, bytes]: token 0 is the lowest bit of the first byte
+    refused: dict[int, str]  # by slot: why no token can follow; such a row has no bit set
 
 
 @dataclass(slots=True)
 class _Held:
-    """A slot's matcher, or why there is none. Matchers of one grammar are copies of one that has read nothing."""
+    """A slot's matcher, or why it has none. Matchers of one grammar are copies of a matcher at the start of a text."""
 
     grammar: str
     num_prompt: int
     original: Compiled | None = None
     matcher: LLMatcher | None = None
-    num_told: int = 0  # tokens of the sequence that the matcher knows, or that are the prompt's
-    num_slow: int = 0  # tokens that have taken more than MAX_ROW_S
+    num_told: int = 0  # tokens of the sequence that the matcher has read, plus the prompt's
+    num_slow: int = 0  # tokens that took more than MAX_ROW_S
     error: str = ""
 
     def begin(self, original: Compiled) -> None:
@@ -67,14 +67,15 @@ class _Held:
         return self.matcher is not None and self.matcher.is_error()
 
     def tell(self, tokens: Int32s) -> bool:
-        """All known tokens of the sequence; whether they fit. Behind the end of a text there are only ends."""
+        """Read the new tokens, of all known tokens of the sequence. Returns whether they fit. After the end of a text
+        only end tokens follow."""
         news, self.num_told = tokens[self.num_told :].tolist(), max(self.num_told, len(tokens))
         matcher = self.matcher
         return matcher is None or all(matcher.consume_token(token) for token in news if not matcher.is_stopped())
 
 
 def load_tokenizer(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """What a checkpoint's tokens stand for, from its tokenizer.json. Raises ModelError if that cannot be told."""
+    """A tokenizer for grammars, from the checkpoint's tokenizer.json. Raises ModelError if that is not possible."""
     if not path.is_file():
         raise ModelError(f"there is no {path}")
     if not eos_token_ids:
@@ -87,42 +88,42 @@ def load_tokenizer(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) ->
 
 @dataclass
 class Grammars:
-    """By slot. Used by the model's thread alone, with the plans in their order."""
+    """The matchers by slot. Used only by the model's thread, with the plans in order."""
 
     tokenizer: LLTokenizer | None
     vocab_size: int
     device: torch.device
     _of: dict[int, _Held] = field(init=False, default_factory=dict)
     _prepared: PreparedGrammars = field(init=False, default_factory=PreparedGrammars)
-    _is_slow: bool = field(init=False, default=False)  # the masks of the last step were
+    _is_slow: bool = field(init=False, default=False)  # whether the masks of the last step were slow
 
     @cached_property
     def _executor(self) -> LLExecutor:
-        """Its threads begin when there is something to do."""
+        """The executor. Its threads start with the first work."""
         return LLExecutor()
 
     def reset(self, prepared: PreparedGrammars) -> None:
-        """A new link: nothing runs."""
+        """A new link: no slot has a sequence."""
         self._of.clear()
         self._prepared = prepared
 
     def apply(self, plan: StepPlan) -> None:
-        """Slots that end and begin; the plan has been checked."""
+        """Free and add sequences. The plan must be checked before."""
         if self._of and plan.free_slots:
             for slot in np.frombuffer(plan.free_slots, "<i4").tolist():
                 self._of.pop(slot, None)
         for sequence in plan.new_sequences:
             if sequence.sampling.grammar:
-                self._of[sequence.slot] = self._seat(sequence)
+                self._of[sequence.slot] = self._add_sequence(sequence)
 
     def of(self, slots: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
-        """Rows, and their slots, of a batch whose rows sample in these slots: those with a grammar."""
+        """The rows with a grammar, and their slots, of a batch that samples in these slots."""
         if not self._of:
             return []
         return [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._of]
 
     def mask(self, asking: Sequence[tuple[int, int]], tokens_of: Callable[[int], Int32s]) -> GrammarMask:
-        """For what `of` gave, at least one. `tokens_of`: all tokens of the sequence in a slot."""
+        """The mask for the result of `of`, which must not be empty. `tokens_of`: all tokens of a slot's sequence."""
         held = [self._of[slot] for _, slot in asking]
         bits = allocate_token_bitmask(len(held), self.vocab_size)
         for (_, slot), one in zip(asking, held, strict=True):
@@ -163,11 +164,11 @@ class Grammars:
             one.error = f"grammar: takes {1000 * cpu_s:.0f} ms of CPU time for a token, {limits}"
 
     def _renew(self, one: _Held, tokens: Int32s) -> None:
-        """What a grammar's lexer has learned is limited, and shared by all its matchers: a full one begins anew."""
+        """Compile a grammar again when its lexer is full. All matchers of a grammar share the limited lexer."""
         assert one.original is not None
         assert one.matcher is not None
         newest = self._prepared.get(one.grammar)
-        if newest is None or newest is one.original:  # else another row has compiled it anew
+        if newest is None or newest is one.original:  # otherwise another row has already compiled it again
             if one.original.cpu_s > MAX_RENEWAL_S:
                 one.error = f"grammar: {one_line(one.matcher.get_error())}"
                 return
@@ -178,7 +179,7 @@ class Grammars:
             assert one.matcher is not None
             one.error = f"{MISFIT}: {one_line(one.matcher.get_error())}"
 
-    def _seat(self, sequence: NewSequence) -> _Held:
+    def _add_sequence(self, sequence: NewSequence) -> _Held:
         held = _Held(sequence.sampling.grammar, sequence.num_prompt_tokens)
         if self.tokenizer is None:
             held.error = NO_TOKENIZER

@@ -1,9 +1,8 @@
-"""Log probabilities of prompt tokens: what the model gave the token that comes next, at every place of a prefill chunk.
+"""Log probabilities of prompt tokens: the probability of the next token at every position of a prefill chunk.
 
-The logits of such a chunk are needed in every row, not in the last alone, so a prompt that is to be scored costs as
-many rows of the head as it has tokens. They are computed a slice of rows at a time, and what is reported is all that is
-kept of a slice: all logits of 8,192 tokens would be 4 GiB at a vocabulary of 128k.
-"""
+A scored chunk needs logits in every row, not only in the last one. So a scored prompt costs one row of the head per
+token. The logits are computed for a slice of rows at a time, and only the reported part of a slice is kept: all logits
+of 8,192 tokens would be 4 GiB at a vocabulary of 128k."""
 
 from __future__ import annotations
 
@@ -22,25 +21,25 @@ from paceline.v1.worker_pb2 import SlotPromptLogprobs
 
 Int64s = npt.NDArray[np.int64]
 
-# Logits of a slice, in float32.
+# The float32 logits of a slice.
 SLICE_BYTES = 128 << 20
-# What scoring takes for each of them at the most: as the model has them, log probabilities, and to find the likeliest.
+# The largest memory of scoring per logit: the model's logits, log probabilities, and the search for the likeliest.
 SCORER_BYTES_PER_LOGIT = 4 + 4 + LIKELIEST_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredChunk:
-    """What a step computes of one prompt that is to be scored."""
+    """The scored part of one prompt in a step."""
 
     slot: int
-    start: int  # position of the first token that is scored
-    tokens: npt.NDArray[np.int32]  # those that are scored, in order
+    start: int  # position of the first scored token
+    tokens: npt.NDArray[np.int32]  # the scored tokens, in order
     num_top: int
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Rows of a step whose logits score prompt tokens, chunk after chunk."""
+    """The rows of a step with logits that score prompt tokens, chunk after chunk."""
 
     rows: Int64s  # in the step
     chunks: Sequence[ScoredChunk]
@@ -48,7 +47,7 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Of the rows of all chunks of a step, on its way to host memory."""
+    """The scores of all chunks of a step, on their way to host memory."""
 
     chunks: Sequence[ScoredChunk]
     logprobs: Tensor  # float32 [rows]
@@ -57,7 +56,7 @@ class PromptScores:
     top_logprobs: Tensor  # float32, as top_tokens
 
     def by_chunk(self) -> Iterator[tuple[SlotPromptLogprobs, bool]]:
-        """Of each chunk what is reported, and whether it is numbers. To be asked when the step is done."""
+        """For each chunk its report, and whether all its scores are finite. Call this when the step is done."""
         end = 0
         for chunk in self.chunks:
             rows = slice(end, end := end + len(chunk.tokens))
@@ -79,7 +78,8 @@ def score_prompts(
     chunks: Sequence[ScoredChunk],
     slice_bytes: int = SLICE_BYTES,
 ) -> PromptScores:
-    """hidden: [scored tokens, hidden size]; head: their logits, any float type. Nothing here waits for the device."""
+    """hidden: [scored tokens, hidden size]. head: computes their logits, of any float type. Does not wait for the
+    device."""
     targets = upload(np.concatenate([chunk.tokens for chunk in chunks]), hidden.device)
     num_top = max(chunk.num_top for chunk in chunks)
     rows = rows_at_once(vocab_size, slice_bytes)
@@ -91,7 +91,7 @@ def score_prompts(
 
 
 def rows_at_once(vocab_size: int, slice_bytes: int = SLICE_BYTES) -> int:
-    """Rows of a slice."""
+    """The number of rows of a slice."""
     return max(1, slice_bytes // (4 * vocab_size))
 
 

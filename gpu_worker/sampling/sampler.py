@@ -1,17 +1,17 @@
-"""From logits to tokens. Costs nothing that no row of the batch asks for: an all-greedy batch is one max. Nothing waits
-for the device: what decides on the way is what the host knows of the requests (`SamplingRows`), never a result.
+"""From logits to tokens. A step that no row needs costs nothing: an all-greedy batch is one max. The host never waits
+for the device, because it decides only by what it knows of the requests (`SamplingRows`), and never by a result.
 
-The order is that of vLLM V1 (its Sampler's documentation), the definitions are those of transformers' processors:
+The order is that of vLLM V1 (its Sampler's documentation). The definitions are those of transformers' processors:
 
- 1. log probabilities to report are the model's own, before all that follows;
+ 1. reported log probabilities are the model's own, before all following steps;
  2. the grammar, then allowed_token_ids;
- 3. bad_words, then min_tokens (bans commute: nothing that follows makes a banned token possible again);
+ 3. bad_words, then min_tokens (bans commute: no later step makes a banned token possible again);
  4. logit_bias;
  5. repetition_penalty, frequency_penalty, presence_penalty;
- 6. greedy rows take the largest; the others go on with
+ 6. greedy rows take the largest logit; the other rows continue with
  7. temperature, min_p, top_k, top_p;
  8. typical_p, which vLLM does not have and transformers applies last;
- 9. the token, by Gumbel-max with random numbers of seed, position and token id alone.
+ 9. the token, by Gumbel-max with random numbers that depend only on seed, position and token id.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from gpu_worker.device import upload
-from gpu_worker.sampling.controls import BatchControls
 from gpu_worker.sampling.filters import (
     apply_temperature,
     mask_min_p,
@@ -37,15 +36,17 @@ from gpu_worker.sampling.filters import (
 )
 from gpu_worker.sampling.grammars import GrammarMask
 from gpu_worker.sampling.gumbel import draw, draw_keys
+from gpu_worker.sampling.logits_processors import BatchLogitsProcessors
 from gpu_worker.sampling.processors import allow_bits, ban
 
-# For each logit, to find the likeliest: its bits, twice while they are turned, and a key; as much as that to select.
+# Memory per logit to find the likeliest tokens: the bits, twice while they are reordered, and a key; the same to
+# select.
 LIKELIEST_BYTES = 4 + 4 + 8 + 8
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Parameters of the rows that sample; host arrays [rows]."""
+    """Parameters of the sampling rows; host arrays [rows]."""
 
     temperature: npt.NDArray[np.float32]  # 0 is greedy
     top_p: npt.NDArray[np.float32]  # 1 keeps all
@@ -53,46 +54,46 @@ class SamplingRows:
     min_p: npt.NDArray[np.float32]  # 0 keeps all
     typical_p: npt.NDArray[np.float32]  # 1 keeps all
     seed: npt.NDArray[np.uint64]
-    position: npt.NDArray[np.int64]  # index in its sequence of the token to be sampled
-    # Entries of the logits that must not be sampled (min_tokens): row and token.
+    position: npt.NDArray[np.int64]  # position of the new token in its sequence
+    # Banned entries of the logits (min_tokens): row and token.
     banned_rows: npt.NDArray[np.int64]
     banned_tokens: npt.NDArray[np.int64]
-    scored: npt.NDArray[np.int64]  # rows whose log probabilities are wanted
-    num_top: npt.NDArray[np.int64]  # [scored] and of how many of the most likely tokens
+    scored: npt.NDArray[np.int64]  # rows with log probabilities
+    num_top: npt.NDArray[np.int64]  # [scored] how many of the most likely tokens to report
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    tokens: Tensor  # int64 [rows] on the device; 0 where the row failed
-    failed: Tensor  # bool [rows] on the device: there is no token
-    # Of these, bool [rows] on the device: what the request asks for rules out every token. Else no number came out of
-    # the model. None: no row asks for anything that could.
+    tokens: Tensor  # int64 [rows] on the device; 0 for a failed row
+    failed: Tensor  # bool [rows] on the device: the row has no token
+    # bool [rows] on the device: the failed rows with parameters that exclude every token. In the other failed rows the
+    # model's output is not finite. None: no row's parameters can exclude all tokens.
     ruled_out: Tensor | None
-    scores: Scores | None  # of rows.scored, if there are any
+    scores: Scores | None  # of rows.scored; None if that is empty
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log probabilities as the model gives them, before temperature and filters; on the device."""
+    """The model's log probabilities, before temperature and filters; on the device."""
 
     sampled: Tensor  # float32 [scored]
-    top_tokens: Tensor  # int64 [scored, most of num_top], best first; of equals the one with the lower id
-    top: Tensor  # float32, as top_tokens
+    top_tokens: Tensor  # int64 [scored, largest num_top], best first; among equals the lower id first
+    top: Tensor  # float32, in the shape of top_tokens
 
 
 def sample(
-    logits: Tensor, rows: SamplingRows, controls: BatchControls | None = None, mask: GrammarMask | None = None
+    logits: Tensor, rows: SamplingRows, processors: BatchLogitsProcessors | None = None, mask: GrammarMask | None = None
 ) -> Sampled:
-    """logits [rows, vocab], any float type; of float32 nothing is left as it was. A row's token depends on its own
-    logits, parameters and past alone."""
+    """logits [rows, vocab], any float type; float32 logits are overwritten. A row's token depends only on its own
+    logits, parameters and past."""
     logits = logits.float()
     logprobs = _logprobs(logits, rows)
     broken = None
-    if controls is not None or mask is not None or len(rows.banned_rows):
-        # Looked at before a ban may hide it.
+    if processors is not None or mask is not None or len(rows.banned_rows):
+        # Test this before a ban may hide it.
         broken = ~logits.amax(dim=-1).isfinite()
-        _control(logits, rows, controls, mask)
-    best, tokens = logits.max(dim=-1)  # a NaN anywhere in a row is its maximum
+        _process_logits(logits, rows, processors, mask)
+    best, tokens = logits.max(dim=-1)  # a NaN in a row is its maximum
     failed = ~best.isfinite()
     ruled_out = None
     if broken is not None:
@@ -101,7 +102,7 @@ def sample(
     if rows.temperature.any():
         random = np.flatnonzero(rows.temperature)
         where = upload(random, logits.device)
-        # A row that failed has to be numbers, too; its token is replaced below.
+        # A failed row must be finite too. Its token is replaced below.
         logits.masked_fill_(failed.unsqueeze(-1), 0.0)
         chosen = logits if len(random) == len(logits) else logits.index_select(0, where)
         tokens.index_copy_(0, where, _sample_random(chosen, rows, random))
@@ -109,17 +110,19 @@ def sample(
     return Sampled(tokens, failed, ruled_out, _scores(logprobs, tokens, rows))
 
 
-def _control(logits: Tensor, rows: SamplingRows, controls: BatchControls | None, mask: GrammarMask | None) -> None:
+def _process_logits(
+    logits: Tensor, rows: SamplingRows, processors: BatchLogitsProcessors | None, mask: GrammarMask | None
+) -> None:
     if mask is not None:
         allow_bits(logits, mask.rows, mask.bits)
     if len(rows.banned_rows):
         ban(logits, *(upload(index, logits.device) for index in (rows.banned_rows, rows.banned_tokens)))
-    if controls is not None:
-        controls.apply(logits)
+    if processors is not None:
+        processors.apply(logits)
 
 
 def _logprobs(logits: Tensor, rows: SamplingRows) -> Tensor | None:
-    """float32 [scored, vocab]; computed first, since what follows writes into the logits."""
+    """float32 [scored, vocab]. Computed first, because later steps overwrite the logits."""
     if not len(rows.scored):
         return None
     return logits.index_select(0, upload(rows.scored, logits.device)).log_softmax(-1)
@@ -134,10 +137,10 @@ def _scores(logprobs: Tensor | None, tokens: Tensor, rows: SamplingRows) -> Scor
 
 
 def likeliest(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ids and log probabilities [rows, count] of the most likely tokens, best first; of equals the lower id.
+    """The ids and log probabilities [rows, count] of the most likely tokens, best first; among equals the lower id.
 
-    topk alone leaves open which of equals it takes, and takes others when it is asked for more. So the tokens are made
-    unequal: 64 bits with the float32's in order above, and the id below. LIKELIEST_BYTES for each logit.
+    topk alone does not define its choice among equals, and chooses others when it selects more. So each token gets a
+    unique key of 64 bits: the float32's order above, and the id below. This takes LIKELIEST_BYTES per logit.
     """
     bits = (logprobs + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     bits ^= (bits >> 31) & 0x7FFFFFFF
@@ -164,7 +167,7 @@ def _sample_random(logits: Tensor, rows: SamplingRows, which: npt.NDArray[np.int
 def _filter(
     logits: Tensor, mask: Callable[[Tensor, Tensor], Tensor], limits: npt.NDArray[Any], asked: npt.NDArray[np.bool_]
 ) -> Tensor:
-    """The mask on the rows that ask for it, with their limits."""
+    """Apply the mask to the rows that need it, with their limits."""
     if not asked.any():
         return logits
     rows = np.flatnonzero(asked)

@@ -1,3 +1,5 @@
+"""Runs `paceline` as `python -m services.cli`."""
+
 import sys
 
 from services.cli.main import main

@@ -1,4 +1,4 @@
-"""Command line flags as every command here reads them: what is wrong is one line on stderr, and exit status 2."""
+"""Reads command line flags in the same way for every command: a mistake is one line on stderr, and exit status 2."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Parser(argparse.ArgumentParser):
 
 
 def usage_error(prog: str, message: str) -> int:
-    """Says it in one line, whatever is in it; returns the exit status."""
+    """Print the message in one line, and return the exit status."""
     line = plain(" ".join(message.split()))
     print(f"{prog}: {line if len(line) <= MAX_LINE else line[:MAX_LINE] + '…'}", file=sys.stderr)
     return USAGE_ERROR
 
 
 def console() -> Console:
-    """Standard output; a file or a pipe has room for a long line. Brackets and colons are what they are: clients wrote
-    much of what is printed."""
+    """Standard output, with long lines in a file or a pipe. No markup and no emoji codes, because clients wrote much of
+    the text."""
     width = None if sys.stdout.isatty() else PIPE_WIDTH
     return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
 def plain(text: str) -> str:
-    """What others have written, without what a terminal would obey."""
+    """A foreign text without the characters that control a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,4 +1,4 @@
-"""`paceline cache`: what a running cache holds and pins, and what becomes of it."""
+"""`paceline cache`: shows and changes what a running cache holds and pins, and prints its events."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def parser() -> Parser:
     top = Parser(prog=PROG, description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     stats = commands.add_parser("stats", help="blocks by worker and state, and how much was reused")
-    pins = commands.add_parser("pins", help="what is pinned")
-    pin = commands.add_parser("pin", help="keep what is cached now of a prefix from being evicted")
-    pin.add_argument("name", help="what to call it")
+    pins = commands.add_parser("pins", help="the pinned prefixes")
+    pin = commands.add_parser("pin", help="protect the cached blocks of a prefix from eviction")
+    pin.add_argument("name", help="name of the pin")
     what = pin.add_mutually_exclusive_group(required=True)
     what.add_argument("--tokens", metavar="IDS", help="token ids, with commas")
     what.add_argument("--tokens-file", type=Path, metavar="FILE", help="token ids, with commas or white space")
-    what.add_argument("--text-file", type=Path, metavar="FILE", help="text; --model says whose tokenizer reads it")
+    what.add_argument("--text-file", type=Path, metavar="FILE", help="text; needs --model, for its tokenizer")
     what.add_argument(
         "--messages-file",
         type=Path,
@@ -51,18 +51,18 @@ def parser() -> Parser:
     )
     pin.add_argument("--chat-template", metavar="TEXT", help="as the gateway's, for --messages-file")
     pin.add_argument(
-        "--worker", type=int, action="append", default=[], metavar="ID", help="only there; may be repeated"
+        "--worker", type=int, action="append", default=[], metavar="ID", help="only on this worker; may be repeated"
     )
     pin.add_argument("--ttl-s", type=int, default=0, metavar="S", help="seconds; 0: as long as the worker lasts")
-    unpin = commands.add_parser("unpin", help="let it be evicted")
+    unpin = commands.add_parser("unpin", help="allow eviction again")
     unpin.add_argument("name")
-    reset = commands.add_parser("reset", help="forget what is cached and neither in use nor pinned")
+    reset = commands.add_parser("reset", help="drop all cached blocks that are neither used nor pinned")
     for command, default in ((pin, ""), (reset, None)):
         command.add_argument("--fingerprint", default=default, help="of the model; needed if there are several")
         command.add_argument("--lora", default=default, help="name of an adapter")
         command.add_argument("--salt", default=default, help="cache_salt of requests")
-    events = commands.add_parser("events", help="what is stored where, as JSON lines: a snapshot, then as it happens")
-    events.add_argument("--after", type=int, default=0, metavar="NUMBER", help="the last event that is known already")
+    events = commands.add_parser("events", help="stored and removed blocks as JSON lines: a snapshot, then each change")
+    events.add_argument("--after", type=int, default=0, metavar="NUMBER", help="the last known event")
     for command in (stats, pins, pin, unpin, reset, events):
         add_flags(command, "cache")
     return top
@@ -150,7 +150,7 @@ def _events(channel: grpc.Channel, arguments: argparse.Namespace) -> None:
 
 
 def event_fields(event: pb.WatchEventsResponse) -> dict[str, Any]:
-    """As JSON has it: prefix ids as 16 hexadecimal digits, since many a reader of JSON loses digits of such numbers."""
+    """The fields for JSON. Prefix ids have 16 hexadecimal digits, because many JSON readers round large numbers."""
     kind = event.WhichOneof("event") or ""
     fields: dict[str, Any] = {"number": event.sequence_number, "event": kind}
     if kind == "snapshot":
@@ -182,7 +182,7 @@ def _tokens_by_worker(pin: pb.Pin) -> str:
 
 
 def _token_ids(arguments: argparse.Namespace) -> list[int]:
-    """Raises ValueError or OSError."""
+    """The token ids of the flags. Raises ValueError or OSError."""
     if arguments.text_file is not None:
         if arguments.model is None:
             raise ValueError("--text-file: --model is needed, for its tokenizer")
@@ -201,7 +201,7 @@ def _token_ids(arguments: argparse.Namespace) -> list[int]:
 
 
 def _tokenizer(arguments: argparse.Namespace) -> TextTokenizer:
-    """The gateway's. Raises ValueError or OSError."""
+    """The gateway's tokenizer for the model. Raises ValueError or OSError."""
     from services.gateway.text.model_files import resolve_folder
     from services.gateway.text.tokenizer import TextTokenizer
     from services.runtime.hub import NoSuchModel
@@ -213,15 +213,15 @@ def _tokenizer(arguments: argparse.Namespace) -> TextTokenizer:
 
 
 def _chat_prefix(tokenizer: TextTokenizer, written: str) -> list[int]:
-    """The tokens with which every chat begins that begins with these messages, and in which a user has the word then.
+    """The common first tokens of all chats that begin with these messages and continue with a user's message.
 
-    What a template makes of the messages alone need be no such beginning; so two chats are compared. Raises ValueError.
+    The template's output for the messages alone may not be such a prefix, so two chats are compared. Raises ValueError.
     """
     from services.gateway.errors import ApiError
-    from services.gateway.openai.schema import Message
+    from services.gateway.openai.schema import ChatMessage
 
     try:
-        messages = [Message.model_validate(one).for_template() for one in json.loads(written)]
+        messages = [ChatMessage.model_validate(one).for_template() for one in json.loads(written)]
         chats = [tokenizer.encode_chat([*messages, {"role": "user", "content": word}]) for word in ("a", "7")]
     except (TypeError, ValueError, ApiError) as error:
         raise ValueError(f"--messages-file: {error}") from error

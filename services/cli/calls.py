@@ -1,4 +1,4 @@
-"""Calls of the commands to a running server: how they dial it, and one line for each way in which a call fails."""
+"""Calls a running server for a command: how to dial it, and one line for each kind of failure."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from services.cli.arguments import plain, usage_error
 from services.cli.servers import NoAddress, Service, Target, target_of
 
 CODE = grpc.StatusCode
-# Of gRPC, for what is wrong with the flags.
+# gRPC codes of a mistake in the flags.
 USAGE_CODES = (CODE.INVALID_ARGUMENT, CODE.ALREADY_EXISTS)
 MAX_CAUSE = 200
-# A service is dialled by its address; a proxy that the environment names is for the world outside.
+# A service is dialled by its address. A proxy in the environment is for the internet.
 _OPTIONS = (("grpc.enable_http_proxy", 0),)
-# Of gRPC, about an answer of HTTP/1 (such as the gateway's) or of another protocol.
+# gRPC's messages for an answer in HTTP/1 (such as the gateway's) or in another protocol.
 _OTHER_PROTOCOL = re.compile("SETTINGS frame|http1")
 _ERRNO = re.compile(r"\s*\(\d+\)$")
 
 
 def call(prog: str, arguments: argparse.Namespace, service: Service, command: Callable[[grpc.Channel], None]) -> int:
-    """Run `command` on a channel to the service that the flags of servers.add_flags() mean; returns the exit status."""
+    """Run `command` on a channel to the service that the flags of servers.add_flags() name. Returns the exit status."""
     try:
         target = target_of(arguments, service)
     except NoAddress as error:
@@ -45,7 +45,7 @@ def call(prog: str, arguments: argparse.Namespace, service: Service, command: Ca
 
 
 def explained(target: Target, error: grpc.RpcError) -> str:
-    """One line: what failed, at which address, and what helps."""
+    """What failed, at which address, and what helps, in one line."""
     service, address, code = target.service, target.address, error.code()
     details = " ".join(str(error.details()).split())
     if code is CODE.UNAVAILABLE and _OTHER_PROTOCOL.search(details):
@@ -62,7 +62,7 @@ def explained(target: Target, error: grpc.RpcError) -> str:
 
 
 def _cause(details: str) -> str:
-    """The innermost of gRPC's causes, which it joins with colons; nothing if it is a whole story."""
+    """The innermost of the causes that gRPC joins with colons, in parentheses; empty if it is only an error number."""
     cause = _ERRNO.sub("", details.rpartition(": ")[2].rstrip("]"))
     return f" ({cause[:MAX_CAUSE]})" if cause else ""
 

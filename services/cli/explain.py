@@ -1,4 +1,4 @@
-"""`paceline explain`: why a request waited, from the scheduler's own notes."""
+"""`paceline explain`: shows why a request waited, from the scheduler's request timeline."""
 
 from __future__ import annotations
 

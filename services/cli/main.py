@@ -1,6 +1,6 @@
-"""`paceline`: one command for everything. Each service is imported only when it is asked for.
+"""`paceline`: the only command. It imports each service only when needed.
 
-So is whatever else takes long to import: Ctrl-C is handled in main(), and before that nobody has time to press it.
+The same holds for other slow imports: main() handles Ctrl-C, and must run before a user can press it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 from services.runtime.exit_status import CONFIGURATION_ERROR
 
-# Exit status of a program that Ctrl-C ended.
+# The exit status after Ctrl-C.
 INTERRUPTED = 130
 PIPE_CLOSED = 141
 
-# name: (module with the settings class, class, module with serve)
+# name: (module with the settings class, class, module with `serve`)
 SERVICES = {
     "cache": ("cache_svc.settings", "CacheSettings", "cache_svc.server"),
     "scheduler": ("scheduler_svc.settings", "SchedulerSettings", "scheduler_svc.server"),
@@ -46,15 +46,15 @@ PACELINE_SERVER chooses one; --scheduler or --cache HOST:PORT (or PACELINE_SCHED
 
 
 def serve(service: str, argv: list[str], prog: str) -> int:
-    """Run one service until it is told to stop."""
+    """Run one service until a signal stops it."""
     from services.cli.parent import end_with_parent
     from services.runtime.logs import configure_logging
-    from services.runtime.service import CannotStart, give_way, run_service
+    from services.runtime.service import CannotStart, run_service, use_batch_scheduling
     from services.runtime.settings import load_settings
 
     end_with_parent()
     if service != "worker":
-        give_way()
+        use_batch_scheduling()
     settings_module, settings_class, server_module = SERVICES[service]
     settings = load_settings(getattr(importlib.import_module(settings_module), settings_class), argv, prog=prog)
     configure_logging(service, settings.log_level, settings.log_format)
@@ -65,7 +65,7 @@ def serve(service: str, argv: list[str], prog: str) -> int:
         return fail(f"{prog}: {error}", CONFIGURATION_ERROR)
     except OSError as error:
         return fail(f"{prog}: {error}")
-    except RuntimeError as error:  # grpc's word for a port that is taken
+    except RuntimeError as error:  # grpc's error for a port that is in use
         if "bind" not in str(error).lower():
             raise
         return fail(f"{prog}: cannot listen: {error}")
@@ -77,7 +77,7 @@ def fail(message: str, code: int = 1) -> int:
 
 
 def worker(argv: list[str]) -> int:
-    """One more worker, for the scheduler of a `paceline up` unless flag, environment or file name another."""
+    """Start one more worker. Default: for the scheduler of the running `paceline up`."""
     from gpu_worker.settings import WorkerSettings
     from services.cli.servers import SERVER_ENV, NoAddress, take_server_flag, target_of
     from services.runtime.settings import load_settings
@@ -140,12 +140,12 @@ def main(argv: list[str] | None = None) -> int:
         return fail(f"paceline: there is no command {command!r} (see paceline --help)", 2)
     try:
         code = commands[command](rest)
-        sys.stdout.flush()  # so that nobody listens any more turns out here
+        sys.stdout.flush()  # a closed pipe raises here
         return code
-    except BrokenPipeError:  # `| head` has read enough
+    except BrokenPipeError:  # as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
-    except KeyboardInterrupt:  # before the command has its own idea of Ctrl-C
+    except KeyboardInterrupt:  # before the command handles Ctrl-C itself
         return INTERRUPTED
 
 

@@ -1,4 +1,4 @@
-"""A service that `paceline up` started ends when `up` does, even if that was killed."""
+"""Ends a service that `paceline up` started when `up` ends, even by a kill."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Ask the kernel for SIGTERM when the parent dies. Does nothing for a service that was started by hand."""
+    """Ask the kernel for SIGTERM when the parent dies. No effect in a service that was started by hand."""
     parent = os.environ.get(PARENT_ENV)
     if parent is None or sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(parent):  # it died before we asked
+    if os.getppid() != int(parent):  # the parent died before the call above
         sys.exit(0)

@@ -1,4 +1,4 @@
-"""`paceline policy`: which policies decide in a running scheduler, and others in their place."""
+"""`paceline policy`: shows and changes the policies of a running scheduler."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def parser() -> Parser:
     top = Parser(prog=PROG, description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     get = commands.add_parser("get", help="what is in force, and what there is")
-    change = commands.add_parser("set", help="put a preset, other policies or options in force; no request is dropped")
-    change.add_argument("preset", nargs="?", default="", help="a preset; without one, what is in force is changed")
+    change = commands.add_parser("set", help="change to a preset, other policies or options; no request is dropped")
+    change.add_argument("preset", nargs="?", default="", help="a preset; without one, the current policies are changed")
     for kind in KINDS:
         change.add_argument(f"--{kind}", default="", help="a policy's name, or module:Class")
     change.add_argument(
@@ -44,7 +44,7 @@ def _change(stub: AdminServiceStub, arguments: argparse.Namespace) -> None:
 
 
 def _choice(arguments: argparse.Namespace) -> PolicyChoice:
-    """Raises ValueError."""
+    """The chosen policy and its parameters. Raises ValueError."""
     if not (arguments.preset or arguments.option or any(getattr(arguments, kind) for kind in KINDS)):
         raise ValueError("give a preset, a policy or an option")
     options = {}
@@ -55,7 +55,7 @@ def _choice(arguments: argparse.Namespace) -> PolicyChoice:
         try:
             json.loads(value)
         except ValueError:
-            value = json.dumps(value)  # a bare word is a string
+            value = json.dumps(value)  # a plain word is a string
         options[name] = value
     return PolicyChoice(preset=arguments.preset, options=options, **{kind: getattr(arguments, kind) for kind in KINDS})
 

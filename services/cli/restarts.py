@@ -1,4 +1,4 @@
-"""When a child that ended is started again, when that is pointless, and how its end reads."""
+"""Decides when an ended child is started again, and describes why it ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from services.runtime.exit_status import CONFIGURATION_ERROR, NO_MEMORY, REFUSED
 
-# Statuses after which another start would end the same way, as long as the child has never been ready.
+# After these statuses another start would end the same way, if the child has never been ready.
 _FINAL_AT_START = (CONFIGURATION_ERROR, NO_MEMORY)
 STABLE_S = 30.0
 MAX_EARLY_DEATHS = 3
@@ -16,7 +16,7 @@ MAX_EARLY_DEATHS = 3
 
 @dataclass(slots=True)
 class Restarts:
-    """The record of one child. Times in seconds on any monotonic clock."""
+    """The starts and exits of one child. Times are seconds of any monotonic clock."""
 
     started_s: float
     early_deaths: int = 0
@@ -24,10 +24,10 @@ class Restarts:
     was_ready: bool = False
 
     def after_exit(self, status: int, now_s: float) -> float | None:
-        """How long to wait before the next start; None if it should not be started again.
+        """How long to wait before the next start. None: do not start the child again.
 
-        However long a child lives before it dies, three deaths without ever being ready are the last: a large model may
-        load for minutes before the kernel kills it.
+        Three deaths without ever being ready are final, however long each life was: a large model may load for minutes
+        before the kernel kills the process.
         """
         if self.was_ready and now_s - self.started_s >= STABLE_S:
             self.early_deaths, self.backoff_s = 0, 0.1
@@ -43,8 +43,8 @@ class Restarts:
 def describe_exit(status: int, last_lines: Sequence[str], oom_kills: int | None, killed_here: bool) -> str:
     """Why a child ended, in one line.
 
-    `last_lines`: what it printed last. `oom_kills`: processes that the kernel has killed for want of memory since the
-    child started; None if that is not known. `killed_here`: the supervisor killed the child itself.
+    `last_lines`: its last output lines. `oom_kills`: processes that the kernel has killed for lack of memory since the
+    child started; None if unknown. `killed_here`: the supervisor killed the child.
     """
     if status == -signal.SIGKILL and not killed_here:
         cause = "the kernel may have been out of memory"
@@ -52,6 +52,6 @@ def describe_exit(status: int, last_lines: Sequence[str], oom_kills: int | None,
             cause = f"the kernel was out of memory and killed {oom_kills} process(es) of this control group"
         return f"was killed by signal 9 (SIGKILL): {cause}"
     how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-    # A service prints one line like "paceline worker: ..." before it ends for a reason that it knows.
+    # A service that ends for a known reason prints a line like "paceline worker: ..." first.
     reasons = [line for line in last_lines if line.startswith("paceline ")]
     return f"{how}: {reasons[-1].split(': ', 1)[-1]}" if status > 0 and reasons else how

@@ -1,4 +1,4 @@
-"""`paceline scenario`: run a small workload through the real cores and show what every step decided."""
+"""`paceline scenario`: runs a small workload through the real cores, and shows what every step decided."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 
 class _NoScenario(Exception):
-    """There is nothing to read, or it is no JSON."""
+    """The file is missing or not JSON."""
 
 
 def _read(name: str) -> Any:
@@ -62,20 +62,20 @@ def _read(name: str) -> Any:
 
 
 def _first(error: ValidationError) -> str:
-    """The first thing that is wrong, with the path of its field."""
+    """The first mistake, with the path of its field."""
     first = error.errors(include_url=False)[0]
     parts = [str(part) for part in first["loc"]]
     if parts[:1] == ["preset"]:
-        del parts[1:2]  # which of its two forms was tried
+        del parts[1:2]  # the name of the alternative that pydantic tried
     if parts[-1:] == ["[key]"]:
         parts.pop()
     message = first["msg"].removeprefix("Value error, ")
-    # A rule over several fields names them itself.
+    # A rule over several fields names the fields itself.
     return f"{'.'.join(parts)}: {message}" if parts else message
 
 
 def show(outcome: ScenarioOutcome, out: Console) -> None:
-    """A row a step; steps that decide the same are one row."""
+    """One row per step. Consecutive steps with the same decisions share a row."""
     table = Table(box=None, pad_edge=False)
     for title in ("step", "prefill", "decode", "preempted", "finished", "free", "cached", "waiting", "running"):
         justify: Literal["left", "right"] = "right" if title in ("free", "cached", "waiting", "running") else "left"

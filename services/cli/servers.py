@@ -1,8 +1,8 @@
-"""Where the commands find a running server: flags, then the environment, then the state file that `paceline up` writes.
+"""Finds a running server for a command: from flags, then the environment, then the state file of `paceline up`.
 
-Each `paceline up` keeps a file, named after its HTTP port, in $XDG_STATE_HOME/paceline/servers (~/.local/state by
-default). It removes the file when it ends. A file counts only while the process that wrote it runs, so that one of a
-killed process, or of the time before a reboot, is ignored.
+Each `paceline up` writes a file, named after its HTTP port, in $XDG_STATE_HOME/paceline/servers (~/.local/state by
+default), and removes it at its end. A file counts only while the process that wrote it runs. So the file of a killed
+process, or from before a reboot, is ignored.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from services.cli.arguments import Parser
 from services.runtime.settings import Address
 
 Service = Literal["scheduler", "cache"]
-# Ports of services that are started one by one, with `paceline serve`.
+# Ports of services that are started one by one with `paceline serve`.
 DEFAULT_ADDRESSES: dict[Service, str] = {"scheduler": "127.0.0.1:50051", "cache": "127.0.0.1:50052"}
 SERVER_ENV = "PACELINE_SERVER"
 
 
 class NoAddress(Exception):
-    """It is not clear which server is meant. The message is one line."""
+    """No server, or several servers, fit the command. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A `paceline up`, as its state file describes it."""
+    """A running `paceline up`, as described by its state file."""
 
-    port: int  # of HTTP
+    port: int  # HTTP
     model: str
     scheduler: str
     cache: str
     pid: int
-    started: str  # by the kernel's clock: another process of the same pid has another
-    machine: str  # boot and pid namespace: a pid means nothing in another one
+    started: str  # kernel ticks; a later process with the same pid has another value
+    machine: str  # boot and pid namespace, within which a pid is unique
 
     def __str__(self) -> str:
         return f"{self.port} ({self.model})" if self.model else f"{self.port}"
@@ -54,7 +54,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The address of a service, and what named it: a flag, a variable, a server, or (empty) nothing."""
+    """The address of a service, and its origin: a flag, a variable, a server, or "" for a default."""
 
     service: Service
     address: str
@@ -70,7 +70,7 @@ def add_flags(parser: argparse.ArgumentParser, service: Service) -> None:
 
 
 def take_server_flag(prog: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """--server, for target_of(), and the other words."""
+    """Parse --server, for target_of(). Also returns the other arguments."""
     parser = Parser(prog=prog, add_help=False, allow_abbrev=False)
     parser.add_argument("--server")
     parser.set_defaults(scheduler=None)
@@ -78,7 +78,8 @@ def take_server_flag(prog: str, argv: list[str]) -> tuple[argparse.Namespace, li
 
 
 def target_of(arguments: argparse.Namespace, service: Service) -> Target:
-    """Flags win over the environment, the environment over the state files. Raises NoAddress."""
+    """The address to dial. Flags come before the environment, and the environment before state files. Raises
+    NoAddress."""
     environment = os.environ.get
     for address, origin, server, server_origin in (
         (getattr(arguments, service), f"--{service}", arguments.server, "--server"),
@@ -96,7 +97,7 @@ def target_of(arguments: argparse.Namespace, service: Service) -> Target:
 
 
 def running_servers() -> list[Server]:
-    """Those of this machine and user, by port. What cannot be read is none."""
+    """The servers of this machine and user, by port. Unreadable files are skipped."""
     try:
         found = [_read(path) for path in _folder().glob("*.json")]
     except OSError:
@@ -106,12 +107,12 @@ def running_servers() -> list[Server]:
 
 @contextlib.contextmanager
 def announced(port: int, model: str, scheduler: str, cache: str) -> Iterator[Announcement]:
-    """Commands find this server, which is this process, while the block runs. Raises OSError before it begins."""
+    """Announce this process as a server while the block runs. Raises OSError before the block."""
     server = Server(port, model, scheduler, cache, os.getpid(), _started(os.getpid()), _machine())
     folder = _folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in folder.glob("*.json"):
-        # Of another boot or container it cannot be told whether it runs.
+        # For another boot or container nothing shows whether the process runs.
         if (old := _read(path)) is not None and old.machine == server.machine and not old.runs:
             path.unlink(missing_ok=True)
     announcement = Announcement(server, folder / f"{port}.json")
@@ -128,24 +129,24 @@ class Announcement:
         self._path = path
 
     def rename(self, model: str) -> None:
-        """The name of the model is known better now."""
+        """Write the model's name, now that it is known."""
         self.server = replace(self.server, model=model)
-        with contextlib.suppress(OSError):  # a full disk; what is there is good enough
+        with contextlib.suppress(OSError):  # a full disk: the old file is good enough
             self.write()
 
     def write(self) -> None:
-        """At once or not at all: a reader sees no half of a file."""
+        """Write the file atomically, so that no reader sees a part of it."""
         with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False, encoding="utf-8") as file:
             json.dump(asdict(self.server), file)
         os.replace(file.name, self._path)
 
     def remove(self) -> None:
-        if _read(self._path) == self.server:  # else it is another server's by now
+        if _read(self._path) == self.server:  # otherwise the file belongs to another server by now
             self._path.unlink(missing_ok=True)
 
 
 def _folder() -> Path:
-    """Raises OSError if this user has no home."""
+    """The folder of the state files. Raises OSError if the user has no home."""
     state = os.environ.get("XDG_STATE_HOME", "")
     try:
         home = Path(state) if os.path.isabs(state) else Path("~/.local/state").expanduser()
@@ -195,9 +196,9 @@ def _env_name(service: Service) -> str:
 
 
 def _started(pid: int) -> str:
-    """When the process began, in the kernel's ticks since the boot; empty if it does not run."""
+    """When the process started, in kernel ticks since the boot. Empty if it does not run."""
     try:
-        # The name, in parentheses, may have spaces and parentheses in it.
+        # The process name, in parentheses, may contain spaces and parentheses.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except FileNotFoundError:
         pass
@@ -205,7 +206,7 @@ def _started(pid: int) -> str:
         return ""
     if Path("/proc/self/stat").exists():
         return ""
-    try:  # no Linux
+    try:  # not Linux
         os.kill(pid, 0)
     except ProcessLookupError:
         return ""

@@ -1,4 +1,4 @@
-"""`paceline up`: the four services as processes of this machine, watched until Ctrl-C."""
+"""`paceline up`: runs the four services as processes of this machine until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from rich.status import Status
 from services.cli.parent import PARENT_ENV
 from services.cli.restarts import Restarts, describe_exit
 from services.cli.servers import Announcement, announced, running_servers
-from services.cli.watchdog import PROBE_EVERY_S, Health, Watchdog, check_health
+from services.cli.watchdog import PROBE_EVERY_S, HealthState, Watchdog, check_health
 from services.runtime.memory import oom_kills
 from services.runtime.service import run_service
 from services.runtime.settings import CONFIG_ENV, LogLevel, ServiceSettings, load_settings
 
-# What only this machine's services say to one another: nobody else is let in, whatever --host is.
+# For traffic between the services of this machine. Other machines cannot connect, whatever --host is.
 LOOPBACK = "127.0.0.1"
 MAX_PORT = 65535
 EVERY_ADDRESS = {"0.0.0.0", "::", ""}
-# A worker's line while it reads weights.
+# A worker's output line while it reads weights.
 LOADING = re.compile(r"loading (?P<model>.+): (?P<percent>\d+) % of (?P<mib>\d+) MiB$")
 BAR_CHARACTERS = 30
 COLOURS = {"cache": "cyan", "scheduler": "magenta", "worker": "green", "gateway": "blue"}
@@ -70,7 +70,7 @@ class UpSettings(ServiceSettings, section="up"):
     hang_s: float = Field(
         15.0,
         ge=0,
-        description="what answers no health check for so long is killed and started again; 0: nothing is",
+        description="seconds without an answer, after which a service is killed and started again; 0: never",
     )
     threads: int = Field(0, ge=0, description="torch threads of each worker; 0: cores - 1, at least 1")
 
@@ -80,21 +80,21 @@ class Child:
     name: str  # "worker-1"
     service: str
     flags: list[str]
-    grpc: str = ""  # its address
+    grpc: str = ""  # host:port
     restarts: Restarts = field(default_factory=lambda: Restarts(time.monotonic()))
     process: asyncio.subprocess.Process | None = None
     last_lines: list[str] = field(default_factory=list)
-    killed_here: bool = False  # this process, because it did not answer
-    oom_kills: int | None = None  # what the kernel had counted when the process started
+    killed_here: bool = False  # `up` killed the process because it did not answer
+    oom_kills: int | None = None  # the kernel's count when the process started
     stays_down: bool = False
 
 
 class CannotServe(Exception):
-    """The services cannot be started; the message says why."""
+    """The services cannot start. The message says why."""
 
 
 def pick_port(host: str, port: int, explicit: bool, flag: str, taken: set[int]) -> int:
-    """`port` if it is free and not in `taken`; else another one, unless it was asked for. Raises CannotServe."""
+    """`port` if it is free and not in `taken`; otherwise a free port, unless `explicit`. Raises CannotServe."""
     while True:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -117,7 +117,7 @@ def worker_names(count: int) -> list[str]:
 
 
 def own_command(script: str) -> str:
-    """How to start this program once more from here: its environment may not be on a new shell's PATH."""
+    """The command that starts this program again. A new shell's PATH may not contain this environment."""
     if os.path.basename(script) != "paceline":
         return "paceline"
     relative = os.path.relpath(script)
@@ -125,7 +125,7 @@ def own_command(script: str) -> str:
 
 
 async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Until its end, whatever is in it: a pipe that nobody reads would stop its writer. Long lines come in pieces."""
+    """All lines until the end of the stream, because a full pipe would stop its writer. Long lines come in pieces."""
     while True:
         try:
             raw = await stream.readuntil()
@@ -139,7 +139,7 @@ async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
 
 
 class Stack:
-    """The children, and what the user sees of them."""
+    """The child processes, and their output for the user."""
 
     def __init__(self, settings: UpSettings, console: Console) -> None:
         self.settings = settings
@@ -149,7 +149,7 @@ class Stack:
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self.status: Status | None = None
-        # What a client on this machine dials.
+        # The address for a client on this machine.
         self.address = LOOPBACK if settings.host in EVERY_ADDRESS else settings.host
         taken: set[int] = set()
 
@@ -170,7 +170,7 @@ class Stack:
         self.metrics_ports = self._pick_metrics_ports(taken)
 
     def _pick_metrics_ports(self, taken: set[int]) -> dict[str, int]:
-        """By the name of the child. Raises CannotServe."""
+        """Metrics ports by the name of the child. Raises CannotServe."""
         first, explicit = self.settings.metrics_port, "metrics_port" in self.settings.model_fields_set
         ports: dict[str, int] = {}
         for offset, name in enumerate(["scheduler", "cache", *worker_names(self.settings.workers)]):
@@ -182,7 +182,7 @@ class Stack:
         return ports
 
     def metrics_urls(self) -> dict[str, str]:
-        """By the name of the child."""
+        """Metrics URLs by the name of the child."""
         inside = {name: f"http://{LOOPBACK}:{port}/metrics" for name, port in self.metrics_ports.items()}
         return {"gateway": f"{self.url}/metrics"} | inside
 
@@ -191,10 +191,10 @@ class Stack:
         return f"http://{self.address}:{self.http_port}"
 
     def plan(self) -> list[Child]:
-        """The services in the order in which they start."""
+        """The services, in the order of their start."""
         s = self.settings
         common = ["--log-level", s.log_level, "--drain-s", str(s.drain_s)]
-        # The services write to a pipe: only `up` knows whether a person reads.
+        # The services write to a pipe, and only `up` knows whether it writes to a terminal.
         log_format = "human" if s.log_format == "auto" and self.console.is_terminal else s.log_format
         common += ["--log-format", log_format]
 
@@ -221,7 +221,7 @@ class Stack:
         ]
 
     def _chosen(self, *names: str) -> list[str]:
-        """Flags for what the user chose for `up`; the rest is for the service's own variables, file and defaults."""
+        """Flags for the values that the user chose for `up`. Other values come from the service's own settings."""
         flags = []
         for name in names:
             value = getattr(self.settings, name)
@@ -230,7 +230,7 @@ class Stack:
         return flags
 
     def environment(self) -> dict[str, str]:
-        """What the services find in theirs."""
+        """The environment of the services."""
         file = self.settings.config_file
         config = {CONFIG_ENV: os.path.abspath(file)} if file else {}
         return {**os.environ, **config, PARENT_ENV: str(os.getpid())}
@@ -239,8 +239,8 @@ class Stack:
         self.console.print(f"[{COLOURS[child.service]}]{child.name:>10}[/] {line}", highlight=False, soft_wrap=True)
 
     def say_of(self, child: Child, line: str) -> None:
-        """Show a line that the child wrote; the progress of a load is a bar where a bar can be shown. A JSON line names
-        its service itself, and stays one that a program can read."""
+        """Show a line of the child. On a terminal, the progress of a load is a bar. A JSON line names its service, and
+        stays unchanged for programs."""
         if line.startswith('{"timestamp":'):
             self.console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
             return
@@ -269,11 +269,11 @@ class Stack:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=self.environment(),
-            start_new_session=True,  # Ctrl-C is for `up`, which stops the services in order
+            start_new_session=True,  # Ctrl-C goes to `up`, which stops the services in order
         )
 
     async def _watch(self, child: Child) -> None:
-        """Show what the child says; start it again when it ends, as long as that makes sense."""
+        """Show the child's output, and start the child again after its end, as long as a new start can help."""
         while True:
             assert child.process is not None
             assert child.process.stdout is not None
@@ -295,11 +295,12 @@ class Stack:
             await self._spawn(child)
 
     async def _give_up(self, child: Child, why: str) -> None:
-        """The child stays down. The rest serves on if it can do without: a worker, as long as another one is left."""
+        """Do not start the child again. The other services continue if the child is a worker and another one is
+        left."""
         child.stays_down = True
         workers = [other for other in self.children if other.service == "worker"]
         is_missed = child.service != "worker" or all(worker.stays_down for worker in workers)
-        # Another machine's worker may serve.
+        # A worker of another machine may serve.
         if is_missed and not (child.service == "worker" and await asyncio.to_thread(self._ready)):
             if not self.failure.done():
                 self.failure.set_result(f"{child.name} {why}")
@@ -312,7 +313,7 @@ class Stack:
             self.say(child, "[green]ready[/]")
 
     async def _guard(self, child: Child) -> None:
-        """For ever: note when the child is ready, and kill it when it hangs; `_watch` starts it again."""
+        """Note when the child is ready, and kill it when it hangs. Then `_watch` starts it again."""
         process, watchdog, clock = None, Watchdog(0), time.monotonic
         last_s = clock()
         while True:
@@ -320,9 +321,9 @@ class Stack:
             if child.process is not process:
                 process, watchdog = child.process, Watchdog(self.settings.hang_s)
             health = await check_health(child.grpc)
-            if health is Health.SERVING and child.service == "worker":
+            if health is HealthState.SERVING and child.service == "worker":
                 self._note_ready(child)
-            answered = health is not Health.SILENT
+            answered = health is not HealthState.SILENT
             seconds, last_s = clock() - last_s, clock()
             if watchdog.probed(answered, seconds) and child.process is process and not self.stopping:
                 assert process is not None
@@ -333,7 +334,7 @@ class Stack:
                     await process.wait()
 
     async def wait_ready(self) -> str:
-        """Until the gateway can serve; returns the model's name. Says what turns ready meanwhile."""
+        """Wait until the gateway can serve, and return the model's name. Reports each service that becomes ready."""
         pending = {
             "cache": (LOOPBACK, self.cache_port),
             "scheduler": (LOOPBACK, self.scheduler_port),
@@ -348,7 +349,7 @@ class Stack:
                     self.say(by_name[name], f"[green]ready[/] on {host}:{port}")
             if not pending and (self.settings.workers == 0 or await asyncio.to_thread(self._ready)):
                 for child in self.children:
-                    if child.service == "worker" and await check_health(child.grpc) is Health.SERVING:
+                    if child.service == "worker" and await check_health(child.grpc) is HealthState.SERVING:
                         self._note_ready(child)
                 return await asyncio.to_thread(self._model_name)
             await asyncio.sleep(0.1)
@@ -366,7 +367,7 @@ class Stack:
 
     @contextlib.contextmanager
     def announced(self) -> Iterator[Announcement | None]:
-        """In here other commands of this machine find the server; a folder that cannot be written costs only that."""
+        """Announce the server to other commands of this machine. A read-only folder is no error."""
         scheduler, cache = f"{LOOPBACK}:{self.scheduler_port}", f"{LOOPBACK}:{self.cache_port}"
         with contextlib.ExitStack() as stack:
             found = announced(self.http_port, self.settings.served_model_name, scheduler, cache)
@@ -393,7 +394,7 @@ class Stack:
         if self.settings.workers == 0:
             said = "No worker was started: nothing is computed until a worker joins."
             self.console.print(f"  [yellow]{said}[/]", highlight=False)
-        # All that has to be the same for the scheduler to take it.
+        # The settings that the scheduler requires to be equal.
         same = self._chosen("model", "load_format", "dtype", "block_size", "max_model_len")
         more = [own_command(sys.argv[0]), "worker", "--scheduler", f"{LOOPBACK}:{self.scheduler_port}", *same]
         self.console.print(f"  One more worker: [bold]{escape(shlex.join(more))}[/]", highlight=False, soft_wrap=True)
@@ -403,7 +404,7 @@ class Stack:
         self.console.print("  Ctrl-C drains and stops.\n", highlight=False)
 
     async def stop(self) -> None:
-        """Gateway first, so that what runs can end; then workers, scheduler, cache."""
+        """Stop the gateway first, so that running requests can end; then workers, scheduler and cache."""
         self.stopping = True
         for services in (["gateway"], ["worker"], ["scheduler"], ["cache"]):
             going = [child for child in self.children if child.service in services]
@@ -445,7 +446,7 @@ async def _first(*futures: asyncio.Future[Any]) -> None:
 
 
 async def run(settings: UpSettings, stop: asyncio.Event, console: Console) -> str | None:
-    """Serve until `stop`; returns why it could not, if so."""
+    """Serve until `stop`. Returns the reason if serving is impossible."""
     try:
         stack = Stack(settings, console)
     except CannotServe as error:

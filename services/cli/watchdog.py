@@ -1,4 +1,4 @@
-"""When a child that runs, but does not answer, is killed, so that it is started again."""
+"""Decides when a running child that does not answer is killed, so that it starts again."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ PROBE_EVERY_S, PROBE_TIMEOUT_S = 1.0, 2.0
 
 @dataclass(slots=True)
 class Watchdog:
-    """The record of one process. One that has never answered is not judged: it may be loading."""
+    """The health record of one process. A process that has never answered is not killed: it may be loading."""
 
-    hang_s: float  # 0: it may be silent for ever
+    hang_s: float  # 0: never kill it
     _has_answered: bool = False
     _silent_s: float = 0.0
 
     def probed(self, answered: bool, seconds: float) -> bool:
-        """A probe is over, that many seconds after the one before. Returns whether the process is to be killed.
+        """A probe has ended, `seconds` after the last one. Returns whether to kill the process.
 
-        Of the time no more counts than a probe takes: who was stopped himself has not heard the answers.
+        At most the duration of a probe counts, because a stopped `up` has not received the answers.
         """
         if answered:
             self._has_answered, self._silent_s = True, 0.0
@@ -34,15 +34,15 @@ class Watchdog:
         return bool(self.hang_s) and self._silent_s >= self.hang_s
 
 
-class Health(enum.Enum):
-    """What a health check of a service came to."""
+class HealthState(enum.Enum):
+    """The result of a health check."""
 
-    SILENT = enum.auto()  # no answer in time: its event loop does not run
+    SILENT = enum.auto()  # no answer in time: the event loop is stuck
     ANSWERS = enum.auto()
     SERVING = enum.auto()
 
 
-async def check_health(target: str) -> Health:
+async def check_health(target: str) -> HealthState:
     """Ask the service at host:port for its health. Any answer shows that its event loop runs."""
     async with open_channel(target) as channel:
         try:
@@ -51,5 +51,5 @@ async def check_health(target: str) -> Health:
             )
         except grpc.aio.AioRpcError as error:
             is_silent = error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
-            return Health.SILENT if is_silent else Health.ANSWERS
-    return Health.SERVING if reply.status == health_pb2.HealthCheckResponse.SERVING else Health.ANSWERS
+            return HealthState.SILENT if is_silent else HealthState.ANSWERS
+    return HealthState.SERVING if reply.status == health_pb2.HealthCheckResponse.SERVING else HealthState.ANSWERS

@@ -2,8 +2,8 @@
 
 from services.client.client import AsyncPacelineClient, PacelineClient
 from services.client.types import (
-    Beam,
-    Hypothesis,
+    BeamHypothesis,
+    BeamParams,
     InvalidRequest,
     NotFound,
     Overloaded,
@@ -18,8 +18,8 @@ from services.client.types import (
 
 __all__ = [
     "AsyncPacelineClient",
-    "Beam",
-    "Hypothesis",
+    "BeamHypothesis",
+    "BeamParams",
     "InvalidRequest",
     "NotFound",
     "Overloaded",

@@ -1,4 +1,4 @@
-"""InferenceService.Generate made pleasant, blocking and asyncio."""
+"""Clients for InferenceService.Generate, blocking and asyncio."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.client.continuation import Continuation, Misplaced, ended_early
 from services.client.types import Messages, Options, PacelineError, Piece, Result, error_from, make_request, result_from
 
 PING_TIMEOUT_S = 5.0
-PINGED_AFTER = 0.4  # of that without news
+PINGED_AFTER = 0.4  # share of the timeout without news
 RETRY_FOR_S = 30.0
 
 
@@ -26,11 +26,12 @@ def _channel_options(ping_timeout_s: float) -> list[tuple[str, int]]:
     return [
         ("grpc.keepalive_time_ms", int(PINGED_AFTER * timeout_ms)),
         ("grpc.keepalive_timeout_ms", timeout_ms),
-        # What grpc core takes for a ping's timeout (grpc/grpc#39239).
+        # This is grpc core's option for the timeout of a ping (grpc/grpc#39239).
         ("grpc.http2.ping_timeout_ms", timeout_ms),
-        # A call sends its request and then only listens, and after two pings without data grpc core would send no more.
+        # A call sends its request and then only listens. By default grpc core stops pinging after two pings without
+        # data.
         ("grpc.http2.max_pings_without_data", 0),
-        # Despite its name: how long an attempt to connect may take. The kernel accepts for a frozen server.
+        # Despite its name: how long an attempt to connect may take. The kernel accepts connections for a frozen server.
         ("grpc.min_reconnect_backoff_ms", timeout_ms),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
@@ -54,12 +55,12 @@ class PacelineClient:
     ...     for piece in client.stream(messages=[{"role": "user", "content": "Hi!"}]):
     ...         print(piece.text, end="", flush=True)
 
-    `target`: host:port, or several of them. When a server goes away in the middle of an answer, the next one goes on
-    behind the last token that has arrived, for as long as `retry_for_s` without a new one (0: never). A connection on
-    which nothing comes for a while is pinged, and counts as lost after `ping_timeout_s` without an answer: more than
-    the longest prompt may take on its way, as pings stand behind it.
+    `target`: host:port, or several of them. When a server goes away in the middle of an answer, the next server
+    continues after the last token that has arrived. This may take up to `retry_for_s` without a new token (0: never
+    retry). A silent connection is pinged, and counts as lost after `ping_timeout_s` without an answer. This must be
+    more than the transfer time of the longest prompt, because pings wait behind it.
 
-    Every method raises a subclass of PacelineError if the request fails, TypeError if the arguments make no request.
+    Every method raises a subclass of PacelineError if the request fails, and TypeError if the arguments are wrong.
     `timeout_s` is a deadline for the whole answer.
     """
 
@@ -101,7 +102,7 @@ class PacelineClient:
         timeout_s: float | None = None,
         **options: Unpack[Options],
     ) -> Iterator[Piece]:
-        """The answer as it comes. Closing the iterator cancels the request."""
+        """The answer as it arrives. Closing the iterator cancels the request."""
         request = make_request(prompt, messages, token_ids, self._model, options)
         clock = time.monotonic
         going = Continuation(request, retry_for_s=self._retry_for_s, timeout_s=timeout_s, now_s=clock())
@@ -128,7 +129,7 @@ class PacelineClient:
                 target = (target + 1) % len(self._stubs)
 
     def close(self) -> None:
-        """Close the connections; what still runs is cancelled."""
+        """Close the connections, and cancel running requests."""
         self._closed.set()
         for channel in self._channels:
             channel.close()
@@ -141,7 +142,7 @@ class PacelineClient:
 
 
 class AsyncPacelineClient:
-    """The same for asyncio.
+    """The asyncio client.
 
     >>> async with AsyncPacelineClient("127.0.0.1:8001") as client:                             # doctest: +SKIP
     ...     result = await client.generate(messages=[{"role": "user", "content": "Hi!"}], seed=7)
@@ -187,7 +188,7 @@ class AsyncPacelineClient:
         timeout_s: float | None = None,
         **options: Unpack[Options],
     ) -> AsyncIterator[Piece]:
-        """The answer as it comes. Closing the iterator cancels the request."""
+        """The answer as it arrives. Closing the iterator cancels the request."""
         request = make_request(prompt, messages, token_ids, self._model, options)
         clock = time.monotonic
         going = Continuation(request, retry_for_s=self._retry_for_s, timeout_s=timeout_s, now_s=clock())
@@ -208,7 +209,7 @@ class AsyncPacelineClient:
                 failure = error_from(error.code(), error.details(), trailers)
                 failure.__cause__ = error
             except asyncio.CancelledError:
-                # Which is how grpc tells of a server that has cancelled the call, too.
+                # grpc also raises this when the server has cancelled the call.
                 task = asyncio.current_task()
                 if self._closed or not call.done() or (task is not None and task.cancelling()):
                     raise
@@ -220,7 +221,7 @@ class AsyncPacelineClient:
                 target = (target + 1) % len(self._stubs)
 
     async def close(self) -> None:
-        """Close the connections; what still runs is cancelled."""
+        """Close the connections, and cancel running requests."""
         self._closed = True
         for channel in self._channels:
             await channel.close(None)

@@ -1,4 +1,4 @@
-"""One request over as many calls as it takes: each goes on behind the last token that has arrived. No clock in here."""
+"""One request over several calls: each call continues after the last token that has arrived. It reads no clock."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _SEED_BITS = 63
 
 
 class Misplaced(PacelineError):
-    """The server went on at another token than it was asked to."""
+    """The server continued at another token than it was asked to."""
 
 
 class Continuation:
-    """What has come of a request, and what is asked for next.
+    """What has arrived of a request, and what to ask for next.
 
-    A call that breaks is made again: its server is away (UNAVAILABLE), it was cancelled, and not by us (a server that
-    stops), its stream was reset, or ended without a reason, or went on at another token. Once some of the answer is
-    here, also where a queue is full, for the request was accepted. Every other error is the answer.
+    A broken call is repeated. These are: the server is away (UNAVAILABLE); another side than the client cancelled the
+    call (a server that stops); the stream was reset, ended without a reason, or continued at another token. After the
+    first token this also includes a full queue, because the request was already accepted. Every other error is final.
 
-    Where neither a seed nor a key makes sure that another server generates the same tokens, the request gets a seed.
+    The request gets a seed if it has neither a seed nor a key, so that another server generates the same tokens.
     """
 
     def __init__(
         self, request: inference_pb2.GenerateRequest, *, retry_for_s: float, timeout_s: float | None, now_s: float
     ) -> None:
-        """`retry_for_s`: how long to try again without a token; 0: never. `timeout_s`: for all of it."""
+        """`retry_for_s`: how long to retry without a new token; 0: never. `timeout_s`: limit of the whole answer."""
         self.ended = False
         self._request = request
-        self._first_token = request.resume_after  # of what this continuation brings
+        self._first_token = request.resume_after  # position of the first token that this continuation returns
         self._num_tokens = request.resume_after
         self._retry_for_s = retry_for_s
         self._begun_s = self._heard_s = now_s
@@ -52,7 +52,7 @@ class Continuation:
         return self._request, None if self._deadline_s is None else max(self._deadline_s - now_s, 0.0)
 
     def take(self, response: inference_pb2.GenerateResponse, now_s: float) -> Piece:
-        """A message of the call. Raises Misplaced, and nothing of the message counts."""
+        """Take a message of the call. Raises Misplaced, and then ignores the message."""
         if response.HasField("position") and response.position != self._num_tokens:
             message = f"the server went on at token {response.position}, not at {self._num_tokens}"
             raise Misplaced(grpc.StatusCode.DATA_LOSS, message, field=None, retry_after_s=None)
@@ -62,12 +62,12 @@ class Continuation:
         if not response.hypotheses:
             self._num_tokens += len(piece.token_ids)
             self._request.resume_after = self._num_tokens
-            if not self._first_token:  # else the first ones are not known here
+            if not self._first_token:  # otherwise the earlier tokens are unknown here
                 self._request.resume_token_ids.extend(piece.token_ids)
         return piece
 
     def pause_s(self, error: PacelineError, now_s: float) -> float:
-        """How long to wait before the next call, after this error of the last one. Raises the error if it is final."""
+        """How long to wait before the next call, after this error. Raises the error if it is final."""
         pause_s = random.uniform(0.5, 1.0) * self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         pause_s = max(pause_s, error.retry_after_s or 0.0)
@@ -90,6 +90,6 @@ class Continuation:
 
 
 def ended_early() -> Unavailable:
-    """A stream that just stops."""
+    """The error for a stream that ends without a finish reason."""
     message = "the stream ended without a reason"
     return Unavailable(grpc.StatusCode.UNAVAILABLE, message, field=None, retry_after_s=None)

@@ -1,4 +1,4 @@
-"""What the client takes, returns and raises, and its translation from and to the protocol."""
+"""What the client takes, returns and raises, and the translation from and to the protocol."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TERMS = frozenset({"priority", "tenant", "deadline_s", "request_id", "cache_sal
 
 
 @dataclass(frozen=True, slots=True)
-class Beam:
+class BeamParams:
     """Search for the likeliest sequences, as transformers' generate(num_beams=width) does."""
 
     width: int
@@ -36,9 +36,9 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Keep tokens start ... end - 1 (0: all that follow) for reuse with a priority of 0 to 100, for ever or so long
-    after their last use. Lower ones are evicted first; what nobody says anything of has 35. With `decode` they count
-    from the first generated token on."""
+    """Keep tokens start ... end - 1 (end 0: all that follow) for reuse with a priority of 0 to 100, forever or for
+    `duration_ms` after their last use. Lower priorities are evicted first. Tokens outside all ranges have 35. With
+    `decode`, positions count from the first generated token."""
 
     priority: int
     start: int = 0
@@ -48,7 +48,7 @@ class Retention:
 
 
 class Sampling(TypedDict, total=False):
-    """Keyword arguments of `generate` and `stream`; what is left out takes the model's defaults."""
+    """Keyword arguments of `generate` and `stream`. A missing argument takes the model's default."""
 
     temperature: float
     top_p: float
@@ -59,20 +59,20 @@ class Sampling(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
-    bad_words: str | Sequence[str | Sequence[int]]  # banned as they stand and after a space; or token ids
+    bad_words: str | Sequence[str | Sequence[int]]  # banned as they are and after a space; or token ids
     allowed_token_ids: Sequence[int]
-    logprobs: int  # report each token's log probability, and so many of the most likely tokens at its place
+    logprobs: int  # report each token's log probability, and this many of the most likely tokens at its position
     prompt_logprobs: int
-    seed: int  # of 64 bits; -1: none
+    seed: int  # 64 bits; -1: none
     max_tokens: int
     min_tokens: int
     ignore_eos: bool
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     include_stop_str_in_output: bool
-    skip_special_tokens: bool  # in the text; so it is unless told
-    # The form of the text, one of these: a value that a JSON Schema (or its text) allows; what matches; one of several;
-    # a text of a grammar in Lark's notation or llama.cpp's.
+    skip_special_tokens: bool  # in the text; default: true
+    # The form of the text, one of: a JSON Schema (or its text); a regular expression; a list of choices; a grammar in
+    # the notation of Lark or llama.cpp.
     json_schema: Mapping[str, Any] | str
     regex: str
     choice: Sequence[str]
@@ -84,17 +84,18 @@ _MIN_FLOAT32 = 2.0**-149
 
 
 class Options(Sampling, total=False):
-    """The same, and what else can be said of a request. `priority`: larger is more urgent. `deadline_s`: from now.
-    `cache_salt`: only requests with the same one share KV.
+    """More keyword arguments. `priority`: larger is more urgent. `deadline_s`: from now. `cache_salt`: only requests
+    with the same salt share KV.
 
-    With an `idempotency_key` the same request may be sent again, to any gateway: it is not run twice at the same one,
-    and it gives the same tokens. `resume_after`: as many of them are here, and only what follows is sent."""
+    With an `idempotency_key` the same request may be sent again to any gateway. One gateway does not run it twice, and
+    all gateways give the same tokens. `resume_after`: the number of tokens that the client has; only later tokens are
+    sent."""
 
     priority: float
     tenant: str
     deadline_s: float
     request_id: str
-    beam: Beam
+    beam: BeamParams
     cache_salt: str
     idempotency_key: str
     resume_after: int
@@ -102,8 +103,8 @@ class Options(Sampling, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Hypothesis:
-    """One find of a beam search. `score`: log probability over length to the power of the length penalty."""
+class BeamHypothesis:
+    """One result of a beam search. `score`: log probability over length to the power of the length penalty."""
 
     text: str
     token_ids: list[int]
@@ -113,7 +114,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts; `cached_tokens` are those of the prompt that were not computed again."""
+    """Token counts. `cached_tokens`: prompt tokens that were not computed again."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -122,8 +123,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Of one token, before temperature and filters. `top`: the most likely tokens at its place, best first. `rank`: of
-    a prompt token, 1 for the most likely one."""
+    """The log probability of a token, before temperature and filters. `top`: the most likely tokens at its position,
+    best first. `rank`: only for a prompt token; 1 is the most likely token."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -134,33 +135,33 @@ class TokenLogprob:
 class Piece:
     """New text and tokens of a stream. The last piece has `finish_reason` and `usage`, the first has `prompt_logprobs`.
 
-    `logprobs`: of each token, if the request asks for them; `prompt_logprobs`: of each prompt token but the first.
+    `logprobs`: one per token, if the request asks for them. `prompt_logprobs`: one per prompt token but the first.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
-    hypotheses: tuple[Hypothesis, ...] = ()
+    hypotheses: tuple[BeamHypothesis, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A whole answer. Of a beam search: the best hypothesis, and all of them. `logprobs` as in Piece."""
+    """A whole answer. For a beam search: the best hypothesis, and all hypotheses. `logprobs`: see Piece."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     usage: Usage
-    hypotheses: tuple[Hypothesis, ...] = ()
+    hypotheses: tuple[BeamHypothesis, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class PacelineError(Exception):
-    """A request failed. `code` is the gRPC status; `field` names the request field at fault, if one is."""
+    """A request failed. `code`: the gRPC status. `field`: the request field at fault, if any."""
 
     def __init__(self, code: grpc.StatusCode, message: str, *, field: str | None, retry_after_s: float | None) -> None:
         super().__init__(message)
@@ -170,19 +171,19 @@ class PacelineError(Exception):
 
 
 class InvalidRequest(PacelineError):
-    """The request cannot be served as it is: see `field`."""
+    """The request is invalid: see `field`."""
 
 
 class NotFound(PacelineError):
-    """There is no such model."""
+    """The model does not exist."""
 
 
 class Overloaded(PacelineError):
-    """The queue is full: try again after `retry_after_s`."""
+    """The queue is full: retry after `retry_after_s`."""
 
 
 class Unavailable(PacelineError):
-    """The server, or all that stands behind it, is away."""
+    """The server, or everything behind it, is away."""
 
 
 _ERRORS: dict[grpc.StatusCode, type[PacelineError]] = {
@@ -207,8 +208,8 @@ def error_from(
 def make_request(
     prompt: str | None, messages: Messages | None, token_ids: Sequence[int] | None, model: str, options: Options
 ) -> inference_pb2.GenerateRequest:
-    """The protocol's request; an option that is None is left out. Raises TypeError unless one kind of prompt is given,
-    and for unknown options."""
+    """The protocol's request, without options that are None. Raises TypeError unless one kind of prompt is given, and
+    for unknown options."""
     if sum(value is not None for value in (prompt, messages, token_ids)) != 1:
         raise TypeError("give exactly one of prompt, messages and token_ids")
     request = inference_pb2.GenerateRequest(model=model)
@@ -234,7 +235,7 @@ def make_request(
 
 
 def _fill(message: Message, values: Mapping[str, Any]) -> None:
-    """Raises TypeError naming what the protocol has no room for."""
+    """Set the fields. Raises TypeError that names a value that the protocol cannot hold."""
     for name, value in values.items():
         try:
             message.MergeFrom(type(message)(**{name: value}))
@@ -243,7 +244,7 @@ def _fill(message: Message, values: Mapping[str, Any]) -> None:
 
 
 def _sampling_options(values: dict[str, Any]) -> dict[str, Any]:
-    """As the protocol names them."""
+    """The options by the protocol's names."""
     if "allowed_token_ids" in values and not len(values["allowed_token_ids"]):
         raise TypeError("allowed_token_ids is empty: nothing could be sampled")
     if isinstance(values.get("stop"), str):
@@ -257,7 +258,7 @@ def _sampling_options(values: dict[str, Any]) -> dict[str, Any]:
         values["json_schema"] = json.dumps(values["json_schema"])
     words = values.pop("bad_words", ())
     words = [words] if isinstance(words, str) else words
-    # Above 0, but 0 in the 32 bits in which they travel.
+    # Above 0, but 0 in the protocol's 32 bits.
     values |= {name: _MIN_FLOAT32 for name in ("top_p", "typical_p") if 0 < (values.get(name) or 0) < _MIN_FLOAT32}
     return {
         **values,
@@ -266,7 +267,7 @@ def _sampling_options(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _beam(beam: Beam) -> inference_pb2.BeamOptions:
+def _beam(beam: BeamParams) -> inference_pb2.BeamOptions:
     stopping = {True: inference_pb2.EARLY_STOPPING_FIRST, "never": inference_pb2.EARLY_STOPPING_NEVER}
     return inference_pb2.BeamOptions(
         width=beam.width,
@@ -287,7 +288,7 @@ def piece_from(response: inference_pb2.GenerateResponse) -> Piece:
         if response.HasField("usage")
         else None,
         tuple(
-            Hypothesis(found.text, list(found.token_ids), found.score, _REASONS[found.finish_reason])
+            BeamHypothesis(found.text, list(found.token_ids), found.score, _REASONS[found.finish_reason])
             for found in response.hypotheses
         ),
         tuple(map(_token_logprob, response.logprobs)),
@@ -300,7 +301,7 @@ def _token_logprob(token: inference_pb2.TokenLogprob) -> TokenLogprob:
 
 
 def result_from(pieces: Sequence[Piece]) -> Result:
-    """All pieces of a stream as one answer."""
+    """Combine all pieces of a stream into one answer."""
     last = pieces[-1] if pieces else None
     if last is None or last.finish_reason is None or last.usage is None:
         raise Unavailable(

@@ -1,4 +1,5 @@
 """The gateway: OpenAI HTTP and gRPC for clients, one session with the scheduler.
 
-`server` puts the rooms together; imports point down: grpc, openai, engine, then text, admission and telemetry.
+`server` puts the rooms together. Imports point down: grpc, openai, http and engine, grammars, then admission, text and
+telemetry. A contract in pyproject.toml holds this order.
 """

@@ -1,4 +1,4 @@
-"""One error type for both fronts: an HTTP status with OpenAI's error fields, and its gRPC status code."""
+"""The error type of both APIs: an HTTP status with OpenAI's error fields, and a gRPC status code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-CLIENT_CLOSED_REQUEST = 499  # the client has gone and does not read this status
+CLIENT_CLOSED_REQUEST = 499  # the client has gone, and does not read this status
 _GRPC_CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     404: grpc.StatusCode.NOT_FOUND,
@@ -18,7 +18,7 @@ _GRPC_CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-# google.rpc.Code of a failed request -> HTTP status; every other code is a fault of ours, 500.
+# google.rpc.Code of a failed request -> HTTP status. Any other code is an internal error, 500.
 _HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT.value[0]: 400,
     grpc.StatusCode.OUT_OF_RANGE.value[0]: 400,
@@ -30,8 +30,8 @@ _HTTP_STATUS = {
 }
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
 _CODES = {429: "rate_limit_exceeded", 503: "service_unavailable", 504: "deadline_exceeded"}
-# The request failed by itself, or its time is over. OpenAI's clients ask twice more after any 5xx, and a request that
-# kills its worker would kill one at each attempt of each of them.
+# A retry cannot succeed: the request itself failed, or its time is over. OpenAI's clients retry twice after any 5xx,
+# and a request that kills its worker would kill a worker at each attempt.
 _FINAL = (500, 504)
 
 
@@ -60,18 +60,18 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """OpenAI's error type: whose fault it is."""
+        """OpenAI's error type."""
         return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
     @property
     def grpc_code(self) -> grpc.StatusCode:
-        """The status code the gRPC front answers with."""
+        """The status code for the gRPC API."""
         return _GRPC_CODES.get(self.status, grpc.StatusCode.INTERNAL)
 
     @property
     def headers(self) -> dict[str, str]:
-        """When to come back: in whole seconds, as HTTP has it, and more exactly for clients that know (OpenAI's do); or
-        that it is no use (which they know as well)."""
+        """When to retry: in whole seconds (standard HTTP), and in milliseconds for clients that read it (OpenAI's do).
+        For a final error: not to retry."""
         if self.status in _FINAL:
             return {"x-should-retry": "false"}
         if self.retry_after_s is None:
@@ -86,19 +86,23 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
+class Gone(Exception):
+    """The client has closed its connection before its request was submitted. No answer is due."""
+
+
 def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiError:
     """A 400 that names the field."""
     return ApiError(400, message, param=param, code=code)
 
 
 def is_final(code: int) -> bool:
-    """Whether a request that ended with this google.rpc.Code would meet the same fate again: it is a fault of ours, or
-    of its own."""
+    """Whether a request that ended with this google.rpc.Code would fail again, because of itself or an internal
+    error."""
     return code not in _HTTP_STATUS
 
 
 def from_scheduler(code: int, message: str, field: str, retry_after_s: float) -> ApiError:
-    """The error for an Ending with FINISH_REASON_ERROR (`code` is a google.rpc.Code)."""
+    """The error for an Ending with FINISH_REASON_ERROR. `code` is a google.rpc.Code."""
     status = _HTTP_STATUS.get(code, 500)
     return ApiError(
         status,

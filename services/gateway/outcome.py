@@ -1,4 +1,4 @@
-"""How one sequence ended: what the metrics count and the log line tells."""
+"""How one sequence ended, for the metrics and the request log."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from paceline.v1 import inference_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Times are in seconds; None where a time is not known, or the event never happened."""
+class SequenceOutcome:
+    """Times are in seconds; None if a time is unknown or the event did not happen."""
 
     request_id: str
     answer_id: str
     endpoint: str
-    sample: int  # which of several of one prompt
+    sample: int  # index among the samples of one prompt
     tenant: str
-    finish_reason: str  # stop, length, abort (its client has gone) or error
-    status: int  # of HTTP, also over gRPC; 499 for an abort
-    message: str  # of an error
+    finish_reason: str  # stop, length, abort (the client has gone) or error
+    status: int  # HTTP status, also for gRPC; 499 for an abort
+    message: str  # error message
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int | None
-    ttft_s: float | None  # from the arrival of the request to its first token
-    tpot_s: float | None  # between the first and the last token, for each token after the first
-    latency_s: float  # from the arrival of the request to the end of this sequence
-    timing: inference_pb2.RequestTiming | None  # as the scheduler says; None if it has not said
-    num_submissions: int  # to a scheduler; more than 1 if the scheduler was lost
+    ttft_s: float | None  # from the request's arrival to the first token
+    tpot_s: float | None  # mean time per token between the first and the last token
+    latency_s: float  # from the request's arrival to the end of this sequence
+    timing: inference_pb2.RequestTiming | None  # as reported by the scheduler, if it was
+    num_submissions: int  # to a scheduler; more than 1 if a scheduler was lost

@@ -1,4 +1,4 @@
-"""The gateway as a service: HTTP front, gRPC front and the session to the scheduler."""
+"""The gateway as a service: the HTTP API, the gRPC API and the session with the scheduler."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from paceline.v1 import inference_pb2_grpc
 from services.gateway.engine.request import RequestBuilder
 from services.gateway.engine.request_store import RequestStore
 from services.gateway.engine.session import SchedulerSession
-from services.gateway.grpc.front import SERVICE_NAME, InferenceFront
+from services.gateway.grpc.inference_service import SERVICE_NAME, InferenceService
 from services.gateway.http.body import Bodies, default_max_body_bytes
 from services.gateway.http.server import HttpServer
-from services.gateway.openai.door import Door
+from services.gateway.openai.admission_control import AdmissionControl
+from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.routes import CHAT_COMPLETIONS, COMPLETIONS, create_app
-from services.gateway.openai.state import Gateway
 from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.request_log import RequestLog
@@ -38,20 +38,20 @@ from services.runtime.service import Addresses, CannotStart, interruptible, trim
 _log = get_logger(__name__)
 
 _DRAIN_POLL_S = 0.05
-# Whoever is about to send a request on a connection that it has used before gets so long to do so.
+# During a drain, idle connections stay open this long, so that a client that is just sending a request can do so.
 _IDLE_CONNECTIONS_S = 1.0
-# What has not ended when the drain time is over is told so.
+# After the drain time, requests get this long to fail with an error.
 _LAST_WORDS_S = 0.5
 _TICK_S = 0.2
 _WATCH_S = 0.02
-# Memory is given back to the system when so much of bodies and messages was freed, and none in the last second.
+# Free memory goes back to the system after this many bytes of bodies and messages were freed, and none in one second.
 _TRIMMED_BYTES, _TRIM_S = 16 * 2**20, 1.0
-# A gRPC message takes about so many times its size while it is received: as slices, as bytes, as a message.
+# A gRPC message takes about this many times its size while it is received: as slices, as bytes, as a message.
 _COPIES = 4
-_MAX_READING = 64  # gRPC messages at once
-# A gRPC client may send so much of a message before the gate reads it.
+_MAX_READING = 64  # gRPC messages that are read at once
+# How much of a message a gRPC client may send before the gate reads it.
 _LOOKAHEAD_BYTES = 16 * 1024
-# A gRPC connection is closed that says nothing for so long after it was made, or has had no call for so long.
+# A gRPC connection is closed without a handshake in the first time, and without a call in the second.
 _HANDSHAKE_S, _IDLE_CALLS_S = 10.0, 300.0
 
 
@@ -60,8 +60,8 @@ async def serve(
 ) -> None:
     """Run until `stop` is set, then drain.
 
-    Serves /health at once, with or without a scheduler. Raises OSError for a port that is taken, CannotStart for a
-    model whose files cannot be read, RuntimeError when a task that everything needs has failed.
+    Serves /health at once, with or without a scheduler. Raises OSError for a port that is in use, CannotStart if the
+    model's files cannot be read, RuntimeError if a background task fails.
     """
     with interruptible():
         model = await asyncio.to_thread(_read_model, settings)
@@ -92,11 +92,13 @@ async def serve(
         send_timeout_s=settings.send_timeout_s,
         costly=tuple(f"POST {path} ".encode() for path in (COMPLETIONS, CHAT_COMPLETIONS)),
         on_gone=gateway.count_gone,
-        doorkeeper=Door(gateway, {COMPLETIONS.encode(): "completion", CHAT_COMPLETIONS.encode(): "chat"}),
+        admission_hook=AdmissionControl(
+            gateway, {COMPLETIONS.encode(): "completion", CHAT_COMPLETIONS.encode(): "chat"}
+        ),
     )
     http_port = await http_server.start()
     grpc_server = _grpc_server(settings, gateway)
-    front = InferenceFront(gateway)
+    front = InferenceService(gateway)
     grpc_server.add(SERVICE_NAME, lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(front, s))
     # grpc.health.v1 says SERVING exactly while /ready says 200.
     session.on_status = lambda: grpc_server.set_serving(gateway.ready)
@@ -194,8 +196,8 @@ def _make_gateway(settings: GatewaySettings, model: _ReadModel, session: Schedul
 
 
 async def _beside(background: Sequence[asyncio.Task[Any]], work: Coroutine[Any, Any, object]) -> None:
-    """Do it. Raises RuntimeError as soon as a task in the background has ended: without it we would serve nobody, and
-    look well."""
+    """Run the work. Raises RuntimeError as soon as a background task ends: otherwise the gateway would look healthy and
+    serve no request."""
     working = asyncio.create_task(work)
     try:
         await asyncio.wait([working, *background], return_when=asyncio.FIRST_COMPLETED)
@@ -220,7 +222,7 @@ async def _trim_at_rest(bodies: Bodies) -> None:
     trimmed = before = 0
     while True:
         await asyncio.sleep(_TRIM_S)
-        freed = bodies.num_given_back
+        freed = bodies.num_released
         if freed == before and freed - trimmed >= _TRIMMED_BYTES:
             await asyncio.to_thread(trim_memory)
             trimmed = freed
@@ -235,7 +237,7 @@ async def _watch_loop(metrics: GatewayMetrics) -> None:
 
 
 async def _drain(gateway: Gateway, http_server: HttpServer, grpc_server: GrpcServer, drain_s: float) -> None:
-    """Nobody can connect any more; answer those who have."""
+    """Wait for the open connections and calls. New connections are already refused."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     _log.info("draining", live=gateway.metrics.live_requests, drain_s=drain_s)
@@ -249,4 +251,4 @@ async def _drain(gateway: Gateway, http_server: HttpServer, grpc_server: GrpcSer
     while not drained() and loop.time() < began_s + drain_s:  # noqa: ASYNC110 - polled once in a gateway's life
         await asyncio.sleep(_DRAIN_POLL_S)
     if gateway.metrics.live_requests:
-        _log.warning("drain time is over; the rest fails", live=gateway.metrics.live_requests)
+        _log.warning("the drain time is over; live requests fail", live=gateway.metrics.live_requests)

@@ -11,7 +11,7 @@ from pydantic import Field
 from demo import CHECKPOINT
 from services.runtime.settings import AddressList, ServiceSettings
 
-# One variable for every service that needs to know the model (gateway: tokenizer, worker: weights).
+# One variable for every service that needs the model: the gateway its tokenizer, the worker its weights.
 MODEL_ENV = "PACELINE_MODEL"
 DEMO_MODEL_NAME = "paceline-demo"
 
@@ -22,19 +22,20 @@ class GatewaySettings(ServiceSettings, section="gateway"):
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
     grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port; 0 takes a free one")
     scheduler: AddressList = Field(
-        "127.0.0.1:50051", description="host:port of the scheduler; of several (with commas), if others stand by"
+        "127.0.0.1:50051",
+        description="host:port of the scheduler; with commas: of the leader and its standbys",
     )
     model: str = Field(
         default_factory=lambda: os.environ.get(MODEL_ENV) or str(CHECKPOINT),
         description=f"checkpoint folder, or a hub name, for its tokenizer (default: {MODEL_ENV}, else the demo model)",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="type of weights that the workers have to serve; auto: any"
+        "auto", description="type of weights that the workers must serve; auto: any"
     )
     served_model_name: str | None = Field(None, description="name that clients use (default: the folder's name)")
     chat_template: str | None = Field(None, description="chat template or its path (default: the checkpoint's)")
     max_model_len: int | None = Field(
-        None, ge=2, description="prompt and output tokens of a request together (default: what the worker says)"
+        None, ge=2, description="prompt and output tokens of a request together (default: the worker's limit)"
     )
     max_body_bytes: int | None = Field(
         None,
@@ -43,18 +44,21 @@ class GatewaySettings(ServiceSettings, section="gateway"):
         "from 1 to 16 MiB)",
     )
     max_bodies_bytes: int = Field(
-        256 * 2**20, ge=1024, description="memory for all bodies that are being read or tokenised; one more gets 429"
+        256 * 2**20,
+        ge=1024,
+        description="memory for all bodies that are being read or tokenised; a request above it gets 429",
     )
     log_requests: bool = Field(True, description="one line at info for each finished request")
     metrics_tenants: int = Field(
-        32, ge=0, le=1000, description="tenants with metrics of their own, the first ones seen; the others are `other`"
+        32,
+        ge=0,
+        le=1000,
+        description="the first tenants, up to this many, have their own metrics; all others share `other`",
     )
-    metrics_tenant_names: str = Field(
-        "", description="tenants (with commas) that have metrics of their own, however many there are"
-    )
+    metrics_tenant_names: str = Field("", description="tenants (with commas) that always have their own metrics")
     max_live_requests: int = Field(4096, ge=1, description="requests in flight; one more gets 429")
     max_connections: int = Field(
-        16384, ge=1, description="HTTP connections; one more gets 503 (at most as many as files may be open, but 256)"
+        16384, ge=1, description="HTTP connections; one more gets 503 (at most the limit of open files less 256)"
     )
     max_connections_per_client: int | None = Field(
         None,
@@ -63,27 +67,27 @@ class GatewaySettings(ServiceSettings, section="gateway"):
         "(default: half of max_connections, at least 64; behind a proxy give it as many as max_connections)",
     )
     allowed_origins: str = Field(
-        "*", description="origins (with commas) whose web pages may call the HTTP API; *: all, empty: none"
+        "*", description="origins (with commas) of web pages that may call the HTTP API; *: all, empty: none"
     )
     head_timeout_s: float = Field(
-        30.0, gt=0, description="seconds for the headers of a request, after which the connection is closed"
+        30.0, gt=0, description="seconds for the headers of a request; then the connection is closed"
     )
     send_timeout_s: float = Field(
-        60.0, gt=0, description="seconds in which an HTTP client reads nothing of its answer, after which it is cut off"
+        60.0, gt=0, description="seconds without reading, after which the connection of an HTTP client is closed"
     )
     scheduler_wait_s: float = Field(
-        30.0, ge=0, description="seconds a request waits for a scheduler that is away before it fails with 503"
+        30.0, ge=0, description="seconds that a request waits for an absent scheduler before it fails with 503"
     )
 
     resume_grace_s: float = Field(
-        10.0, ge=0, description="seconds a request with an idempotency key goes on without its client"
+        10.0, ge=0, description="seconds that a request with an idempotency key continues without its client"
     )
-    resume_keep_s: float = Field(60.0, ge=0, description="seconds its answer is kept after that it has ended")
-    resume_keep_bytes: int = Field(64 * 2**20, ge=0, description="memory for such answers, about")
+    resume_keep_s: float = Field(60.0, ge=0, description="seconds that its finished answer is kept")
+    resume_keep_bytes: int = Field(64 * 2**20, ge=0, description="approximate memory for such answers")
 
     @property
     def tenant_names(self) -> list[str]:
-        """Of metrics_tenant_names."""
+        """The names in metrics_tenant_names."""
         return [name for part in self.metrics_tenant_names.split(",") if (name := part.strip())]
 
     @property

@@ -1,0 +1,4 @@
+"""What every service shares: settings, logs, gRPC servers and channels, liveness, leader lookup, model files.
+
+May import no other package of the project but the protocol's messages.
+"""

@@ -1,31 +1,31 @@
-"""Epochs of elected schedulers: who has seen a later master has nothing more to do with an earlier one.
+"""Fences off schedulers that are no longer the leader, by the epoch of each elected scheduler.
 
-A master may be frozen, or cut off, and come back when another one has long taken over. It cannot know that at once;
-those it talks to do. Each worker, gateway and cache has one Fence for as long as it lives.
+A leader may freeze or lose its network, and come back when another scheduler leads. It does not know this at once, but
+its peers do. Each worker, gateway and cache keeps one Fence for its whole life.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-# Where the scheduler is the one that calls: as metadata of the call.
+# The metadata key for the epoch, in calls that the scheduler makes.
 METADATA_KEY = "paceline-fence"
 _MAX_EPOCH = 2**64 - 1
 _MAX_DIGITS = len(str(_MAX_EPOCH))
 
 
 class StaleScheduler(Exception):
-    """It is not the master any more. The message says so in one line."""
+    """The scheduler is no longer the leader. The message says so in one line."""
 
 
 class Fence:
-    """The highest epoch seen; 0 while all schedulers were alone, not elected."""
+    """The highest epoch seen. 0: only schedulers without an election so far."""
 
     def __init__(self) -> None:
         self.epoch = 0
 
     def check(self, epoch: int) -> None:
-        """Let a scheduler of this epoch pass, and none with a lower one from now on. Raises StaleScheduler."""
+        """Accept a scheduler of this epoch, and refuse every lower epoch from now on. Raises StaleScheduler."""
         if epoch < self.epoch:
             raise StaleScheduler(f"a scheduler of epoch {epoch} is refused: there was a master of epoch {self.epoch}")
         self.epoch = epoch
@@ -36,7 +36,7 @@ def to_metadata(epoch: int) -> tuple[tuple[str, str], ...]:
 
 
 def from_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> int:
-    """0 if there is none. Raises ValueError for what is no epoch."""
+    """The epoch in a call's metadata; 0 if there is none. Raises ValueError if it is invalid."""
     for key, value in metadata:
         if key == METADATA_KEY:
             short = isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= _MAX_DIGITS

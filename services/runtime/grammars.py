@@ -1,9 +1,8 @@
-"""How much a grammar may cost the process that reads it: a gateway's trial process, and a worker.
+"""Limits on what a grammar may cost the processes that use it: a gateway's trial process, and a worker.
 
-llguidance counts its own work (fuel, items, symbols, states) and puts a matcher into an error state at a limit. That
-costs the same on every machine, so gateways and workers come to the same answer for the same grammar. What llguidance
-does not count, such as the automaton of `multipleOf`, is limited by the CPU time and the memory of a trial process.
-"""
+llguidance counts its own work (fuel, items, symbols, states) and puts a matcher into an error state at a limit. The
+counts are the same on every machine, so gateways and workers agree about a grammar. What llguidance does not count,
+such as the automaton of `multipleOf`, is limited by the CPU time and the memory of a trial process."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from llguidance import LLParserLimits
 # 1,607 items. With 128,000 tokens the expression `[a-z ]{1,200}` needs between 10,000 and 20,000 items a step.
 # llguidance's own fuel (1,000,000) lets the regular expression `x*` 15,000 times take 3 s and 0.9 GB; 50,000 refuses
 # it after 13 ms. Its own fuel for a step (200,000) allows masks of 17 ms; 20,000 allows 2 ms.
-# States of the lexer take 0.5 kB each, and are shared by all matchers of a grammar. A matcher with a full lexer begins
-# anew with the text so far.
+# A lexer state takes 0.5 kB. All matchers of a grammar share the states. A matcher with a full lexer starts again with
+# the text so far.
 LIMITS = LLParserLimits(
     max_grammar_size=10_000,
     max_items_in_row=2_000,
@@ -26,11 +25,11 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _SHOWN_CHARS = 300
-_DEAD_END = "NoExtensionBias"  # llguidance's name for a text that no token can go on
+_DEAD_END = "NoExtensionBias"  # llguidance's name for a text that no token can continue
 
 
 def one_line(mistake: str) -> str:
-    """What llguidance says of a grammar; it may quote all of it."""
+    """llguidance's message about a grammar, in one line. The original may quote the whole grammar."""
     text = " ".join(mistake.replace("<non-verbose/>", "").split())
     if text == _DEAD_END:
         return "no text can match it: a rule or a $ref leads only to itself, or parts contradict each other"

@@ -15,8 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
 def check(target: str, service: str = "", timeout_s: float = 3.0) -> str | None:
-    """None if `service` ("" is the whole server) at `target` (host:port) is SERVING, else why not, in one line."""
-    # A probe must reach the container it stands in, whatever proxy the environment names.
+    """None if `service` at `target` (host:port) is SERVING; otherwise the reason in one line. "": the whole server."""
+    # A probe must reach its own container, whatever proxy the environment names.
     options = [("grpc.enable_http_proxy", 0)]
     with grpc.insecure_channel(target, options=options) as channel:
         try:
@@ -30,7 +30,7 @@ def check(target: str, service: str = "", timeout_s: float = 3.0) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the check that the command line names; returns the exit status."""
+    """Run the check of the command line, and return the exit status."""
     parser = argparse.ArgumentParser(prog="healthcheck", description="grpc.health.v1 status of a service")
     parser.add_argument("target", metavar="HOST:PORT")
     parser.add_argument("--service", default="", metavar="NAME", help="full gRPC service name; default: the server")

@@ -1,4 +1,4 @@
-"""Models by name: the files that a service needs, from a folder or, fetched once and kept, from a model hub."""
+"""Finds a model's files by name: in a folder, or on a model hub (downloaded once and kept)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Repositories carry the same weights in other formats below the top: nothing there is needed.
+# Subfolders of a repository contain the same weights in other formats.
 _NEVER = ["*/*"]
-# Between two lines about a download that takes long.
+# The time between two log lines about a long download.
 _REPORT_EVERY_S = 5.0
 _REASON_CHARACTERS = 200
-# How long the hub may take to say whether it knows a model.
+# How long the hub may take to answer whether it has a model.
 _PATIENCE_S = 10.0
 
 
 class NoSuchModel(Exception):
-    """There is no such folder, and the hub does not give such a model. The message is one line."""
+    """The folder does not exist, and the hub does not have the model. The message is one line."""
 
 
 def local_folder(model: str) -> Path | None:
@@ -27,7 +27,7 @@ def local_folder(model: str) -> Path | None:
 
 
 def checkpoint_folder(model: str, patterns: Sequence[str], ignore: Sequence[str] = ()) -> Path:
-    """`model` if it is a folder; else the folder with the hub's files of this name that match. Raises NoSuchModel."""
+    """`model` if it is a folder; otherwise a folder with the hub's matching files of this name. Raises NoSuchModel."""
     folder = local_folder(model)
     if _is_gguf(model, folder):
         raise NoSuchModel(f"{model} is GGUF, which is not supported: a checkpoint is config.json and safetensors files")
@@ -39,20 +39,21 @@ def checkpoint_folder(model: str, patterns: Sequence[str], ignore: Sequence[str]
 
 
 def _is_gguf(model: str, folder: Path | None) -> bool:
-    """A file, a folder with nothing else that is a model, or a repository that says so in its name, as most do."""
+    """Whether the model is in GGUF format: a .gguf file, a folder with no other model, or a repository with that
+    name."""
     if folder is None:
         return model.lower().endswith("gguf")
     return not (folder / "config.json").exists() and any(folder.glob("*.gguf"))
 
 
 def more_files(model: str, folder: Path, patterns: Sequence[str]) -> None:
-    """Fetch further files into what checkpoint_folder() gave, of the same revision. Raises NoSuchModel."""
+    """Download more files of the same revision into the folder of checkpoint_folder(). Raises NoSuchModel."""
     if local_folder(model) is None:
         _fetch(model, patterns, (), revision=folder.name)
 
 
 def _fetch(name: str, patterns: Sequence[str], ignore: Sequence[str], revision: str | None) -> Path:
-    # Only here: it takes a second to import.
+    # Imported here, because the import takes a second.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -81,13 +82,13 @@ def _fetch(name: str, patterns: Sequence[str], ignore: Sequence[str], revision: 
             f"there is no folder {name}, the hub's cache does not have it (or only a part), "
             f"and the hub cannot be asked: {_one_line(silence or error.__cause__ or error)}"
         ) from error
-    except Exception as error:  # the client raises a dozen unrelated types
+    except Exception as error:  # the library raises a dozen unrelated types
         raise NoSuchModel(f"{name} cannot be fetched from the hub: {_one_line(error)}") from error
     return Path(folder)
 
 
 def _why_silent(name: str) -> Exception | None:
-    """None if the hub knows the model. snapshot_download() asks as well, but would wait for ever for an answer."""
+    """None if the hub has the model. snapshot_download() asks too, but it would wait forever for an answer."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
@@ -95,7 +96,7 @@ def _why_silent(name: str) -> Exception | None:
         HfApi().model_info(name, timeout=_PATIENCE_S)
     except (HFValidationError, RepositoryNotFoundError):
         raise
-    except Exception as error:  # no network, no answer, told to stay offline, a hub in trouble
+    except Exception as error:  # no network, no answer, offline mode, or a hub error
         return error
     return None
 
@@ -105,7 +106,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _lines_about(name: str) -> type[Any]:
-    """What the client shall use for bars where there is no terminal: a line now and then while bytes arrive."""
+    """A replacement for progress bars without a terminal: a log line now and then while bytes arrive."""
     from huggingface_hub.utils.tqdm import tqdm
 
     said_s = time.monotonic()

@@ -1,9 +1,9 @@
-"""Whether the other end of a link still runs: heartbeats of its event loop.
+"""Detects whether the event loop at the other end of a link still runs, by heartbeats.
 
-Pings do not tell: gRPC's own threads answer them while the loop behind them is stuck. So both ends of a link between
-services send a heartbeat four times a second, or anything else, and give the link up when the other one has been silent
-for too long. Who dials says in its first message that it reads heartbeats, the other end sends the first one, and only
-who has sent one is held to it: either end may be of a version that knows nothing of this.
+Pings cannot tell: gRPC's own threads answer them while the loop behind them is stuck. So each end of a link between
+services sends a heartbeat, or another message, four times a second, and gives up the link when the other end is silent
+for too long. The dialling end says in its first message that it reads heartbeats. The other end sends the first
+heartbeat. An end is checked only after its first heartbeat, because it may be of a version without heartbeats.
 """
 
 from __future__ import annotations
@@ -13,32 +13,30 @@ import os
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
-# How often each end says that it is there.
+# The time between two heartbeats of one end.
 BEAT_S = 0.25
-# What a peer gets to answer the opening of a link, which may follow a start or bring much to do.
+# How long a peer may take to answer the opening of a link. The opening may follow a start or cause much work.
 OPENING_S = 5.0
-# The limit grows by so many times what heartbeats have been late of late, and to so many times itself at the most.
+# The limit grows by TIMES_LATE times the recent lateness of heartbeats, and at most to TIMES_LIMIT times itself.
 TIMES_LATE, TIMES_LIMIT = 2.0, 3.0
-# Threads that want to run on each core: with more of them it grows as they do. With nine a thread may wait for 1.7 s.
+# The limit also grows with the number of runnable threads per core above this. With nine, a thread may wait for 1.7 s.
 CROWD = 2.0
 # How long a late heartbeat is remembered, at least.
 REMEMBER_S = 30.0
 
 
 class Silent(Exception):
-    """Nothing was heard of the other end for too long."""
+    """The other end was silent for too long."""
 
 
 class Watch:
-    """Judges one peer, for an observer who calls `passed` every BEAT_S. Times in seconds on any monotonic clock.
+    """Checks one peer, for an observer that calls `passed` every BEAT_S. Times are seconds of any monotonic clock.
 
-    Who was stalled must not judge others: of the time between two calls of `passed` no more counts than BEAT_S, which
-    puts the verdict off by what the observer's own loop was late. And where heartbeats have come late of late (the peer
-    or the observer gets too little of the machine) they may be later: by TIMES_LATE times as much. Nor is
-    the first one that is late a surprise on a crowded machine. A peer that hangs is so found after limit_s + 2 * BEAT_S
-    at the most on a machine that is not loaded, and after TIMES_LIMIT times limit_s in the observer's own time in any
-    case.
-    """
+    A stalled observer must not give up its peer. So of the time between two calls of `passed`, at most BEAT_S counts,
+    and the decision is delayed by the lateness of the observer's own loop. If heartbeats were late recently (the peer
+    or the observer gets too little CPU), they may be later by TIMES_LATE times as much. On a crowded machine even the
+    first late heartbeat is no surprise. On a machine without load, a stuck peer is detected after limit_s + 2 * BEAT_S
+    at most. In any case it is detected after TIMES_LIMIT times limit_s of the observer's own time."""
 
     __slots__ = (
         "_crowd",
@@ -53,19 +51,19 @@ class Watch:
     )
 
     def __init__(self, limit_s: float, now_s: float, *, opened: bool) -> None:
-        """`opened`: the peer has said its first already."""
-        self.promised = False  # that it sends heartbeats
+        """`opened`: the peer has already sent its first message."""
+        self.promised = False  # whether the peer sends heartbeats
         self.limit_s = limit_s
         self._opened = opened
         self._heard_s = self._ticked_s = now_s
         self._silent_s = 0.0
         self._crowd = 1.0
-        # The most that anything was late: since _remembered_s, and before that.
+        # The largest lateness since _remembered_s, and in the period before.
         self._late_s, self._remembered_s = [0.0, 0.0], now_s
 
     @property
     def allowed_s(self) -> float:
-        """How long the peer may be silent; infinite for one that never promised to speak."""
+        """How long the peer may be silent. Infinite if it sends no heartbeats."""
         if not self._opened:
             return max(OPENING_S, self.limit_s)
         if not self.promised:
@@ -74,7 +72,7 @@ class Watch:
         return min(allowed_s, TIMES_LIMIT * self.limit_s)
 
     def heard(self, now_s: float) -> None:
-        """Something has come from the peer."""
+        """A message of the peer has arrived."""
         if self._opened and self.promised:
             self._late_s[0] = max(self._late_s[0], now_s - self._heard_s - BEAT_S)
             if now_s - self._remembered_s > REMEMBER_S:
@@ -84,8 +82,8 @@ class Watch:
         self._silent_s = 0.0
 
     def passed(self, now_s: float, load: float = 0.0) -> float | None:
-        """Time has passed, on a machine with so many threads for each core. Returns for how long the peer has been
-        silent, if that is too long."""
+        """Check the peer, on a machine with `load` runnable threads per core. Returns the seconds of silence if they
+        are too many."""
         self._crowd = max(1.0, load / CROWD)
         self._silent_s += min(now_s - max(self._ticked_s, self._heard_s), BEAT_S)
         self._ticked_s = now_s
@@ -93,7 +91,7 @@ class Watch:
 
 
 async def beat(watch: Watch, send: Callable[[], object]) -> NoReturn:
-    """Send a heartbeat four times a second, and raise Silent when the other end has been silent for too long."""
+    """Send a heartbeat four times a second. Raises Silent when the other end was silent for too long."""
     clock, num_cores = asyncio.get_running_loop().time, os.cpu_count() or 1
     while True:
         send()
@@ -103,7 +101,7 @@ async def beat(watch: Watch, send: Callable[[], object]) -> NoReturn:
 
 
 async def first_of(*work: Coroutine[Any, Any, None]) -> None:
-    """Until one of them ends or raises; the others are cancelled."""
+    """Run all until one ends or raises. The others are cancelled."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

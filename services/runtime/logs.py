@@ -17,10 +17,10 @@ import structlog
 from structlog.contextvars import bind_contextvars, merge_contextvars, unbind_contextvars
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-# Libraries that say at INFO what we say better ourselves (or that nobody asked about).
+# Libraries with log lines at INFO that repeat our own, or that are of no use.
 _QUIET_LOGGERS = ("asyncio", "httpcore", "httpx", "huggingface_hub", "uvicorn.access", "uvicorn.error")
 _FORMATS = ("auto", "human", "json")
-MAX_VALUE = 20_000  # characters; a guest's error may have megabytes
+MAX_VALUE = 20_000  # characters; a foreign error message may have megabytes
 
 
 def configure_logging(service: str, level: str, fmt: str, *, stream: IO[str] | None = None) -> None:
@@ -64,7 +64,7 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
 
 
 def bind_request_id(request_id: str | None) -> None:
-    """Put the request's id on every line of the current task and the tasks it starts; None takes it off."""
+    """Put the request's id on every log line of the current task and the tasks it starts. None removes the id."""
     if request_id is None:
         unbind_contextvars("request_id")
     else:
@@ -72,7 +72,7 @@ def bind_request_id(request_id: str | None) -> None:
 
 
 def human_renderer(colors: bool) -> structlog.dev.ConsoleRenderer:
-    """Renders an event dict as the line a person reads."""
+    """Renders an event as a line for people."""
     return structlog.dev.ConsoleRenderer(
         colors=colors, exception_formatter=structlog.dev.plain_traceback, pad_event_to=0, sort_keys=False
     )
@@ -110,7 +110,7 @@ def _renderers(human: bool, stream: IO[str]) -> list[Processor]:
 
 
 def _shorten_timestamp(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-    # 2026-01-02T03:04:05.678901Z: a person at a terminal wants the time of day.
+    # 2026-01-02T03:04:05.678901Z: at a terminal the time of day is enough.
     event["timestamp"] = str(event["timestamp"])[11:23]
     return event
 
@@ -118,7 +118,7 @@ def _shorten_timestamp(_: WrappedLogger, __: str, event: EventDict) -> EventDict
 def _to_json(event: dict[str, Any], **_: Any) -> str:
     try:
         return orjson.dumps(event, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
-    except TypeError:  # half a character, in what somebody else has written
+    except TypeError:  # a foreign text has half a character
         return json.dumps(event, default=str)
 
 

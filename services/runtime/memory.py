@@ -1,4 +1,4 @@
-"""How much memory this process may still take, and how often the kernel killed a process for want of memory.
+"""How much more memory this process may use, and how often the kernel killed a process for lack of memory.
 
 Sources: /proc/meminfo (proc(5)), control groups version 2 (memory.max, memory.current, memory.stat, memory.events) and
 version 1 (memory.limit_in_bytes, memory.usage_in_bytes, memory.stat, memory.oom_control), as the kernel's
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KIB, GIB = 2**10, 2**30
-# Version 1 has no word for "no limit": it shows the largest multiple of the page size below 2^63.
+# Version 1 shows "no limit" as the largest multiple of the page size below 2^63.
 _V1_UNLIMITED_BYTES = 2**62
 
 
 @dataclass(frozen=True, slots=True)
 class AvailableMemory:
     num_bytes: int
-    limit: str  # what bounds it, for an error message
+    limit: str  # the name of the limit, for an error message
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ _V1 = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive
 
 
 def available_memory(root: Path = Path("/")) -> AvailableMemory | None:
-    """The least that the machine and each control group of this process still allow; None if the system says nothing.
+    """The smallest of what the machine and each control group of this process still allow. None if it is unknown.
 
     `root`: the folder that holds `proc` and `sys` (tests).
     """
@@ -56,9 +56,10 @@ def available_memory(root: Path = Path("/")) -> AvailableMemory | None:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """Processes that the kernel killed for want of memory: in the control group of this process, else on the machine.
+    """The number of processes that the kernel killed for lack of memory: in the control group of this process, or else
+    on the machine.
 
-    A counter: two readings tell what happened between them. None if the system does not count.
+    This is a counter; compare two readings. None if the system does not count.
     """
     for version, group in _groups(root):
         if (count := _fields(group / version.events).get("oom_kill")) is not None:
@@ -67,7 +68,7 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def _groups(root: Path) -> Iterator[tuple[_Version, Path]]:
-    """The memory control groups of this process, the innermost first."""
+    """The memory control groups of this process, innermost first."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -82,7 +83,7 @@ def _groups(root: Path) -> Iterator[tuple[_Version, Path]]:
         else:
             continue
         for mount in mounts:
-            # A container may see the path that the host has, which does not exist below its own mount.
+            # A container may see the host's path, which does not exist below its own mount.
             group = mount / path.lstrip("/")
             while group != mount.parent:
                 if (group / version.usage).exists() or (group / version.events).exists():

@@ -1,7 +1,7 @@
-"""Bounds how many requests a gRPC server receives at the same moment, and with that the memory that they take.
+"""Limits how many requests a gRPC server receives at once, and so the memory that they take.
 
-gRPC's core keeps no more of a request than its flow-control window until the server reads it (measured: 80 calls of
-16 MB that are not read take 24 MB). So the gate decides when a request is read.
+gRPC's core buffers at most the flow-control window of a request until the server reads it (measured: 80 unread calls of
+16 MB take 24 MB). So the gate decides when a request is read.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ import grpc
 
 
 class MessageGate:
-    """Reads the one request of a call, for `max_reading` calls at once. Further calls wait, first come, first served.
+    """Reads the single request of a call, for `max_reading` calls at once. Further calls wait, first come, first
+    served.
 
-    A client that sends slowly keeps its place only while no other call wants it: when all places are taken, each call
-    that comes limits the oldest read without a limit to `patience_s` seconds from its beginning.
+    A slow client may take its time only while no other call waits. When all slots are taken, each new call limits the
+    oldest read without a limit to `patience_s` seconds from its beginning.
     """
 
     def __init__(self, *, max_reading: int, max_waiting: int, timeout_s: float = 60.0, patience_s: float = 1.0) -> None:
-        """`timeout_s`: for a request that no other call waits for."""
+        """`timeout_s`: the limit for a read while no other call waits."""
         self._places = asyncio.Semaphore(max_reading)
         self._max_waiting = max_waiting
         self._num_waiting = 0
         self._timeout_s, self._patience_s = timeout_s, patience_s
-        self._unlimited: OrderedDict[asyncio.Timeout, float] = OrderedDict()  # reads, and when each began
+        self._unlimited: OrderedDict[asyncio.Timeout, float] = OrderedDict()  # reads, and the start of each
 
     async def read(self, context: Any) -> bytes:
-        """The request. Aborts the call with RESOURCE_EXHAUSTED when too many wait or the request comes too slowly, with
-        INVALID_ARGUMENT when there is none."""
+        """The request. Aborts the call with RESOURCE_EXHAUSTED if too many calls wait or the request is too slow, and
+        with INVALID_ARGUMENT if the call has no request."""
         if self._places.locked():
             await self._wait(context)
         else:

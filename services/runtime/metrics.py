@@ -1,4 +1,4 @@
-"""Prometheus /metrics on its own port, for services that have no HTTP of their own."""
+"""Serves Prometheus /metrics on its own port, for services without HTTP."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from prometheus_client import REGISTRY, make_wsgi_app, start_http_server
 
 @dataclass(frozen=True, slots=True)
 class MetricsServer:
-    """A running endpoint; `port` is the one really bound."""
+    """A running endpoint. `port`: the bound port."""
 
     port: int
     _server: WSGIServer
     _thread: threading.Thread
 
     def close(self) -> None:
-        """Stop it, at once: its thread looks up twice a second only, or when there is something to accept, as there
-        always is on a socket that is shut down."""
-        with contextlib.suppress(OSError):  # elsewhere than on Linux
+        """Stop the endpoint at once. Its thread wakes only twice a second, or when a connection can be accepted, as is
+        always the case on a socket that was shut down."""
+        with contextlib.suppress(OSError):  # on systems other than Linux
             self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.shutdown()
         self._server.server_close()
@@ -33,9 +33,9 @@ class MetricsServer:
 
 
 def start_metrics_server(host: str, port: int, *, or_free: bool = False) -> MetricsServer:
-    """Serve the process's registry on a thread, GET and HEAD; port 0: a free one.
+    """Serve the process's registry on a thread, for GET and HEAD. Port 0 takes a free port.
 
-    `or_free`: if the port is taken, a free one serves as well. Raises OSError if the port is taken.
+    `or_free`: if the port is in use, take a free port. Otherwise raises OSError.
     """
     try:
         server, thread = start_http_server(port, addr=host)
@@ -48,7 +48,7 @@ def start_metrics_server(host: str, port: int, *, or_free: bool = False) -> Metr
 
 
 def _with_head(app: Callable[..., Iterable[bytes]]) -> Callable[[dict[str, Any], Any], Iterable[bytes]]:
-    """HEAD as a GET without its body: load generators probe with it."""
+    """Answer HEAD like GET without a body, because load generators probe with it."""
 
     def wrapped(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         if environ.get("REQUEST_METHOD") != "HEAD":

@@ -1,7 +1,7 @@
-"""What tells two checkpoints apart, from their files and without loading weights.
+"""Hashes that tell two checkpoints apart, computed from their files without loading weights.
 
-A worker reports these hashes when it registers; a gateway compares them with those of its own files. A hash is empty if
-the folder has no such file.
+A worker reports these hashes when it registers, and a gateway compares them with the hashes of its own files. A hash is
+empty if the folder has no such file.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 TOKENIZER = "tokenizer.json"
 INDEX = "model.safetensors.index.json"
-# Keys of config.json that change nothing of what the model computes from its weights.
+# Keys of config.json that do not change what the model computes.
 _BOOKKEEPING = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
-# Content that the hash of the weights looks at in each file: this many pieces, evenly spread.
+# The weights' hash reads this many evenly spread pieces of each file.
 _SAMPLE_PIECES, _SAMPLE_BYTES = 64, 4096
 
 
@@ -30,8 +30,9 @@ class ModelIdentity:
 
 
 def read_identity(folder: Path, *, with_weights: bool) -> ModelIdentity:
-    """Of a checkpoint's folder. `with_weights`: also of its weights, if all their files are there (a gateway often has
-    the small files alone, or a download is not complete). Raises OSError, and ValueError for a broken config or index.
+    """Read the hashes of a checkpoint's folder. `with_weights`: also of its weights, if all their files are present (a
+    gateway often has only the small files, or a download is incomplete). Raises OSError, and ValueError for a broken
+    config or index.
     """
     weights = ""
     if with_weights:
@@ -46,7 +47,7 @@ def read_identity(folder: Path, *, with_weights: bool) -> ModelIdentity:
 
 
 def weight_files(folder: Path) -> set[Path]:
-    """The files that the checkpoint's index names; without an index, the usual single file. Raises ValueError."""
+    """The files in the checkpoint's index; without an index, the usual single file. Raises ValueError."""
     index = folder / INDEX
     if not index.exists():
         return {folder / "model.safetensors"}
@@ -57,7 +58,7 @@ def weight_files(folder: Path) -> set[Path]:
 
 
 def hash_weights(files: Iterable[Path]) -> str:
-    """Over the names, sizes and samples of the content of these files."""
+    """A hash over the names, sizes and sampled pieces of these files."""
     digest = hashlib.sha256()
     for file in sorted(files):
         size = file.stat().st_size

@@ -1,9 +1,9 @@
-"""gRPC servers and channels, all set up the same way.
+"""Makes gRPC servers and channels with the same settings.
 
-Two settings are less obvious than they look. grpc core takes no notice of `keepalive_timeout_ms` (grpc/grpc#39239): the
-timeout of a ping is `http2.ping_timeout_ms`, without which a frozen peer is noticed after a minute. And the default
-HTTP/2 window lets a server run megabytes ahead of a reader; `lookahead_bytes` keeps that small (protocols that must not
-run ahead at all carry credits).
+Two settings are surprising. grpc core ignores `keepalive_timeout_ms` (grpc/grpc#39239): the timeout of a ping is
+`http2.ping_timeout_ms`, and without it a frozen peer is noticed only after a minute. And with the default HTTP/2 window
+a server can run megabytes ahead of a reader. `lookahead_bytes` keeps that small (protocols that must not run ahead at
+all have credits).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STARTED = Counter("grpc_server_started", "gRPC calls that began", ["grpc_method"
 HANDLED = Counter("grpc_server_handled", "gRPC calls that ended", ["grpc_method", "grpc_code"])
 HANDLING_SECONDS = Histogram("grpc_server_handling_seconds", "How long gRPC calls took", ["grpc_method"])
 
-if TYPE_CHECKING:  # generic in the stubs only
+if TYPE_CHECKING:  # generic only in the stubs
     _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
 else:
     _Interceptor = grpc.aio.ServerInterceptor
@@ -57,10 +57,9 @@ def transport_options(
     max_receive_bytes: int = MAX_MESSAGE_BYTES,
     lookahead_bytes: int = 256 * 1024,
 ) -> Options:
-    """Channel arguments for either end of a connection: a peer that does not answer pings is given up.
+    """Channel arguments for either end of a connection. A peer that does not answer pings is given up.
 
-    `max_receive_bytes`: of one message. `lookahead_bytes`: what the other end may send of a message that is not read
-    yet.
+    `max_receive_bytes`: limit of one message. `lookahead_bytes`: how much the other end may send of an unread message.
     """
     interval_ms = int(ping_interval_s * 1000)
     return [
@@ -79,29 +78,29 @@ def transport_options(
 
 
 def link_options(ping_timeout_s: float) -> Options:
-    """As transport_options(), for the links between services: frozen peers are given up after the timeout and, at
-    most, a quarter of it."""
+    """transport_options() for the links between services. A frozen peer is given up after the timeout plus at most a
+    quarter of it."""
     return transport_options(ping_timeout_s / 4, ping_timeout_s)
 
 
 def open_channel(target: str, options: Options | None = None) -> grpc.aio.Channel:
-    """A channel to host:port that reconnects quickly and notices a dead peer. One per peer and process."""
+    """A channel to host:port that reconnects quickly and notices a dead peer. Use one per peer and process."""
     reconnect = [
         ("grpc.initial_reconnect_backoff_ms", 100),
         # Despite its name: how long an attempt to connect may take. A busy peer needs more than the back-off.
         ("grpc.min_reconnect_backoff_ms", 2000),
         ("grpc.max_reconnect_backoff_ms", 1000),
-        # Services are dialled by address; a proxy that the environment names is for the world outside.
+        # Services are dialled by address. A proxy in the environment is for the internet.
         ("grpc.enable_http_proxy", 0),
     ]
     return grpc.aio.insecure_channel(target, options=[*(options or transport_options()), *reconnect])
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """grpc.health.v1 for the server ("") and its services, which are all serving or all not (but on a standby).
+    """grpc.health.v1 for the server ("") and its services. All are serving or none is (except on a standby).
 
-    Unlike the library's servicer it ends its watches when the server stops: `Server.stop` waits for every open call,
-    and a watch would hold it up for the whole grace.
+    Unlike the library's servicer, it ends its watches when the server stops. `Server.stop` waits for every open call,
+    and a watch would delay it for the whole grace period.
     """
 
     def __init__(self) -> None:
@@ -111,14 +110,14 @@ class Health(health_pb2_grpc.HealthServicer):
         self._changed = asyncio.Event()
 
     def set(self, serving: bool, *, standby: bool = False, closing: bool = False) -> None:
-        """Tell the watchers; with `closing` it is the last thing that they hear. `standby`: the server is well, but its
-        services are for nobody yet."""
+        """Tell the watchers; with `closing` for the last time. `standby`: the server is healthy, but its services are
+        not available yet."""
         self._serving, self._services_serving, self._closing = serving, serving and not standby, closing
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
-        """Whether a service is serving; NOT_FOUND if there is none of that name."""
+        """Whether a service is serving. NOT_FOUND for an unknown name."""
         if request.service not in self.names:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r}")
         return self._status(request.service)
@@ -126,7 +125,7 @@ class Health(health_pb2_grpc.HealthServicer):
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """The status now, and whenever it changes."""
+        """The status now, and after each change."""
         last = None
         while True:
             changed, closing = self._changed, self._closing
@@ -160,7 +159,7 @@ class GrpcServer:
         interceptors: Sequence[_Interceptor] = (),
         gate: MessageGate | None = None,
     ) -> None:
-        """`gate`: bounds what is received at once by the methods that take one request (health's are exempt)."""
+        """`gate`: limits what methods with a single request receive at once (health's methods are exempt)."""
         self._host, self._port = host, port
         server_options = [*(options or transport_options()), ("grpc.so_reuseport", 0)]
         self._server = grpc.aio.server(options=server_options, interceptors=[CallInterceptor(gate), *interceptors])
@@ -172,7 +171,8 @@ class GrpcServer:
         self._health.names.add(full_service_name)
 
     async def start(self) -> int:
-        """Listen; returns the port. Health says NOT_SERVING until `set_serving`. Raises RuntimeError if it is taken."""
+        """Listen, and return the port. Health says NOT_SERVING until `set_serving`. Raises RuntimeError if the port is
+        in use."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*sorted(self._health.names - {""}), "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -182,18 +182,18 @@ class GrpcServer:
         return port
 
     def set_serving(self, serving: bool, *, standby: bool = False) -> None:
-        """What health answers from now on: see Health.set()."""
+        """Set the answer of the health service: see Health.set()."""
         self._health.set(serving, standby=standby)
 
     async def stop(self, grace_s: float) -> None:
-        """NOT_SERVING first; calls that still run get `grace_s` to end and are cancelled then."""
+        """Report NOT_SERVING first. Running calls get `grace_s` to end, and are cancelled then."""
         self._health.set(False, closing=True)
         await self._server.stop(grace_s)
 
 
 class CallInterceptor(_Interceptor):
-    """Counts and times calls, binds `x-request-id` to the log, turns bytes that are no message into INVALID_ARGUMENT
-    and an unexpected exception into INTERNAL."""
+    """Counts and times calls, binds `x-request-id` to the log, and maps invalid messages to INVALID_ARGUMENT and
+    unexpected exceptions to INTERNAL."""
 
     def __init__(self, gate: MessageGate | None = None) -> None:
         self._gate = gate
@@ -214,24 +214,24 @@ class CallInterceptor(_Interceptor):
         streaming, decode, gate = handler.request_streaming, handler.request_deserializer, None
         if streaming:
             watched = _watched(behaviour, method)
-        else:  # grpc would blame us (UNKNOWN) for a request that it cannot decode
+        else:  # for an invalid request grpc would report UNKNOWN, as if the server had failed
             if not method.startswith("/grpc."):
                 gate = self._gate
             watched, decode = _watched(behaviour, method, decode, gate), None
-        # Of a method that takes a stream gRPC reads nothing by itself.
+        # For a method that takes a stream, gRPC reads nothing by itself.
         make = _MAKE_HANDLER[streaming or gate is not None, handler.response_streaming]
         return make(watched, decode, handler.response_serializer)
 
 
 def _code_name(code: grpc.StatusCode | int | None) -> str:
-    """The context's status in words: a number if the handler set none, a StatusCode if it did."""
+    """The name of the context's status: a number if the handler set none, a StatusCode if it did."""
     return code.name if isinstance(code, grpc.StatusCode) else CODE_NAMES.get(code or 0, "UNKNOWN")
 
 
 def _watched(
     behaviour: Any, method: str, decode: Callable[[bytes], Any] | None = None, gate: MessageGate | None = None
 ) -> Any:
-    """`decode`: of the one request, which comes as bytes then, or through the `gate`."""
+    """`decode`: decodes the single request, which comes as bytes, or through the `gate`."""
 
     async def call(request: Any, context: Any) -> Any:
         began = time.perf_counter()
@@ -241,7 +241,7 @@ def _watched(
             if gate is not None:
                 request = await gate.read(context)
             answer = behaviour(decode(request) if decode is not None else request, context)
-            del request  # the behaviour decides how long a large one stays
+            del request  # the behaviour decides how long a large request lives
             if isinstance(answer, AsyncGenerator):
                 async with aclosing(answer):
                     async for message in answer:
@@ -254,10 +254,10 @@ def _watched(
             cancelled = True
             raise
         except DecodeError as error:
-            log.warning("not a message", method=method, error=str(error))
+            log.warning("cannot decode a message", method=method, error=str(error))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a message cannot be decoded: {error}")
         except Exception as error:
-            # A handler blocked in a write to a client that has gone gets a cython error instead of a cancellation.
+            # A handler blocked in a write to a gone client gets a cython error instead of a cancellation.
             if type(error).__name__ == "ExecuteBatchError" or context.cancelled():
                 cancelled = True
                 raise

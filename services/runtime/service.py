@@ -1,4 +1,4 @@
-"""What runs a service's main coroutine: uvloop, and signals that ask it to stop."""
+"""Runs a service's main coroutine: uvloop, and signals that stop it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import uvloop
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """host:port of what a service really bound; None for what it does not have."""
+    """The bound addresses of a service, as host:port. None for one that the service does not have."""
 
     grpc: str | None
     http: str | None
@@ -25,46 +25,46 @@ class Addresses:
 
 
 class CannotStart(Exception):
-    """The settings name something that cannot be used; starting again would not help. The message is one line."""
+    """The settings name something that cannot be used, and another start would not help. The message is one line."""
 
 
-# How many interruptible() blocks this process is in.
+# The number of interruptible() blocks that this process is in.
 _interruptible = 0
-# Open files that a service may want: each connection is one. Shells often start processes with 1024.
+# How many open files a service may need: one per connection. Shells often start processes with a limit of 1024.
 _OPEN_FILES = 65536
 
 
 def raise_file_limit() -> None:
-    """As far as the system lets us without asking."""
+    """Raise the limit of open files as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def give_way() -> None:
-    """For a process that wakes for every message: who computes on its core is not interrupted for it, but for a turn
-    (some milliseconds) at the most, if no other core is free. Threads made later inherit it. Linux only; who was given
-    another policy (`chrt`, systemd's CPUSchedulingPolicy) keeps it."""
+def use_batch_scheduling() -> None:
+    """For a process that wakes for every message: it does not interrupt a computing process on its core. It waits for
+    at most one time slice (some milliseconds), and only if no other core is free. Threads made later inherit this.
+    Linux only. A process with another policy (`chrt`, systemd's CPUSchedulingPolicy) keeps it."""
     with suppress(AttributeError, OSError):
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def trim_memory() -> None:
-    """Give the memory that this process has freed back to the system. Takes some 20 ms per 100 MiB, without the GIL.
+    """Give the freed memory of this process back to the system. Takes about 20 ms per 100 MiB, without the GIL.
 
-    glibc keeps it otherwise: each thread of gRPC has its own arena, and one block in use near its end holds all of
-    the arena (measured: 80 messages of 16 MB left 485 MiB; with other thresholds and fewer arenas 290 to 630).
-    Does nothing with other C libraries.
-    """
+    Otherwise glibc keeps it: each thread of gRPC has its own arena, and one used block near the end keeps the whole
+    arena (measured: 80 messages of 16 MB left 485 MiB; with other thresholds and fewer arenas 290 to 630). No effect
+    with other C libraries."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """In here a signal ends the process at once: nothing is served yet, and a thread that loads cannot be stopped."""
+    """A block in which a signal ends the process at once: it serves nothing yet, and a loading thread cannot be
+    stopped."""
     global _interruptible
     _interruptible += 1
     try:
@@ -74,14 +74,14 @@ def interruptible() -> Iterator[None]:
 
 
 def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
-    """Run `main` until it returns; SIGINT and SIGTERM set its stop event, a second one ends the process at once.
+    """Run `main` until it returns. SIGINT and SIGTERM set its stop event, and a second signal ends the process at once.
 
-    So does the first in an interruptible() block.
+    In an interruptible() block, the first signal ends the process.
     """
 
     raise_file_limit()
-    # What was imported stays. To look through it takes 40 ms, in which nothing else is done, and would be done again
-    # and again: as often as a storm of connections makes many objects that live for some time.
+    # Imported objects stay. Each collection of them takes 40 ms in which nothing else runs, and many new connections
+    # would cause it again and again.
     gc.collect()
     gc.freeze()
 

@@ -28,24 +28,24 @@ from pydantic_settings.sources import InitSettingsSource
 
 ENV_PREFIX = "PACELINE_"
 CONFIG_ENV = "PACELINE_CONFIG"
-# Sections of the file: those of all services, as they share one.
+# The sections of the file, which all services share.
 SECTIONS = ("up", "cache", "scheduler", "worker", "gateway")
-# Fields that one variable may set for every service.
+# Fields that one variable can set for every service.
 SHARED_ENV_FIELDS = ("log_level", "log_format")
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
-# While load_settings builds the object: the parsed flags, and the file of --config, which wins over PACELINE_CONFIG.
+# While load_settings builds the object: the parsed flags, and the file of --config (before PACELINE_CONFIG).
 _flags: ContextVar[CliSettingsSource[Any] | None] = ContextVar("paceline_flags", default=None)
 _config_flag: ContextVar[str | None] = ContextVar("paceline_config_flag", default=None)
 
 
-# gRPC's own kinds of names, which may have commas in them.
+# gRPC's own address schemes, which may contain commas.
 _GRPC_NAMES = ("dns://", "unix:", "ipv4:", "ipv6:", "xds:///")
 
 
 def _address(value: str) -> str:
-    """gRPC would take anything, wrap a port that is too large, and try for ever."""
+    """Check an address. gRPC would accept anything, wrap a port that is too large, and retry forever."""
     if value.startswith(_GRPC_NAMES):
         return value
     host, _, port = value.rpartition(":")
@@ -57,7 +57,7 @@ def _address(value: str) -> str:
 
 
 def split_addresses(value: str) -> list[str]:
-    """The addresses of an AddressList, in their order."""
+    """The addresses of an AddressList, in order."""
     return [value] if value.startswith(_GRPC_NAMES) else [part.strip() for part in value.split(",")]
 
 
@@ -68,9 +68,9 @@ def _address_list(value: str) -> str:
     return ",".join(addresses)
 
 
-# Where another service is.
+# The address of another service.
 Address = Annotated[str, AfterValidator(_address)]
-# Where the instances of one are, one of which is in charge: host:port[,host:port...].
+# The addresses of several instances of a service, one of which leads: host:port[,host:port...].
 AddressList = Annotated[str, AfterValidator(_address_list)]
 
 
@@ -79,14 +79,14 @@ class ConfigError(Exception):
 
 
 class _FileSource(InitSettingsSource):
-    """One section of the YAML file; nothing if no file is named or it has no such section."""
+    """One section of the YAML file. Empty without a file or section."""
 
     def __init__(self, settings_cls: type[BaseSettings], path: str | None, section: str) -> None:
         super().__init__(settings_cls, _read_section(path, section) if path else {})
 
 
 class _SharedEnvSource(PydanticBaseSettingsSource):
-    """PACELINE_LOG_LEVEL and PACELINE_LOG_FORMAT, for a service that has no value of its own."""
+    """PACELINE_LOG_LEVEL and PACELINE_LOG_FORMAT, for a service without its own value."""
 
     def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
         return os.environ.get(_shared_env_name(field_name)), field_name, False
@@ -97,11 +97,11 @@ class _SharedEnvSource(PydanticBaseSettingsSource):
 
 
 class ServiceSettings(BaseSettings):
-    """What every service can be told."""
+    """The settings that every service has."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
-        # Compose files pass unset variables on as empty ones.
+        # Compose files pass unset variables as empty strings.
         env_ignore_empty=True,
         extra="forbid",
         frozen=True,
@@ -124,18 +124,18 @@ class ServiceSettings(BaseSettings):
     host: str = Field("127.0.0.1", description="address to listen on")
     metrics_port: int = Field(0, ge=0, le=65535, description="port of Prometheus /metrics; 0 takes a free one")
     ping_timeout_s: float = Field(
-        2.0, ge=0.1, description="another service that does not answer a ping for so long is taken for dead"
+        2.0, ge=0.1, description="seconds without an answer to a ping, after which another service counts as dead"
     )
     heartbeat_timeout_s: float = Field(
         1.5,
         ge=0.5,
-        description="a service whose event loop is silent for so long is taken for dead; longer on a busy machine",
+        description="seconds without a heartbeat, after which a service counts as dead; more on a busy machine",
     )
     drain_s: float = Field(30.0, ge=0, description="seconds that running requests get to end after SIGTERM")
 
     @property
     def config_file(self) -> str | None:
-        """The file that these settings were read from."""
+        """The path of the file that these settings came from."""
         return self._config_file
 
     def __init_subclass__(cls, section: str | None = None, **kwargs: Any) -> None:
@@ -153,7 +153,7 @@ class ServiceSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, explicit arguments, the service's environment, the shared one, the file."""
+        """Order: flags, explicit arguments, the service's environment, the shared environment, the file."""
         flags = _flags.get()
         return (
             *((flags,) if flags is not None else ()),
@@ -204,17 +204,17 @@ def load_settings(cls: type[S], argv: Sequence[str], *, prog: str | None = None,
 
 
 def dump_settings(settings: ServiceSettings) -> str:
-    """The settings as the YAML section that the configuration file would hold."""
+    """The settings as a YAML section of the configuration file."""
     return yaml.safe_dump({settings.section: settings.model_dump(mode="json")}, sort_keys=False)
 
 
 def config_path() -> str | None:
-    """The configuration file in force: `--config`, else PACELINE_CONFIG, else none."""
+    """The configuration file: `--config`, else PACELINE_CONFIG, else none."""
     return _config_flag.get() or os.environ.get(CONFIG_ENV) or None
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; the usage block is what --help is for."""
+    """Reports a mistake in one line. The usage block belongs to --help."""
 
     def error(self, message: str) -> NoReturn:
         self.fail(message)
@@ -224,7 +224,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _read_section(path: str, section: str) -> dict[str, Any]:
-    """The section's keys with `-` read as `_`. ConfigError if the file is not a YAML mapping of known sections."""
+    """The section's keys, with `-` read as `_`. ConfigError if the file is not a YAML mapping of known sections."""
     try:
         document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -249,7 +249,7 @@ def _read_section(path: str, section: str) -> dict[str, Any]:
 
 
 def _explain(cls: type[ServiceSettings], error: ValidationError, flags: Mapping[str, Any]) -> str:
-    """One line for all that is wrong: `--port: Input should be ... (got 'x')`."""
+    """One line for all mistakes: `--port: Input should be ... (got 'x')`."""
     parts = []
     for problem in error.errors(include_url=False):
         name = str(problem["loc"][0]) if problem["loc"] else ""
@@ -268,7 +268,7 @@ def _explain(cls: type[ServiceSettings], error: ValidationError, flags: Mapping[
 
 
 def _origin(cls: type[ServiceSettings], name: str, flags: Mapping[str, Any]) -> str:
-    """Where the value in force of a field came from, in the words that set it."""
+    """Where a field's value came from, as the user wrote it."""
     if name in flags:
         return f"--{_kebab(name)}"
     if os.environ.get(_env_name(cls, name)):
@@ -282,7 +282,7 @@ def _origin(cls: type[ServiceSettings], name: str, flags: Mapping[str, Any]) -> 
 
 
 def _kubernetes_hint(problem: Mapping[str, Any]) -> str:
-    # Kubernetes sets NAME_PORT=tcp://... for every Service it knows; one called paceline-scheduler hits our variable.
+    # Kubernetes sets NAME_PORT=tcp://... for every Service. A Service named paceline-scheduler collides with our name.
     if str(problem["input"]).startswith("tcp://"):
         return (
             "; Kubernetes sets such variables for a Service of this name unless the pod has enableServiceLinks: false"

@@ -23,7 +23,7 @@ WORKER_FLAGS = [
 SCHEDULER_FLAGS = ["--preset", "vllm-v1", "--policy-options", '{"mode": "swap"}', "--poison-failures", "1000"]
 # So that who resumes where he was has his answer generated again. All else is the default: also the patience of
 # gateways with a scheduler that is away, and for how long they go on without the client (more than twice PATIENCE_S of
-# matrix.py: else what nobody reads any more would have the seats, and nobody would get on).
+# matrix.py: otherwise answers without a reader would hold the slots, and no request would progress).
 GATEWAY_FLAGS = ["--resume-keep-s", "0"]
 # More of them than there is room for.
 LONG_LIST = {"type": "array", "items": {"type": "string", "minLength": 4, "maxLength": 9}, "minItems": 99}

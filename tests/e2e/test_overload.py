@@ -35,7 +35,7 @@ async def check_at_rest(stack: Stack, before: dict[str, int]) -> None:
 
 
 async def test_ten_times_what_there_is_room_for(own_stack: Stack) -> None:
-    """Two seats and a queue of four: who finds no place is told when to come back, and who does gets his tokens."""
+    """Two slots and a queue of four. A refused request is told when to come back; an admitted one gets its tokens."""
     own_stack.scheduler_flags = ["--max-queued-requests", "4"]
     own_stack.worker_flags = ["--max-num-seqs", "2", "--threads", "1"]
     stack = await asyncio.to_thread(own_stack.up)
@@ -65,7 +65,7 @@ async def test_ten_times_what_there_is_room_for(own_stack: Stack) -> None:
 
 
 async def test_who_comes_back_when_told_to_is_served(own_stack: Stack) -> None:
-    """Forty at once, for two seats and a queue of four; each waits for as long as it is told to."""
+    """Forty requests at once, for two slots and a queue of four. Each waits for as long as it is told to."""
     own_stack.scheduler_flags = ["--max-queued-requests", "4"]
     own_stack.worker_flags = ["--max-num-seqs", "2", "--threads", "1"]
     stack = await asyncio.to_thread(own_stack.up)

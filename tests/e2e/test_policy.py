@@ -21,7 +21,7 @@ RUNNING, WAITING = "paceline_scheduler_num_requests_running", "paceline_schedule
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Two seats, a small pool and a tenant budget, so that requests wait for one or the other."""
+    """Two slots, a small pool and a tenant budget, so that requests wait for one or the other."""
     stack = Stack(tmp_path_factory.mktemp("small"))
     stack.worker_flags = ["--threads", "1", "--max-num-seqs", "2", "--num-blocks", "20"]
     stack.scheduler_flags = ["--tenant-max-running-tokens", "550"]

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from gpu_worker.device import fetch
-from gpu_worker.sampling.controls import Controls
 from gpu_worker.sampling.filters import beyond_by_radix, mask_top_p, mask_typical_p, whole_weights
 from gpu_worker.sampling.gumbel import draw, draw_keys, noise_bits
+from gpu_worker.sampling.logits_processors import LogitsProcessors
 from gpu_worker.sampling.sampler import sample
-from tests.unit.worker.test_controls import seat
+from tests.unit.worker.test_logits_processors import start
 from tests.unit.worker.test_no_waiting import ASKED, BANS, PER_ROW, ROWS, SCORES, VOCAB
 from tests.unit.worker.test_sampling import make_rows
 
@@ -23,10 +23,10 @@ DEVICE = torch.device("cuda")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # that it is a prototype
 def test_torch_sees_no_wait() -> None:
     """With everything that can be asked for; twice, so that nothing has to be set up any more."""
-    controls = Controls(VOCAB, DEVICE)
-    seat(controls, range(4), [[1, 2, 3]] * 4, [2] * 4, list(ASKED.values()))
+    processors = LogitsProcessors(VOCAB, DEVICE)
+    start(processors, range(4), [[1, 2, 3]] * 4, [2] * 4, list(ASKED.values()))
     for mode in ("default", "error"):
-        batch = controls.of(np.arange(ROWS, dtype=np.int32))
+        batch = processors.of(np.arange(ROWS, dtype=np.int32))
         assert batch is not None
         logits = torch.randn(ROWS, VOCAB, device=DEVICE)
         torch.cuda.set_sync_debug_mode(mode)

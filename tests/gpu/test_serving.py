@@ -13,7 +13,7 @@ import torch
 from gpu_worker.kv.pool import allocate_pool
 from gpu_worker.kv.swap import SWAP_BATCH_BLOCKS
 from gpu_worker.sampling.sampler import sample
-from gpu_worker.slots import SlotTable
+from gpu_worker.slots import SlotBuffers
 from paceline.v1.common_pb2 import SamplingParams
 from tests.gpu.models import VOCAB, Checkpoint, gpu_runner
 from tests.support.kv_swaps import check_swaps
@@ -92,7 +92,7 @@ def _sampling_rows(place: int, count: int) -> object:
     from paceline.v1.worker_pb2 import NewSequence, StepPlan
     from tests.unit.worker.driver import pack
 
-    table = SlotTable(SlotLimits(count, 8192, 256, 16, 1000, 128_256, ()))
+    table = SlotBuffers(SlotLimits(count, 8192, 256, 16, 1000, 128_256, ()))
     sequences = []
     for slot in range(count):
         length = 77 if slot == place else 10 + slot

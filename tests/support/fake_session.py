@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.engine.request import GenerateJob
-from services.gateway.engine.run import Run
+from services.gateway.engine.sequence_run import SequenceRun
 from services.gateway.engine.session_core import LiveRequest
 from services.gateway.telemetry.metrics import GatewayMetrics
 
@@ -32,8 +32,8 @@ class FakeSession:
             request.cancelled = True
             self.end(request, common_pb2.FINISH_REASON_ABORT)
 
-    def run(self, jobs: Sequence[GenerateJob]) -> list[Run]:
-        return [Run(job, self, self.metrics) for job in jobs]  # type: ignore[arg-type]
+    def run(self, jobs: Sequence[GenerateJob]) -> list[SequenceRun]:
+        return [SequenceRun(job, self, self.metrics) for job in jobs]  # type: ignore[arg-type]
 
     def give(self, request: LiveRequest, *token_ids: int) -> None:
         if request.ending is None:

@@ -16,7 +16,7 @@ from gpu_worker.kv.pool import allocate_pool
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.models.flashinfer_ops import FlashInferOps
 from gpu_worker.models.loader import load_model
-from gpu_worker.models.products import PlainProducts
+from gpu_worker.models.matmul import PlainMatmul
 from gpu_worker.runner import ModelRunner
 from gpu_worker.slots import SlotLimits
 
@@ -54,7 +54,7 @@ def twin(
         flashinfer, pool, config.windows, config.num_heads, 1024, max_num_seqs * table_blocks, workspace_bytes=1024
     )
     ops = FlashInferOps(flashinfer, config, config.max_positions, CPU)
-    decoder = Decoder(config, model.weights, attention, ops, PlainProducts())
+    decoder = Decoder(config, model.weights, attention, ops, PlainMatmul())
     runner = ModelRunner(decoder, attention, pool, limits, PinnedInputs(limits, table_blocks, CPU), CPU)
     if graph_sizes:
         runner.capture_graphs(list(graph_sizes), capture)

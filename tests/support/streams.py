@@ -69,8 +69,8 @@ class Streams(TorchDispatchMode):
             assert idle < 1000, "the streams wait for each other"
 
 
-class SimulatedFence:
-    """gpu_worker.device.Fence on simulated streams."""
+class SimulatedDeviceEvent:
+    """gpu_worker.device.DeviceEvent on simulated streams."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams

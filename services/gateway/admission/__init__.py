@@ -1,4 +1,4 @@
-"""How many requests are parsed and submitted at once, and when a refused client should retry.
+"""Admission: the parse limiter, the credit of the scheduler's queue, the service rate and Retry-After.
 
 May import `errors`.
 """

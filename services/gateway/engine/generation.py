@@ -1,4 +1,4 @@
-"""One choice as one client reads it: the text of a run, from its beginning or from where the client has come."""
+"""One choice as one client reads it: the text of a run, from its beginning or from where the client resumes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.engine.logprobs import ScoredToken, scored
-from services.gateway.engine.run import FINISH_NAMES, Run, scheduler_error
+from services.gateway.engine.sequence_run import FINISH_NAMES, SequenceRun, scheduler_error
 from services.gateway.text.detokenizer import TextStream
 
-# How long an answer that a stop string ended waits for the scheduler's account of it.
+# After a stop string, the answer waits this long for the scheduler's Ending, which has the count of cached tokens.
 _ENDING_WAIT_S = 0.25
 _RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
 
@@ -28,14 +28,14 @@ class Found:
 
 
 class NotThere(Exception):
-    """The sequence ended before the place behind which a client wants to go on, or there by a stop string."""
+    """The sequence ended before the position at which a client wants to resume, or a stop string ended it there."""
 
 
 class Generation:
-    """Reads a run. Await `next()` until `finish_reason` is set; call `close()` in the end, which does not end the run.
+    """Reads a run. Await `next()` until `finish_reason` is set. Call `close()` at the end; it does not end the run.
 
-    Tokens that arrived since the last `next()` come as one piece, so a slow reader gets fewer, larger pieces and
-    holds up nobody. A run has one reader at a time, and all its tokens stay: who reads it next begins at the first.
+    Tokens that arrived since the last `next()` come as one piece. So a slow reader gets fewer, larger pieces, and
+    delays no other reader. A run has one reader at a time. It keeps all tokens, so the next reader starts at the first.
     """
 
     __slots__ = (
@@ -54,60 +54,60 @@ class Generation:
         "token_ids",
     )
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: SequenceRun) -> None:
         job = run.job
         self.job = job
         self.text_stream = TextStream(
             job.new_detokenizer(), job.stop, job.sampling.min_tokens, job.final_tokens, job.include_stop
         )
-        # FinishReason once the sequence has ended, else 0 (unspecified).
+        # Why the sequence ended; 0 (unspecified) while it runs.
         self.finish_reason: common_pb2.FinishReason.ValueType = _RUNNING
-        # Known once the scheduler has reported the ending; unknown if we ended the request ourselves.
+        # Known after the scheduler's Ending; None if we ended the request ourselves.
         self.cached_tokens: int | None = None
         # The tokens of the last piece.
         self.token_ids: list[int] = []
-        # What a beam search has found, once it has ended.
+        # The hypotheses of a beam search, after its end.
         self.hypotheses: list[Found] = []
         self._run = run
         self._live = run.live
         self._loop = asyncio.get_running_loop()
         self._future: asyncio.Future[None] | None = None
         self._interrupt: Exception | None = None
-        self._taken = self._begun = 0  # tokens up to, and before, the last piece
+        self._taken = self._begun = 0  # tokens up to the end of the last piece, and up to its beginning
         self._live.wake = self._wake
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens so far, of all hypotheses."""
+        """Output tokens so far, over all hypotheses."""
         if self.job.echo is not None and self.job.echo.alone:
             return 0
         return self.text_stream.num_tokens + sum(len(found.token_ids) for found in self.hypotheses)
 
     @property
     def mean_logprob(self) -> float:
-        """Of the tokens that count, if the sampling asks for log probabilities."""
+        """The mean over the tokens that count, if the sampling asks for log probabilities."""
         scores = self._live.scores[: self.num_tokens]
         return sum(score.logprob for score in scores) / max(len(scores), 1)
 
     @property
     def scored(self) -> list[ScoredToken]:
-        """The tokens of the last piece with their log probabilities, if the client wants to see them."""
+        """The tokens of the last piece with their log probabilities, if the client asks for them."""
         if not self.job.logprobs:
             return []
         return scored(self.token_ids, self._live.scores[self._begun : self._begun + len(self.token_ids)])
 
     @property
     def prompt_scored(self) -> list[ScoredToken]:
-        """The prompt's tokens but the first, with their log probabilities, if they were asked for and a token is
-        here."""
+        """All prompt tokens but the first, with their log probabilities, if the client asks for them and an output
+        token has arrived."""
         positions = range(1, len(self.job.prompt_ids)) if self._live.prompt_scores else ()
         return scored([self.job.prompt_ids[i] for i in positions], [self._live.prompt_scores[i] for i in positions])
 
     async def next(self, limit: int | None = None) -> str:
-        """Wait for tokens or the end, return the text that can be shown now (it may be empty).
+        """Wait for tokens or the end, and return the text that can be shown now (perhaps "").
 
-        `limit`: read no further than so many tokens of the sequence. Raises ApiError if the request failed, and what
-        `interrupt` was given.
+        `limit`: read at most this many tokens of the sequence. Raises ApiError if the request failed, and the error
+        given to `interrupt`.
         """
         live, begun = self._live, self._taken
         if len(live.tokens) == begun and live.ending is None and self._interrupt is None:
@@ -136,7 +136,7 @@ class Generation:
         return text
 
     async def skip(self, num_tokens: int) -> list[int]:
-        """Go behind so many tokens, which are returned. `next` gives the text that they do not complete.
+        """Skip this many tokens, and return them. `next` gives the text that these tokens did not complete.
 
         Raises what `next` raises, and NotThere.
         """
@@ -147,13 +147,13 @@ class Generation:
         return self._live.tokens[:num_tokens]
 
     def interrupt(self, error: Exception) -> None:
-        """Whoever waits in `next`, or calls it, gets the error."""
+        """Make the running or the next call of `next` raise the error."""
         self._interrupt = error
         self._wake()
 
     def close(self) -> None:
-        """Read no more."""
-        if self._live.wake == self._wake:  # and nobody else's
+        """Stop reading."""
+        if self._live.wake == self._wake:  # not the callback of a later reader
             self._live.wake = None
 
     def _wake(self) -> None:
@@ -162,11 +162,11 @@ class Generation:
             future.set_result(None)
 
     async def _stop_here(self) -> None:
-        """A stop string is complete: what came after it does not count, and the engine need not go on."""
+        """A stop string is complete. Later tokens do not count, so the engine need not continue."""
         live = self._live
         self._run.stop(self.text_stream.num_tokens)
         if live.ending is None:
-            # The scheduler answers at once with what only it knows: how much of the prompt was cached.
+            # The scheduler's Ending follows at once. Only the scheduler knows how much of the prompt was cached.
             self._future = self._loop.create_future()
             await asyncio.wait([self._future], timeout=_ENDING_WAIT_S)
         if live.ending is not None:

@@ -1,4 +1,4 @@
-"""Idempotency keys: what a client calls a request, so that it can ask for it again."""
+"""Idempotency keys: a client's name for a request, with which it can ask for the same request again."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MAX_KEY_CHARS = 255
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """A client's name for a request, its own among its tenant's. `fingerprint` tells different requests apart."""
+    """A client's name for a request, unique within its tenant. `fingerprint` tells different requests apart."""
 
     tenant: str
     key: str
     fingerprint: bytes
-    field: str  # where the client put the key, for messages
+    field: str  # where the client gave the key, for error messages
 
     @property
     def answer_id(self) -> str:
@@ -35,12 +35,12 @@ class RequestKey:
         return int.from_bytes(self._digest(f"seed {prompt}")[:8], "little")
 
     def other_request(self) -> ApiError:
-        """The refusal of a key that stands for another request."""
+        """The error if the key belongs to another request."""
         message = f"{self.field}: this key was used for another request; a new request needs a new key"
         return ApiError(422, message, param=self.field, code="idempotency_key_reused")
 
     def _digest(self, purpose: str) -> bytes:
-        # The lengths make it unambiguous: no two tenants and keys give the same bytes.
+        # The lengths make the text unambiguous: no two pairs of tenant and key give the same bytes.
         return sha256(f"{purpose}:{len(self.tenant)}:{self.tenant}:{self.key}".encode()).digest()
 
 
@@ -57,17 +57,17 @@ def check_key(values: Sequence[str], field: str) -> str | None:
 
 
 def body_fingerprint(path: str, body: Any) -> bytes:
-    """Of a decoded JSON body; the order of its fields does not matter. Raises ApiError 400."""
+    """The fingerprint of a decoded JSON body. The order of its fields does not matter. Raises ApiError 400."""
     try:
         written = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
     except orjson.JSONEncodeError:
-        # It writes 254 levels, and reads more of them (in fields that nobody knows).
+        # orjson writes 254 levels and reads more of them (in unknown fields).
         raise invalid(None, f"with an {IDEMPOTENCY_KEY} the body must not be nested deeper than 254 levels") from None
     return sha256(path.encode() + b"\0" + written).digest()
 
 
 def message_fingerprint(request: inference_pb2.GenerateRequest) -> bytes:
-    """Of a request over gRPC, whichever attempt at it this is."""
+    """The fingerprint of a gRPC request, the same for each attempt."""
     same = inference_pb2.GenerateRequest()
     same.CopyFrom(request)
     for attempt_only in ("request_id", "deadline_s", "resume_after", "resume_token_ids"):

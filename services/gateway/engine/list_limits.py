@@ -1,5 +1,7 @@
-"""Lengths of the lists in a request, looked at before anything goes through their entries: a body within its limit of
-bytes has room for millions, and the event loop would go through them while nobody else is served."""
+"""Limits on the lengths of lists in a request, checked before any loop over their entries.
+
+A body within its size limit can hold millions of entries, and the event loop would serve no other request meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ MAX_PROMPTS = 128
 MAX_MESSAGES = 16384
 MAX_PARTS = 16384  # of all messages together
 MAX_TEMPLATE_VARIABLES = 1024
-MAX_DETOKENIZED = 2**17  # or as many as the model can see
+MAX_DETOKENIZED = 2**17  # or the model's context length, if that is larger
 
-# Entries at the most, and what they are called.
+# The largest number of entries, and the word for an entry.
 _ENTRIES = {
     "stop": (MAX_STOP_STRINGS, "stop strings"),
     "stop_token_ids": (MAX_STOP_TOKEN_IDS, "stop tokens"),
@@ -35,8 +37,8 @@ _ENTRIES = {
 
 
 def check_length(name: str, count: int, prefix: str = "", field: str = "") -> None:
-    """Of the list of that name; `prefix` and `field` (if it has another name) say where it stands. Raises ApiError
-    400."""
+    """Check the length of the list `name`. `prefix` and `field` (if the list has another name) locate the list in the
+    request. Raises ApiError 400."""
     most, things = _ENTRIES[name]
     if count > most:
         where = prefix + (field or name)
@@ -44,13 +46,13 @@ def check_length(name: str, count: int, prefix: str = "", field: str = "") -> No
 
 
 def long_bad_word(name: str, count: int) -> ApiError:
-    """Of which an entry has so many tokens."""
+    """The error for an entry with `count` tokens."""
     return invalid(name, f"{name}: an entry has 1 to {MAX_BAD_WORD_TOKENS} tokens, not {count}")
 
 
 def check_lengths(body: Mapping[str, Any], max_model_len: int) -> None:
-    """Of a JSON body. Raises ApiError 400 for a list that cannot be. What is no list, or holds the wrong things, is for
-    the schema."""
+    """Check all lists of a JSON body. Raises ApiError 400 for a list that is too long. The schema reports values of a
+    wrong type."""
     for name in _ENTRIES.keys() & body.keys():
         value = body[name]
         if isinstance(value, list | dict):

@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI's and vLLM's answers show them."""
+"""Formats log probabilities as OpenAI and vLLM do."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ TokenBytes = Callable[[int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token and what the model thought of it; `rank` is known of prompt tokens only."""
+    """A token with its log probability. `rank` is known only for prompt tokens."""
 
     token_id: int
     logprob: float
-    top: Sequence[tuple[int, float]]  # the most likely tokens at its place, best first
+    top: Sequence[tuple[int, float]]  # the most likely tokens at its position, best first
     rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt as it is shown before its output. `offsets`: where its tokens begin in the text, in characters; empty if
-    that is to be found out from the tokens."""
+    """A prompt that the answer repeats before its output.
+
+    `offsets`: where its tokens begin in the text, in characters; empty: computed from the tokens.
+    """
 
     text: str
     offsets: Sequence[int] = ()
-    alone: bool = False  # nothing follows it: there is one token of output, which nobody sees
+    alone: bool = False  # the answer has no output; the one generated token is not shown
 
 
 def scored(token_ids: Sequence[int], scores: Sequence[Score]) -> list[ScoredToken]:
-    """Tokens with their scores."""
+    """Combine tokens with their scores."""
     return [
         ScoredToken(token, score.logprob, score.top, score.rank) for token, score in zip(token_ids, scores, strict=True)
     ]
 
 
 def token_text(piece: bytes) -> str:
-    """A part of a character is written as OpenAI writes it, so that different tokens stay different."""
+    """The text of a token. A part of a character is written as OpenAI writes it, so that different tokens differ."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -48,11 +50,11 @@ def token_text(piece: bytes) -> str:
 
 
 class LogprobFormat:
-    """One choice's log probabilities, shaped as they come: for chats and for completions."""
+    """Formats the log probabilities of one choice, piece by piece, for a chat or a completion."""
 
     def __init__(self, chat: bool, token_bytes: TokenBytes, shown_bytes: TokenBytes, offset: int = 0) -> None:
-        """`shown_bytes`: what a token adds to the text, which is nothing of a special one that is left out; `offset`:
-        characters of the text before these tokens."""
+        """`shown_bytes`: what a token adds to the text (a hidden special token adds nothing). `offset`: characters of
+        the text before the first token."""
         self._chat = chat
         self._bytes = token_bytes
         self._shown_bytes = shown_bytes
@@ -60,7 +62,7 @@ class LogprobFormat:
         self.offset = offset  # characters so far
 
     def shape(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
-        """The `logprobs` object for these tokens, which follow those of the call before."""
+        """The `logprobs` object for these tokens, which follow the tokens of the last call."""
         if self._chat:
             return {"content": [self._entry(token) for token in tokens], "refusal": None}
         pieces = [self._bytes(token.token_id) for token in tokens]
@@ -72,7 +74,7 @@ class LogprobFormat:
         }
 
     def skip(self, token_ids: Sequence[int]) -> None:
-        """The client has these already."""
+        """Move past tokens that the client already has."""
         for token_id in token_ids:
             self._advance(token_id)
 
@@ -85,7 +87,7 @@ class LogprobFormat:
         return {"token": token_text(piece), "logprob": logprob, "bytes": list(piece)}
 
     def _likeliest(self, token: ScoredToken) -> dict[str, float]:
-        # The sampled one is always among them, as OpenAI has it.
+        # As in OpenAI's API, the sampled token is always among them.
         entries = [*token.top, (token.token_id, token.logprob)]
         named: dict[str, float] = {}
         for other, logprob in entries:
@@ -93,25 +95,26 @@ class LogprobFormat:
         return named
 
     def _advance(self, token_id: int) -> int:
-        """Where the token begins, in characters; the rest of one that was begun counts nothing."""
+        """Where the token begins, in characters. A token that only continues a character has that character's offset
+        plus one."""
         offset = self.offset + bool(self._decoder.getstate()[0])
         self.offset += len(self._decoder.decode(self._shown_bytes(token_id)))
         return offset
 
 
 def echoed_logprobs(shape: LogprobFormat, first: int, others: Sequence[ScoredToken], echo: Echo) -> dict[str, Any]:
-    """A prompt's `logprobs` object in a completion that shows it; null for the first token, which nothing precedes."""
+    """The `logprobs` object of a prompt in a completion; null for the first token, which has no predecessor."""
     shaped = shape.shape([ScoredToken(first, 0.0, ()), *others])
     shaped["token_logprobs"][0] = shaped["top_logprobs"][0] = None
-    # In a text of their own some tokenizers leave out the space before the first word.
+    # Some tokenizers drop the space before the first word of a text.
     missing = max(0, shape.offset - len(echo.text))
     shaped["text_offset"] = echo.offsets or [max(0, offset - missing) for offset in shaped["text_offset"]]
     return shaped
 
 
 def prompt_logprobs(tokens: Sequence[ScoredToken], token_bytes: TokenBytes) -> list[dict[str, Any] | None]:
-    """As vLLM shapes them: for each prompt token a map from token ids, of the likeliest and of the token itself; null
-    for the first, which nothing precedes."""
+    """vLLM's shape: for each prompt token a map over the likeliest tokens and the token itself, by token id; null for
+    the first token, which has no predecessor."""
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": logprob, "rank": rank, "decoded_token": token_text(token_bytes(token_id))}

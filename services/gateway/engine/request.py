@@ -1,4 +1,4 @@
-"""What a client asks for, checked and complete: the one way from both fronts to a job for the scheduler."""
+"""Checks and completes what a client asks for. Both APIs make their jobs for the scheduler here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from paceline.v1 import common_pb2, inference_pb2
-from services.gateway.admission.turnstile import Gone
 from services.gateway.engine.logprobs import Echo
 from services.gateway.engine.sampling import (
     FieldNames,
@@ -23,8 +22,8 @@ from services.gateway.engine.sampling import (
     refuse_for_beams,
     sampling_params,
 )
-from services.gateway.engine.session_core import NO_TERMS, Terms
-from services.gateway.errors import ApiError, invalid
+from services.gateway.engine.session_core import NO_METADATA, RequestMetadata
+from services.gateway.errors import ApiError, Gone, invalid
 from services.gateway.grammars.checks import GrammarChecks
 from services.gateway.grammars.structure import Structure
 from services.gateway.text.detokenizer import Detokenizer
@@ -36,49 +35,49 @@ T = TypeVar("T")
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
-MAX_SAMPLES = 64  # of one prompt
+MAX_SAMPLES = 64  # per prompt
 MAX_TENANT_CHARS = 128
-# As the scheduler has them; here, because all that it gets travels in messages that it shares with other requests.
+# The scheduler's limits. They apply here too, because submissions of several requests share one message.
 MAX_SALT_CHARS = 256
 MAX_RETENTION_RANGES = 64
 MAX_LENGTH_PENALTY = 10.0
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
-# Requests with more text are encoded off the event loop (the tokenizer lets go of the GIL).
+# Longer texts are encoded off the event loop. The tokenizer releases the GIL.
 _INLINE_CHARS = 4096
-# Of the sampling options of all sequences of a request, each of which has a copy: 40 ms of the event loop.
+# Limit of the sampling options over all sequences of a request (each sequence has a copy): 40 ms of the event loop.
 _MAX_COPIED_BYTES = 4 * 2**20
-_BIAS_BYTES = 48  # an entry of logit_bias is copied as slowly as so many more bytes
+_BIAS_BYTES = 48  # an entry of logit_bias takes as long to copy as this many bytes
 
 
 @dataclass(slots=True)
 class GenerateJob:
-    """One sequence to generate, everything filled in. `arrival_s` is on time.perf_counter's clock."""
+    """One sequence to generate, with every field set. `arrival_s` is a time of time.perf_counter."""
 
     request_id: str
     endpoint: str
-    prompt_ids: array[int]  # not a list, which takes ten times as much for as long as the request lives
+    prompt_ids: array[int]  # a list would take ten times the memory while the request lives
     sampling: common_pb2.SamplingParams
     stop: tuple[str, ...]
     final_tokens: frozenset[int]
-    token_bytes: Callable[[int], bytes]  # of one token, as it is written
-    shown_bytes: Callable[[int], bytes]  # of one token in the text
-    new_detokenizer: Callable[[], Detokenizer]  # for output that follows the prompt
+    token_bytes: Callable[[int], bytes]  # one token alone
+    shown_bytes: Callable[[int], bytes]  # one token in the text
+    new_detokenizer: Callable[[], Detokenizer]  # for output after the prompt
     arrival_s: float
-    include_stop: bool = False  # in the text: the stop string, or token
-    logprobs: bool = False  # to be shown to the client
+    include_stop: bool = False  # whether the text contains the stop string or token
+    logprobs: bool = False  # whether the client gets log probabilities
     prompt_logprobs: bool = False
     echo: Echo | None = None
-    terms: Terms = NO_TERMS
-    sample: int = 0  # which of several of one prompt
+    terms: RequestMetadata = NO_METADATA
+    sample: int = 0  # index among the samples of one prompt
     beam: inference_pb2.BeamOptions | None = None
-    delivered: tuple[int, ...] = ()  # output that the client has got from another run
+    delivered: tuple[int, ...] = ()  # output of another run that the client already has
 
 
 class RequestBuilder:
     """Turns prompts and sampling choices into jobs.
 
-    `worker_model` gives the ModelInfo of the running workers once it is known: it decides over config.json.
-    `max_model_len` caps both.
+    `worker_model` gives the ModelInfo of the running workers, if known. It has precedence over config.json.
+    `max_model_len` limits both.
     """
 
     def __init__(
@@ -93,13 +92,13 @@ class RequestBuilder:
         self._files = files
         self._worker_model = worker_model
         self._cap = max_model_len
-        # As many as there are cores: more would only take them from the event loop.
+        # One per core. More threads would only slow down the event loop.
         self._threads = asyncio.Semaphore(os.cpu_count() or 1)
-        self._checks: GrammarChecks | None = None  # from the first structured output on
+        self._checks: GrammarChecks | None = None  # made for the first structured output
 
     @property
     def max_model_len(self) -> int:
-        """Prompt and output tokens of one sequence together, at the most."""
+        """The largest number of prompt and output tokens of one sequence."""
         worker = self._worker_model()
         limit = worker.max_model_len if worker is not None and worker.max_model_len else self._files.max_model_len
         return min(limit, self._cap) if self._cap else limit
@@ -112,7 +111,7 @@ class RequestBuilder:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a sequence unless they are ignored."""
+        """Tokens that end a sequence, unless the request ignores them."""
         worker = self._worker_model()
         return frozenset(worker.eos_token_ids) if worker is not None else self._files.eos_token_ids
 
@@ -127,9 +126,9 @@ class RequestBuilder:
         of_chars: int = 0,
         gone: Callable[[], bool] = lambda: False,
     ) -> list[int]:
-        """Token ids of a plain prompt. `of_chars`: how many all prompts of its request have, if it has several.
+        """Token ids of a plain prompt. `of_chars`: characters of all prompts of the request, if it has several.
 
-        Raises ApiError 400, and Gone if `gone` when it is a long one's turn.
+        Raises ApiError 400, and Gone if `gone()` when the turn of a long prompt comes.
         """
         self._check_chars(len(text), names)
         encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
@@ -145,7 +144,7 @@ class RequestBuilder:
         variables: Mapping[str, Any] | None = None,
         gone: Callable[[], bool] = lambda: False,
     ) -> list[int]:
-        """Token ids of a chat. Raises ApiError 400, and Gone if `gone` when it is a long one's turn."""
+        """Token ids of a chat. Raises ApiError 400, and Gone if `gone()` when the turn of a long chat comes."""
         num_chars = sum(len(message["content"]) for message in messages)
         self._check_chars(num_chars, names)
         encode = partial(
@@ -169,13 +168,13 @@ class RequestBuilder:
         return packed
 
     def encode_word(self, text: str) -> list[int]:
-        """Token ids of a piece of text, nothing added. Raises ApiError 400."""
+        """Token ids of a text, without special tokens. Raises ApiError 400."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     async def grammar(
         self, structure: Structure | None, tenant: str = "", gone: Callable[[], bool] = lambda: False
     ) -> str:
-        """What makes a text have this form; "" if it may have any. Raises as GrammarChecks.grammar."""
+        """The grammar for a form of the output; "" for any text. Raises what GrammarChecks.grammar raises."""
         if structure is None:
             return ""
         if isinstance(self.tokenizer, IdTokenizer):
@@ -191,12 +190,12 @@ class RequestBuilder:
             await self._checks.close()
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, gone: Callable[[], bool]) -> str:
-        """The text of a prompt. Raises Gone as encode_text."""
+        """The text of a prompt. Raises Gone like encode_text."""
         decode = partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
         return decode() if len(token_ids) <= _INLINE_CHARS else await self._in_thread(decode, gone)
 
     async def offsets(self, text: str, *, add_special_tokens: bool, gone: Callable[[], bool]) -> list[int]:
-        """Where the tokens of encode_text begin in it, in characters. Raises Gone as encode_text."""
+        """Where the tokens of encode_text begin in the text, in characters. Raises Gone like encode_text."""
         find = partial(self.tokenizer.offsets, text, add_special_tokens=add_special_tokens)
         return find() if len(text) <= _INLINE_CHARS else await self._in_thread(find, gone)
 
@@ -205,13 +204,13 @@ class RequestBuilder:
         if gone():
             self._threads.release()
             raise Gone
-        # Who is cancelled leaves the thread running, with the text: its place is free when it has ended.
+        # A cancelled caller leaves its thread running with the text. The semaphore is released when the thread ends.
         encoding = asyncio.create_task(asyncio.to_thread(encode))
         encoding.add_done_callback(lambda _: self._threads.release())
         return await asyncio.shield(encoding)
 
     def _check_chars(self, num_chars: int, names: FieldNames) -> None:
-        # No token is longer than the longest, so this many characters cannot fit: not worth encoding them to say so.
+        # No token is longer than the longest token, so a text with too many characters is refused without encoding.
         least = num_chars // self.tokenizer.longest_token_chars
         if least > self.max_model_len:
             raise too_long(names.prompt, f"at least {least}", self.max_model_len)
@@ -228,9 +227,9 @@ class RequestBuilder:
         names: FieldNames,
         default_max_tokens: int | None = None,
         arrival_s: float | None = None,
-        terms: Terms = NO_TERMS,
+        terms: RequestMetadata = NO_METADATA,
     ) -> GenerateJob:
-        """Check everything and fill in what was left open; `token_ids` are the prompt's. Raises ApiError 400.
+        """Check everything and fill in the defaults. `token_ids`: the prompt. Raises ApiError 400.
 
         `default_max_tokens` None: as many as fit into the context.
         """
@@ -279,21 +278,20 @@ class RequestBuilder:
         )
 
     def samples(self, job: GenerateJob, n: int, best_of: int) -> list[GenerateJob]:
-        """The job `best_of` times, each with a seed of its own. If not all are wanted, the model's own probabilities
-        decide which are."""
+        """`best_of` copies of the job, each with its own seed. If `n` is less, the model's own probabilities choose."""
         jobs = [job]
         job.sampling.logprobs |= best_of > n
         for i in range(1, best_of):
             sampling = common_pb2.SamplingParams()
             sampling.CopyFrom(job.sampling)
             sampling.seed = (job.sampling.seed + i) % 2**64
-            sampling.prompt_logprobs = False  # they are those of the first
+            sampling.prompt_logprobs = False  # the first sample brings them
             jobs.append(replace(job, request_id=f"{job.request_id}.{i}", sampling=sampling, sample=i))
         return jobs
 
 
 def check_copies(sampling: common_pb2.SamplingParams, count: int) -> None:
-    """Of a request of so many sequences. Raises ApiError 400."""
+    """Check the size of the sampling options of `count` sequences. Raises ApiError 400."""
     if count * (sampling.ByteSize() + _BIAS_BYTES * len(sampling.logit_bias)) > _MAX_COPIED_BYTES:
         raise invalid(
             "n",
@@ -303,7 +301,7 @@ def check_copies(sampling: common_pb2.SamplingParams, count: int) -> None:
 
 
 def check_samples(n: int | None, best_of: int | None, stream: bool) -> tuple[int, int]:
-    """How many samples of a prompt are wanted, and the best of how many. Raises ApiError 400."""
+    """How many samples of a prompt to answer with, and how many to generate. Raises ApiError 400."""
     n = 1 if n is None else n
     check_range("n", n, 1, MAX_SAMPLES)
     best_of = n if best_of is None else best_of
@@ -318,7 +316,7 @@ def check_samples(n: int | None, best_of: int | None, stream: bool) -> tuple[int
 def check_beam(
     choices: SamplingChoices, width: int, num_return: int, length_penalty: float, early_stopping: bool | str
 ) -> inference_pb2.BeamOptions:
-    """Options of a beam search, which does not sample and knows no text. Raises ApiError 400."""
+    """Options of a beam search, which has no sampling and no stop strings. Raises ApiError 400."""
     refuse_for_beams(choices)
     check_range("length_penalty", length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
     kinds = {False: 0, True: inference_pb2.EARLY_STOPPING_FIRST, "never": inference_pb2.EARLY_STOPPING_NEVER}
@@ -333,8 +331,8 @@ def check_beam(
 
 
 def make_search(job: GenerateJob, options: inference_pb2.BeamOptions) -> None:
-    """Turn the job into a beam search, which goes by the model's own probabilities: a repetition penalty that is the
-    model's default does not apply. Raises ApiError 400 if the text is to have a form."""
+    """Turn the job into a beam search. It ranks by the model's own probabilities, so the model's default repetition
+    penalty does not apply. Raises ApiError 400 if the output must have a form."""
     if job.sampling.grammar:
         raise invalid("use_beam_search", "a beam search knows no structured outputs")
     job.beam = options
@@ -347,10 +345,10 @@ def check_terms(
     deadline_s: float | None,
     cache_salt: str | None = None,
     cache_retention: Sequence[common_pb2.RetentionRange] = (),
-) -> Terms:
-    """What a request says of its place among others; None takes the default. Raises ApiError 400."""
+) -> RequestMetadata:
+    """Priority, tenant, deadline, salt and retention; None takes the default. Raises ApiError 400."""
     for name, value in (("priority", priority), ("deadline_s", deadline_s)):
-        if value is not None and not abs(value) <= MAX_FLOAT32:  # which is how they travel
+        if value is not None and not abs(value) <= MAX_FLOAT32:  # the messages have 32-bit floats
             raise invalid(name, f"{name} must be a finite number of 32 bits, not {value:g}")
     if deadline_s is not None and deadline_s <= 0:
         raise invalid("deadline_s", f"deadline_s must be above 0, not {deadline_s:g}")
@@ -362,17 +360,17 @@ def check_terms(
     if len(cache_retention) > MAX_RETENTION_RANGES:
         message = f"cache_retention has {len(cache_retention)} ranges; at most {MAX_RETENTION_RANGES} are possible"
         raise invalid("cache_retention", message)
-    return Terms(
+    return RequestMetadata(
         priority or 0.0,
         tenant or "",
         deadline_s or 0.0,
         cache_salt=cache_salt or "",
-        cache_retention=tuple(cache_retention),  # the scheduler checks what they say
+        cache_retention=tuple(cache_retention),  # the scheduler checks the contents
     )
 
 
 def too_long(param: str, num_tokens: str, max_model_len: int) -> ApiError:
-    """For a prompt that leaves no room for a token."""
+    """The error for a prompt that leaves no position for an output token."""
     return invalid(
         param,
         f"this model's context is {max_model_len} tokens, but the prompt has {num_tokens}"

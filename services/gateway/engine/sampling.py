@@ -1,4 +1,4 @@
-"""How to sample, as a client states it: checked, completed, and put into what the scheduler takes.
+"""Checks a client's sampling parameters, fills in defaults, and converts them for the scheduler.
 
 Every token id is checked against the vocabulary here; the scheduler checks them again. Limits: docs/sampling.md.
 """
@@ -20,25 +20,25 @@ from services.gateway.text.model_files import ModelFiles
 
 MAX_STOP_TOKEN_IDS = 256
 MAX_TEMPERATURE = 100.0
-MAX_PENALTY = 2.0  # presence and frequency, either side of zero
-# gRPC brings 32 bits: 0.01 is a little less in them. The other limits of numbers are the same in both.
+MAX_PENALTY = 2.0  # absolute value of presence and frequency penalties
+# gRPC sends 32-bit floats, and 0.01 becomes a little less. The other limits are the same in 32 and 64 bits.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = struct.unpack("<ff", struct.pack("<ff", 0.01, 100.0))
-MAX_BIAS = 100.0  # either side of zero
+MAX_BIAS = 100.0  # absolute value
 MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
-MAX_BAD_WORD_TOKENS = 64  # of one
-MAX_BAD_WORDS_TOKENS = 4096  # of all, in both spellings
+MAX_BAD_WORD_TOKENS = 64  # per entry
+MAX_BAD_WORDS_TOKENS = 4096  # of all entries, in both spellings
 MAX_ALLOWED_TOKENS = 8192
 MAX_TOP_LOGPROBS = 20
-MIN_FLOAT32 = 2.0**-149  # above 0
-# Below this a softmax overflows float32; it is greedy for all purposes.
+MIN_FLOAT32 = 2.0**-149  # the smallest number above 0
+# Below this temperature a softmax overflows float32. Sampling is then greedy in practice.
 _GREEDY_TEMPERATURE = 1e-5
 
 
 @dataclass(slots=True)
 class SamplingChoices:
-    """Sampling as a client states it; None takes the default. Field names are the public ones."""
+    """Sampling parameters as the client gives them; None takes the default. The field names are the public names."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -57,16 +57,16 @@ class SamplingChoices:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Mapping[int, float] | None = None
-    bad_words: Sequence[str | Sequence[int]] = ()  # texts, or token ids as they are
+    bad_words: Sequence[str | Sequence[int]] = ()  # texts, or token ids
     allowed_token_ids: Sequence[int] | None = None
-    logprobs: int | None = None  # of so many of the most likely tokens beside the sampled one
+    logprobs: int | None = None  # how many of the most likely tokens to report beside the sampled token
     prompt_logprobs: int | None = None
-    grammar: str = ""  # of structure.grammar_of
+    grammar: str = ""  # the result of structure.grammar_of
 
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """How a front calls the fields, for messages that name them."""
+    """The names that an API gives to the fields, for error messages."""
 
     prompt: str = "prompt"
     max_tokens: str = "max_tokens"
@@ -79,14 +79,14 @@ class FieldNames:
 
 
 class Vocabulary(Protocol):
-    """What a text and a token id mean to the model that is served."""
+    """Maps texts and token ids for the served model."""
 
     def check_token_ids(self, token_ids: Sequence[int], field_name: str) -> array[int]:
-        """Raises ApiError 400."""
+        """The packed ids. Raises ApiError 400."""
         ...
 
     def encode_word(self, text: str) -> list[int]:
-        """Token ids of a piece of text, nothing added. Raises ApiError 400."""
+        """Token ids of a text, without special tokens. Raises ApiError 400."""
         ...
 
 
@@ -103,7 +103,7 @@ def sampling_params(
     )
     if choices.stop_token_ids:
         params.stop_token_ids.extend(_stop_tokens(choices.stop_token_ids, vocabulary, names.of("stop_token_ids")))
-    # What follows is left out where it changes nothing: most requests have none of it, here and further on.
+    # The rest is set only where it changes the result. Most requests have none of these fields.
     if (min_p := _number(choices.min_p, files.min_p, names.of("min_p"), 0.0, 1.0)) != 0.0:
         params.min_p = min_p
     if (typical_p := _share(choices.typical_p, files.typical_p, names.of("typical_p"))) != 1.0:
@@ -144,7 +144,8 @@ def _add_penalties(
 
 
 def refuse_for_beams(choices: SamplingChoices) -> None:
-    """A beam search does not sample, and goes by the model's own probabilities. Raises ApiError 400."""
+    """Refuse options that a beam search cannot honour: it does not sample, and ranks by the model's own probabilities.
+    Raises ApiError 400."""
     neutral: dict[str, tuple[object, ...]] = {
         "temperature": (0.0,),
         "top_p": (1.0,),
@@ -189,7 +190,7 @@ def _share(value: float | None, default: float, name: str) -> float:
         return default
     if not 0.0 < value <= 1.0:
         raise invalid(name, f"{name} must be above 0 and at most 1, not {value:g}")
-    # As it travels, in 32 bits, a smaller one would be 0, which is no share, or says that nothing is asked for.
+    # Sent in 32 bits, a smaller number would become 0, which is invalid or means that the field is not set.
     return max(value, MIN_FLOAT32)
 
 
@@ -202,7 +203,7 @@ def _top_k(choices: SamplingChoices, default: int, names: FieldNames) -> int:
     if choices.top_k is None:
         return default
     if choices.top_k == -1:
-        # The field's other way to say "all".
+        # The other value that means "all".
         return 0
     check_range(names.of("top_k"), choices.top_k, 0, 2**31 - 1)
     return choices.top_k
@@ -210,7 +211,7 @@ def _top_k(choices: SamplingChoices, default: int, names: FieldNames) -> int:
 
 def _seed(choices: SamplingChoices, names: FieldNames) -> int:
     if choices.seed is None:
-        # Fixed here, once: whoever generates this request again later must get the same tokens.
+        # The seed is chosen once, so that a repetition of the request gets the same tokens.
         return random.getrandbits(64)
     if not -(2**63) <= choices.seed < 2**64:
         raise invalid(names.of("seed"), f"{names.of('seed')} must fit into 64 bits")
@@ -246,7 +247,7 @@ def _allowed(token_ids: Sequence[int], vocabulary: Vocabulary, name: str) -> byt
 
 
 def _bad_words(words: Sequence[str | Sequence[int]], vocabulary: Vocabulary, name: str) -> list[bytes]:
-    """A text is banned as it stands and with a space before it, which begins a word in most vocabularies."""
+    """Ban a text both as it is and with a space before it, which begins a word in most vocabularies."""
     if len(words) > MAX_BAD_WORDS:
         raise invalid(name, f"{name} has {len(words)} entries; at most {MAX_BAD_WORDS} are possible")
     banned: dict[bytes, None] = {}

@@ -1,4 +1,4 @@
-"""Log probabilities as the scheduler tells them."""
+"""Decodes log probabilities of the scheduler's messages."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from paceline.v1 import common_pb2, inference_pb2
 
 
 class Score(NamedTuple):
-    """Of one token."""
+    """The log probability of one token."""
 
     logprob: float
-    top: Sequence[tuple[int, float]] = ()  # the most likely tokens at its place, best first
-    rank: int = 0  # 1: there is none more likely; 0: not told
+    top: Sequence[tuple[int, float]] = ()  # the most likely tokens at its position, best first
+    rank: int = 0  # 1: the most likely token; 0: unknown
 
 
 def score_of(message: inference_pb2.TokenScore) -> Score:
-    """Raises ValueError for one that is malformed."""
+    """Decode one score. Raises ValueError if it is malformed."""
     return Score(message.logprob, _pairs(message.top_token_ids, message.top_logprobs))
 
 
 def prompt_scores_of(part: common_pb2.PromptLogprobs) -> dict[int, Score]:
-    """By position. What comes again after a preemption is the same. Raises ValueError or IndexError for a malformed
-    one."""
+    """Decode prompt scores, by position. After a preemption the same scores come again. Raises ValueError or IndexError
+    if they are malformed."""
     logprobs, ranks = np.frombuffer(part.logprobs, "<f4"), np.frombuffer(part.ranks, "<i4").tolist()
     ids = np.frombuffer(part.top_token_ids, "<i4").reshape(len(ranks), -1).tolist()
     values = np.frombuffer(part.top_logprobs, "<f4").reshape(len(ranks), -1).tolist()

@@ -1,4 +1,4 @@
-"""The asyncio shell around SessionCore: one stream to the scheduler, kept alive as long as the gateway runs."""
+"""The asyncio shell around SessionCore: one stream to the scheduler, reopened as long as the gateway runs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ import grpc
 import grpc.aio
 
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from services.gateway.admission.turnstile import Gone
 from services.gateway.engine.session_core import (
     MISMATCH_RETRY_S,
-    NO_TERMS,
+    NO_METADATA,
     LiveRequest,
+    RequestMetadata,
     SessionCore,
     SessionFull,
     SessionProtocolError,
-    Terms,
 )
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, Gone
 from services.runtime.fence import StaleScheduler
+from services.runtime.leaders import find_leader
 from services.runtime.liveness import Silent, Watch, beat, first_of
 from services.runtime.logs import get_logger
-from services.runtime.masters import find_master
 from services.runtime.rpc import link_options, open_channel
 
 _log = get_logger(__name__)
@@ -34,8 +33,8 @@ _log = get_logger(__name__)
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 1.0
 _TICK_S = 0.2
-_LOOK_S = 1.0  # whether somebody who waits is still there
-_NO_WORKER_RETRY_S = 5.0  # as the scheduler tells requests that it fails for the same reason
+_LOOK_S = 1.0  # how often a waiting request checks for its client
+_NO_WORKER_RETRY_S = 5.0  # the scheduler's retry_after_s for the same failure
 _FULL = "the server has too many requests in flight"
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
@@ -43,8 +42,8 @@ SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].ful
 class SchedulerSession:
     """Submits requests to the scheduler and wakes their consumers.
 
-    Everything submitted or cancelled within one turn of the event loop travels in one message. When the stream breaks
-    it is opened again, after 50 ms to 1 s, and all unfinished requests are submitted again.
+    All submissions and cancellations of one event-loop turn travel in one message. A broken stream is reopened after
+    50 ms to 1 s, and all unfinished requests are submitted again.
     """
 
     def __init__(
@@ -71,30 +70,30 @@ class SchedulerSession:
             model_name=model_name,
             difference=difference,
         )
-        self._told_mismatch = ""  # in the log
+        self._told_mismatch = ""  # the last mismatch in the log
         # Called when `status`, `ready` or `connected` may have changed.
         self.on_status: Callable[[], None] | None = None
         self._outgoing = asyncio.Event()
         self._model_told = asyncio.Event()
-        self._num_asking = 0  # for the model
+        self._num_asking = 0  # requests in know_model()
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
-        # Times the stream was opened.
+        # How often the stream was opened.
         self.num_connects = 0
 
     @property
     def ready(self) -> bool:
-        """The scheduler is there and says that it can take work."""
+        """The scheduler is connected and accepts work."""
         status = self._core.status
         return not self._closing and self._core.opened and status is not None and status.ready and not self.mismatch
 
     @property
     def mismatch(self) -> str:
-        """Why no request is served: the workers' model is not the gateway's. Empty if it is, as far as is known."""
+        """Why no request is served: the workers have another model than the gateway. Empty if none is known."""
         return self._core.mismatch
 
     def check_mismatch(self) -> None:
-        """Raises ApiError 503 while the workers' model is not the gateway's."""
+        """Raises ApiError 503 while the workers have another model than the gateway."""
         if self.mismatch:
             raise ApiError(503, self.mismatch, code="model_mismatch", retry_after_s=MISMATCH_RETRY_S)
 
@@ -105,21 +104,22 @@ class SchedulerSession:
 
     @property
     def status(self) -> inference_pb2.SchedulerStatus | None:
-        """What the scheduler last said of itself; None while it is away."""
+        """The scheduler's last report; None while it is not connected."""
         return self._core.status
 
     @property
     def model(self) -> common_pb2.ModelInfo | None:
-        """What its workers serve, as the scheduler last said; None before it has."""
+        """The workers' model as last reported; None before the first report."""
         return self._core.model
 
     async def know_model(self, gone: Callable[[], bool] = lambda: False) -> None:
-        """Wait until the scheduler has said what its workers serve, which it has but to a gateway that has only just
-        started, or while the first worker still loads. The model's files allow more than a pool may hold: who asks for
-        all that there is would be refused.
+        """Wait until the scheduler has reported the workers' model.
 
-        Raises ApiError 429 (too many wait), 503 (no scheduler, or no worker, for as long as requests wait for one), and
-        Gone if `gone`.
+        The report is missing only just after the start, or while the first worker loads. The model's files may allow
+        more tokens than a pool holds, so a request for all possible tokens must wait for the report.
+
+        Raises ApiError 429 (too many requests wait), 503 (no scheduler or no worker for as long as requests wait for
+        one), and Gone if `gone()`.
         """
         if self._model_told.is_set():
             return
@@ -147,16 +147,16 @@ class SchedulerSession:
             self._num_asking -= 1
 
     def refusal(self, message: str) -> ApiError:
-        """A 429 that says when there will be a place."""
+        """A 429 that says when a position will be free."""
         return ApiError(429, message, retry_after_s=self._core.retry_after_s(asyncio.get_running_loop().time()))
 
     def is_full(self, num_waiting: int = 0) -> bool:
-        """Whether a request that is new would be refused by us or, as far as it has told, by the scheduler; behind so
-        many that wait to be submitted."""
+        """Whether the gateway or, by its last report, the scheduler would refuse a new request behind `num_waiting`
+        requests that wait for their submission."""
         return self._core.is_full or not self._core.queue_takes(num_waiting)
 
-    def no_room(self) -> ApiError | None:
-        """A 429 if a request that is new would be refused."""
+    def refusal_if_full(self) -> ApiError | None:
+        """A 429 if a new request would be refused."""
         return self.refusal(_FULL if self._core.is_full else "the queue is full") if self.is_full() else None
 
     @property
@@ -165,16 +165,16 @@ class SchedulerSession:
         return self._core.num_live
 
     def start(self) -> Sequence[asyncio.Task[None]]:
-        """Begin to connect; returns at once. The tasks that do it end by `close`, or by a bug."""
+        """Start to connect, and return at once. The returned tasks end only by `close` or by a bug."""
         self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._tick())]
         return self._tasks
 
     async def close(self) -> None:
-        """End the stream. Requests that still live fail with UNAVAILABLE."""
+        """End the stream. Live requests fail with UNAVAILABLE."""
         self._closing = True
-        self._model_told.set()  # whoever waits is refused
+        self._model_told.set()  # requests in know_model() continue, and are refused
         self._wake(self._core.fail_all("the server is shutting down"))
-        # One turn, so that consumers' tasks see their ending while everything still stands.
+        # One event-loop turn, in which the consumers see their endings.
         await asyncio.sleep(0)
         for task in self._tasks:
             task.cancel()
@@ -186,11 +186,11 @@ class SchedulerSession:
         prompt_token_ids: bytes,
         sampling: common_pb2.SamplingParams,
         final_tokens: frozenset[int] = frozenset(),
-        terms: Terms = NO_TERMS,
+        terms: RequestMetadata = NO_METADATA,
         beam: inference_pb2.BeamOptions | None = None,
         delivered: Sequence[int] = (),
     ) -> LiveRequest:
-        """Queue a request for the scheduler (token ids: packed int32), to go on behind output that was delivered.
+        """Queue a request for the scheduler. Token ids are packed int32. `delivered`: output that the client has.
 
         Raises ApiError 429 or 503.
         """
@@ -208,7 +208,7 @@ class SchedulerSession:
         return request
 
     def cancel(self, request: LiveRequest) -> None:
-        """End a request. Nothing happens if it has ended."""
+        """End a request. No effect on an ended request."""
         self._core.cancel(request)
         self._outgoing.set()
 
@@ -216,11 +216,11 @@ class SchedulerSession:
 
     async def _stay_connected(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
-        while not self._closing:  # a cancellation that meets a failing call may be lost in gRPC
+        while not self._closing:  # gRPC may swallow a cancellation during a failing call
             opened = False
             try:
-                # A channel of its own per attempt: a channel that failed sits out gRPC's back-off of seconds.
-                target = await find_master(self._target, SERVICE_NAME, self._transport)
+                # A new channel per attempt: a failed channel waits for gRPC's back-off of seconds.
+                target = await find_leader(self._target, SERVICE_NAME, self._transport)
                 async with open_channel(target, self._transport) as channel:
                     await self._run_stream(channel)
             except StaleScheduler as error:
@@ -245,7 +245,7 @@ class SchedulerSession:
     async def _run_stream(self, channel: grpc.aio.Channel) -> None:
         core = self._core
         self._wake(core.connect())
-        # Of this stream alone: the one before may still have a reader that waits, and would swallow what is for us.
+        # An event per stream: the last stream may still have a waiting reader, which would consume our event.
         self._outgoing = outgoing = asyncio.Event()
         outgoing.set()
         call = inference_pb2_grpc.InferenceServiceStub(channel).Session(self._requests(outgoing))
@@ -260,7 +260,7 @@ class SchedulerSession:
                 self._wake(core.receive(response))
                 if core.model is not None:
                     self._model_told.set()
-                # What is due (submissions after the opening, acknowledgements), the core knows.
+                # The core knows what to send now: submissions after the opening, acknowledgements.
                 self._outgoing.set()
                 if first:
                     self.num_connects += 1
@@ -278,7 +278,7 @@ class SchedulerSession:
         finally:
             call.cancel()
             self._outgoing = asyncio.Event()
-            outgoing.set()  # so that its reader ends
+            outgoing.set()  # the reader wakes up and ends
 
     async def _requests(self, outgoing: asyncio.Event) -> AsyncIterator[inference_pb2.SessionRequest]:
         while True:
@@ -288,7 +288,7 @@ class SchedulerSession:
                 while self._outgoing is outgoing and (message := self._core.take_request()) is not None:
                     yield message
             except Exception:
-                _log.exception("cannot write to the scheduler")  # all that gRPC does is to cancel the call
+                _log.exception("cannot write to the scheduler")  # gRPC itself only cancels the call
                 raise
             if self._outgoing is not outgoing:
                 return

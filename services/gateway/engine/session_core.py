@@ -1,12 +1,12 @@
-"""The client side of InferenceService.Session as plain state: what is live, what to send next, what a message changes.
+"""The client side of InferenceService.Session as plain state: live requests, the next message, received messages.
 
-No sockets, no tasks, no clock: time comes in as `now_s`. A request lives here from `submit` until it has ended; the
-scheduler may die and come back meanwhile any number of times. After each `connect` everything that lives is submitted
-again with the tokens that have arrived, so generation goes on after them and the client sees a pause.
+No sockets, no tasks, no clock: the caller passes time as `now_s`. A request lives here from `submit` until it has
+ended, even if the scheduler dies and comes back several times. After each `connect` every live request is submitted
+again together with the tokens that have arrived. So generation continues after them, and the client sees a pause.
 
     submit ──> unsent ──take_request──> at the scheduler ──ending──> ended
                  ^                            │
-                 └──────── connect ───────────┘        (disconnect: nobody works on anything)
+                 └──────── connect ───────────┘        (after a disconnect the scheduler runs none of them)
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.v1 import common_pb2, inference_pb2
-from services.gateway.admission.departures import Departures
-from services.gateway.admission.room import Room
+from services.gateway.admission.queue_credit import QueueCredit
+from services.gateway.admission.service_rate import ServiceRate
 from services.gateway.engine.scores import Score, prompt_scores_of, score_of
 from services.runtime.fence import Fence
 
 _RESOURCE_EXHAUSTED, _UNAVAILABLE = 8, 14  # google.rpc.Code
 _MAX_HANDLE = 2**32 - 1
-# When a client should ask again whose gateway has another model than the workers: the one or the other is replaced.
+# When a client should retry after a model mismatch. The gateway or the workers are being replaced.
 MISMATCH_RETRY_S = 5.0
-# A SessionRequest stays far below the message limit of 16 MiB, however much is submitted again at once.
+# A SessionRequest stays far below the message limit of 16 MiB, however many requests are submitted again at once.
 _MAX_REQUEST_BYTES = 4 * 2**20
 _ABORTED = inference_pb2.Ending(reason=common_pb2.FINISH_REASON_ABORT)
 
 
 class SessionProtocolError(Exception):
-    """The scheduler sent something the protocol does not allow. The stream is of no more use."""
+    """The scheduler broke the protocol. The stream is useless."""
 
 
 class SessionFull(Exception):
@@ -40,8 +40,8 @@ class SessionFull(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What a request says of its place among others; fields as in inference.proto's Submission."""
+class RequestMetadata:
+    """Tenant, priority, deadline, salt and more, as in Submission of inference.proto."""
 
     priority: float = 0.0
     tenant: str = ""
@@ -52,34 +52,34 @@ class Terms:
     answer_id: str = ""
 
 
-NO_TERMS = Terms()
+NO_METADATA = RequestMetadata()
+Terms = RequestMetadata  # the name that simulator/clients.py imports
 
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """One request at the scheduler, from this side.
+    """One request at the scheduler, as the gateway sees it.
 
-    `tokens` is all output that has arrived, over all attempts. `wake` is called when there is news; the consumer sets
-    it.
+    `tokens`: all output that has arrived, over all attempts. The consumer sets `wake`, which is called on news.
     """
 
     handle: int
     request_id: str
     prompt_token_ids: bytes
     sampling: common_pb2.SamplingParams
-    # Tokens that end the sequence when sampled: stop tokens and, unless ignored, end of sequence.
+    # Tokens that end the sequence when sampled: stop tokens and, unless ignored, end-of-sequence tokens.
     final_tokens: frozenset[int]
     submitted_s: float
-    terms: Terms = NO_TERMS
+    terms: RequestMetadata = NO_METADATA
     beam: inference_pb2.BeamOptions | None = None
-    # How often it was submitted, and whether on the stream of now.
+    # How often the request was submitted; `sent`: whether on the current stream.
     attempt: int = 0
     sent: bool = False
     cancelled: bool = False
     tokens: list[int] = field(default_factory=list)
-    # Of each of the tokens, if the sampling asks for them.
+    # One per token, if the sampling asks for log probabilities.
     scores: list[Score] = field(default_factory=list)
-    # By position, of the prompt's tokens but the first; complete when the first token is here, if it asks for them.
+    # By position, for all prompt tokens but the first. Complete with the first output token, if the sampling asks.
     prompt_scores: dict[int, Score] = field(default_factory=dict)
     ending: inference_pb2.Ending | None = None
     wake: Callable[[], None] | None = None
@@ -88,10 +88,10 @@ class LiveRequest:
 class SessionCore:
     """State of one gateway's session.
 
-    `response_window`: SessionResponses the scheduler may be ahead of us. `max_live`: bound on requests not yet ended.
-    `wait_s`: how long a request may wait for a scheduler that is not there before it fails with UNAVAILABLE.
-    `difference`: why the workers' model is not the gateway's own; empty if it is. While it is not, no token is taken.
-    `model_name`: what clients call the model.
+    `response_window`: how many SessionResponses the scheduler may send ahead of our acknowledgements. `max_live`: limit
+    of live requests. `wait_s`: a request fails with UNAVAILABLE after waiting this long without a scheduler.
+    `difference`: returns why the workers' model is not the gateway's own, or "". While it differs, no token is taken.
+    `model_name`: the model's name for clients.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class SessionCore:
         self.epoch: int | None = None
         self._fence = Fence()
         self.status: inference_pb2.SchedulerStatus | None = None
-        # As last told. It stays while the scheduler is away: limits and final tokens are what they were.
+        # The last report. It stays while the scheduler is away, because limits and final tokens do not change.
         self.model: common_pb2.ModelInfo | None = None
-        # What `difference` said of the model that the scheduler reported last.
+        # The result of `difference` for the last report.
         self.mismatch = ""
         self._difference = difference
         self._window = response_window
@@ -129,9 +129,9 @@ class SessionCore:
         self._read = 0
         self._read_sent = 0
         self._beat_due = False
-        self._now_s = 0.0  # when time was last heard of
-        self._departures = Departures()
-        self._room = Room()
+        self._now_s = 0.0  # the last time passed in
+        self._service_rate = ServiceRate()
+        self._queue_credit = QueueCredit()
 
     @property
     def num_live(self) -> int:
@@ -144,15 +144,15 @@ class SessionCore:
         return len(self._live) >= self._max_live
 
     def queue_takes(self, num_waiting: int) -> bool:
-        """Whether the scheduler's queue has a place, as far as it has told, for one more behind so many that will be
-        submitted before."""
+        """Whether the scheduler's queue, by its last report, accepts one more request behind `num_waiting` requests
+        that will be submitted before."""
         if self.status is not None and self.status.full:
             return False
-        return self._room.takes(len(self._unsent) + num_waiting)
+        return self._queue_credit.takes(len(self._unsent) + num_waiting)
 
     def retry_after_s(self, now_s: float) -> float:
-        """For one who is refused now."""
-        return self._departures.retry_after_s(now_s, len(self._live))
+        """When a request that is refused now should come back. In seconds from now."""
+        return self._service_rate.retry_after_s(now_s, len(self._live))
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -163,11 +163,11 @@ class SessionCore:
         sampling: common_pb2.SamplingParams,
         now_s: float,
         final_tokens: frozenset[int] = frozenset(),
-        terms: Terms = NO_TERMS,
+        terms: RequestMetadata = NO_METADATA,
         beam: inference_pb2.BeamOptions | None = None,
         delivered: Sequence[int] = (),
     ) -> LiveRequest:
-        """A new request, to go on behind what was delivered, whose scores are unknown. Raises SessionFull."""
+        """Add a request. `delivered`: output to continue after, without scores. Raises SessionFull."""
         if self.is_full:
             raise SessionFull
         while self._next_handle in self._live:
@@ -184,14 +184,14 @@ class SessionCore:
         self._now_s = now_s
         self._live[handle] = request
         self._unsent[handle] = request
-        self._departures.entered()
+        self._service_rate.admitted()
         return request
 
     def cancel(self, request: LiveRequest) -> None:
-        """The request ends now: no more tokens arrive. Nothing happens if it has ended already.
+        """End the request now: no more tokens arrive. No effect on an ended request.
 
-        If the scheduler knows of it, its Ending still comes (with the count of cached tokens); else the request has
-        ended on return.
+        If the scheduler knows the request, its Ending still comes (with the count of cached tokens). Otherwise the
+        request has ended on return.
         """
         if request.ending is not None or request.cancelled:
             return
@@ -202,10 +202,10 @@ class SessionCore:
             self._end(request, _ABORTED)
 
     def tick(self, now_s: float) -> list[LiveRequest]:
-        """Time passes: requests that have waited too long for a scheduler fail. Returns them."""
+        """Fail the requests that have waited too long for a scheduler, and return them."""
         self._now_s = now_s
-        self._departures.measure(now_s)
-        self._room.tick()
+        self._service_rate.measure(now_s)
+        self._queue_credit.tick()
         if self._down_since_s is None:
             return []
         down_since_s = self._down_since_s
@@ -215,7 +215,7 @@ class SessionCore:
         return late
 
     def fail_all(self, message: str, retry_after_s: float = 0.0) -> list[LiveRequest]:
-        """Everything that lives ends with UNAVAILABLE (the gateway goes down, or the workers serve another model)."""
+        """End every live request with UNAVAILABLE: the gateway stops, or the workers have another model."""
         requests = list(self._live.values())
         for request in requests:
             if self.connected and request.sent:
@@ -226,18 +226,18 @@ class SessionCore:
     # -- the stream --------------------------------------------------------------------------------
 
     def connect(self) -> list[LiveRequest]:
-        """A new stream: everything live will be submitted again. Returns requests that turned out to have ended.
+        """Start a new stream, on which every live request is submitted again. Returns requests that have ended.
 
-        A stream that breaks between a request's last token and its Ending leaves a request with nothing to generate:
-        it ends here.
+        A stream can break between a request's last token and its Ending. Such a request has nothing left to generate,
+        and ends here.
         """
         self.connected, self.opened = True, False
-        self._handles: list[int] = []  # of the last message that had any
-        # A name of its own: the scheduler may not have seen yet that the last stream is gone.
+        self._handles: list[int] = []  # of the last message with handles
+        # A new session id per stream: the scheduler may not have noticed the end of the last stream.
         self._num_streams += 1
         self._open_sent = False
         self._read = self._read_sent = 0
-        self._room = Room()
+        self._queue_credit = QueueCredit()
         self._cancels.clear()
         ended = []
         for request in list(self._live.values()):
@@ -250,18 +250,18 @@ class SessionCore:
         return ended
 
     def disconnect(self, now_s: float) -> None:
-        """The stream is gone."""
+        """The stream has ended."""
         self.connected = self.opened = False
         self.status = None
-        self._room = Room()  # the next scheduler tells of its own
+        self._queue_credit = QueueCredit()  # the next scheduler reports its own queue
         if self._down_since_s is None:
             self._down_since_s = now_s
 
     def take_request(self) -> inference_pb2.SessionRequest | None:
-        """The next message to send, None if there is nothing to say. Call until None."""
+        """The next message to send; None if there is nothing to send. Call until None."""
         if not self.connected:
             return None
-        # Nothing is submitted before the scheduler has opened the session: what it then has seen, it has accepted.
+        # No submission before the scheduler has opened the session. After that, the scheduler has accepted what it saw.
         submit = self.opened and bool(self._unsent)
         acks_due = self._read - self._read_sent >= max(1, self._window // 4)
         if self._open_sent and not (submit or self._cancels or acks_due or self._beat_due):
@@ -276,7 +276,7 @@ class SessionCore:
             self._open_sent = True
         if submit:
             message.submissions.extend(self._submissions())
-            self._room.sent(len(message.submissions))
+            self._queue_credit.sent(len(message.submissions))
         if self._cancels:
             message.cancels.extend(self._cancels)
             self._cancels.clear()
@@ -284,15 +284,14 @@ class SessionCore:
         return message
 
     def beat(self) -> None:
-        """The next message is due, whether there is anything to say or not."""
+        """Make the next message due, even without content."""
         self._beat_due = True
 
     def receive(self, response: inference_pb2.SessionResponse | None) -> list[LiveRequest]:
-        """Apply one message (None: gRPC could not decode it). Returns the requests with news, one that got several
-        tokens as often.
+        """Apply one message (None: gRPC could not decode it). Returns the requests with news, once per token.
 
-        Raises SessionProtocolError, and StaleScheduler for one that is not the master any more. What they have told of
-        requests is not applied then, so that these can go on with another stream.
+        Raises SessionProtocolError, and StaleScheduler if the sender is no longer the leader. Such a message changes no
+        request, so that all requests can continue on another stream.
         """
         if response is None:
             raise SessionProtocolError("a message cannot be decoded")
@@ -312,12 +311,12 @@ class SessionCore:
             if response.status.HasField("model"):
                 self.model = response.status.model
                 self.mismatch = self._difference(self.model)
-            if self.mismatch:  # before any token of this message: it may be one of that model
+            if self.mismatch:  # before the tokens of this message, which may be of the other model
                 refused = self.fail_all(self.mismatch, MISMATCH_RETRY_S)
         if response.HasField("room"):
-            self._room.told(response.room.places, response.room.num_submissions)
-        elif not response.prompt_scores:  # which come in messages without anything else
-            self._room.unchanged()
+            self._queue_credit.update(response.room.places, response.room.num_submissions)
+        elif not response.prompt_scores:  # messages with prompt scores contain nothing else
+            self._queue_credit.unchanged()
         return refused + self._take_tokens(response) + self._take_endings(response)
 
     # -- inside ------------------------------------------------------------------------------------
@@ -327,11 +326,11 @@ class SessionCore:
         for ending in response.endings:
             request = self._live.get(ending.handle)
             if request is not None:
-                # A request that no worker came for was not served either.
+                # A request that waited in vain for a worker was not served either.
                 if ending.code not in (_RESOURCE_EXHAUSTED, _UNAVAILABLE) and not request.cancelled:
-                    self._departures.left(len(self._live) - 1)
+                    self._service_rate.finished(len(self._live) - 1)
                 elif ending.code == _RESOURCE_EXHAUSTED and self.status is not None and self.status.full:
-                    # It came in between: those whom we refused ourselves are to come before it.
+                    # The request took the last position meanwhile. Clients that we refused before come first.
                     ending.retry_after_s = max(ending.retry_after_s, self.retry_after_s(self._now_s))
                 self._end(request, ending)
                 touched.append(request)
@@ -353,7 +352,7 @@ class SessionCore:
             scores = [(score.handle, score_of(score)) for score in response.scores]
         except (ValueError, IndexError) as error:
             raise SessionProtocolError(f"malformed log probabilities: {error}") from error
-        # All of it is well: else some would have tokens without their scores.
+        # The message is valid. A partly applied one would leave tokens without scores.
         live = self._live
         for handle, token in tokens:
             request = live.get(handle)
@@ -376,7 +375,7 @@ class SessionCore:
             request = self._unsent.pop(next(iter(self._unsent)))
             request.attempt += 1
             if request.tokens:
-                request.sampling.prompt_logprobs = False  # they are here
+                request.sampling.prompt_logprobs = False  # they have arrived
             request.sent = True
             output = np.asarray(request.tokens, "<i4").tobytes() if request.tokens else b""
             submission = inference_pb2.Submission(

@@ -1,4 +1,4 @@
-"""Structured outputs: their forms, and the trial that bounds what they cost.
+"""Structured outputs: their forms, and the trial process that limits their cost.
 
-May import `admission` and `errors`.
+May import `errors`.
 """

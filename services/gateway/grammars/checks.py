@@ -1,7 +1,7 @@
-"""Turns structured outputs into grammars that were tried in a process of their own (trial.py).
+"""Turns structured outputs into grammars that a separate process has tried (trial.py).
 
-What a client sends is never compiled in the gateway, and nothing that fails a trial reaches a worker. Trials wait in a
-queue by tenant; the tenants take turns. A structure that was tried before, good or bad, does not wait.
+The gateway never compiles what a client sends, and no grammar that fails its trial reaches a worker. Trials wait in a
+queue per tenant, and the tenants take turns. A structure that was tried before, good or bad, does not wait.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from pathlib import Path
 
 import orjson
 
-from services.gateway.admission.turnstile import Gone
-from services.gateway.errors import ApiError, invalid
+from services.gateway.errors import ApiError, Gone, invalid
 from services.gateway.grammars import trial as grammar_trial
 from services.gateway.grammars.structure import Structure, check_size
 from services.gateway.grammars.trial import TrialLimits
@@ -31,8 +30,8 @@ _log = get_logger(__name__)
 
 NUM_PROCESSES = 2
 MAX_WAITING = 256  # trials; each holds up to 64 KiB of text
-MAX_VERDICTS = 256
-_POLL_S = 0.05  # how often a waiting request asks whether its client is still there
+MAX_RESULTS = 256
+_POLL_S = 0.05  # how often a waiting request checks for its client
 _HEAD = struct.Struct("<I")
 
 
@@ -44,48 +43,48 @@ class TrialLost(Exception):
 class _Trial:
     key: tuple[str, str, bool]
     tenant: str
-    verdict: asyncio.Future[dict[str, str]]
+    result: asyncio.Future[dict[str, str]]
     num_waiting: int = 0  # requests
-    process: Process | None = None  # that runs it
+    process: Process | None = None  # the process that runs the trial
 
 
 @dataclass(slots=True)
 class GrammarChecks:
-    """`grammar()` belongs to one event loop. The processes start with the first trial."""
+    """Use `grammar()` from one event loop. The first trial starts the first process."""
 
     tokenizer_path: Path
     vocab_size: int
     eos_token_ids: frozenset[int]
     limits: TrialLimits = field(default_factory=TrialLimits)
-    _verdicts: OrderedDict[tuple[str, str, bool], dict[str, str]] = field(default_factory=OrderedDict)
-    _trials: dict[tuple[str, str, bool], _Trial] = field(default_factory=dict)  # that wait or run
-    _queues: OrderedDict[str, deque[_Trial]] = field(default_factory=OrderedDict)  # by tenant; the first one is next
+    _results: OrderedDict[tuple[str, str, bool], dict[str, str]] = field(default_factory=OrderedDict)
+    _trials: dict[tuple[str, str, bool], _Trial] = field(default_factory=dict)  # waiting and running ones
+    _queues: OrderedDict[str, deque[_Trial]] = field(default_factory=OrderedDict)  # by tenant; the first is next
     _runners: set[asyncio.Task[None]] = field(default_factory=set)
     _idle: list[Process] = field(default_factory=list)
 
     async def grammar(self, structure: Structure, tenant: str, gone: Callable[[], bool] = lambda: False) -> str:
-        """What SamplingParams.grammar takes.
+        """The value for SamplingParams.grammar.
 
         Raises ApiError 400 if the structure has a mistake or is above a limit, 429 if too many trials wait, and Gone if
-        `gone` while the request waits. A trial for which no request waits any more is ended.
+        `gone()` while the request waits. A trial without a waiting request is ended.
         """
         check_size(structure)
         key = structure.kind, structure.text, structure.any_whitespace
-        if (verdict := self._verdicts.get(key)) is not None:
-            self._verdicts.move_to_end(key)
+        if (result := self._results.get(key)) is not None:
+            self._results.move_to_end(key)
         else:
-            verdict = await self._tried(key, tenant, gone)
-        if (mistake := verdict.get("refused")) is not None:
+            result = await self._tried(key, tenant, gone)
+        if (mistake := result.get("refused")) is not None:
             raise invalid(structure.field, f"{structure.field}: {mistake}")
-        return verdict["grammar"]
+        return result["grammar"]
 
     async def close(self) -> None:
-        """End all processes. Requests that still wait are cancelled."""
+        """End all processes, and cancel the waiting requests."""
         for runner in (runners := list(self._runners)):
             runner.cancel()
         await asyncio.gather(*runners, return_exceptions=True)
         for trial in self._trials.values():
-            trial.verdict.cancel()
+            trial.result.cancel()
         for process in self._idle:
             await _end(process)
         self._idle.clear()
@@ -94,18 +93,18 @@ class GrammarChecks:
         trial = self._trials.get(key) or self._queue(key, tenant)
         trial.num_waiting += 1
         try:
-            while not (await asyncio.wait((trial.verdict,), timeout=_POLL_S))[0]:
+            while not (await asyncio.wait((trial.result,), timeout=_POLL_S))[0]:
                 if gone():
                     raise Gone
-            return trial.verdict.result()
+            return trial.result.result()
         finally:
             trial.num_waiting -= 1
-            if not trial.num_waiting and not trial.verdict.done():
+            if not trial.num_waiting and not trial.result.done():
                 self._withdraw(trial)
 
     def _queue(self, key: tuple[str, str, bool], tenant: str) -> _Trial:
         if sum(map(len, self._queues.values())) >= MAX_WAITING:
-            self._make_room(tenant)
+            self._evict_trial(tenant)
         trial = self._trials[key] = _Trial(key, tenant, asyncio.get_running_loop().create_future())
         self._queues.setdefault(tenant, deque()).append(trial)
         if len(self._runners) < NUM_PROCESSES:
@@ -113,18 +112,18 @@ class GrammarChecks:
             self._runners.add(runner)
         return trial
 
-    def _make_room(self, tenant: str) -> None:
-        """Refuse the newest trial of the tenant with the most. Raises ApiError 429 if that is this tenant."""
+    def _evict_trial(self, tenant: str) -> None:
+        """Refuse the newest trial of the tenant with the most trials. Raises ApiError 429 if that is this tenant."""
         full = ApiError(429, f"{MAX_WAITING} structured outputs wait to be tried, which is the limit", retry_after_s=1)
         largest = max(self._queues, key=lambda name: len(self._queues[name]))
         if len(self._queues[largest]) <= len(self._queues.get(tenant, ())) + 1:
             raise full
         refused = self._queues[largest].pop()
         del self._trials[refused.key]
-        refused.verdict.set_exception(full)
+        refused.result.set_exception(full)
 
     def _withdraw(self, trial: _Trial) -> None:
-        trial.verdict.cancel()
+        trial.result.cancel()
         del self._trials[trial.key]
         if trial.process is not None:
             with suppress(ProcessLookupError):
@@ -132,13 +131,13 @@ class GrammarChecks:
             return
         queue = self._queues.get(trial.tenant)
         if queue is None or trial not in queue:
-            return  # its process is about to start
+            return  # its process is just starting
         queue.remove(trial)
         if not queue:
             del self._queues[trial.tenant]
 
     def _next(self) -> _Trial:
-        """Of the first tenant of the queue, which then stands behind the others."""
+        """The next trial of the first tenant in the queue. The tenant moves to the end."""
         tenant, queue = self._queues.popitem(last=False)
         trial = queue.popleft()
         if queue:
@@ -146,7 +145,7 @@ class GrammarChecks:
         return trial
 
     async def _run(self) -> None:
-        """Trials, until none waits. Another runner may take them as well."""
+        """Run trials until none waits. Several runners share the queues."""
         process: Process | None = None
         try:
             while self._queues:
@@ -154,18 +153,18 @@ class GrammarChecks:
                 try:
                     if process is None:
                         process = self._pop_idle() or await self._start()
-                    if trial.verdict.done():
-                        continue  # its last client has left while the process started
+                    if trial.result.done():
+                        continue  # the last client has left while the process started
                     trial.process = process
-                    verdict = await _ask(process, trial.key)
-                except Exception as lost:  # whatever it is, requests wait for an answer
+                    result = await _ask(process, trial.key)
+                except Exception as lost:  # any error, because requests wait for a result
                     _log.warning("the process that tries grammars has ended; another one starts", reason=str(lost))
                     process, failed = None, ApiError(503, "the structured output could not be tried", retry_after_s=1)
-                    if not trial.verdict.done():
-                        trial.verdict.set_exception(failed)
+                    if not trial.result.done():
+                        trial.result.set_exception(failed)
                 else:
-                    if not trial.verdict.done():
-                        self._keep(trial, verdict)
+                    if not trial.result.done():
+                        self._keep(trial, result)
                 if self._trials.get(trial.key) is trial:
                     del self._trials[trial.key]
         except asyncio.CancelledError:
@@ -174,22 +173,22 @@ class GrammarChecks:
                 process = None
             raise
         finally:
-            # At once, and not when the task's callbacks run: a trial that comes in between would find no runner.
+            # Here, and not in a callback of the task: a trial that comes in between would find no runner.
             self._runners -= {asyncio.current_task()}
             if process is not None:
                 self._idle.append(process)
 
-    def _keep(self, trial: _Trial, verdict: dict[str, str]) -> None:
-        if "unfinished" in verdict:
-            trial.verdict.set_exception(ApiError(503, verdict["unfinished"], retry_after_s=1))
+    def _keep(self, trial: _Trial, result: dict[str, str]) -> None:
+        if "unfinished" in result:
+            trial.result.set_exception(ApiError(503, result["unfinished"], retry_after_s=1))
             return
-        trial.verdict.set_result(verdict)
-        self._verdicts[trial.key] = verdict
-        if len(self._verdicts) > MAX_VERDICTS:
-            self._verdicts.popitem(last=False)
+        trial.result.set_result(result)
+        self._results[trial.key] = result
+        if len(self._results) > MAX_RESULTS:
+            self._results.popitem(last=False)
 
     def _pop_idle(self) -> Process | None:
-        """One that has not ended meanwhile."""
+        """An idle process that still runs."""
         while self._idle:
             if (process := self._idle.pop()).returncode is None:
                 return process
@@ -199,19 +198,19 @@ class GrammarChecks:
         ends = map(str, sorted(self.eos_token_ids))
         limits = f"{self.limits.cpu_s}", f"{self.limits.memory_bytes}"
         program = ("-m", grammar_trial.__name__, str(self.tokenizer_path), str(self.vocab_size), *limits, *ends)
-        # In a session of its own: Ctrl-C is for the gateway, which ends the process itself.
+        # A session of its own: Ctrl-C goes to the gateway, which ends the process itself.
         return await asyncio.create_subprocess_exec(
             sys.executable, *program, stdin=PIPE, stdout=PIPE, start_new_session=True, env=_environment()
         )
 
 
 def _environment() -> dict[str, str]:
-    """The process finds the modules that this one finds, wherever it was started."""
+    """An environment in which the process finds the same modules, wherever it starts."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 async def _ask(process: Process, key: tuple[str, str, bool]) -> dict[str, str]:
-    """Raises TrialLost."""
+    """Send a trial and wait for its result. Raises TrialLost."""
     assert process.stdin is not None
     assert process.stdout is not None
     message = orjson.dumps(key)
@@ -220,7 +219,7 @@ async def _ask(process: Process, key: tuple[str, str, bool]) -> dict[str, str]:
         await process.stdin.drain()
         head = await process.stdout.readexactly(_HEAD.size)
         answer: dict[str, str] = orjson.loads(await process.stdout.readexactly(*_HEAD.unpack(head)))
-    except Exception as error:  # of many types: write() to a process that has ended raises RuntimeError with uvloop
+    except Exception as error:  # uvloop raises RuntimeError on write() to an ended process
         await _end(process)
         raise TrialLost(f"status {process.returncode}") from error
     return answer

@@ -1,4 +1,4 @@
-"""The form that a text is to have, as clients state it. trial.py makes a grammar of it for the workers."""
+"""The form of an output as a client gives it. trial.py makes a grammar from it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ MAX_CHOICES = 4096
 
 
 class Structure(NamedTuple):
-    """`text` is a JSON Schema, a regular expression, a list of strings in JSON, or a grammar in Lark or GBNF; `field`
-    is what the client calls it."""
+    """`text` is a JSON Schema, a regular expression, a JSON list of strings, or a grammar in Lark or GBNF. `field` is
+    the client's name for it."""
 
     field: str
     kind: Kind
     text: str
-    any_whitespace: bool = True  # else there is none between the parts of a JSON value
+    any_whitespace: bool = True  # False: no whitespace between the parts of a JSON value
 
 
 def from_schema(field: str, schema: Any, any_whitespace: bool = True) -> Structure:
-    """Of a decoded JSON Schema, or of its text. Raises ApiError 400."""
+    """From a JSON Schema, decoded or as text. Raises ApiError 400."""
     if isinstance(schema, str):
         try:
             schema = orjson.loads(schema)
@@ -39,7 +39,7 @@ def from_schema(field: str, schema: Any, any_whitespace: bool = True) -> Structu
 
 
 def from_choices(field: str, choices: Sequence[str]) -> Structure:
-    """Raises ApiError 400."""
+    """From a list of possible outputs. Raises ApiError 400."""
     if not choices or not all(choices):
         raise invalid(field, f"{field} must have at least one text in it, and no empty one")
     if len(choices) > MAX_CHOICES:
@@ -48,7 +48,7 @@ def from_choices(field: str, choices: Sequence[str]) -> Structure:
 
 
 def check_size(structure: Structure) -> None:
-    """Raises ApiError 400 if the text is too long to be read at all."""
+    """Raises ApiError 400 if the text is too long to be parsed."""
     if (count := len(structure.text)) > MAX_GRAMMAR_CHARS:
         field = structure.field
         raise invalid(field, f"{field} has {count} characters; at most {MAX_GRAMMAR_CHARS} are possible")

@@ -1,11 +1,12 @@
-"""A process that finds out what a structured output's grammar costs, so that the gateway does not have to.
+"""A process that measures the cost of a structured output's grammar, so that the gateway need not compile it.
 
-It loads the model's tokenizer once and forks for each trial. The fork compiles the grammar and follows it for a few
-tokens under limits on CPU time and memory, and dies at a limit, alone. One trial runs at a time; SIGUSR1 ends it.
+The process loads the model's tokenizer once and forks for each trial. The fork compiles the grammar and follows it for
+a few tokens under limits on CPU time and memory. At a limit only the fork dies. One trial runs at a time; SIGUSR1 ends
+it.
 
-    stdin   a message for each trial: [kind, text, any_whitespace] of a structure, as JSON
-    stdout  a message for each trial: {"grammar": …}, {"refused": …}, or {"unfinished": …} if something else than its
-            limits has ended it
+    stdin   a message per trial: [kind, text, any_whitespace] of a structure, as JSON
+    stdout  a message per trial: {"grammar": …}, {"refused": …}, or {"unfinished": …} if something other than its limits
+            has ended it
 
 A message is its length in 4 bytes, little-endian, and then its bytes. The end of stdin ends the process.
 """
@@ -31,17 +32,17 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from services.runtime.grammars import LIMITS, one_line
 
-# On a machine with no core free Linux gives a process of nice value 19 a 69th of what it gives another one.
+# Linux gives a process with nice value 19 a 69th of the time of a normal process when no core is free.
 WALL_S = 30.0
-MASK_S = 0.02  # CPU time for the tokens that may follow one place of a text, the first place excepted
-MAX_GRAMMAR_CHARS = 2**16  # as the scheduler has it
-MAX_MULTIPLE_OF = 10_000  # the automaton has a state for each remainder
-# Between the parts of a JSON value: enough for deep indentation, and a model that loops gets out of it.
+MASK_S = 0.02  # CPU time to compute the allowed tokens of one position, except the first
+MAX_GRAMMAR_CHARS = 2**16  # the scheduler's limit
+MAX_MULTIPLE_OF = 10_000  # the automaton has one state per remainder
+# Between the parts of a JSON value. It allows deep indentation, and ends a model's loop of whitespace.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-_SPECIAL = frozenset(r"\.^$|?*+()[]{}/-&~<>#")  # characters that mean something in a regular expression
+_SPECIAL = frozenset(r"\.^$|?*+()[]{}/-&~<>#")  # the special characters of regular expressions
 UNFINISHED = "the structured output could not be tried: this machine has no core or memory free for that"
 _NUM_TOKENS = 24
-_NICE = 19  # requests that run are more urgent
+_NICE = 19  # running requests are more urgent
 _HEAD = struct.Struct("<I")
 
 
@@ -49,11 +50,11 @@ Kind = Literal["json_schema", "regex", "choice", "grammar"]
 
 
 class Refused(Exception):
-    """The grammar has a mistake, or is above a limit. The message says which."""
+    """The grammar has a mistake, or is above a limit. The message names it."""
 
 
 def grammar_of(kind: Kind, text: str, any_whitespace: bool = True) -> str:
-    """What SamplingParams.grammar takes, for a structure of one of the kinds of structure.Structure. Raises Refused.
+    """The value of SamplingParams.grammar for a structure. Raises Refused.
 
     This does not compile the grammar, and takes milliseconds.
     """
@@ -66,8 +67,8 @@ def grammar_of(kind: Kind, text: str, any_whitespace: bool = True) -> str:
                     whitespace = {"whitespace_pattern": WHITESPACE}
                 grammar = LLMatcher.grammar_from_json_schema(text, overrides=whitespace)
             case "choice":
-                # As one expression: thousands of texts cost no more than a few. As a rule of the grammar each is an
-                # item of every row, and a row may have 2,000.
+                # One regular expression: thousands of texts cost little more than a few. As grammar rules each text
+                # would be an item of every row, and a row may have 2,000 items.
                 grammar = grammar_from("regex", "|".join(map(_escaped, json.loads(text))))
             case _:
                 grammar = grammar_from(kind, text)
@@ -79,7 +80,7 @@ def grammar_of(kind: Kind, text: str, any_whitespace: bool = True) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A regular expression for the text alone."""
+    """A regular expression that matches only the text."""
     return "".join(
         f"\\{char}" if char in _SPECIAL else char if char.isprintable() else f"\\x{{{ord(char):x}}}" for char in text
     )
@@ -89,7 +90,7 @@ def _check_multiples(schema: Any) -> None:
     """Raises Refused for a `multipleOf` with too many remainders."""
     for value in _values_of("multipleOf", schema):
         if not isinstance(value, Decimal):
-            continue  # llguidance says what is wrong
+            continue  # llguidance reports the mistake
         try:
             significant = int("".join(map(str, value.normalize().as_tuple().digits)))
         except (InvalidOperation, ValueError):
@@ -111,8 +112,8 @@ def _values_of(key: str, schema: Any) -> Iterator[Any]:
 
 
 def _any_token(mask: bytes, start: int, ends: frozenset[int]) -> int | None:
-    """The first allowed token from byte `start` on, cyclically, that does not end the text. By bytes: a vocabulary may
-    have a hundred thousand tokens."""
+    """The first allowed token from byte `start` on, cyclically, that does not end the text. Searches by bytes, because
+    a vocabulary may have a hundred thousand tokens."""
     for first, part in ((start, mask[start:]), (0, mask[:start])):
         while rest := part.lstrip(b"\0"):
             first += len(part) - len(rest)
@@ -124,7 +125,7 @@ def _any_token(mask: bytes, start: int, ends: frozenset[int]) -> int | None:
 
 
 def follow(tokenizer: LLTokenizer, grammar: str) -> None:
-    """Compile the grammar and follow it for a few tokens, at random. Raises Refused."""
+    """Compile the grammar, and follow it for a few random tokens. Raises Refused."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     chance = random.Random(0)
     for place in range(_NUM_TOKENS):
@@ -145,10 +146,10 @@ def follow(tokenizer: LLTokenizer, grammar: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TrialLimits:
-    """What one trial may take."""
+    """The limits of one trial."""
 
-    cpu_s: float = 0.25  # for everything that a trial does; a JSON Schema with 400 properties takes 0.05 s
-    memory_bytes: int = 64 * 2**20  # beside what the process has; a JSON Schema with 400 properties takes 5 MiB
+    cpu_s: float = 0.25  # for the whole trial; a JSON Schema with 400 properties takes 0.05 s
+    memory_bytes: int = 64 * 2**20  # beyond the process's own; a JSON Schema with 400 properties takes 5 MiB
 
     @property
     def too_long(self) -> str:
@@ -159,20 +160,20 @@ class TrialLimits:
         return f"takes more than {self.memory_bytes // 2**20} MiB of memory to compile, which is the limit"
 
     def hold(self) -> None:
-        """This process to them."""
+        """Set the limits for this process."""
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         at_most = pages * resource.getpagesize() + self.memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (at_most, at_most))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        # Finer than RLIMIT_CPU, which counts whole seconds. The signal ends the process: nothing handles it.
+        # RLIMIT_CPU counts whole seconds; this timer is finer. Its signal has no handler, and ends the process.
         signal.setitimer(signal.ITIMER_PROF, self.cpu_s)
 
     def why(self, status: int) -> str:
-        """What ended a process with this status of waitpid()."""
+        """What ended a process with this waitpid() status."""
         match os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0:
             case signal.SIGPROF:
                 return self.too_long
-            case signal.SIGABRT | signal.SIGSEGV:  # as Rust ends where it gets no memory
+            case signal.SIGABRT | signal.SIGSEGV:  # Rust's end when it gets no memory
                 return self.too_large
         return f"cannot be compiled: its trial ended with status {status}"
 
@@ -181,23 +182,23 @@ class _Trials:
     def __init__(self, tokenizer: LLTokenizer, limits: TrialLimits) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
-        self._child = 0  # the process of the trial that runs
+        self._child = 0  # the process of the running trial
 
     def end(self) -> None:
-        """End the trial that runs, if one does."""
+        """End the running trial, if any."""
         if self._child:
             os.kill(self._child, signal.SIGKILL)
 
     def run(self, message: bytes) -> bytes:
-        """The answer to a message."""
+        """The result for a message."""
         read_end, write_end = os.pipe()
         if not (child := os.fork()):
             try:
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-                os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # Rust complains of its end
+                os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # drop Rust's messages about its end
                 self._limits.hold()
                 with os.fdopen(write_end, "wb") as pipe:
-                    pipe.write(json.dumps(self._verdict(message)).encode())
+                    pipe.write(json.dumps(self._result(message)).encode())
             finally:
                 os._exit(0)
         self._child = child
@@ -216,11 +217,11 @@ class _Trials:
         self._child = 0
         if answer and not status:
             return answer
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:  # no limit of the trial does that
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:  # not by a limit of the trial
             return json.dumps({"unfinished": UNFINISHED}).encode()
         return json.dumps({"refused": self._limits.why(status)}).encode()
 
-    def _verdict(self, message: bytes) -> dict[str, str]:
+    def _result(self, message: bytes) -> dict[str, str]:
         kind, text, any_whitespace = json.loads(message)
         try:
             grammar = grammar_of(kind, text, any_whitespace)

@@ -1,4 +1,4 @@
-"""Reading a request's JSON body within bounds of size and time."""
+"""Reads the JSON body of a request, within bounds of size and time."""
 
 from __future__ import annotations
 
@@ -15,68 +15,68 @@ from starlette.requests import ClientDisconnect, Request
 
 from services.gateway.errors import ApiError, invalid
 
-# Of a body that is no JSON: up to here it is looked for the field that is no number.
+# In an invalid JSON body up to this size, the error message names the field that has no valid number.
 _MAX_LOOKED_THROUGH_BYTES = 2**16
 
 
-# English has 4 to 5 bytes per token, token ids in JSON at most 8, Chinese as \uXXXX escapes 6 to 12. The least is for
-# schemas, lists of short prompts and small models.
+# English has 4 to 5 bytes per token, token ids in JSON have at most 8, Chinese as \uXXXX escapes has 6 to 12. The
+# minimum leaves space for schemas, lists of short prompts and small models.
 _BYTES_PER_TOKEN = 32
 _LEAST_BODY_BYTES, _MOST_BODY_BYTES = 2**20, 16 * 2**20
 
 
 def default_max_body_bytes(max_model_len: int) -> int:
-    """The largest body of a request to a model whose context has so many tokens."""
+    """The largest allowed request body, in bytes, for a model with this context length in tokens."""
     return min(max(_BYTES_PER_TOKEN * max_model_len, _LEAST_BODY_BYTES), _MOST_BODY_BYTES)
 
 
 class TooManyBodies(Exception):
-    """What all requests send together is more than may be held."""
+    """The bodies of all requests together have more bytes than the gateway may hold."""
 
 
 class Bodies:
-    """Bytes of bodies, and of gRPC messages, until there are token ids in their place: they are being read, or wait to
-    be decoded or tokenised.
+    """Counts the bytes of request bodies and gRPC messages from their first byte until they have become token ids.
 
-    When they are too many, the largest of those that are still on their way gives way: else a few that send much, and
-    never the rest, would keep out everybody else. What is here as a whole stays.
+    When the sum is above `max_bytes`, the largest body that is still arriving is dropped. Otherwise a few clients that
+    send most of a large body, and never its end, could block all other clients. A complete body is never dropped.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self.num_given_back = 0  # bytes, of all that have been held
+        self.num_released = 0  # bytes released since the start
         self.arriving: dict[HeldBody, asyncio.Timeout] = {}
 
     def hold(self) -> HeldBody:
-        """For one more body."""
+        """Start to count one more body."""
         return HeldBody(self)
 
 
 class HeldBody:
-    """A body's share, which is given back at the end of the context."""
+    """The bytes of one body. The end of the context releases them."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
-        self._has_given_way = False
+        self._was_dropped = False
         self.num_bytes = 0
 
     @asynccontextmanager
     async def arriving(self, timeout_s: float) -> AsyncIterator[None]:
-        """While it is read. Raises TimeoutError when that takes too long, TooManyBodies if it has to give way."""
+        """The context in which the body arrives. Raises TimeoutError after `timeout_s`, TooManyBodies if the body is
+        dropped."""
         try:
             async with asyncio.timeout(timeout_s) as timeout:
                 self._bodies.arriving[self] = timeout
                 yield
         except TimeoutError:
-            if self._has_given_way:
+            if self._was_dropped:
                 raise TooManyBodies from None
             raise
         finally:
             self._bodies.arriving.pop(self, None)
 
     def add(self, num_bytes: int) -> None:
-        """So many more are here. Raises TooManyBodies."""
+        """Count `num_bytes` more that have arrived. Raises TooManyBodies."""
         bodies = self._bodies
         self.num_bytes += num_bytes
         bodies.num_bytes += num_bytes
@@ -84,27 +84,27 @@ class HeldBody:
             largest = max(bodies.arriving, key=lambda held: held.num_bytes, default=self)
             if largest.num_bytes <= self.num_bytes:
                 raise TooManyBodies
-            largest._give_way()
+            largest._drop()
 
     def __enter__(self) -> HeldBody:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._give_back()
+        self._release()
 
-    def _give_way(self) -> None:
-        self._has_given_way = True
-        self._give_back()
+    def _drop(self) -> None:
+        self._was_dropped = True
+        self._release()
         self._bodies.arriving.pop(self).reschedule(asyncio.get_running_loop().time())
 
-    def _give_back(self) -> None:
-        self._bodies.num_given_back += self.num_bytes
+    def _release(self) -> None:
+        self._bodies.num_released += self.num_bytes
         self._bodies.num_bytes -= self.num_bytes
         self.num_bytes = 0
 
 
 async def read_body(request: Request, held: HeldBody, *, max_bytes: int, timeout_s: float) -> bytes:
-    """Never holds more than `max_bytes` and one network read of it.
+    """Read the body. Holds at most `max_bytes` and one network read of it.
 
     Raises ApiError 408 (too slow), 413 (too large), 415 (not JSON); ClientDisconnect; TooManyBodies.
     """
@@ -120,7 +120,7 @@ async def read_body(request: Request, held: HeldBody, *, max_bytes: int, timeout
 
 
 def decode_json(body: bytes) -> Any:
-    """Raises ApiError 400 for what is no JSON."""
+    """Decode a JSON body. Raises ApiError 400 if it is not JSON."""
     try:
         return _decode(body)
     except orjson.JSONDecodeError as error:
@@ -130,9 +130,9 @@ def decode_json(body: bytes) -> Any:
 
 
 def _decode(body: bytes) -> Any:
-    """Refuses NaN, Infinity, lone surrogates, a byte order mark and deep nesting."""
-    # Millions of new lists set the garbage collector off again and again, which takes far longer than making them, and
-    # none of them is garbage yet.
+    """Decode strict JSON: no NaN, Infinity, lone surrogates, byte order mark or deep nesting."""
+    # Millions of new lists start the garbage collector again and again. That takes far longer than to decode, and there
+    # is no garbage yet.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -143,11 +143,11 @@ def _decode(body: bytes) -> Any:
 
 
 def _field_without_number(body: bytes) -> str | None:
-    """The first field with a NaN or an infinity in it, 1e999 among them; None if that is not what is wrong."""
+    """The first field with NaN or an infinite number (also 1e999); None if the error is another one."""
     if len(body) > _MAX_LOOKED_THROUGH_BYTES:
         return None
     try:
-        fields = json.loads(body)  # which takes them
+        fields = json.loads(body)  # accepts NaN and Infinity
     except (ValueError, RecursionError):
         return None
     if not isinstance(fields, dict):

@@ -1,4 +1,5 @@
-"""One HTTP connection: uvicorn's protocol with bounds, our error shape even for what is not HTTP, and a doorkeeper."""
+"""One HTTP connection: uvicorn's protocol with bounds, OpenAI's error shape also for invalid HTTP, and an admission
+hook."""
 
 from __future__ import annotations
 
@@ -15,38 +16,38 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle as Cycle
 
 from services.gateway.errors import ApiError
-from services.gateway.http.listener import Clients, has_gone
-from services.gateway.http.stalled import Reader
+from services.gateway.http.listener import ConnectionCounts, has_gone
+from services.gateway.http.slow_clients import Reader
 
-# Request line and headers together.
+# Size limit of the request line and the headers together.
 _MAX_HEAD_BYTES = 64 * 1024
-# How long what a client still sends after our answer is read and dropped: a close with unread data would tear the
-# answer away.
+# After its answer the server reads and drops what the client still sends, for this long. A close with unread data would
+# make the kernel discard the answer.
 _REFUSAL_LINGER_S = 1.0
 _BODY_LINGER_S = 5.0
-# After a read of so many bytes that are dropped, the next one waits so long: at least 25 MB/s, at most 128.
+# After a read of this many dropped bytes the next read waits this long: the connection drops 25 to 128 MB/s.
 _LARGE_READ_BYTES, _DROP_PAUSE_S = 64 * 1024, 0.002
-# How long the rest of a request that was turned away may take, on a connection that is used on.
+# How long the rest of a rejected request may take, on a connection that stays open.
 _SKIP_TIMEOUT_S = 60.0
-# Requests that may come behind the one that is served.
+# How many pipelined requests may wait behind the running one.
 _MAX_PIPELINED = 64
-# The headers that say where a body ends.
+# The headers that give the length of a body.
 _FRAMING = (b"content-length", b"transfer-encoding")
-# In the scope of a request: its Peer.
-PEER = "paceline.peer"
-# If the doorkeeper gave one: its Entry.
-ENTRY = "paceline.entry"
+# The ASGI scope key of the request's ClientSocket.
+CLIENT_SOCKET = "paceline.client_socket"
+# The ASGI scope key of the AdmissionTicket, if the admission hook returned one.
+TICKET = "paceline.admission_ticket"
 
 
-class TurnedAway(NamedTuple):
-    """A request that gets no more than this."""
+class RejectedRequest(NamedTuple):
+    """The only answer to a request that is rejected at its head."""
 
     error: ApiError
     request_id: str
 
 
-class Entry:
-    """A request that was let in, until it has been submitted or has failed."""
+class AdmissionTicket:
+    """Counts an admitted request until it is submitted or has failed."""
 
     __slots__ = ("_on_end",)
 
@@ -54,18 +55,18 @@ class Entry:
         self._on_end: Callable[[], object] | None = on_end
 
     def end(self) -> None:
-        """Safe to call again."""
+        """Stop counting the request. Safe to call again."""
         if self._on_end is not None:
             self._on_end()
             self._on_end = None
 
 
-# By the target and the headers (names in lower case) of a POST whose body is not read yet.
-DoorKeeper = Callable[[bytes, Sequence[tuple[bytes, bytes]]], TurnedAway | Entry | None]
+# Arguments: the target and the headers (names in lower case) of a POST, before its body is read.
+AdmissionHook = Callable[[bytes, Sequence[tuple[bytes, bytes]]], RejectedRequest | AdmissionTicket | None]
 
 
-class Peer:
-    """The other end of a connection."""
+class ClientSocket:
+    """The client's end of a connection."""
 
     __slots__ = ("_sock", "_transport")
 
@@ -74,25 +75,25 @@ class Peer:
         self._transport = transport
 
     def has_gone(self) -> bool:
-        """Even before the event loop has noticed."""
+        """Whether the client has closed its end. Knows it before the event loop does."""
         return has_gone(self._sock)
 
     def drop(self) -> None:
-        """There is nobody to answer: close at once."""
+        """Close the connection at once, because no client reads the answer."""
         self._transport.abort()
 
 
 class _CloseAfterBody:
-    """The transport of an exchange on a connection that ends with it, while its request may still be arriving."""
+    """A transport that closes only after the request's body has arrived. For the last exchange of a connection."""
 
-    def __init__(self, protocol: Connection) -> None:
+    def __init__(self, protocol: HttpConnection) -> None:
         self._protocol = protocol
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._protocol.transport, name)
 
     def close(self) -> None:
-        # With requests behind this one there may be more that is not read yet.
+        # Requests behind this one may still be unread in the kernel.
         if self._protocol.body_is_here and not self._protocol.pipeline and not self._protocol.is_full:
             self._protocol.transport.close()
         else:
@@ -100,9 +101,9 @@ class _CloseAfterBody:
 
 
 class _Flow(FlowControl):
-    """Reads no further while more than one request waits behind the one that is served, whoever asks for it."""
+    """Stops reading while more than one request waits behind the running one, also when uvicorn resumes reading."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: HttpConnection) -> None:
         super().__init__(connection.transport)
         self._connection = connection
 
@@ -112,33 +113,36 @@ class _Flow(FlowControl):
 
 
 class Config(uvicorn.Config):
-    """With what uvicorn has not."""
+    """uvicorn's configuration with the limits of this server."""
 
-    closing = False  # no connection outlives the answer to its next request
+    closing = False  # True: each connection ends after the answer to its next request
     max_connections: int
-    clients: Clients
+    clients: ConnectionCounts
     head_timeout_s: float
-    doorkeeper: DoorKeeper
+    admission_hook: AdmissionHook
 
 
-class Connection(HttpToolsProtocol):
-    """Bounds the head of a request in size and time, and the number of connections; answers what cannot be parsed in
-    OpenAI's error shape, and who is turned away without any of what a request has else (a task, a queue, layers)."""
+class HttpConnection(HttpToolsProtocol):
+    """Limits the size and the time of a request's head, and the number of connections.
+
+    Requests that cannot be parsed get an error in OpenAI's shape. A rejected request gets its answer without a task, a
+    queue or an ASGI call.
+    """
 
     config: Config
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
     _refused = False
-    # Of a request that is turned away the rest is dropped.
+    # The rest of a rejected request is dropped.
     _skipping = False
     _skip_timer: asyncio.TimerHandle | None = None
-    _has_begun = False  # a request, in what has just come
+    _has_begun = False  # a request began in the data just received
     _last = False
-    _entry: Entry | None = None
-    _served: Cycle | None = None  # uvicorn's own `cycle` is the newest, which may wait in the pipeline
+    _ticket: AdmissionTicket | None = None
+    _served: Cycle | None = None  # the running request; uvicorn's `cycle` is the newest one, perhaps in the pipeline
     body_is_here = False
     _heeds_heads = True
-    is_full = False  # of requests: what comes behind the newest is dropped
+    is_full = False  # the pipeline is full: data behind the newest request is dropped
 
     def __init__(self, sock: socket.socket, client: str, **options: Any) -> None:
         super().__init__(**options)
@@ -148,20 +152,20 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(self)
-        self._peer = Peer(self._sock, transport)
+        self._client_socket = ClientSocket(self._sock, transport)
         self._reader = Reader(self._sock, transport)
-        if len(self.connections) > self.config.max_connections and not self._make_room():
+        if len(self.connections) > self.config.max_connections and not self._evict_connection():
             message = f"the server has {self.config.max_connections} connections, and takes no more"
             self._answer(b"503 Service Unavailable", ApiError(503, message, code="too_many_connections"))
         else:
             self._expect_head()
 
-    def _make_room(self) -> bool:
-        """Close a connection that waits for a request, of the client that has the most; False if there is none, or if
-        this client has as many."""
+    def _evict_connection(self) -> bool:
+        """Close a connection that waits for a request, of the client with the most connections. False if there is no
+        such connection, or if this connection's own client has as many."""
         client = self.config.clients.largest(but=self._client)
         for other in self.connections:
-            assert isinstance(other, Connection)
+            assert isinstance(other, HttpConnection)
             if other._client == client and not other.transport.is_closing() and other.awaits_request:
                 other.transport.abort()
                 return True
@@ -169,32 +173,33 @@ class Connection(HttpToolsProtocol):
 
     @property
     def awaits_request(self) -> bool:
-        """No request is here as a whole."""
+        """No complete request has arrived."""
         return not self._is_answering or not self.body_is_here
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.config.clients.leave(self._client)
         self._head_is_here()
         self._skip_ends()
-        self._entry_ends()
-        # uvicorn tells the newest one alone.
+        self._end_ticket()
+        # uvicorn tells only the newest request.
         for cycle in [self._served, *(cycle for cycle, _ in self.pipeline)]:
             if cycle is not None:
                 _end(cycle)
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # which uvicorn does of those that end well
+        self._unset_keepalive_if_required()  # uvicorn does this only after a clean end
 
     def look(self) -> None:
-        """To be called now and then: closes what nobody reads, or what has gone unseen, as nothing is read of it."""
+        """Call this now and then. Closes the connection if its client does not read, or if reading is paused and the
+        client has gone."""
         self._reader.look()
-        if self.flow.read_paused and self._peer.has_gone():
-            self._peer.drop()
+        if self.flow.read_paused and self._client_socket.has_gone():
+            self._client_socket.drop()
 
     def data_received(self, data: bytes) -> None:
         if self._refused or (self.is_full and self.body_is_here):
             self._drop(len(data))
             return
-        # uvicorn would stop it for whatever comes, and begin it again for an answer only.
+        # uvicorn would stop this timer at any data, and start it again only after an answer.
         rest_timer, self.timeout_keep_alive_task, self._has_begun = self.timeout_keep_alive_task, None, False
         self._parse(data)
         if rest_timer is not None:
@@ -210,7 +215,7 @@ class Connection(HttpToolsProtocol):
                 self._skip_timer = self.loop.call_later(_SKIP_TIMEOUT_S, self.transport.close)
 
     def _drop(self, num_bytes: int) -> None:
-        """Of data that is dropped, read little at a time: a fast sender would have the event loop to itself."""
+        """Pause after a large read of dropped data. Otherwise a fast sender would occupy the event loop."""
         if num_bytes >= _LARGE_READ_BYTES and not self.transport.is_closing():
             self.flow.pause_reading()
             self.loop.call_later(_DROP_PAUSE_S, self._read_on)
@@ -228,8 +233,9 @@ class Connection(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request received.")
 
     def _parse_to_offer(self, data: memoryview) -> memoryview:
-        """Who offers another protocol ("Upgrade: h2c", as Java's HttpClient does) is served as if he did not (RFC 9110
-        §7.8). To the parser that is the end of all HTTP: returns what is left, for a new one that reads on there."""
+        """Parse up to an offer of another protocol ("Upgrade: h2c", as Java's HttpClient sends) and ignore the offer
+        (RFC 9110 §7.8). The parser treats an offer as the end of HTTP, so a new parser continues. Returns the data that
+        is left for the new parser."""
         try:
             self.parser.feed_data(data)
             return data[:0]
@@ -237,7 +243,7 @@ class Connection(HttpToolsProtocol):
             length: int = offer.args[0]
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        # A head that says the same of the body.
+        # The new parser gets a head with the same body length.
         framing = [b"%s: %s\r\n" % (name, value) for name, value in self.headers if name in _FRAMING]
         self._heeds_heads = False
         self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(framing))
@@ -251,10 +257,10 @@ class Connection(HttpToolsProtocol):
         self._has_begun = True
         self._skipping = False
         self._unset_keepalive_if_required()
-        if self._head_timer is None:  # not the first request of this connection
+        if self._head_timer is None:  # the second or a later request of this connection
             self._expect_head()
         super().on_message_begin()
-        self.scope[PEER] = self._peer  # type: ignore[literal-required]
+        self.scope[CLIENT_SOCKET] = self._client_socket  # type: ignore[literal-required]
 
     def on_url(self, url: bytes) -> None:
         if not self._heeds_heads:
@@ -271,13 +277,13 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if not self._heeds_heads:
             return
-        self._has_begun = True  # also if its first bytes came before the answer after which the connection rests
+        self._has_begun = True  # also if the first bytes of the head came before the last answer
         self._head_is_here()
         if self.is_full:
             self._skipping = True
             return
         self.body_is_here = False
-        if self._last or self._turn_away():
+        if self._last or self._rejected_at_head():
             self._skipping = True
             return
         super().on_headers_complete()
@@ -285,12 +291,12 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
         if self.cycle is not None and not self.cycle.keep_alive:
             self.cycle.transport = _CloseAfterBody(self)  # type: ignore[assignment]
-        if len(self.pipeline) >= _MAX_PIPELINED:  # this one is still served, and then the connection ends
+        if len(self.pipeline) >= _MAX_PIPELINED:  # the last request of this connection
             self.is_full = True
             self.cycle.keep_alive = False
             self.cycle.transport = _CloseAfterBody(self)  # type: ignore[assignment]
         if self.pipeline:
-            self.flow.resume_reading()  # uvicorn would not; but who does not read does not see who has gone
+            self.flow.resume_reading()  # uvicorn stays paused, and a paused connection does not notice a gone client
 
     def _start_asgi_task(self, cycle: Cycle, app: Any) -> None:
         self._served = cycle
@@ -302,7 +308,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # its body is still to come
+            return  # the body is still to come
         self.body_is_here = True
         if not self._skipping:
             super().on_message_complete()
@@ -318,27 +324,27 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def on_response_complete(self) -> None:
-        self._entry_ends()
+        self._end_ticket()
         assert self._served is not None
-        self._served.body = bytearray()  # what was not read of it; the next request may be long in coming
+        self._served.body = bytearray()  # frees the unread rest now; the next request may come late
         super().on_response_complete()
 
-    def _entry_ends(self) -> None:
-        """Whatever has become of its request."""
-        if self._entry is not None:
-            self._entry.end()
-            self._entry = None
+    def _end_ticket(self) -> None:
+        """The request has ended in any way."""
+        if self._ticket is not None:
+            self._ticket.end()
+            self._ticket = None
 
-    def _turn_away(self) -> bool:
-        """Answer a request for which there is no room, at its head; False if it is to be served."""
-        # With the request before it, or with answers that are not read: in what a request has else there is a brake.
+    def _rejected_at_head(self) -> bool:
+        """Answer a request above the limits at its head. False if the request is to be served."""
+        # Behind another request, or behind unread answers, the request takes the normal path, which has backpressure.
         busy = self.flow.write_paused or self._is_answering
         if busy or self.expect_100_continue or self.parser.get_method() != b"POST":
             return False
-        verdict = self.config.doorkeeper(self.url, self.headers)
-        if not isinstance(verdict, TurnedAway):
+        verdict = self.config.admission_hook(self.url, self.headers)
+        if not isinstance(verdict, RejectedRequest):
             if verdict is not None:
-                self._entry = self.scope[ENTRY] = verdict  # type: ignore[literal-required]
+                self._ticket = self.scope[TICKET] = verdict  # type: ignore[literal-required]
             return False
         error, request_id = verdict
         http_version = self.parser.get_http_version()
@@ -370,10 +376,10 @@ class Connection(HttpToolsProtocol):
             return
         if self._is_answering:
             assert self._served is not None
-            if self.pipeline or self._served.response_started:  # it would stand in the middle of that answer, or be it
+            if self.pipeline or self._served.response_started:  # the error would stand inside, or replace, that answer
                 self.transport.close()
                 return
-            _end(self._served)  # this is its answer
+            _end(self._served)  # the error is its answer
         self._write(status, error, [("connection", "close")])
         self.refuse(_REFUSAL_LINGER_S)
 
@@ -393,18 +399,18 @@ class Connection(HttpToolsProtocol):
         if self._is_answering:
             self._expect_head()
             return
-        if not self._head_bytes:  # nothing was asked
+        if not self._head_bytes:  # no request has begun
             self.transport.close()
             return
         message = f"the headers did not arrive within {self.config.head_timeout_s:g} s"
         self._answer(b"408 Request Timeout", ApiError(408, message, code="request_timeout"))
 
     def refuse(self, linger_s: float) -> None:
-        """Close, but for the client's side, whose data is dropped for a while."""
+        """Close our side. The client's data is dropped for `linger_s` seconds."""
         self._refused = True
-        self._head_is_here()  # nobody waits for it any more
-        self.pipeline.clear()  # none of it is begun
-        self.flow.resume_reading()  # to drop it
+        self._head_is_here()  # stop the timer
+        self.pipeline.clear()  # no waiting request starts
+        self.flow.resume_reading()  # read to drop
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(linger_s, self.transport.close)
@@ -412,12 +418,12 @@ class Connection(HttpToolsProtocol):
     def _count(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
         if self._head_bytes > _MAX_HEAD_BYTES:
-            # The parser turns it into its own error, which ends in send_400_response.
+            # The parser wraps this in its own error, which leads to send_400_response.
             raise ValueError("the head is too large")
 
 
 def whole_answer(status: bytes, error: ApiError, headers: Sequence[tuple[str, str]]) -> bytes:
-    """An error as it is written to a connection."""
+    """The bytes of an error answer."""
     body = orjson.dumps(error.body())
     lines = "".join([f"{name}: {value}\r\n" for name, value in headers]).encode()
     head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n"
@@ -425,7 +431,7 @@ def whole_answer(status: bytes, error: ApiError, headers: Sequence[tuple[str, st
 
 
 def _end(cycle: Cycle) -> None:
-    """As if its client had gone: whoever waits for more of it hears of it, and what is sent is dropped."""
+    """End a request as if its client had gone: its task gets a disconnect, and its output is dropped."""
     if not cycle.response_complete:
         cycle.disconnected = True
         cycle.waiting_for_100_continue = False

@@ -1,4 +1,4 @@
-"""Takes connections in: many at once, and of those that have gone only who asked for little."""
+"""Accepts connections: many per event-loop turn, and without costly requests of clients that have gone."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 
-# A turn of the event loop takes in so many (each costs some 0.1 ms, and its request as much in the turns that follow),
-# or drops so many times as many.
+# One event-loop turn accepts this many connections (each costs about 0.1 ms, and its request as much in later turns),
+# or drops _DROPPED times as many.
 _PER_TURN = 16
 _DROPPED = 8
-# How long nobody is taken in when the system has no more files or memory for it.
+# How long the listener pauses when the system has no file or memory for a connection.
 _OUT_OF_FILES_S = 0.5
 # The first byte of Linux's struct tcp_info is the state: include/net/tcp_states.h.
 _CLOSED_STATES = frozenset({7, 8})  # TCP_CLOSE, TCP_CLOSE_WAIT
 
 
 def has_gone(sock: socket.socket) -> bool:
-    """Whether the other side has closed its end, even if what it had sent before is not read yet. (Who only will not
-    send any more is taken to be gone, as everywhere here.) Without Linux, False until a read has told it."""
+    """Whether the client has closed its end, even if data that it sent before is still unread.
+
+    A client that has only shut down its sending side counts as gone, as everywhere in this server. On systems other
+    than Linux the answer is False until a read has noticed the close.
+    """
     if sys.platform != "linux":
         return sock.fileno() < 0
     try:
         return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _CLOSED_STATES
-    except OSError:  # closed here as well
+    except OSError:  # we have closed it
         return True
 
 
@@ -41,7 +44,7 @@ _PEEKED_BYTES = 64 * 1024
 
 
 def client_of(host: str) -> str:
-    """What connections are counted by: the IPv4 address, or the IPv6 network of 64 bits that a client has to itself."""
+    """The client that a connection counts for: the IPv4 address, or the /64 network of an IPv6 address."""
     if ":" not in host:
         return host
     address = ipaddress.IPv6Address(host.partition("%")[0])
@@ -49,58 +52,59 @@ def client_of(host: str) -> str:
     return str(mapped) if mapped is not None else f"{ipaddress.IPv6Address(int(address) >> 64 << 64)}/64"
 
 
-class Clients:
-    """How many connections each client has, by client_of() its address."""
+class ConnectionCounts:
+    """The number of connections of each client. A client is what client_of() returns for its address."""
 
     def __init__(self, most: int) -> None:
-        """`most`: of one client."""
+        """`most`: the limit for one client."""
         self.most = most
         self._counts: Counter[str] = Counter()
         self._logged_s = -_LOG_EVERY_S
 
     def enter(self, client: str) -> bool:
-        """Count one more connection; False if the client has as many as it may have."""
+        """Count one more connection. False if the client is at its limit."""
         if self._counts[client] >= self.most:
             if time.monotonic() - self._logged_s >= _LOG_EVERY_S:
                 self._logged_s = time.monotonic()
-                _log.warning("a client has as many connections as it may have", client=client, connections=self.most)
+                _log.warning("a client has reached its connection limit", client=client, connections=self.most)
             return False
         self._counts[client] += 1
         return True
 
     def leave(self, client: str) -> None:
-        """One of its connections has ended."""
+        """A connection of this client has ended."""
         self._counts[client] -= 1
         if not self._counts[client]:
             del self._counts[client]
 
     def largest(self, but: str) -> str | None:
-        """The client with the most connections; None if that is `but`, or if `but` has as many."""
+        """The client with the most connections. None if that is `but`, or if `but` has as many."""
         [(client, count)] = self._counts.most_common(1) or [("", 0)]
         return client if count > self._counts[but] else None
 
 
 class Listener:
-    """Accepts on a listening socket from `start` to `close`, and closes it then.
+    """Accepts connections on a listening socket from `start` to `close`, and closes the socket then.
 
-    uvloop's own server takes one connection in a turn of the event loop. When turns become long, as under load, new
-    connections wait behind thousands of others in the kernel, whose clients have given up meanwhile.
+    uvloop's own server accepts one connection per event-loop turn. When turns become long under load, new connections
+    wait in the kernel behind thousands of connections that their clients have given up.
     """
 
     def __init__(
         self,
         sock: socket.socket,
         make_protocol: Callable[[socket.socket, str], asyncio.Protocol],
-        clients: Clients,
+        clients: ConnectionCounts,
         *,
         refusal: bytes = b"",
         costly: tuple[bytes, ...] = (),
         on_gone: Callable[[], None] = lambda: None,
     ) -> None:
-        """`make_protocol`: of a connection and its client, which leaves `clients` when the connection ends.
+        """`make_protocol`: makes the protocol of a connection and its client. The protocol calls `clients.leave` when
+        the connection ends.
 
-        `refusal`: what a client with too many connections gets. `costly`: beginnings of requests. A connection that has
-        one on it is dropped (and `on_gone` called) if its client has gone when it is taken in.
+        `refusal`: the answer to a client with too many connections. `costly`: how costly requests begin. A connection
+        with such a request is dropped (and `on_gone` called) if its client has gone before it is accepted.
         """
         self._sock = sock
         self._make_protocol = make_protocol
@@ -118,19 +122,19 @@ class Listener:
         self._resume()
 
     def close(self) -> None:
-        """Take nobody in from now on. Safe to call again."""
+        """Accept no more connections. Safe to call again."""
         if self._open:
             self._open = False
             self._loop.remove_reader(self._sock)
             self._sock.close()
 
     async def wait_closed(self) -> None:
-        """Until all that were taken in have become connections."""
+        """Wait until each accepted connection has its protocol."""
         if self._opening:
             await asyncio.wait(self._opening)
 
     def accept_all(self) -> None:
-        """Who waits in the kernel would be reset when the listener closes."""
+        """Accept every waiting connection. The kernel resets waiting connections when the listener closes."""
         while self._open and self._accept():
             pass
 
@@ -139,7 +143,7 @@ class Listener:
             self._loop.add_reader(self._sock, self._accept)
 
     def _accept(self) -> bool:
-        """Whether there may be more."""
+        """Accept for one turn. Returns whether more connections may wait."""
         budget = _PER_TURN * _DROPPED
         while budget > 0:
             try:
@@ -174,14 +178,14 @@ class Listener:
         protocol = self._make_protocol(connection, client)
         try:
             await self._loop.connect_accepted_socket(lambda: protocol, connection)
-        except OSError:  # gone already
+        except OSError:  # the client has gone
             self._clients.leave(client)
             connection.close()
 
     def _refuse(self, connection: socket.socket) -> None:
-        """Without a protocol, or a wait for what the client sends: there may be thousands a second."""
-        with contextlib.suppress(OSError):  # nothing has come yet
-            connection.recv(_PEEKED_BYTES)  # what is left unread tears the answer away
+        """Answer without a protocol and without waiting for the client: thousands per second may come."""
+        with contextlib.suppress(OSError):  # no data has come yet
+            connection.recv(_PEEKED_BYTES)  # a close with unread data would make the kernel discard the answer
         with contextlib.suppress(OSError):
             connection.send(self._refusal)
         connection.close()
@@ -189,5 +193,5 @@ class Listener:
     def _is_costly(self, connection: socket.socket) -> bool:
         try:
             return connection.recv(max(map(len, self._costly)), socket.MSG_PEEK).startswith(self._costly)
-        except OSError:  # reset, or nothing was asked
+        except OSError:  # reset, or no data yet
             return False

@@ -1,4 +1,4 @@
-"""uvicorn inside our event loop: our sockets, our signals, our connections."""
+"""Runs uvicorn inside our event loop, with our sockets, signals and connections."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.gateway.errors import ApiError
-from services.gateway.http.connection import Config, Connection, DoorKeeper, whole_answer
-from services.gateway.http.listener import Clients, Listener
-from services.gateway.http.stalled import LOOKS
+from services.gateway.http.connection import AdmissionHook, Config, HttpConnection, whole_answer
+from services.gateway.http.listener import ConnectionCounts, Listener
+from services.gateway.http.slow_clients import LOOKS
 
-# How long a connection may rest between two requests. What is no beginning of one (the rest of a body whose request is
-# answered, an empty line) does not begin it anew.
+# How long a connection may stay open between two requests. Data that begins no request (an empty line, the rest of an
+# answered request's body) does not restart this time.
 _REST_TIMEOUT_S = 75
 _BACKLOG = 4096
-# Open files that are no HTTP connections.
+# Open files other than HTTP connections.
 _RESERVED_FILES = 256
-# Of the default for one client: few connections in all are for tests and small machines, not for many clients.
+# The minimum of the default limit per client: a low max_connections is meant for tests and small machines.
 _LEAST_PER_CLIENT = 64
 
 
 class _Server(uvicorn.Server):
-    """Takes connections in with our listener, and leaves the process's signals alone: the service's runner owns
-    them."""
+    """Accepts connections with our listener, and installs no signal handlers: the service's runner has them."""
 
     listener: Listener
 
@@ -47,14 +46,16 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Serves an ASGI app until `stop`.
 
-    A connection whose request's head is not there `head_timeout_s` after it began (or after the connection was made) is
-    closed; so is one whose client reads nothing of its answer for `send_timeout_s`, while `watch` runs.
+    A connection is closed if the head of its request is incomplete `head_timeout_s` after the request (or the
+    connection) began. It is also closed if its client reads nothing of an answer for `send_timeout_s`, while `watch`
+    runs.
 
-    A client may have `max_per_client` connections (default: half of `max_connections`); one more gets 429. If there are
-    `max_connections`, or as many as files may be open, a new connection replaces one that waits for a request,
-    of the client that has the most; if its own client has as many, it gets 503. `costly`, `on_gone`: see Listener.
+    A client may have `max_per_client` connections (default: half of `max_connections`); one more gets 429. At
+    `max_connections` (never more than the process may open files), a new connection replaces a connection that waits
+    for a request, of the client with the most connections. If the new connection's own client has as many, it gets 503.
+    `costly` and `on_gone`: see Listener.
 
-    Whom the `doorkeeper` turns away has its answer before anything else is done for it.
+    A request that `admission_hook` rejects gets its answer at its head.
     """
 
     def __init__(
@@ -69,11 +70,11 @@ class HttpServer:
         send_timeout_s: float = 60.0,
         costly: tuple[bytes, ...] = (),
         on_gone: Callable[[], None] = lambda: None,
-        doorkeeper: DoorKeeper = lambda target, headers: None,
+        admission_hook: AdmissionHook = lambda target, headers: None,
     ) -> None:
         config = self._config = Config(
             app,
-            http=Connection,
+            http=HttpConnection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -89,8 +90,8 @@ class HttpServer:
         if open_files != resource.RLIM_INFINITY:
             max_connections = min(max_connections, max(1, open_files - _RESERVED_FILES))
         config.max_connections = max_connections
-        config.clients = Clients(max_per_client or max(max_connections // 2, _LEAST_PER_CLIENT))
-        config.doorkeeper = doorkeeper
+        config.clients = ConnectionCounts(max_per_client or max(max_connections // 2, _LEAST_PER_CLIENT))
+        config.admission_hook = admission_hook
         self._server = _Server(config)
         self._host, self._port, self._send_timeout_s = host, port, send_timeout_s
         self._costly, self._on_gone = costly, on_gone
@@ -98,21 +99,21 @@ class HttpServer:
 
     @property
     def num_running(self) -> int:
-        """Requests whose answers have not ended."""
+        """Requests without a complete answer."""
         return len(self._server.server_state.tasks)
 
     @property
     def num_connections(self) -> int:
-        """Open ones, with or without a request."""
+        """Open connections, with or without a request."""
         return len(self._server.server_state.connections)
 
     @property
     def has_unsent(self) -> bool:
-        """Whether anything that was answered waits to be read by its client."""
+        """Whether a client has not read all of its answer."""
         return any(connection.transport.get_write_buffer_size() for connection in self._server.server_state.connections)
 
     async def start(self) -> int:
-        """Listen; returns the port really bound. Raises OSError if it is taken."""
+        """Listen, and return the bound port. Raises OSError if the port is taken."""
         sock = _bind(self._host, self._port)
         clients = self._config.clients
         message = f"your address has {clients.most} connections, and may have no more (--max-connections-per-client)"
@@ -138,30 +139,32 @@ class HttpServer:
         return port
 
     async def watch(self) -> NoReturn:
-        """Until it is cancelled."""
+        """Close connections of slow clients, until cancelled."""
         while True:
             await asyncio.sleep(self._send_timeout_s / LOOKS)
             for connection in tuple(self._server.server_state.connections):
-                assert isinstance(connection, Connection)
+                assert isinstance(connection, HttpConnection)
                 connection.look()
 
     async def close_listener(self) -> None:
-        """From now on connections are refused, so that clients and balancers go elsewhere at once. Those that are open
-        already are served: each gets `connection: close` with its next answer."""
+        """Refuse new connections, so that clients and balancers go elsewhere at once.
+
+        Open connections are served. Each gets `connection: close` with its next answer.
+        """
         self._config.closing = True
         listener = self._server.listener
         listener.accept_all()
         listener.close()
         await listener.wait_closed()
 
-    def _protocol(self, sock: socket.socket, client: str) -> Connection:
+    def _protocol(self, sock: socket.socket, client: str) -> HttpConnection:
         server = self._server
-        return Connection(
+        return HttpConnection(
             sock, client, config=self._config, server_state=server.server_state, app_state=server.lifespan.state
         )
 
     async def stop(self) -> None:
-        """Close the listener; answers that still run get a second to end."""
+        """Close the listener. Running answers get one second to complete."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task

@@ -1,4 +1,4 @@
-"""The OpenAI API: routes, schemas, answers, streams.
+"""The OpenAI API: admission, routes, schemas, answers, streams.
 
 May import every other room of the gateway but `grpc`.
 """

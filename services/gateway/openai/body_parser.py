@@ -1,4 +1,4 @@
-"""Decodes and checks JSON bodies: small ones on the event loop, large ones in a process of their own.
+"""Decodes and checks JSON bodies: small ones on the event loop, large ones in a separate process.
 
 A thread would not help: orjson holds the GIL while it decodes, and 10 MB of JSON objects take 0.5 s.
 """
@@ -17,26 +17,25 @@ from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 
-from services.gateway.admission.turnstile import Gone
 from services.gateway.engine.idempotency import body_fingerprint
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, Gone
 from services.gateway.http.body import decode_json
 from services.gateway.openai import schema
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 
-# Up to so many bytes, or so many JSON values, a body takes 3 ms at most on the event loop.
+# A body within these limits takes at most 3 ms on the event loop.
 _INLINE_BYTES = 64 * 1024
 _INLINE_VALUES = 8192
-# The process for large bodies leaves its core to others that want it.
+# The process for large bodies yields its core to other processes.
 _NICENESS = 5
 
 _Error = tuple[int, str, str | None, str | None]  # status, message, param and code of an ApiError
 
 
 def is_small(body: bytes) -> bool:
-    """Whether the event loop should decode this body: it is short, or long texts are most of it."""
+    """Whether the event loop should decode this body: the body is short, or consists mostly of long texts."""
     if len(body) <= _INLINE_BYTES:
         return True
     data = np.frombuffer(body, np.uint8)
@@ -45,15 +44,14 @@ def is_small(body: bytes) -> bool:
 
 
 def parse_body(cls: type[schema.R], body: bytes, max_model_len: int, kind: str) -> tuple[schema.R, bytes]:
-    """The request in a body, and the fingerprint of the body's fields if the request has a `kind`. Raises ApiError
-    400."""
+    """The request in a body. With a `kind` also the fingerprint of the body's fields. Raises ApiError 400."""
     decoded = decode_json(body)
     request = schema.parse(cls, decoded, max_model_len)
     return request, body_fingerprint(kind, decoded) if kind else b""
 
 
 class BodyParser:
-    """parse_body() for the event loop. The process for large bodies starts with the first one."""
+    """Runs parse_body() for the event loop. The first large body starts the process for large bodies."""
 
     def __init__(self) -> None:
         self._executor: ProcessPoolExecutor | None = None
@@ -62,14 +60,14 @@ class BodyParser:
     async def parse(
         self, cls: type[schema.R], body: bytes, max_model_len: int, *, kind: str = "", gone: Callable[[], bool]
     ) -> tuple[schema.R, bytes]:
-        """As parse_body(). Also raises Gone if `gone` when it is a large body's turn, and ApiError 503 if the process
-        for large bodies dies of this one."""
+        """Like parse_body(). Also raises Gone if `gone()` when the turn of a large body comes, and ApiError 503 if this
+        body kills the process for large bodies."""
         if is_small(body):
             return parse_body(cls, body, max_model_len, kind)
         async with self._one_at_a_time:
             if gone():
                 raise Gone
-            # A process that is there may have died before this body came; one that is new dies of this body.
+            # An old process may have died before this body came. If a new process dies, this body has killed it.
             for is_new in (self._executor is None, True):
                 try:
                     parsed, error = await self._in_process(cls, body, max_model_len, kind)
@@ -90,9 +88,9 @@ class BodyParser:
     async def _in_process(
         self, cls: type[schema.R], body: bytes, max_model_len: int, kind: str
     ) -> tuple[tuple[schema.R, bytes] | None, _Error | None]:
-        """What _parse_in_process() gives. Raises BrokenProcessPool."""
+        """The result of _parse_in_process(). Raises BrokenProcessPool."""
         if self._executor is None:
-            context = multiprocessing.get_context("spawn")  # a fork would copy gRPC's threads' locks
+            context = multiprocessing.get_context("spawn")  # a fork would copy the locks of gRPC's threads
             self._executor = ProcessPoolExecutor(1, context, initializer=_begin)
         submitted = self._executor.submit(_parse_in_process, cls, body, max_model_len, kind)
         return await asyncio.wrap_future(submitted)
@@ -105,7 +103,7 @@ class BodyParser:
 
 
 def _begin() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway decides what Ctrl-C ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway handles Ctrl-C
     os.nice(_NICENESS)
     gc.freeze()
     parent = multiprocessing.parent_process()
@@ -121,7 +119,7 @@ def _begin() -> None:
 def _parse_in_process(
     cls: type[schema.R], body: bytes, max_model_len: int, kind: str
 ) -> tuple[tuple[schema.R, bytes] | None, _Error | None]:
-    """What parse_body() gives, or the arguments of the ApiError that it raises (which has no way between processes)."""
+    """The result of parse_body(), or the arguments of its ApiError (which cannot be pickled)."""
     try:
         return parse_body(cls, body, max_model_len, kind), None
     except ApiError as error:

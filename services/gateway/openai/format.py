@@ -1,4 +1,4 @@
-"""The bytes we answer with. A stream's chunks differ only in a few places: the rest is formatted once per stream."""
+"""Formats answers as bytes. The chunks of a stream differ in few parts; the other parts are formatted once."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import orjson
 
 from paceline.v1.common_pb2 import FinishReason
 from services.gateway.engine.generation import Generation
-from services.gateway.engine.run import FINISH_NAMES
+from services.gateway.engine.sequence_run import FINISH_NAMES
 
 Kind = Literal["completion", "chat"]
 DONE = b"data: [DONE]\n\n"
 
 
 def usage(generations: Sequence[Generation], num_tokens: int | None = None) -> dict[str, Any]:
-    """OpenAI's usage object over all choices; `num_tokens` of output are shown, if not all that are here.
+    """OpenAI's usage object over all choices. `num_tokens`: output tokens sent, if fewer than have arrived.
 
-    `cached_tokens` is left out while it is not known: it is the scheduler that reports it, with a request's ending.
+    `cached_tokens` is missing until the scheduler has reported it with a request's ending.
     """
-    prompts = [g for g in generations if not g.job.sample] or generations  # samples of one prompt have it in common
+    prompts = [g for g in generations if not g.job.sample] or generations  # samples of one prompt share it
     prompt = sum(len(g.job.prompt_ids) for g in prompts)
     completion = sum(g.num_tokens for g in generations) if num_tokens is None else num_tokens
     value: dict[str, Any] = {
@@ -36,12 +36,12 @@ def usage(generations: Sequence[Generation], num_tokens: int | None = None) -> d
 
 
 def new_answer_id(kind: Kind, name: str | None = None) -> str:
-    """What the client sees as the answer's `id`; made of `name`, or of random digits."""
+    """The answer's `id` for the client, made from `name` or from random digits."""
     return ("chatcmpl-" if kind == "chat" else "cmpl-") + (name or uuid.uuid4().hex)
 
 
-class Choice(NamedTuple):
-    """One of an answer's texts, and why it ended."""
+class AnswerChoice(NamedTuple):
+    """One choice of an answer, and why it ended."""
 
     text: str
     finish_reason: FinishReason.ValueType
@@ -50,7 +50,7 @@ class Choice(NamedTuple):
 
 
 class Envelope:
-    """What all chunks of one answer share: id, time (Unix) and model."""
+    """What all chunks of an answer share: id, Unix time and model."""
 
     def __init__(self, kind: Kind, model: str, created_s: int, answer_id: str) -> None:
         self.kind = kind
@@ -59,19 +59,19 @@ class Envelope:
         self.created = created_s
 
     def head(self, object_name: str) -> dict[str, Any]:
-        """The fields every body begins with."""
+        """The first fields of every body."""
         return {"id": self.id, "object": object_name, "created": self.created, "model": self.model}
 
-    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> bytes:
-        """The body of an answer that is not streamed."""
+    def whole(self, choices: Sequence[AnswerChoice], usage: dict[str, Any]) -> bytes:
+        """The body of an answer without streaming."""
         head = self.head("chat.completion" if self.kind == "chat" else "text_completion")
         shaped = [self._choice(index, choice) for index, choice in enumerate(choices)]
         body = {**head, "choices": shaped, "usage": usage}
-        if self.kind == "chat" and choices[0].prompt_logprobs is not None:  # where vLLM puts them
+        if self.kind == "chat" and choices[0].prompt_logprobs is not None:  # vLLM has them at this level
             body["prompt_logprobs"] = choices[0].prompt_logprobs
         return orjson.dumps(body)
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: AnswerChoice) -> dict[str, Any]:
         if self.kind == "chat":
             content: dict[str, Any] = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
         else:
@@ -103,8 +103,7 @@ class StreamFormat:
         self._tail = tail
 
     def first(self, index: int, echo: str | None, logprobs: dict[str, Any] | None) -> bytes:
-        """What precedes a choice's output: for a chat, whose message it is; for a completion, the prompt if it is to be
-        shown."""
+        """The event before a choice's output: the role for a chat; the echoed prompt, if any, for a completion."""
         tail = self._tail_of(index, num_tokens=0)
         if self._chat:
             delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
@@ -121,7 +120,7 @@ class StreamFormat:
         return b"".join((self._text_heads[index], orjson.dumps(text), self._plain_tail))
 
     def last(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
-        """The rest of a choice's text, and why it ended."""
+        """The rest of a choice's text, and its finish reason."""
         reason = FINISH_NAMES[self._generations[index].finish_reason]
         return b"".join(
             (
@@ -134,7 +133,7 @@ class StreamFormat:
         )
 
     def total(self) -> bytes:
-        """After all choices: the usage, if it was asked for."""
+        """The event after all choices: the usage, if the client asked for it."""
         if not self._include_usage:
             return b""
         return self._head + b'],"usage":' + orjson.dumps(usage(self._generations)) + b"}\n\n"
@@ -143,12 +142,12 @@ class StreamFormat:
         return self._close + b',"logprobs":' + orjson.dumps(logprobs) + b',"finish_reason":'
 
     def _tail_of(self, index: int, num_tokens: int | None = None) -> bytes:
-        """The end of an event of this choice; with its usage so far, in so many tokens if not in all that are here."""
+        """The end of an event of this choice, with its usage so far over `num_tokens` (default: all) output tokens."""
         if not self._continuous_usage:
             return self._tail
         return b',"usage":' + orjson.dumps(usage([self._generations[index]], num_tokens)) + b"}\n\n"
 
 
 def error_event(body: dict[str, Any]) -> bytes:
-    """A failure after the stream has begun. No terminator follows: the answer is not complete."""
+    """The event for a failure inside a stream. No terminator follows, because the answer is not complete."""
     return b"data: " + orjson.dumps(body) + b"\n\n"

@@ -1,4 +1,4 @@
-"""The HTTP front: OpenAI's paths, health, metrics. Every error has OpenAI's shape."""
+"""The HTTP API: OpenAI's paths, health, metrics. Every error has OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -17,33 +17,32 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from services.gateway.admission.turnstile import Gone
 from services.gateway.engine.idempotency import IDEMPOTENCY_KEY, RequestKey, check_key
 from services.gateway.engine.logprobs import Echo
 from services.gateway.engine.request import GenerateJob, RequestBuilder, check_copies, check_samples
 from services.gateway.engine.sampling import FieldNames
-from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, invalid
+from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, Gone, invalid
 from services.gateway.http.body import HeldBody, read_body
-from services.gateway.http.connection import ENTRY, PEER
+from services.gateway.http.connection import CLIENT_SOCKET, TICKET
 from services.gateway.openai import schema
-from services.gateway.openai.answer import JsonResponse, StreamAnswer, WholeAnswer, error_response
 from services.gateway.openai.body_parser import is_small
 from services.gateway.openai.event_ids import LAST_EVENT_ID, EventId, cannot_resume, parse_event_id
 from services.gateway.openai.format import Envelope, Kind, new_answer_id
-from services.gateway.openai.front import Front, Handler, internal_error
-from services.gateway.openai.state import Gateway
+from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.middleware import Handler, RequestMiddleware, internal_error
+from services.gateway.openai.responses import JsonResponse, StreamAnswer, WholeAnswer, error_response
 from services.gateway.openai.values import NOT_FOR_CHATS
 
 COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
 _PROMPT = FieldNames(prompt="prompt")
 _CHAT = FieldNames(prompt="messages", num_logprobs="top_logprobs")
-# Of all choices of an answer, which is some 70 bytes each.
+# Limits over all choices of an answer. A log probability takes about 70 bytes.
 MAX_PROMPT_LOGPROBS = 2**16
-MAX_ECHO_CHARS = 2**22  # of an answer
+MAX_ECHO_CHARS = 2**22
 _COMPLETION_MAX_TOKENS = 16
 
 
-def create_app(gateway: Gateway) -> Front:
+def create_app(gateway: Gateway) -> RequestMiddleware:
     """The ASGI application."""
     app = FastAPI(title="Paceline", version=version("paceline"), redirect_slashes=False)
     _add_error_handlers(app)
@@ -51,7 +50,7 @@ def create_app(gateway: Gateway) -> Front:
     _add_model_routes(app, gateway)
     _add_token_routes(app, gateway)
     completions, chat_completions = _add_generation_routes(app, gateway)
-    return Front(
+    return RequestMiddleware(
         app,
         {
             ("GET", "/health"): health,
@@ -96,8 +95,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _add_state_routes(app: FastAPI, gateway: Gateway) -> Handler:
-    # The lower decorator serves both methods. The upper one is for /openapi.json, where a route of two methods would
-    # give both the same operation id.
+    # The lower decorator serves both methods. The upper decorator is for /openapi.json, where a route of two methods
+    # would get one operation id for both.
     @app.get("/health", response_class=JsonResponse)
     @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
     async def health(request: Request) -> Response:
@@ -125,7 +124,7 @@ def _add_state_routes(app: FastAPI, gateway: Gateway) -> Handler:
     @app.get("/metrics")
     @app.api_route("/metrics", methods=["GET", "HEAD"], include_in_schema=False)
     async def exposition() -> Response:
-        """Prometheus."""
+        """Metrics for Prometheus."""
         metrics, requests = gateway.metrics, gateway.requests
         metrics.scheduler_ready = gateway.session.ready
         metrics.detached_requests, metrics.kept_answers = requests.num_waiting, requests.num_finished
@@ -167,13 +166,14 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
 async def _parsed(
     cls: type[schema.R], gateway: Gateway, request: Request, held: HeldBody, *, new: bool = False, kind: str = ""
 ) -> tuple[schema.R, bytes]:
-    """Read at once, and parsed when it is the request's turn; with a `kind`, the fingerprint of its fields as well.
+    """Read the body at once, and parse it when it is the request's turn. With a `kind` also returns the fingerprint of
+    its fields.
 
-    Raises as read_body, Gateway.turn and BodyParser.parse.
+    Raises what read_body, Gateway.wait_to_parse and BodyParser.parse raise.
     """
     body = await read_body(request, held, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
-    gone = request.scope[PEER].has_gone
-    await gateway.turn(gone, num_bytes=len(body) if is_small(body) else 0, new=new)
+    gone = request.scope[CLIENT_SOCKET].has_gone
+    await gateway.wait_to_parse(gone, num_bytes=len(body) if is_small(body) else 0, new=new)
     return await gateway.parser.parse(cls, body, gateway.builder.max_model_len, kind=kind, gone=gone)
 
 
@@ -185,7 +185,7 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
         """Token ids of a prompt or a chat."""
         with gateway.held_body() as held:
             body, _ = await _parsed(schema.TokenizeRequest, gateway, request, held)
-            ids = await token_ids(body, request.scope[PEER].has_gone)
+            ids = await token_ids(body, request.scope[CLIENT_SOCKET].has_gone)
         return _json({"count": len(ids), "max_model_len": builder.max_model_len, "tokens": ids})
 
     async def token_ids(body: schema.TokenizeRequest, gone: Callable[[], bool]) -> list[int]:
@@ -208,7 +208,7 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
             body, _ = await _parsed(schema.DetokenizeRequest, gateway, request, held)
             gateway.check_model(body.model)
             ids = builder.check_token_ids(body.tokens, "tokens")
-            text = await builder.decode(ids, skip_special_tokens=False, gone=request.scope[PEER].has_gone)
+            text = await builder.decode(ids, skip_special_tokens=False, gone=request.scope[CLIENT_SOCKET].has_gone)
         return _json({"prompt": text})
 
 
@@ -228,7 +228,7 @@ def _add_generation_routes(app: FastAPI, gateway: Gateway) -> tuple[Handler, Han
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What is known of a request beside its body. `arrival_s` is on time.perf_counter's clock."""
+    """What is known of a request besides its body. `arrival_s` is a time of time.perf_counter."""
 
     request_id: str
     answer_id: str
@@ -242,13 +242,13 @@ _MakeJobs = Callable[[Gateway, _R, _Asked], Awaitable[list[GenerateJob]]]
 
 
 async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R], make_jobs: _MakeJobs[_R]) -> Response:
-    arrival_s, gone = time.perf_counter(), request.scope[PEER].has_gone
+    arrival_s, gone = time.perf_counter(), request.scope[CLIENT_SOCKET].has_gone
     try:
         name = check_key(request.headers.getlist(IDEMPOTENCY_KEY), IDEMPOTENCY_KEY)
         resumed = bool(request.headers.get(LAST_EVENT_ID))
-        new = name is None and not resumed  # else it may run already
+        new = name is None and not resumed  # otherwise the request may already run
         if new:
-            gateway.check_room()
+            gateway.check_capacity()
         with gateway.held_body() as held:
             keyed_kind = kind if name is not None else ""
             parsed, fingerprint = await _parsed(cls, gateway, request, held, new=new, kind=keyed_kind)
@@ -257,13 +257,13 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
             if name is not None:
                 key = RequestKey(parsed.terms().tenant, name, fingerprint, IDEMPOTENCY_KEY)
                 if not resumed:
-                    gateway.check_room(key)
+                    gateway.check_capacity(key)
             answer_id = new_answer_id(kind, key.answer_id if key is not None else None)
             asked = _Asked(request.scope["state"]["request_id"], answer_id, arrival_s, key, gone)
             jobs = await make_jobs(gateway, parsed, asked)
         after = _last_event(request, parsed, jobs, key)
         if after is not None and after.after == "d":
-            return Response(status_code=204)  # which tells an EventSource that this was all
+            return Response(status_code=204)  # an EventSource stops reconnecting at 204
         reading = gateway.open(jobs, key)
     except ApiError as error:
         gateway.refused(kind, request.scope["state"]["request_id"], error)
@@ -272,8 +272,8 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
         gateway.count_gone()
         raise
     finally:
-        if (entry := request.scope.get(ENTRY)) is not None:
-            entry.end()
+        if (ticket := request.scope.get(TICKET)) is not None:
+            ticket.end()
     created_s = after.created_s if after is not None else reading.created_s
     envelope = Envelope(kind, parsed.model or gateway.model_name, created_s, answer_id)
     if not parsed.stream:
@@ -291,13 +291,13 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
 def _last_event(
     request: Request, body: schema.SamplingFields, jobs: Sequence[GenerateJob], key: RequestKey | None
 ) -> EventId | None:
-    """The last event that a client has which comes back. Raises ApiError 400."""
+    """The last event that a reconnecting client has. None for a new client. Raises ApiError 400."""
     text = request.headers.get(LAST_EVENT_ID)
     if not text:
         return None
     if not body.stream:
         raise cannot_resume("only a stream has events, and this request has no stream: true")
-    # Of a prompt that stands alone nothing is drawn, and no token of output shown.
+    # A prompt without a continuation samples nothing and sends no output token.
     shown = [0 if job.echo is not None and job.echo.alone else job.sampling.max_tokens for job in jobs]
     draws = any(job.sampling.temperature > 0 and limit for job, limit in zip(jobs, shown, strict=True))
     if key is None and body.seed is None and draws:
@@ -318,7 +318,7 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
     jobs: list[GenerateJob] = []
     for index, prompt in enumerate(prompts):
         if index:
-            await asyncio.sleep(0)  # others are served between two prompts
+            await asyncio.sleep(0)  # let other requests run between two prompts
         ids: Sequence[int]
         if isinstance(prompt, str):
             add = body.add_special_tokens is not False
@@ -346,7 +346,7 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
             job.echo = await _echo(builder, body, prompt, ids, asked.gone)
             job.prompt_logprobs = body.prompt_logprobs is not None
         jobs += body.jobs(builder, job)
-        check_scored_prompts(body, jobs)  # before anything of the next prompt is done
+        check_scored_prompts(body, jobs)  # before any work for the next prompt
     return jobs
 
 
@@ -363,7 +363,7 @@ async def _echo(
 
 
 def check_scored_prompts(body: schema.SamplingFields, jobs: Sequence[GenerateJob]) -> None:
-    """An answer is written in one piece, while nobody else is served: raises ApiError 400 if it would be too long."""
+    """Raises ApiError 400 if the answer would be too long: it is formatted in one piece, and other requests wait."""
     num_top = body.sampling().prompt_logprobs
     shown = (body.n or 1) / max(body.n or 1, body.best_of or 1)
     num_chars = int(shown * sum(len(job.echo.text) for job in jobs if job.echo))
@@ -409,5 +409,5 @@ async def _chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: _Asked) 
         terms=terms,
     )
     jobs = body.jobs(gateway.builder, job)
-    check_scored_prompts(body, jobs[:1])  # a chat's answer shows them once
+    check_scored_prompts(body, jobs[:1])  # a chat's answer has the prompt's log probabilities once
     return jobs

@@ -1,5 +1,4 @@
-"""The OpenAI requests we understand. Types are strict; what we cannot do is refused by name, never ignored in
-silence."""
+"""The supported OpenAI requests. Types are strict. An unsupported field is refused by name, and never ignored."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from services.gateway.engine.request import (
     make_search,
 )
 from services.gateway.engine.sampling import SamplingChoices
-from services.gateway.engine.session_core import Terms
+from services.gateway.engine.session_core import RequestMetadata
 from services.gateway.errors import ApiError, invalid
 from services.gateway.grammars.structure import Structure
 from services.gateway.openai.structured import ResponseFormat, StructuredOutputs
@@ -40,8 +39,7 @@ from services.gateway.openai.values import (
     Variables,
 )
 
-# Fields that change the result and that we cannot honour: the values with which they change nothing (null always is
-# one).
+# Unsupported fields that would change the result, with the values that change nothing (null is always such a value).
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
@@ -70,7 +68,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "kv_transfer_params": (),
 }
-# What has another name here: of older vLLM, and of SGLang.
+# Fields of older vLLM and of SGLang that have another name here.
 _RENAMED = {
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
@@ -86,9 +84,10 @@ class _Request(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
 
-class Retention(_Request):
-    """Tokens start ... end - 1 (0: all that follow) are kept with a priority of 0 to 100, for ever or so long after
-    their last use. What nobody says anything of has 35. With `decode` they count from the first generated token on."""
+class CacheRetention(_Request):
+    """Tokens start ... end - 1 (end 0: all that follow) keep their KV with a priority of 0 to 100, forever or for
+    `duration_ms` after their last use. Tokens outside all ranges have priority 35. With `decode`, positions count from
+    the first generated token."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -100,14 +99,14 @@ class Retention(_Request):
 
 
 class StreamOptions(_Request):
-    """Usage in a last chunk of its own, and in every chunk."""
+    """Whether usage comes in a last chunk, and whether also in every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class SamplingFields(_Request):
-    """What completions and chat completions have in common."""
+    """The fields that completions and chat completions share."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -130,37 +129,37 @@ class SamplingFields(_Request):
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    # The form that the text is to have.
+    # The form that the output must have.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
     best_of: int | None = None
-    # Beam search as in transformers; `best_of` (else `n`) is its width.
+    # Beam search as in transformers. `best_of` (default: `n`) is its width.
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: EarlyStopping | None = None
-    # Larger is more urgent. What it does depends on the policies in force.
+    # Larger is more urgent. The effect depends on the policies in force.
     priority: float | None = None
-    # On whose account; OpenAI's `user` says it where this is left out.
+    # The account of the request. Default: OpenAI's `user`.
     tenant: str | None = None
     user: str | None = None
-    # Seconds within which the answer is of use.
+    # The answer is useless after this many seconds.
     deadline_s: float | None = None
-    # Only requests with the same salt share KV (as in vLLM).
+    # Only requests with the same salt share KV blocks (as in vLLM).
     cache_salt: str | None = None
-    # How long parts of it are kept for reuse (as TensorRT-LLM's KvCacheRetentionConfig).
-    cache_retention: list[Retention] | None = None
+    # How long parts of the sequence stay cached (as TensorRT-LLM's KvCacheRetentionConfig).
+    cache_retention: list[CacheRetention] | None = None
 
-    def terms(self) -> Terms:
-        """Its place among others. Raises ApiError 400."""
+    def terms(self) -> RequestMetadata:
+        """Tenant, priority, deadline, salt and retention. Raises ApiError 400."""
         tenant = self.tenant if self.tenant is not None else (self.user or "")[:MAX_TENANT_CHARS]
         retention = [common_pb2.RetentionRange(**vars(one)) for one in self.cache_retention or ()]
         return check_terms(self.priority, tenant, self.deadline_s, self.cache_salt, retention)
 
     def structure(self) -> Structure | None:
-        """The form that the text is to have. Raises ApiError 400."""
+        """The form that the output must have. Raises ApiError 400."""
         format_ = self.response_format.structure() if self.response_format else None
         if self.structured_outputs is None:
             return format_
@@ -169,7 +168,7 @@ class SamplingFields(_Request):
         return self.structured_outputs.structure()
 
     def jobs(self, builder: RequestBuilder, job: GenerateJob) -> list[GenerateJob]:
-        """One job for each sample of the prompt; a beam search is one. Raises ApiError 400."""
+        """One job for each sample of the prompt; one job for a beam search. Raises ApiError 400."""
         n, best_of = check_samples(self.n, self.best_of, bool(self.stream))
         if not self.use_beam_search:
             return builder.samples(job, n, best_of)
@@ -180,7 +179,7 @@ class SamplingFields(_Request):
         return [job]
 
     def sampling(self) -> SamplingChoices:
-        """The sampling part, for RequestBuilder."""
+        """The sampling fields, for RequestBuilder."""
         return SamplingChoices(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -206,7 +205,7 @@ class SamplingFields(_Request):
         )
 
     def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are reported with each one; None: nothing is."""
+        """How many of the likeliest tokens to report with each token. None: report no log probabilities."""
         raise NotImplementedError
 
 
@@ -215,7 +214,8 @@ class CompletionRequest(SamplingFields):
 
     prompt: Prompt
     add_special_tokens: bool | None = None
-    # The prompt is shown before its continuation, and scored if that is; `max_tokens` 0: it alone.
+    # Show the prompt before its continuation, with log probabilities if the output has them. With `max_tokens` 0 show
+    # only the prompt.
     echo: bool | None = None
     logprobs: NumLogprobs = None
 
@@ -233,25 +233,25 @@ class CompletionRequest(SamplingFields):
         if self.only_echoes:
             if choices.min_tokens:
                 raise invalid("min_tokens", "min_tokens must be between 0 and max_tokens (0)")
-            choices.max_tokens = 1  # which nobody sees: the prompt is computed for its sake
+            choices.max_tokens = 1  # a token that is not shown: it makes the workers compute the prompt
         return choices
 
 
-class Message(_Request):
+class ChatMessage(_Request):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
 
     def for_template(self) -> dict[str, str]:
-        """As templates know it; `developer` is OpenAI's newer name for `system`."""
+        """The message for a chat template. `developer` is OpenAI's newer name for `system`."""
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: list[Message]
+    messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: NoneAdded = None
@@ -274,7 +274,7 @@ class TokenizeRequest(_Request):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
 
@@ -290,7 +290,7 @@ R = TypeVar("R", bound=_Request)
 
 
 def parse(cls: type[R], body: Any, max_model_len: int) -> R:
-    """The request in a decoded JSON body. Raises ApiError 400 naming the first field that is wrong."""
+    """The request in a decoded JSON body. Raises ApiError 400 that names the first wrong field."""
     if not isinstance(body, dict):
         raise invalid(None, "the body must be a JSON object")
     check_lengths(body, max_model_len)
@@ -332,7 +332,7 @@ def _refuse_unsupported(cls: type[SamplingFields], body: Mapping[str, Any]) -> N
         value = body[name]
         if value is None:
             continue
-        # bool is an int to Python; here they are different things.
+        # In Python a bool is an int. Here the two types differ.
         if not any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL[name]):
             wanted = ", ".join(json.dumps(neutral) for neutral in _NEUTRAL[name][:1]) or "null"
             raise invalid(name, f"{name} is not supported yet (leave it out, or {wanted})", code="unsupported_value")

@@ -1,4 +1,4 @@
-"""How OpenAI's API, and vLLM's, say which form a text is to have."""
+"""The fields of OpenAI's API and of vLLM that give the form of the output."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class _Part(BaseModel):
 
 
 class JsonSchema(_Part):
-    """Its name, its description and whether it is strict (here it always is) change nothing."""
+    """A JSON Schema. Its name, description and `strict` have no effect: the schema is always strict."""
 
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class ResponseFormat(_Part):
-    """`response_format`, OpenAI's: any text, any JSON object, or what a JSON Schema allows."""
+    """OpenAI's `response_format`: any text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     def structure(self) -> Structure | None:
-        """None: any text. Raises ApiError 400."""
+        """The form; None for any text. Raises ApiError 400."""
         match self.type:
             case "text":
                 return None
@@ -42,11 +42,11 @@ class ResponseFormat(_Part):
 
 
 class StructuredOutputs(_Part):
-    """`structured_outputs`, vLLM's: one of five forms."""
+    """vLLM's `structured_outputs`: one of five forms."""
 
     model_config = ConfigDict(extra="forbid")
 
-    json_: Any = Field(None, alias="json")  # a JSON Schema, or its text
+    json_: Any = Field(None, alias="json")  # a JSON Schema, as an object or as text
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -61,7 +61,7 @@ class StructuredOutputs(_Part):
         return {name: said for name, said in value.items() if said is not None and said is not False}
 
     def structure(self) -> Structure:
-        """Raises ApiError 400."""
+        """The form. Raises ApiError 400."""
         any_whitespace = not self.disable_any_whitespace
         forms = []
         if self.json_ is not None:

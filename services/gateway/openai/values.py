@@ -1,4 +1,4 @@
-"""Types of single fields of OpenAI requests, where what pydantic takes, or says, is not what clients need."""
+"""Types of single request fields, where pydantic accepts too much or gives an unclear error."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
-# What is said of `add_special_tokens`.
+# The error for `add_special_tokens`.
 NOT_FOR_CHATS = "is not supported for chats, as their template has them (leave it out, or false)"
 
 Uint32 = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 def _token_ids(value: Any) -> array[int]:
-    """Packed: a list takes ten times as much memory, and as long to look through."""
+    """Packed token ids. A list takes ten times the memory, and ten times as long to check."""
     if not isinstance(value, list) or set(map(type, value)) - {int}:
         raise ValueError("must be a list of token ids (integers)")
     try:
@@ -27,8 +27,8 @@ def _token_ids(value: Any) -> array[int]:
 
 
 def _prompt(value: Any) -> Any:
-    """Checks all of it by hand: a union's own errors name branches, not what is wrong, and it tries one after another.
-    How many there may be: list_limits.py."""
+    """Check a prompt by hand. A pydantic union tries one branch after another, and its errors name branches instead of
+    the mistake. list_limits.py limits the number of prompts."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -56,7 +56,7 @@ def _stop(value: Any) -> Any:
 
 
 def _content(value: Any) -> Any:
-    """Typed parts are joined by line breaks, as other servers do for templates that take a string."""
+    """Join typed parts with line breaks, as other servers do for templates that take a string."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -76,7 +76,7 @@ def _content(value: Any) -> Any:
 
 
 def _logit_bias(value: Any) -> Any:
-    """JSON has no integers as keys."""
+    """Convert the keys, because JSON has no integer keys."""
     if not isinstance(value, dict):
         raise ValueError("must be an object of token ids and numbers")
     wrong = next((key for key in value if not re.fullmatch(r"-?[0-9]{1,10}", key)), None)
@@ -97,17 +97,17 @@ def _bad_words(value: Any) -> Any:
 
 
 def _no_seed(value: Any) -> Any:
-    """-1 is vLLM's other way to leave it out."""
+    """Map -1, vLLM's other way to give no seed, to None."""
     return None if type(value) is int and value == -1 else value
 
 
 def _no_logprobs(value: Any) -> Any:
-    """Chats say it so, and some clients say it so to completions, too."""
+    """Map false to None: chats use a bool, and some clients send it to completions too."""
     return None if value is False else value
 
 
 def _none_added(value: bool | None) -> bool | None:
-    """To a chat."""
+    """Refuse to add special tokens to a chat."""
     if value:
         raise ValueError(NOT_FOR_CHATS)
     return value
@@ -125,13 +125,13 @@ def _variables(value: Any) -> Any:
     return value
 
 
-# Lists of token ids come out as arrays of 32-bit integers.
+# Lists of token ids become arrays of 32-bit integers.
 Prompt = Annotated[str | list[str] | Sequence[int] | list[Sequence[int]], PlainValidator(_prompt)]
 TokenIds = Annotated[Sequence[int], PlainValidator(_token_ids)]
 Stop = Annotated[list[str], BeforeValidator(_stop)]
 Content = Annotated[str, BeforeValidator(_content)]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_logit_bias)]
-# Strings (banned as they stand and after a space), or token ids.
+# Strings (banned as they are and after a space), or token ids.
 BadWords = Annotated[list[str | list[int]], PlainValidator(_bad_words)]
 Seed = Annotated[int | None, BeforeValidator(_no_seed)]
 NumLogprobs = Annotated[int | None, BeforeValidator(_no_logprobs)]

@@ -1,4 +1,4 @@
-"""What the gateway counts, measures and logs of requests.
+"""Metrics, histograms and the request log.
 
-May import `errors`.
+May import `errors` and `outcome`.
 """

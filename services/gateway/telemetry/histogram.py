@@ -1,4 +1,4 @@
-"""A histogram whose observation is two list operations; prometheus_client's objects are made at scrape time only."""
+"""A histogram that costs two list operations per observation. prometheus_client's objects exist only at scrape time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client.core import HistogramMetricFamily
 
-# Upper edges of the buckets. Seconds: from one decode step of a small model to a request of half an hour.
+# Upper edges of the buckets, in seconds: from one decode step of a small model to a request of half an hour.
 LATENCY_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0),
     *(300.0, 600.0, 1800.0),
@@ -31,7 +31,7 @@ class FastHistogram:
         self._sum += value * times
 
     def add_to(self, family: HistogramMetricFamily, label_values: Sequence[str]) -> None:
-        """Put the state into a family that is scraped."""
+        """Add the state to a family that is being scraped."""
         buckets, total = [], 0
         for edge, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
             total += count

@@ -1,7 +1,7 @@
 """The gateway's Prometheus series.
 
-Counting happens on the token path, so a sample is a list increment; prometheus_client's objects are made at scrape
-time only.
+Counting happens on the token path, so a sample costs one list increment. prometheus_client's objects exist only at
+scrape time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.gateway.outcome import Outcome
+from services.gateway.outcome import SequenceOutcome
 from services.gateway.telemetry.histogram import NUM_TOKENS, FastHistogram, histogram_family
 from services.gateway.telemetry.tenant_metrics import TenantMetrics
 
@@ -21,7 +21,7 @@ _PREFIX = "paceline_gateway_"
 
 
 class GatewayMetrics(Collector):
-    """All series of one gateway. The plain attributes are counted by whoever does the thing."""
+    """All series of one gateway. Other modules increment the plain attributes."""
 
     def __init__(self, model_name: str = "", tenants: TenantMetrics | None = None) -> None:
         self._labels = {"model_name": model_name}
@@ -31,7 +31,7 @@ class GatewayMetrics(Collector):
         self.generation_tokens = 0
         self.live_requests = 0
         self.scheduler_ready = False
-        # Of requests with idempotency keys.
+        # For requests with idempotency keys.
         self.detached_requests = self.kept_answers = self.taken_up = 0
         self.gone_requests = 0
         self.time_to_first_token_s = FastHistogram()
@@ -41,12 +41,13 @@ class GatewayMetrics(Collector):
         self.time_per_output_token_s = FastHistogram()
         self.prompt_length, self.generation_length = FastHistogram(NUM_TOKENS), FastHistogram(NUM_TOKENS)
         self.event_loop_lag_s = FastHistogram()
-        # Its own: a process may run several gateways (tests do).
+        # A registry per gateway, because tests run several gateways in one process.
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
     def tokens(self, num_tokens: int, waited_s: float, *, first: bool) -> None:
-        """Output tokens came together, so long after the request (`first`) or after the tokens before."""
+        """`num_tokens` output tokens arrived together, `waited_s` after the request (`first`) or after the last
+        ones."""
         self.generation_tokens += num_tokens
         if not first:
             self.inter_token_latency_s.observe(waited_s / num_tokens, num_tokens)
@@ -55,7 +56,7 @@ class GatewayMetrics(Collector):
         if num_tokens > 1:
             self.inter_token_latency_s.observe(0.0, num_tokens - 1)
 
-    def finished(self, outcome: Outcome) -> None:
+    def finished(self, outcome: SequenceOutcome) -> None:
         """A sequence ended."""
         self.requests[outcome.endpoint, outcome.finish_reason] += 1
         self.cached_tokens += outcome.cached_tokens or 0
@@ -71,11 +72,11 @@ class GatewayMetrics(Collector):
         self._tenants.finished(outcome)
 
     def refused(self, endpoint: str) -> None:
-        """A request was answered with an error before it reached the scheduler."""
+        """Count a request that got an error before it reached the scheduler."""
         self.requests[endpoint, "rejected"] += 1
 
     def collect(self) -> Iterable[Metric]:
-        """For prometheus_client."""
+        """All series, for prometheus_client."""
         yield from self._requests()
         yield from self._histograms()
         yield from self._tenants.collect(_PREFIX, self._labels)
@@ -91,7 +92,7 @@ class GatewayMetrics(Collector):
         yield requests
         for name, documentation, value in (
             ("prompt_tokens", "Prompt tokens submitted.", self.prompt_tokens),
-            ("prompt_tokens_cached", "Prompt tokens whose KV was reused.", self.cached_tokens),
+            ("prompt_tokens_cached", "Prompt tokens with reused KV.", self.cached_tokens),
             ("generation_tokens", "Output tokens received.", self.generation_tokens),
         ):
             family = CounterMetricFamily(_PREFIX + name, documentation, labels=labels)
@@ -129,7 +130,7 @@ class GatewayMetrics(Collector):
             yield histogram_family(_PREFIX + name, documentation, histogram, self._labels)
 
     def _process(self) -> Iterable[Metric]:
-        """Of this gateway, whatever the model."""
+        """Series of the gateway itself, without a model label."""
         for name, documentation, value in (
             ("live_requests", "Sequences being served.", self.live_requests),
             (

@@ -1,4 +1,4 @@
-"""One line at info for each finished request, whatever its number of sequences."""
+"""Writes one log line at level info per finished request, over all its sequences."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from services.gateway.errors import CLIENT_CLOSED_REQUEST
-from services.gateway.outcome import Outcome
+from services.gateway.outcome import SequenceOutcome
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
-_DIGITS = 4  # of seconds
+_DIGITS = 4  # decimal places of seconds
 
 
 class RequestLog:
-    """Writes the lines. `enabled` False, or a log level above info: no line, and no work for it."""
+    """Writes the lines. With `enabled` False, or a log level above info, it does nothing."""
 
     def __init__(self, model_name: str, *, enabled: bool = True) -> None:
         self._model_name = model_name
         self._enabled = enabled
 
-    def entry(self, num_sequences: int) -> Callable[[Outcome], None] | None:
-        """For a request of so many sequences: takes the outcome of each; with the last one the line is written."""
+    def entry(self, num_sequences: int) -> Callable[[SequenceOutcome], None] | None:
+        """A callback for the outcomes of a request with this many sequences. The last outcome writes the line."""
         if not self._enabled or not logging.getLogger(__name__).isEnabledFor(logging.INFO):
             return None
-        outcomes: list[Outcome] = []
+        outcomes: list[SequenceOutcome] = []
 
-        def ended(outcome: Outcome) -> None:
+        def ended(outcome: SequenceOutcome) -> None:
             outcomes.append(outcome)
             if len(outcomes) == num_sequences:
                 _log.info("request finished", **_fields(outcomes, self._model_name))
@@ -35,25 +35,25 @@ class RequestLog:
         return ended
 
     def refused(self, request_id: str, endpoint: str, status: int, message: str) -> None:
-        """A request was answered with an error before it reached the scheduler. Overload (429) is only counted: a line
-        for each of those would be work where there is too much already."""
+        """A request got an error before it reached the scheduler. A 429 is only counted: a line for each would add work
+        under overload."""
         if self._enabled and status != 429:
             _log.info("request refused", request_id=request_id, endpoint=endpoint, status=status, error=message)
 
     def taken_up(self, request_id: str, name: str, first_request_id: str) -> None:
-        """A connection reads the answer `name` of a request that runs, or has run, already. The scheduler and the line
-        of the finished request know the first connection's id only."""
+        """A connection reads the answer `name` of a request that already runs or has finished. The scheduler and the
+        line of the finished request know only the first connection's id."""
         if self._enabled:
             _log.info("request taken up", id=name, request_id=request_id, first_request_id=first_request_id)
 
 
-def _fields(outcomes: list[Outcome], model_name: str) -> dict[str, Any]:
-    """Of all sequences: tokens and preemptions are sums, times the longest ones, but the time to the first token."""
+def _fields(outcomes: list[SequenceOutcome], model_name: str) -> dict[str, Any]:
+    """Fields over all sequences: sums of tokens and preemptions, the longest times, and the shortest `ttft_s`."""
     outcomes.sort(key=lambda outcome: (len(outcome.request_id), outcome.request_id))
     first = outcomes[0]
-    # An error, else an abort, else 200.
+    # An error has precedence over an abort, and an abort over 200.
     worst = max(outcomes, key=lambda outcome: (outcome.status != 200, outcome.status != CLIENT_CLOSED_REQUEST))
-    prompts = [outcome for outcome in outcomes if not outcome.sample]  # samples of one prompt have it in common
+    prompts = [outcome for outcome in outcomes if not outcome.sample]  # samples of one prompt share it
     reasons = sorted({outcome.finish_reason for outcome in outcomes})
     timings = [outcome.timing for outcome in outcomes if outcome.timing is not None]
     fields: dict[str, Any] = {

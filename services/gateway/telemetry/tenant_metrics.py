@@ -1,4 +1,4 @@
-"""Series of each tenant. Clients choose the names of tenants, so only a bounded number of them has series."""
+"""Series per tenant. Clients choose the names of tenants, so only a limited number of tenants has own series."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
-from services.gateway.outcome import Outcome
+from services.gateway.outcome import SequenceOutcome
 from services.gateway.telemetry.histogram import FastHistogram
 
 NO_TENANT, OTHERS = "default", "other"
@@ -23,15 +23,15 @@ class _Tenant:
 
 
 class TenantMetrics:
-    """The tenants in `names`, and the first `limit` others that have a finished request; all further ones together are
-    the tenant "other". Requests without a tenant are those of "default"."""
+    """Series of the tenants in `names`, and of the first `limit` other tenants with a finished request. All further
+    tenants share the name "other". Requests without a tenant count for "default"."""
 
     def __init__(self, names: Iterable[str] = (), limit: int = 32) -> None:
         self._tenants = {name: _Tenant() for name in names if name != OTHERS}
         self._limit = len(self._tenants) + limit
         self._others = _Tenant()
 
-    def finished(self, outcome: Outcome) -> None:
+    def finished(self, outcome: SequenceOutcome) -> None:
         """A sequence ended."""
         tenant = self._tenant(outcome.tenant or NO_TENANT)
         tenant.requests[outcome.finish_reason] += 1
@@ -62,7 +62,7 @@ class TenantMetrics:
             prefix + "tenant_prompt_tokens", "Prompt tokens of a tenant's finished sequences.", labels=names
         )
         cached = CounterMetricFamily(
-            prefix + "tenant_prompt_tokens_cached", "Of these, tokens whose KV was reused.", labels=names
+            prefix + "tenant_prompt_tokens_cached", "Of these, tokens with reused KV.", labels=names
         )
         generation = CounterMetricFamily(
             prefix + "tenant_generation_tokens", "Output tokens of a tenant's finished sequences.", labels=names

@@ -1,4 +1,4 @@
-"""The model's files on the gateway's side: tokenizer, detokenizer, chat template.
+"""The model's files in the gateway: tokenizer, detokenizer, chat template, identity.
 
 May import `errors`.
 """

@@ -17,14 +17,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from services.gateway.errors import invalid
 from services.gateway.text.model_files import read_json_object, read_text
 
-# What a request may not set: they are ours.
+# Names that a request may not set.
 _RESERVED = frozenset({"self", "messages", "add_generation_prompt", "tools", "documents"})
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks an assistant's text for training; for us its body is just text."""
+    """`{% generation %}` marks an assistant's text for training. Here its body is plain text."""
 
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares tags this way
 
     def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)
@@ -51,7 +51,7 @@ def _strftime_now(fmt: str) -> str:
 
 
 class ChatTemplate:
-    """A compiled template. `tokens` are the special tokens it may name, as `bos_token` and `eos_token`."""
+    """A compiled template. `tokens`: the special tokens it may use, as `bos_token` and `eos_token`."""
 
     def __init__(self, source: str, tokens: Mapping[str, str] | None = None) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -65,7 +65,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, override: str | None = None) -> ChatTemplate | None:
-        """The checkpoint's template, or `override` (a template or the path of one); None if there is neither.
+        """The checkpoint's template, or `override` (a template or its path). None if there is no template.
 
         Raises ValueError if it does not compile.
         """
@@ -114,7 +114,7 @@ def _find_source(folder: Path, config: Mapping[str, Any], override: str | None) 
         return read_text(path)
     source = config.get("chat_template")
     if isinstance(source, list):
-        # Several, by name.
+        # Several templates, by name.
         source = next((entry["template"] for entry in source if _is_default(entry)), None)
     if source is not None and not isinstance(source, str):
         raise ValueError(

@@ -1,9 +1,7 @@
-"""Tokens to text, as they come: whole characters only, and stop strings wherever their borders fall.
+"""Turns tokens into text as they arrive, in whole characters, and cuts the text at stop strings.
 
-Nothing here knows a socket or a clock. A `Detokenizer` turns token ids into text and holds back an unfinished
-character; a `StopMatcher` holds back what may become a stop string; `TextStream` is the two together for one
-sequence.
-"""
+No sockets, no clock. A `Detokenizer` turns token ids into text, and keeps an unfinished character. A `StopMatcher`
+keeps text that may become a stop string. `TextStream` combines the two for one sequence."""
 
 from __future__ import annotations
 
@@ -11,24 +9,24 @@ import codecs
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
-# A byte-level decoder never needs more tokens than this to finish a character; then the bytes are broken for good.
+# A byte-level decoder never needs more tokens than this to complete a character. After that the bytes are invalid.
 _MAX_HELD_TOKENS = 8
 
 
 class Detokenizer(Protocol):
-    """Text of one sequence, piece by piece. The pieces joined are the text of all tokens."""
+    """The text of one sequence, piece by piece. The pieces together are the text of all tokens."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that these tokens complete; never half a character."""
+        """The text that these tokens complete, in whole characters."""
         ...
 
     def finish(self) -> str:
-        """What is still held back; U+FFFD for a character that never got all of its bytes."""
+        """The text that is still kept. U+FFFD for an incomplete character."""
         ...
 
 
 class PieceTable:
-    """What every token id adds to a text: its bytes, and the text itself where they are whole characters."""
+    """What each token id adds to a text: its bytes, and the text if the bytes are whole characters."""
 
     __slots__ = ("pieces", "texts")
 
@@ -38,7 +36,7 @@ class PieceTable:
 
 
 class TableDetokenizer:
-    """For tokenizers whose tokens are byte strings (byte-level BPE, SentencePiece with byte fallback): a look-up."""
+    """A look-up for tokenizers with byte strings as tokens (byte-level BPE, SentencePiece with byte fallback)."""
 
     __slots__ = ("_decoder", "_held", "_pieces", "_texts")
 
@@ -46,16 +44,16 @@ class TableDetokenizer:
         self._pieces = table.pieces
         self._texts = table.texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        # The decoder holds the beginning of a character.
+        # Whether the decoder keeps the beginning of a character.
         self._held = False
 
     def push(self, token_ids: Sequence[int]) -> str:
         if not self._held and len(token_ids) == 1 and token_ids[0] < len(self._texts):
-            # Nearly every call: one token of whole characters.
+            # The most frequent case: one token of whole characters.
             text = self._texts[token_ids[0]]
             if text is not None:
                 return text
-        # A model's vocabulary may be padded beyond its tokenizer's: such an id has no text.
+        # A model's vocabulary may be padded. An id beyond the tokenizer's vocabulary has no text.
         pieces = self._pieces
         text = self._decoder.decode(b"".join([pieces[i] for i in token_ids if i < len(pieces)]))
         self._held = bool(self._decoder.getstate()[0])
@@ -66,11 +64,10 @@ class TableDetokenizer:
 
 
 class PrefixDetokenizer:
-    """For any other tokenizer: decodes a short window twice and emits the difference.
+    """For any other tokenizer: decodes a short window twice, and returns the difference.
 
-    `context_ids` are the last prompt tokens, so that a decoder which strips the space before the first word of a text
-    does not strip it from the middle of one.
-    """
+    `context_ids`: the last prompt tokens. With them a decoder that strips the space before the first word of a text
+    does not strip it in the middle of a text."""
 
     __slots__ = ("_decode", "_ids", "_read", "_start")
 
@@ -100,7 +97,7 @@ class PrefixDetokenizer:
             return ""
         self._start, self._read = self._read, len(self._ids)
         if self._start > 64:
-            # Keep the window, forget what lies before it.
+            # Keep only the window.
             del self._ids[: self._start]
             self._read -= self._start
             self._start = 0
@@ -108,10 +105,10 @@ class PrefixDetokenizer:
 
 
 class StopMatcher:
-    """Cuts a text before the stop string that is complete first (of several that end together, the longest), or behind
-    it with `include`.
+    """Cuts a text before the stop string that is complete first, or after it with `include`. If several stop strings
+    end at the same position, the longest counts.
 
-    What it returns never contains a part of a stop string that later turns out to be one.
+    The returned text never contains a part of a stop string that is completed later.
     """
 
     __slots__ = ("_held", "_include", "_num_passed", "_stops")
@@ -122,10 +119,10 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
-        self._num_passed = 0  # characters of what is held, of what was let pass
+        self._num_passed = 0  # characters of the kept text that cannot complete a stop string
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text that can be shown, whether a stop string was found). After True, push no more."""
+        """Returns the text that can be shown, and whether a stop string was found. Do not call it after True."""
         text = self._held + text
         best: tuple[int, int] | None = None
         for stop in self._stops:
@@ -138,7 +135,7 @@ class StopMatcher:
         return self._hold(text, self._num_passed), False
 
     def let_pass(self, text: str) -> str:
-        """As push(); no stop string counts that is complete in this text, but one may begin in it."""
+        """Like push(), but a stop string that is complete in this text does not count. One may begin in it."""
         text = self._held + text
         return self._hold(text, len(text))
 
@@ -148,12 +145,12 @@ class StopMatcher:
         return text[:cut]
 
     def finish(self) -> str:
-        """What was held back; the text is over, so it is no stop string."""
+        """The kept text. The text is over, so it is no stop string."""
         held, self._held = self._held, ""
         return held
 
     def _possible_start(self, text: str) -> int:
-        """Index from which `text` is the beginning of a stop string; len(text) if there is none."""
+        """The index from which `text` may begin a stop string; len(text) if there is none."""
         cut = len(text)
         for stop in self._stops:
             start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
@@ -166,10 +163,10 @@ class StopMatcher:
 
 
 class TextStream:
-    """The text of one sequence: detokenised, cut at stop strings.
+    """The text of one sequence, detokenised and cut at stop strings.
 
     Tokens in `silent` (stop tokens, end of sequence) end a sequence and have no text. Stop strings count only if they
-    are complete after the first `min_tokens` tokens. With `include_stop`, what ended the text is part of it.
+    are complete after the first `min_tokens` tokens. With `include_stop`, the text contains what ended it.
     """
 
     __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "_silent", "num_tokens", "stopped")
@@ -186,12 +183,12 @@ class TextStream:
         self._matcher = StopMatcher(stops, include_stop) if stops else None
         self._min_tokens = min_tokens
         self._silent = () if include_stop else silent
-        # Tokens that count as output: up to the one that completed a stop string.
+        # Tokens that count as output: up to the token that completed a stop string.
         self.num_tokens = 0
         self.stopped = False
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that can be shown after these tokens. Sets `stopped` at a stop string; tokens after it are ignored."""
+        """The text that can be shown after these tokens. Sets `stopped` at a stop string, and ignores later tokens."""
         matcher = self._matcher
         if matcher is None:
             self.num_tokens += len(token_ids)
@@ -199,7 +196,7 @@ class TextStream:
                 token_ids = token_ids[:-1]
             return self._detokenizer.push(token_ids)
         out = []
-        # One token at a time: which token completes a stop string must not depend on how tokens were batched.
+        # One token at a time: which token completes a stop string must not depend on the batches of tokens.
         for token_id in token_ids:
             self.num_tokens += 1
             text = "" if token_id in self._silent else self._detokenizer.push((token_id,))
@@ -213,7 +210,7 @@ class TextStream:
         return "".join(out)
 
     def finish(self) -> str:
-        """The rest, once no more tokens come."""
+        """The rest of the text, after the last token."""
         text = self._detokenizer.finish()
         if self._matcher is None or self.stopped:
             return "" if self.stopped else text
@@ -239,7 +236,7 @@ def _byte_level_piece(alphabet: dict[str, int], token: str) -> bytes:
     try:
         return bytes([alphabet[c] for c in token])
     except KeyError:
-        # An added token with characters outside the alphabet stands for itself.
+        # An added token with characters outside the alphabet is its own text.
         return token.encode()
 
 
@@ -253,7 +250,7 @@ def _sentencepiece_piece(token: str, space: str, byte_fallback: bool) -> bytes:
 
 
 def _piece_function(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | None:
-    """Token -> bytes, for the decoders whose tokens are independent byte strings; else None."""
+    """A function from token to bytes, for decoders with independent byte strings as tokens. None for others."""
     if decoder is None:
         return None
     if decoder["type"] == "ByteLevel":
@@ -270,7 +267,7 @@ def _piece_function(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | 
             case {"type": "ByteFallback"}:
                 byte_fallback = True
             case {"type": "Fuse"} | {"type": "Strip", "content": " ", "stop": 0}:
-                # Strip cuts the space before a text's first word. Output continues a prompt: its space stays.
+                # Strip removes the space before a text's first word. Output continues a prompt, so its space stays.
                 pass
             case _:
                 return None
@@ -282,9 +279,9 @@ def _piece_function(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | 
 def piece_table(
     decoder: dict[str, Any] | None, vocab: dict[str, int], special_ids: Collection[int]
 ) -> PieceTable | None:
-    """Bytes of every token id (special tokens: none), or None if this decoder has no such table.
+    """The bytes of each token id (special tokens: none). None if this decoder has no such table.
 
-    `decoder` is the decoder section of tokenizer.json.
+    `decoder`: the decoder section of tokenizer.json.
     """
     piece = _piece_function(decoder)
     if piece is None:

@@ -1,4 +1,4 @@
-"""For a checkpoint without tokenizer files (a config alone, with random weights): token ids in, numbers out."""
+"""The tokenizer for a checkpoint without tokenizer files (only a config, random weights): token ids in and out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ADVICE = "this model has no tokenizer; send token ids"
 
 
 class IdTokenizer:
-    """Takes `TextTokenizer`'s place. Text is refused; output reads as the token ids, each followed by a space."""
+    """Replaces `TextTokenizer`. It refuses text. Output is the token ids, each followed by a space."""
 
     longest_token_chars = 1
 

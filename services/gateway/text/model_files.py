@@ -1,4 +1,4 @@
-"""What the gateway reads from a checkpoint folder besides the tokenizer: limits and generation defaults. No weights."""
+"""Reads limits and generation defaults from a checkpoint folder. It reads no weights and no tokenizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from services.runtime.hub import checkpoint_folder
 
-# The small files of a checkpoint on the hub; the worker alone needs the weights.
+# The small files of a checkpoint on the hub. Only workers need the weights.
 _HUB_PATTERNS = ["*.json", "*.jinja"]
 _HUB_IGNORE = ["*.safetensors.index.json", "*.bin.index.json"]
 
@@ -18,8 +18,7 @@ _HUB_IGNORE = ["*.safetensors.index.json", "*.bin.index.json"]
 class ModelFiles:
     """A checkpoint as its JSON files describe it.
 
-    `max_model_len`: prompt and output tokens together. The rest, from temperature on: what a request that does not say
-    gets.
+    `max_model_len`: prompt and output tokens together. The fields from `temperature` on are the defaults of a request.
     """
 
     folder: Path
@@ -35,7 +34,7 @@ class ModelFiles:
 
 
 def resolve_folder(model: str) -> Path:
-    """The folder of a checkpoint: a path, or a name on a model hub (fetches the small files). Raises NoSuchModel."""
+    """The folder of a checkpoint, from a path or a name on a model hub (downloads small files). Raises NoSuchModel."""
     return checkpoint_folder(model, _HUB_PATTERNS, _HUB_IGNORE)
 
 
@@ -51,17 +50,17 @@ def read_model_files(folder: Path) -> ModelFiles:
     generation_path = folder / "generation_config.json"
     generation = read_json_object(generation_path) if generation_path.is_file() else {}
     try:
-        # Multimodal checkpoints keep the language model's part below.
+        # Multimodal checkpoints have the language model's part one level below.
         config = {**config, **config.get("text_config", {})}
         return ModelFiles(
             folder=folder,
-            # A worker that serves the model knows its length, too.
+            # A worker that serves the model reports its length, too.
             max_model_len=int(config.get("max_position_embeddings") or NO_LIMIT),
             vocab_size=int(config["vocab_size"]),
             eos_token_ids=_eos(config) | _eos(generation),
             temperature=_number(generation, "temperature", 1.0, 0.0, 100.0),
             top_p=_number(generation, "top_p", 1.0, 1e-9, 1.0),
-            top_k=max(0, int(_number(generation, "top_k", 0, -1, NO_LIMIT))),  # -1 says "all", too
+            top_k=max(0, int(_number(generation, "top_k", 0, -1, NO_LIMIT))),  # -1 also means "all"
             min_p=_number(generation, "min_p", 0.0, 0.0, 1.0),
             typical_p=_number(generation, "typical_p", 1.0, 1e-9, 1.0),
             repetition_penalty=_number(generation, "repetition_penalty", 1.0, 0.01, 100.0),
@@ -69,12 +68,12 @@ def read_model_files(folder: Path) -> ModelFiles:
     except KeyError as error:
         raise ValueError(f"{path}: no {error.args[0]}") from error
     except (TypeError, ValueError) as error:
-        # A value of another type than anybody writes there: one rule for all of them.
+        # One rule for values of all unexpected types.
         raise ValueError(f"{folder}: its configuration has a value that makes no sense: {error}") from error
 
 
 def read_text(path: Path) -> str:
-    """Raises OSError, or ValueError naming the file."""
+    """The text of a file. Raises OSError, or ValueError that names the file."""
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError as error:
@@ -82,7 +81,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Raises OSError, or ValueError naming the file."""
+    """The JSON object in a file. Raises OSError, or ValueError that names the file."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except ValueError as error:
@@ -100,7 +99,7 @@ def _eos(config: dict[str, Any]) -> frozenset[int]:
 
 
 def _number(config: dict[str, Any], name: str, default: float, low: float, high: float) -> float:
-    """Within what a request may ask for: else every request that does not ask would be refused for it."""
+    """A default must be a valid request value. Otherwise every request that uses it would be refused."""
     value = config.get(name)
     number = default if value is None else float(value)
     if not low <= number <= high:

@@ -1,4 +1,4 @@
-"""The model whose tokenizer and configuration a gateway has, compared with the model that the workers serve."""
+"""Compares the gateway's model (tokenizer, configuration) with the model that the workers serve."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from paceline.v1.common_pb2 import ModelInfo
 from services.runtime.model_identity import ModelIdentity
 
-_SHOWN_CHARACTERS = 12  # of a hash
+_SHOWN_CHARACTERS = 12  # of a hash, in messages
 
 
 @dataclass(frozen=True, slots=True)
 class OwnModel:
-    """What a gateway knows of its own model. `dtype`: the type that the workers have to serve; empty: any."""
+    """The gateway's own model. `dtype`: the type that the workers must serve; empty: any."""
 
     name: str
     vocab_size: int
@@ -20,7 +20,7 @@ class OwnModel:
     identity: ModelIdentity
 
     def difference(self, served: ModelInfo) -> str:
-        """Why answers would be wrong, in one line that names both models; empty if they are the same.
+        """Why answers would be wrong, in one line that names both models; empty if the models are the same.
 
         Parts that one side does not have (no tokenizer, dummy weights, a gateway without weights, an older worker) are
         not compared.

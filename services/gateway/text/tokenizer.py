@@ -1,4 +1,4 @@
-"""Text and chats to token ids, and the way back, from a checkpoint folder's tokenizer files."""
+"""Encodes texts and chats to token ids and decodes them, with the tokenizer files of a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from services.gateway.errors import invalid
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.detokenizer import Detokenizer, PrefixDetokenizer, TableDetokenizer, piece_table
 
-# Unicode noncharacters: no text has a reason to contain one, so one can mark places in a text that a template passes
-# through.
+# Unicode noncharacters. No text has a reason to contain one, so one of them can mark positions in a text that passes
+# through a template.
 _NONCHARACTERS = [chr(c) for c in range(0xFDD0, 0xFDF0)]
-# Prompt tokens that tell a detokenizer it is in the middle of a text.
+# Prompt tokens that show a detokenizer that it is in the middle of a text.
 _CONTEXT_TOKENS = 4
-# What a character's second byte, or a later one, may be.
+# The possible values of a character's second and later bytes.
 _CONTINUATIONS = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))
 
 
 class TextTokenizer:
-    """Encodes prompts and chats, makes detokenizers.
+    """Encodes prompts and chats, and makes detokenizers.
 
-    In a plain prompt special tokens written as text are special tokens (as everywhere for completions: that is how a
-    user writes a chat format by hand). In a chat message they are text: only the template can write control tokens.
-    """
+    In a plain prompt, special tokens written as text become special tokens, as in other servers: users write chat
+    formats by hand. In a chat message they stay text, and only the template can write control tokens."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
@@ -45,9 +44,9 @@ class TextTokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, chat_template: str | None = None) -> TextTokenizer:
-        """Load tokenizer.json and what lies beside it.
+        """Load tokenizer.json and the files beside it.
 
-        `chat_template`: a template or the path of one, instead of the checkpoint's.
+        `chat_template`: a template or its path, instead of the checkpoint's.
         Raises FileNotFoundError if there is no tokenizer.json, ValueError if it cannot be read.
         """
         path = folder / "tokenizer.json"
@@ -62,18 +61,18 @@ class TextTokenizer:
         return cls(tokenizer, ChatTemplate.from_folder(folder, chat_template))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a plain prompt, with BOS and the like as the tokenizer's post-processor adds them."""
+        """Token ids of a plain prompt, with BOS and other tokens that the tokenizer's post-processor adds."""
         return self._encode(text, add_special_tokens)
 
     def offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Where each token of `encode` begins in the text, in characters; the rest of one that was begun counts
-        nothing."""
+        """Where each token of `encode` begins in the text, in characters. A token that only continues a character
+        begins after that character."""
         [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         begins, begin, end = [], 0, 0
         for token_id, (token_begin, token_end) in zip(encoding.ids, encoding.offsets, strict=True):
             is_rest = self.token_bytes(token_id)[:1] in _CONTINUATIONS
             is_added = token_begin == token_end
-            # Some count the space before a word as nobody's, or what they put in front as part of what follows.
+            # Some tokenizers count the space before a word for no token, or an added prefix for the next word.
             begin = end if is_rest or is_added or token_begin > end else max(begin, token_begin)
             begins.append(begin)
             end = max(end, token_end)
@@ -88,9 +87,9 @@ class TextTokenizer:
     ) -> list[int]:
         """Token ids of a chat through the model's template.
 
-        A special token inside a message's content is broken in two before rendering and the halves are encoded on
-        their own, so it cannot become a control token. Raises ApiError 400 if the model has no template or the
-        template refuses the chat.
+        Special tokens inside a message's content are split before rendering, and the halves are encoded separately. So
+        they cannot become control tokens. Raises ApiError 400 if the model has no template or the template refuses the
+        chat.
         """
         if self._template is None:
             raise invalid("messages", "this model has no chat template; use /v1/completions")
@@ -103,11 +102,11 @@ class TextTokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of a whole sequence."""
+        """The text of a whole sequence."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool = False) -> bytes:
-        """What one token adds to a text: a special one what it is written as, one that is unknown here nothing."""
+        """What one token adds to a text. A special token adds its written form, an unknown token adds nothing."""
         table = self._table if skip_special_tokens else self._full_table
         if table is None:
             return str(self._tokenizer.decode([token_id], skip_special_tokens=skip_special_tokens)).encode()
@@ -115,7 +114,7 @@ class TextTokenizer:
         return pieces[token_id] if token_id < len(pieces) else b""
 
     def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh detokenizer for output that follows `prompt_ids`."""
+        """A new detokenizer for output that follows `prompt_ids`."""
         table = self._table if skip_special_tokens else self._full_table
         if table is not None:
             return TableDetokenizer(table)
@@ -126,8 +125,8 @@ class TextTokenizer:
         return PrefixDetokenizer(decode, prompt_ids[-_CONTEXT_TOKENS:])
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # As a batch of one it lets go of the GIL, which `encode` holds for all of a text (0.1 s for 60,000 tokens), and
-        # it leaves out offsets, which take half of the time.
+        # Encoding a batch of one releases the GIL, which `encode` holds for the whole text (0.1 s for 60,000 tokens).
+        # It also skips the offsets, which take half of the time.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
@@ -145,6 +144,7 @@ class TextTokenizer:
 
 
 def _special_start(special: Sequence[str]) -> re.Pattern[str] | None:
-    """Matches the first character of every special token in a text, overlapping ones too (the rest is a look-ahead)."""
+    """Matches the first character of each special token in a text, also of overlapping ones (the rest is a
+    look-ahead)."""
     starts = [re.escape(t[0]) + f"(?={re.escape(t[1:])})" for t in sorted(special) if len(t) > 1]
     return re.compile("|".join(starts)) if starts else None

@@ -17,7 +17,7 @@ from paceline.v1 import inference_pb2, inference_pb2_grpc
 from services.client import AsyncPacelineClient
 from services.client.types import PacelineError
 from services.gateway import server
-from services.gateway.grpc.front import InferenceFront
+from services.gateway.grpc.inference_service import InferenceService
 from services.gateway.text.tokenizer import TextTokenizer
 from tests.contract.gateway.conftest import Running, Start, eventually, until
 
@@ -188,13 +188,13 @@ async def test_a_grpc_request_does_not_stay_in_memory_while_its_answer_is_stream
 ) -> None:
     running = await start(step_s=0.01)
     requests: list[inference_pb2.GenerateRequest] = []
-    make_job = InferenceFront._job
+    make_job = InferenceService._job
 
-    def watched(self: InferenceFront, request: inference_pb2.GenerateRequest, *rest: Any) -> Any:
+    def watched(self: InferenceService, request: inference_pb2.GenerateRequest, *rest: Any) -> Any:
         requests.append(request)
         return make_job(self, request, *rest)
 
-    monkeypatch.setattr(InferenceFront, "_job", watched)
+    monkeypatch.setattr(InferenceService, "_job", watched)
     async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
         message = inference_pb2.GenerateRequest(text="hello")
         message.sampling.max_tokens = 500
@@ -244,13 +244,13 @@ async def test_a_grpc_request_that_is_refused_does_not_stay_in_memory(
 ) -> None:
     running = await start()
     requests: list[inference_pb2.GenerateRequest] = []
-    make_job = InferenceFront._job
+    make_job = InferenceService._job
 
-    async def watched(self: InferenceFront, request: inference_pb2.GenerateRequest, *rest: Any) -> Any:
+    async def watched(self: InferenceService, request: inference_pb2.GenerateRequest, *rest: Any) -> Any:
         requests.append(request)
         return await make_job(self, request, *rest)
 
-    monkeypatch.setattr(InferenceFront, "_job", watched)
+    monkeypatch.setattr(InferenceService, "_job", watched)
     gc.disable()
     try:
         async with AsyncPacelineClient(running.addresses.grpc or "") as client:

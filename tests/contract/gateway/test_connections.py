@@ -13,7 +13,7 @@ import pytest_asyncio
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.errors import ApiError
-from services.gateway.http.connection import Connection, TurnedAway
+from services.gateway.http.connection import HttpConnection, RejectedRequest
 from services.gateway.http.server import HttpServer
 from tests.contract.gateway.conftest import until
 
@@ -46,13 +46,13 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
-def turns_away(target: bytes, headers: object) -> TurnedAway | None:
-    return TurnedAway(ApiError(429, "no room"), "id") if target == b"/full" else None
+def turns_away(target: bytes, headers: object) -> RejectedRequest | None:
+    return RejectedRequest(ApiError(429, "no room"), "id") if target == b"/full" else None
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def server() -> AsyncIterator[HttpServer]:
-    server = HttpServer(app, "127.0.0.1", 0, doorkeeper=turns_away)
+    server = HttpServer(app, "127.0.0.1", 0, admission_hook=turns_away)
     yield server
     await server.stop()
 
@@ -165,7 +165,7 @@ async def test_a_body_that_was_not_read_does_not_stay_with_its_connection(server
     writer.write(b"POST /unread HTTP/1.1\r\nhost: x\r\ncontent-length: 60000\r\n\r\n" + b"z" * 60_000)
     assert await answer(reader) == b"unread"
     (connection,) = server._server.server_state.connections
-    assert isinstance(connection, Connection)
+    assert isinstance(connection, HttpConnection)
     await until(lambda: connection.body_is_here)
     assert not connection.cycle.body
 
@@ -174,13 +174,13 @@ async def test_what_is_dropped_of_a_large_body_is_read_with_pauses(
     server: HttpServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses = []
-    pause = Connection._drop
+    pause = HttpConnection._drop
 
-    def watched(self: Connection, num_bytes: int) -> None:
+    def watched(self: HttpConnection, num_bytes: int) -> None:
         pause(self, num_bytes)
         pauses.append((num_bytes >= 64 * 1024, self.flow.read_paused))
 
-    monkeypatch.setattr(Connection, "_drop", watched)
+    monkeypatch.setattr(HttpConnection, "_drop", watched)
     reader, writer = await connect()
     writer.write(b"POST /full HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % 2**22)
     assert b"no room" in await answer(reader)

@@ -14,7 +14,7 @@ import pytest
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from services.client import AsyncPacelineClient, InvalidRequest, NotFound, Overloaded, PacelineClient, Unavailable
 from services.gateway.engine.request import RequestBuilder
-from services.gateway.grpc import front as grpc_front
+from services.gateway.grpc import inference_service as grpc_front
 from services.gateway.text.tokenizer import TextTokenizer
 from tests.contract.gateway.conftest import MODEL, Running, Start, until
 from tests.contract.gateway.fake_scheduler import scripted

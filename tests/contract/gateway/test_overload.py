@@ -15,7 +15,7 @@ import pytest
 
 from services.client import AsyncPacelineClient
 from services.client.types import PacelineError
-from services.gateway.admission.room import Room
+from services.gateway.admission.queue_credit import QueueCredit
 from services.gateway.http import connection as http_connection
 from services.gateway.openai import routes as http
 from services.gateway.text.tokenizer import TextTokenizer
@@ -115,7 +115,8 @@ async def test_no_more_get_in_at_the_same_moment_than_the_queue_has_places(
 ) -> None:
     """However many there are, and although the scheduler has not yet told that it is full."""
     running = await start()
-    monkeypatch.setattr(Room, "tick", lambda room: None)  # else it is asked again if it tells nothing for a while
+    # Else the scheduler is asked again if it reports nothing for a while.
+    monkeypatch.setattr(QueueCredit, "tick", lambda credit: None)
     running.scheduler.places = 3
     assert (await running.http.post("/v1/completions", json=BODY)).status_code == 200  # now it has told
     running.scheduler.paused = True
@@ -134,7 +135,7 @@ async def test_who_is_let_in_and_goes_or_fails_leaves_his_place_to_others(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = await start()
-    monkeypatch.setattr(Room, "tick", lambda room: None)
+    monkeypatch.setattr(QueueCredit, "tick", lambda credit: None)
     running.scheduler.places = 1
     assert (await running.http.post("/v1/completions", json=BODY)).status_code == 200
     for _ in range(3):
@@ -153,7 +154,7 @@ async def test_who_is_let_in_and_goes_or_fails_leaves_his_place_to_others(
 
 async def test_bodies_that_do_not_come_keep_no_places(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     running = await start()
-    monkeypatch.setattr(Room, "tick", lambda room: None)
+    monkeypatch.setattr(QueueCredit, "tick", lambda credit: None)
     running.scheduler.places = 3
     assert (await running.http.post("/v1/completions", json=BODY)).status_code == 200
     slow = [connect(running, HEALTH) for _ in range(3)]
@@ -255,7 +256,7 @@ async def test_requests_that_wait_for_their_turn_are_refused_when_the_queue_has_
 ) -> None:
     """They had come in before the scheduler told so: all at once, as the loop did not run."""
     running = await start()
-    turn = http.Gateway.turn
+    turn = http.Gateway.wait_to_parse
 
     async def late(gateway: http.Gateway, *args: Any, **options: Any) -> None:
         status = gateway.session.status
@@ -263,7 +264,7 @@ async def test_requests_that_wait_for_their_turn_are_refused_when_the_queue_has_
         status.full = True
         await turn(gateway, *args, **options)
 
-    monkeypatch.setattr(http.Gateway, "turn", late)
+    monkeypatch.setattr(http.Gateway, "wait_to_parse", late)
     connections = [connect(running, completion()) for _ in range(20)]
     for connection in connections:
         assert (await answer(connection)).startswith(b"HTTP/1.1 429 ")

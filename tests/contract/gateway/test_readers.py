@@ -78,13 +78,13 @@ async def test_who_does_not_read_an_answer_that_has_ended_is_cut_off(
 ) -> None:
     running, lost = await start(settings={"send_timeout_s": 0.1}), asyncio.Event()
     sock = await ask_for_much(running, monkeypatch)
-    connection_lost = http_connection.Connection.connection_lost
+    connection_lost = http_connection.HttpConnection.connection_lost
 
-    def noted(protocol: http_connection.Connection, error: Exception | None) -> None:
+    def noted(protocol: http_connection.HttpConnection, error: Exception | None) -> None:
         connection_lost(protocol, error)
         lost.set()
 
-    monkeypatch.setattr(http_connection.Connection, "connection_lost", noted)
+    monkeypatch.setattr(http_connection.HttpConnection, "connection_lost", noted)
     async with asyncio.timeout(20):
         await lost.wait()
     assert await read_all(sock) < len(LARGE) / 2

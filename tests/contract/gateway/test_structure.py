@@ -14,7 +14,7 @@ from services.client import AsyncPacelineClient, InvalidRequest
 from services.gateway.engine.request import RequestBuilder
 from services.gateway.errors import ApiError
 from services.gateway.grammars import structure
-from services.gateway.grpc.front import _structure
+from services.gateway.grpc.inference_service import _structure
 from services.gateway.text.id_tokenizer import IdTokenizer
 from services.gateway.text.model_files import ModelFiles
 from tests.contract.gateway.conftest import MODEL, Running

@@ -17,7 +17,7 @@ from bench.gpu_load import Load, LoadRequest, NoRoom
 from bench.gpu_measure import Clock
 from bench.gpu_shapes import SHAPES, decode_bytes, prefill_flops, weight_bytes_per_step
 from gpu_worker.models.config import DecoderConfig, parse_config
-from gpu_worker.slots import SlotLimits, SlotTable
+from gpu_worker.slots import SlotBuffers, SlotLimits
 from tests.support.flashinfer_kernels import reference_kernels
 
 LIMITS = SlotLimits(4, 32, 64, 8, 40, 97, ())
@@ -90,7 +90,7 @@ def test_bytes_and_operations_are_those_of_public_figures() -> None:
 )
 def test_plans_are_such_as_a_worker_accepts(requests: list[LoadRequest], concurrency: int) -> None:
     """The slot table is the judge of what may be in a plan; each request samples as often as it shall."""
-    table = SlotTable(LIMITS)
+    table = SlotBuffers(LIMITS)
     sampled: list[int] = []
     for step in Load(LIMITS, requests).steps(concurrency):
         rows = table.apply(step.plan)

@@ -54,8 +54,8 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(up, "check_health", lambda target: _answers())
 
 
-async def _answers() -> up.Health:
-    return up.Health.ANSWERS
+async def _answers() -> up.HealthState:
+    return up.HealthState.ANSWERS
 
 
 async def until(holds: Callable[[], bool]) -> None:

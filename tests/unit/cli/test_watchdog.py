@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.watchdog import PROBE_EVERY_S, PROBE_TIMEOUT_S, Health, Watchdog, check_health
+from services.cli.watchdog import PROBE_EVERY_S, PROBE_TIMEOUT_S, HealthState, Watchdog, check_health
 from services.runtime.rpc import GrpcServer
 
 TAKES_S = PROBE_EVERY_S + PROBE_TIMEOUT_S
@@ -45,12 +45,12 @@ async def test_any_answer_is_one(serving: bool, monkeypatch: pytest.MonkeyPatch)
     server.set_serving(serving)
     with monkeypatch.context() as patch:
         patch.setattr("services.cli.watchdog.PROBE_TIMEOUT_S", 30.0)
-        assert await check_health(f"127.0.0.1:{port}") is (Health.SERVING if serving else Health.ANSWERS)
+        assert await check_health(f"127.0.0.1:{port}") is (HealthState.SERVING if serving else HealthState.ANSWERS)
     await server.stop(0)
-    assert await check_health(f"127.0.0.1:{port}") is Health.SILENT
+    assert await check_health(f"127.0.0.1:{port}") is HealthState.SILENT
 
 
 async def test_to_take_connections_is_none() -> None:
     """As the kernel does for a process that is frozen, and gRPC's threads for one whose event loop is stuck."""
     with socket.create_server(("127.0.0.1", 0)) as frozen:
-        assert await check_health(f"127.0.0.1:{frozen.getsockname()[1]}") is Health.SILENT
+        assert await check_health(f"127.0.0.1:{frozen.getsockname()[1]}") is HealthState.SILENT

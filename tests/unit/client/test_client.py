@@ -10,8 +10,8 @@ import pytest
 
 from paceline.v1 import common_pb2, inference_pb2
 from services.client import (
-    Beam,
-    Hypothesis,
+    BeamHypothesis,
+    BeamParams,
     InvalidRequest,
     Overloaded,
     PacelineClient,
@@ -75,7 +75,7 @@ def test_every_sampling_option_is_sent() -> None:
 
 
 def test_options_that_are_no_sampling() -> None:
-    beam = Beam(width=4, num_return=2, length_penalty=0.5, early_stopping="never")
+    beam = BeamParams(width=4, num_return=2, length_penalty=0.5, early_stopping="never")
     request = make_request(
         "hi", None, None, "", {"priority": 2, "tenant": "a", "deadline_s": 5, "beam": beam, "seed": 1}
     )
@@ -86,7 +86,7 @@ def test_options_that_are_no_sampling() -> None:
     response = inference_pb2.GenerateResponse(text="a", finish_reason=common_pb2.FINISH_REASON_STOP)
     response.usage.completion_tokens = 3
     response.hypotheses.add(text="a", token_ids=[1, 2], score=-0.5, finish_reason=common_pb2.FINISH_REASON_LENGTH)
-    assert result_from([piece_from(response)]).hypotheses == (Hypothesis("a", [1, 2], -0.5, "length"),)
+    assert result_from([piece_from(response)]).hypotheses == (BeamHypothesis("a", [1, 2], -0.5, "length"),)
 
 
 @pytest.mark.parametrize("prompts", [(None, None, None), ("a", [], None), ("a", None, [1])])

@@ -13,8 +13,7 @@ from typing import Any
 import orjson
 import pytest
 
-from services.gateway.admission.turnstile import Gone
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, Gone
 from services.gateway.http.body import default_max_body_bytes
 from services.gateway.openai import body_parser, schema
 from services.gateway.openai.body_parser import BodyParser, is_small, parse_body

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.gateway.errors import ApiError
-from services.gateway.openai.event_ids import MAX_CHOICES, Place, Progress, parse_event_id
+from services.gateway.openai.event_ids import MAX_CHOICES, ChoicePosition, StreamProgress, parse_event_id
 
 LIMITS = [10, 20, 30]
 
@@ -18,7 +18,7 @@ def id_of(line: bytes) -> str:
 
 
 def test_an_id_says_how_far_every_choice_is() -> None:
-    progress = Progress(0x68E7A1B2, 3)
+    progress = StreamProgress(0x68E7A1B2, 3)
     progress.read(0, [5, 6])
     first = progress.line(0)
     progress.read(2, [9])  # read, not shown
@@ -27,14 +27,15 @@ def test_an_id_says_how_far_every_choice_is() -> None:
     progress.line(2)
     line = progress.line(0, ended=True)
     found = parse_event_id(id_of(line), LIMITS, has_usage=False)
-    assert found.places == (Place(3, True), Place(0), Place(1))
+    assert found.positions == (ChoicePosition(3, True), ChoicePosition(0), ChoicePosition(1))
     assert (found.created_s, found.after, found.checksum) == (0x68E7A1B2, "", progress.checksum)
-    assert parse_event_id(id_of(first), LIMITS, has_usage=False).places == (Place(2), Place(), Place())
+    positions = parse_event_id(id_of(first), LIMITS, has_usage=False).positions
+    assert positions == (ChoicePosition(2), ChoicePosition(), ChoicePosition())
 
 
 def test_the_checksum_is_of_the_tokens_and_not_of_how_they_came() -> None:
     def checksum(*reads: tuple[int, list[int]]) -> int:
-        progress = Progress(1, 2)
+        progress = StreamProgress(1, 2)
         for index, tokens in reads:
             progress.read(index, tokens)
         for index in (1, 0):
@@ -49,16 +50,16 @@ def test_the_checksum_is_of_the_tokens_and_not_of_how_they_came() -> None:
 
 
 def test_what_follows_the_choices() -> None:
-    progress = Progress(7, 1)
+    progress = StreamProgress(7, 1)
     progress.read(0, [1])
     progress.line(0, ended=True)
     for after in ("u", "d"):
         found = parse_event_id(id_of(progress.end_line(after)), [1], has_usage=True)  # type: ignore[arg-type]
-        assert (found.places, found.after) == ((Place(1, True),), after)
+        assert (found.positions, found.after) == ((ChoicePosition(1, True),), after)
 
 
 def test_a_stream_of_too_many_choices_has_no_ids() -> None:
-    progress = Progress(7, MAX_CHOICES + 1)
+    progress = StreamProgress(7, MAX_CHOICES + 1)
     progress.read(0, [1])
     assert (progress.line(0), progress.first_line(1), progress.end_line("d")) == (b"", b"", b"")
 

@@ -15,8 +15,7 @@ import uvloop
 from llguidance import LLMatcher, LLTokenizer
 
 from demo import CHECKPOINT
-from services.gateway.admission.turnstile import Gone
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, Gone
 from services.gateway.grammars import checks as grammar_checks
 from services.gateway.grammars.checks import GrammarChecks
 from services.gateway.grammars.structure import Structure
@@ -118,7 +117,7 @@ async def test_a_choice_of_4096_texts_allows_each_of_them_and_nothing_else(check
 
 
 async def test_what_was_tried_is_not_tried_again(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_checks, "MAX_VERDICTS", 3)
+    monkeypatch.setattr(grammar_checks, "MAX_RESULTS", 3)
     with pytest.raises(ApiError) as first:
         await checks.grammar(regex("("), "")
     await stopped(checks, monkeypatch)
@@ -129,7 +128,7 @@ async def test_what_was_tried_is_not_tried_again(checks: GrammarChecks, monkeypa
     os.kill(checks._idle[0].pid, signal.SIGCONT)
     for text in "abcd":
         await checks.grammar(regex(text), "")
-    assert len(checks._verdicts) == 3
+    assert len(checks._results) == 3
 
 
 async def test_tenants_take_turns(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +199,7 @@ async def test_a_trial_that_the_kernel_kills_says_nothing_of_its_grammar(checks:
     with pytest.raises(ApiError) as failed:
         await asking
     assert (failed.value.status, failed.value.retry_after_s) == (503, 1)
-    assert not checks._verdicts, "it is tried again when it is asked for again"
+    assert not checks._results, "it is tried again when it is asked for again"
 
 
 async def test_a_client_that_leaves_takes_its_trial_along(
@@ -222,7 +221,7 @@ async def test_a_client_that_leaves_takes_its_trial_along(
     assert [key[1] for key in checks._trials] == ["shared"]
     os.kill(process, signal.SIGCONT)
     assert await shared[1] == grammar_of("regex", "shared")
-    assert [key[1] for key in checks._verdicts] == ["first", "shared"]
+    assert [key[1] for key in checks._results] == ["first", "shared"]
 
 
 async def test_a_trial_that_runs_is_ended(checks: GrammarChecks) -> None:

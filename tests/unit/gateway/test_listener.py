@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from services.gateway.http.listener import Clients, Listener, client_of, has_gone
+from services.gateway.http.listener import ConnectionCounts, Listener, client_of, has_gone
 
 COSTLY = b"POST /slow "
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells at once that a client has gone")
@@ -43,7 +43,7 @@ class Running:
         self.heard: list[bytes] = []
         self.open: set[Protocol] = set()
         self.gone = 0
-        self.clients = Clients(400)
+        self.clients = ConnectionCounts(400)
         self.listener = Listener(
             self.sock,
             lambda _, client: Protocol(self.heard, self.open, lambda: self.clients.leave(client)),
@@ -187,7 +187,7 @@ def test_clients_are_told_apart_by_what_they_cannot_choose() -> None:
 
 
 def test_the_client_with_the_most_connections() -> None:
-    clients = Clients(3)
+    clients = ConnectionCounts(3)
     assert clients.largest(but="a") is None
     for name in "aabbb":
         assert clients.enter(name)

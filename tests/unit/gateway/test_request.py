@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from paceline.v1 import common_pb2
-from services.gateway.admission.turnstile import Gone
 from services.gateway.engine.request import GenerateJob, RequestBuilder
 from services.gateway.engine.sampling import FieldNames, SamplingChoices
-from services.gateway.errors import ApiError, from_scheduler
+from services.gateway.errors import ApiError, Gone, from_scheduler
 from services.gateway.openai import schema
 from services.gateway.text.id_tokenizer import IdTokenizer
 from services.gateway.text.model_files import ModelFiles, read_model_files, resolve_folder

@@ -18,9 +18,9 @@ from services.gateway.engine.request import GenerateJob, RequestBuilder
 from services.gateway.engine.request_store import read_once
 from services.gateway.engine.scores import Score
 from services.gateway.errors import ApiError
-from services.gateway.openai.answer import StreamAnswer
 from services.gateway.openai.event_ids import EventId, parse_event_id
 from services.gateway.openai.format import Envelope, Kind
+from services.gateway.openai.responses import StreamAnswer
 from services.gateway.text.model_files import read_model_files
 from services.gateway.text.tokenizer import TextTokenizer
 from tests.support.fake_session import LENGTH, STOP, FakeSession
@@ -159,11 +159,11 @@ def test_an_echo_is_scored_though_its_prompts_first_sample_was_shown(tokens: int
         (events, i)
         for events in runs
         for i, event in enumerate(events)
-        if [p.tokens for p in place(case, event).places] == [tokens, None]
+        if [p.tokens for p in place(case, event).positions] == [tokens, None]
     )
     events, i = next(found)
     after = place(case, events[i])
-    assert after.places[0].ended == (tokens == 2)
+    assert after.positions[0].ended == (tokens == 2)
     for seed in range(20):
         assert told(events[: i + 1] + run(case, seed, after)) == told(events)
 
@@ -173,7 +173,7 @@ def test_what_was_shown_must_be_what_comes_again() -> None:
     case = Case("completion", [[50, 60, 70, 80], [51, 61, 71, 81]], {})
     other = Case("completion", [[50, 65, 70, 80], [51, 61, 71, 81]], {})
     events = run(case, 1)
-    behind = [event for event in events if place(case, event).places[0].tokens in (2, 3, 4)]
+    behind = [event for event in events if place(case, event).positions[0].tokens in (2, 3, 4)]
     assert behind
     for event in behind[:-1]:
         status, [error] = asyncio.run(stream(other, numbers(3), place(case, event)))

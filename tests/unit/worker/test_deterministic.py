@@ -13,7 +13,7 @@ import transformers
 
 from gpu_worker.build import BuiltWorker
 from gpu_worker.errors import ModelError
-from gpu_worker.models.products import PlainProducts, TiledProducts, check_products
+from gpu_worker.models.matmul import PlainMatmul, TiledMatmul, check_matmul
 from paceline.v1.common_pb2 import SamplingParams
 from tests.unit.worker.driver import Driver, Sequence
 from tests.unit.worker.families import VOCAB, Reference
@@ -89,7 +89,7 @@ def test_computed_again_after_a_preemption_or_shared(runner_of: Callable[[], Dri
 
 
 def test_a_product_that_depends_on_its_place_is_refused_at_the_start() -> None:
-    class Planted(PlainProducts):
+    class Planted(PlainMatmul):
         def __init__(self, fault: Callable[[torch.Tensor], torch.Tensor]) -> None:
             self.fault = fault
 
@@ -99,11 +99,11 @@ def test_a_product_that_depends_on_its_place_is_refused_at_the_start() -> None:
     by_place = Planted(lambda product: product + torch.arange(len(product))[:, None])
     by_count = Planted(lambda product: product * len(product))
     weights = [torch.ones(4, 5)]
-    check_products(TiledProducts(), weights)
+    check_matmul(TiledMatmul(), weights)
     with pytest.raises(ModelError, match=r"products with \[4, 5\] torch.float32 depend on a row's place"):
-        check_products(by_place, weights)
+        check_matmul(by_place, weights)
     with pytest.raises(ModelError, match="depend on other rows"):
-        check_products(by_count, weights)
+        check_matmul(by_count, weights)
 
 
 def test_tiles_are_the_product() -> None:
@@ -111,7 +111,7 @@ def test_tiles_are_the_product() -> None:
     weight, bias = torch.randn(24, 40), torch.randn(40)
     for count in (1, 31, 32, 33, 96):
         rows, total = torch.randn(count, 24), torch.randn(count, 40)
-        tiled, plain = TiledProducts(), PlainProducts()
+        tiled, plain = TiledMatmul(), PlainMatmul()
         torch.testing.assert_close(tiled.of(rows, weight, bias), plain.of(rows, weight, bias))
         out = torch.empty(count, 40)
         assert tiled.of(rows, weight, out=out) is out

@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList
 
 from demo import CHECKPOINT
 from gpu_worker.build import BuiltWorker
-from gpu_worker.device import Fence
+from gpu_worker.device import DeviceEvent
 from gpu_worker.runner import INVALID_ARGUMENT, NO_TOKEN
 from gpu_worker.sampling import compiled, grammars
 from gpu_worker.sampling.compiled import NO_TOKENIZER, PreparedGrammars
@@ -65,7 +65,7 @@ def test_a_row_knows_the_token_before_whatever_is_behind(
     build: Callable[..., BuiltWorker], demo_ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device that is not past a step when the next one is launched, as a GPU mostly is not."""
-    monkeypatch.setattr(Fence, "is_passed", lambda fence: False)
+    monkeypatch.setattr(DeviceEvent, "is_passed", lambda fence: False)
     driver = Driver(build(CHECKPOINT).runner)
     plain, formed = driver.add(demo_ids, NUM_TOKENS), add(driver, demo_ids, JSON)
     driver.run()

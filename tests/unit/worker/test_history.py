@@ -101,11 +101,11 @@ def test_nothing_is_kept_after_a_step_that_raised(
 
 def test_late_tokens_of_a_slot_that_has_another_sequence_are_not_its_own() -> None:
     history = TokenHistory(4, 8)
-    history.seat(1, int32(10, 11))
-    history.seat(2, int32(20))
+    history.begin(1, int32(10, 11))
+    history.begin(2, int32(20))
     step = history.sampling(int32(1, 2), int32(2, 1))
     history.free(int32(1))
-    history.seat(1, int32(30, 31))
+    history.begin(1, int32(30, 31))
     history.note(step, np.array([12, 21]))
     assert history.of(1).tolist() == [30, 31]
     assert history.of(2).tolist() == [20, 21]
@@ -113,8 +113,8 @@ def test_late_tokens_of_a_slot_that_has_another_sequence_are_not_its_own() -> No
 
 def test_of_a_row_that_has_failed_nothing_is_known() -> None:
     history = TokenHistory(4, 8)
-    history.seat(1, int32(10))
-    history.seat(2, int32(20))
+    history.begin(1, int32(10))
+    history.begin(2, int32(20))
     history.note(history.sampling(int32(1, 2), int32(1, 1)), np.array([-1, 21]))
     history.note(history.sampling(int32(1, 2), int32(2, 2)), np.array([12, 22]))
     assert history.of(1).tolist() == []
@@ -123,7 +123,7 @@ def test_of_a_row_that_has_failed_nothing_is_known() -> None:
 
 def test_the_longest_sequence_has_room_for_a_token_more() -> None:
     history = TokenHistory(2, 5)
-    history.seat(1, np.arange(5, dtype=np.int32))
+    history.begin(1, np.arange(5, dtype=np.int32))
     history.note(history.sampling(int32(1), int32(5)), np.array([9]))
     assert history.of(1).tolist() == [0, 1, 2, 3, 4, 9]
     assert history.of(0).tolist() == []

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from gpu_worker.device import upload
 from gpu_worker.sampling import filters, sampler
-from gpu_worker.sampling.controls import Controls
 from gpu_worker.sampling.grammars import Grammars
+from gpu_worker.sampling.logits_processors import LogitsProcessors
 from gpu_worker.sampling.prompt_scores import ScoredChunk, score_prompts
 from gpu_worker.sampling.sampler import sample
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 from tests.unit.worker.driver import pack
 from tests.unit.worker.no_wait import DEVICE, HostWaits, NoWaiting
-from tests.unit.worker.test_controls import seat
+from tests.unit.worker.test_logits_processors import start
 from tests.unit.worker.test_sampling import make_rows
 
 VOCAB = 700
@@ -67,10 +67,10 @@ def test_no_combination_of_controls_waits_for_the_device(names: tuple[str, ...])
     for name in names:
         sampling.MergeFrom(ASKED[name])
     with NoWaiting():
-        controls = Controls(VOCAB, DEVICE)
-        seat(controls, [2, 0], [[1, 2, 3, 4], [9]], [3, 1], [sampling, ASKED[names[0]]])
+        processors = LogitsProcessors(VOCAB, DEVICE)
+        start(processors, [2, 0], [[1, 2, 3, 4], [9]], [3, 1], [sampling, ASKED[names[0]]])
         for slots in ([0, 1, 2, 3, 4, 5], [2, 1, 0, 3, 4, 5]):
-            batch = controls.of(np.array(slots, np.int32))
+            batch = processors.of(np.array(slots, np.int32))
             assert batch is not None
             logits = torch.zeros(ROWS, VOCAB, device=DEVICE)
             sampled = sample(logits, make_rows(ROWS, **PER_ROW, **BANS, **SCORES), batch)
@@ -81,9 +81,9 @@ def test_no_combination_of_controls_waits_for_the_device(names: tuple[str, ...])
 def test_what_a_grammar_allows_does_not_wait_for_the_device() -> None:
     """But for the token before, which the host has to know."""
     grammars = Grammars(None, VOCAB, DEVICE)
-    seated = [NewSequence(slot=slot, sampling=SamplingParams(grammar="x")) for slot in (2, 5)]
+    started = [NewSequence(slot=slot, sampling=SamplingParams(grammar="x")) for slot in (2, 5)]
     with NoWaiting():
-        grammars.apply(StepPlan(new_sequences=seated))
+        grammars.apply(StepPlan(new_sequences=started))
         asking = grammars.of(np.array([0, 5, 1, 2, 3, 4], np.int32))
         mask = grammars.mask(asking, lambda slot: np.array([7], np.int32))
         sampled = sample(torch.zeros(ROWS, VOCAB, device=DEVICE), make_rows(ROWS, **PER_ROW), None, mask)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from gpu_worker.errors import ProtocolViolation
-from gpu_worker.slots import SlotLimits, SlotTable
+from gpu_worker.slots import SlotBuffers, SlotLimits
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 from tests.unit.worker.driver import pack
@@ -41,9 +41,9 @@ def prefill(step: int, slot: int, tokens: int, **changes: object) -> StepPlan:
 
 
 @pytest.fixture
-def table() -> SlotTable:
+def table() -> SlotBuffers:
     """Slot 0 decodes its seventh token (two blocks of four); slot 1 has computed 3 of 9."""
-    table = SlotTable(LIMITS)
+    table = SlotBuffers(LIMITS)
     plan = StepPlan(
         step=1,
         new_sequences=[new(), new(1, 9, (3, 4, 5))],
@@ -54,13 +54,13 @@ def table() -> SlotTable:
     return table
 
 
-def test_an_empty_plan_decodes_what_decodes(table: SlotTable) -> None:
+def test_an_empty_plan_decodes_what_decodes(table: SlotBuffers) -> None:
     rows = table.apply(StepPlan(step=2))
     assert (rows.slots.tolist(), rows.starts.tolist(), rows.counts.tolist()) == ([0], [6], [1])
     assert rows.samples.tolist() == [True]
 
 
-def test_decodes_come_first_in_slot_order_then_prefills_in_plan_order(table: SlotTable) -> None:
+def test_decodes_come_first_in_slot_order_then_prefills_in_plan_order(table: SlotBuffers) -> None:
     plan = StepPlan(
         step=2,
         new_sequences=[new(3, 2, (6,)), new(2, 2, (7,))],
@@ -73,7 +73,7 @@ def test_decodes_come_first_in_slot_order_then_prefills_in_plan_order(table: Slo
     assert table.prefill_tokens(rows).tolist() == [1, 2, 4, 5, 6, 7, 1]
 
 
-def test_a_slot_is_freed_taken_and_grown_in_one_plan(table: SlotTable) -> None:
+def test_a_slot_is_freed_taken_and_grown_in_one_plan(table: SlotBuffers) -> None:
     plan = prefill(
         2,
         0,
@@ -88,14 +88,14 @@ def test_a_slot_is_freed_taken_and_grown_in_one_plan(table: SlotTable) -> None:
     assert table.block_table[0, :3].tolist() == [6, 7, 8]
 
 
-def test_growth_of_several_slots_at_once(table: SlotTable) -> None:
+def test_growth_of_several_slots_at_once(table: SlotBuffers) -> None:
     table.apply(StepPlan(step=2, grow_slots=pack([1, 0, 1]), grow_blocks=pack([8, 9, 10])))
     assert table.block_table[0, :3].tolist() == [1, 2, 9]
     assert table.block_table[1, :5].tolist() == [3, 4, 5, 8, 10]
     assert table.num_blocks.tolist() == [3, 5, 0, 0]
 
 
-def test_a_new_sequence_with_all_but_its_last_token_cached_waits_for_its_prefill(table: SlotTable) -> None:
+def test_a_new_sequence_with_all_but_its_last_token_cached_waits_for_its_prefill(table: SlotBuffers) -> None:
     rows = table.apply(StepPlan(step=2, new_sequences=[new(2, 5, (1, 2), num_cached_tokens=4)]))
     assert rows.slots.tolist() == [0]
     table.commit(rows)
@@ -103,14 +103,14 @@ def test_a_new_sequence_with_all_but_its_last_token_cached_waits_for_its_prefill
     assert (rows.slots.tolist(), rows.starts.tolist()) == ([0, 2], [7, 4])
 
 
-def test_two_slots_decode_past_their_block_together(table: SlotTable) -> None:
+def test_two_slots_decode_past_their_block_together(table: SlotBuffers) -> None:
     for step in (2, 3):
         table.commit(table.apply(StepPlan(step=step)))
     with pytest.raises(ProtocolViolation, match="too few for 9 tokens"):
         table.apply(StepPlan(step=4))
 
 
-def test_a_held_slot_waits_and_a_step_may_skip_all(table: SlotTable) -> None:
+def test_a_held_slot_waits_and_a_step_may_skip_all(table: SlotBuffers) -> None:
     """Slot 0 decodes. What is on hold, and what is skipped, stays where it was."""
     table.commit(table.apply(prefill(2, 1, 3, hold_slots=pack([0]))))
     rows = table.apply(prefill(3, 1, 2))
@@ -123,7 +123,7 @@ def test_a_held_slot_waits_and_a_step_may_skip_all(table: SlotTable) -> None:
     assert (rows.slots.tolist(), rows.starts.tolist()) == ([0, 1], [6, 9])
 
 
-def test_blocks_of_a_prefill_may_come_with_its_chunks(table: SlotTable) -> None:
+def test_blocks_of_a_prefill_may_come_with_its_chunks(table: SlotBuffers) -> None:
     plan = prefill(2, 2, 4, new_sequences=[new(2, 9, (6,))])
     table.commit(table.apply(plan))
     plan = prefill(3, 2, 5, grow_slots=pack([2, 2]), grow_blocks=pack([7, 8]))
@@ -132,14 +132,14 @@ def test_blocks_of_a_prefill_may_come_with_its_chunks(table: SlotTable) -> None:
     assert table.block_table[2, :3].tolist() == [6, 7, 8]
 
 
-def test_a_sequence_may_come_with_no_more_blocks_than_its_cached_tokens_fill(table: SlotTable) -> None:
+def test_a_sequence_may_come_with_no_more_blocks_than_its_cached_tokens_fill(table: SlotBuffers) -> None:
     table.commit(table.apply(StepPlan(step=2, new_sequences=[new(2, 9, (6,), num_cached_tokens=4)])))
     rows = table.apply(prefill(3, 2, 5, grow_slots=pack([2, 2]), grow_blocks=pack([7, 8])))
     assert (rows.starts[-1], rows.counts[-1]) == (4, 5)
     assert table.block_table[2, :3].tolist() == [6, 7, 8]
 
 
-def test_swaps_are_made_first_and_a_sequence_comes_back_as_a_new_one(table: SlotTable) -> None:
+def test_swaps_are_made_first_and_a_sequence_comes_back_as_a_new_one(table: SlotBuffers) -> None:
     """Slot 0 leaves; its blocks belong to another sequence in the same plan. Then it is back in another slot."""
     plan = prefill(2, 2, 8, free_slots=pack([0]), new_sequences=[new(2, 8, (1, 2, 8))])
     plan.swap_out_from, plan.swap_out_to = pack([1, 2]), pack([4, 5])
@@ -155,7 +155,7 @@ def test_swaps_are_made_first_and_a_sequence_comes_back_as_a_new_one(table: Slot
     assert (rows.slots.tolist(), rows.starts.tolist(), rows.samples.tolist()) == ([2, 3], [8, 6], [True, True])
 
 
-def test_a_slot_keeps_nothing_of_the_sequence_before(table: SlotTable) -> None:
+def test_a_slot_keeps_nothing_of_the_sequence_before(table: SlotBuffers) -> None:
     """Above all not its cache salt: the next sequence's KV would enter a namespace that its tenant cannot see."""
     sampling = SamplingParams(
         top_p=0.5, top_k=3, min_p=0.1, typical_p=0.9, temperature=0.7, seed=9, max_tokens=5, min_tokens=4,
@@ -166,7 +166,7 @@ def test_a_slot_keeps_nothing_of_the_sequence_before(table: SlotTable) -> None:
     table.commit(rows)
     assert [kept.cache_salt for kept in table.kept(10_000)] == ["", "", "secret"]
     rows = table.apply(prefill(3, 2, 6, free_slots=pack([2]), new_sequences=[new(2, 6, (6, 7))]))
-    fresh = SlotTable(LIMITS)
+    fresh = SlotBuffers(LIMITS)
     expected = fresh.apply(prefill(1, 2, 6, new_sequences=[new(2, 6, (6, 7))]))
     assert table.prompt_rows(rows) is None
     asked, right = table.sampling_rows(rows), fresh.sampling_rows(expected)
@@ -179,7 +179,7 @@ def test_a_slot_keeps_nothing_of_the_sequence_before(table: SlotTable) -> None:
     assert table.kept(10_000)[2] == fresh.kept(10_000)[0]
 
 
-def test_only_prompts_that_are_to_be_scored_have_scored_rows(table: SlotTable) -> None:
+def test_only_prompts_that_are_to_be_scored_have_scored_rows(table: SlotBuffers) -> None:
     """Two prompts in one step, of which the second one's scores are asked for."""
     sampling = SamplingParams(top_p=1, max_tokens=5, prompt_logprobs=True, num_top_prompt_logprobs=3)
     plan = StepPlan(
@@ -195,7 +195,7 @@ def test_only_prompts_that_are_to_be_scored_have_scored_rows(table: SlotTable) -
     assert (chunk.slot, chunk.start, chunk.tokens.tolist(), chunk.num_top) == (3, 1, [2, 3, 4], 3)
 
 
-def test_reset_forgets_everything(table: SlotTable) -> None:
+def test_reset_forgets_everything(table: SlotBuffers) -> None:
     table.reset()
     assert table.apply(prefill(1, 0, 6, new_sequences=[new()])).slots.tolist() == [0]
 
@@ -287,7 +287,7 @@ VIOLATIONS: dict[str, tuple[Callable[[], StepPlan], str]] = {
 
 
 @pytest.mark.parametrize("case", VIOLATIONS)
-def test_violation(case: str, table: SlotTable) -> None:
+def test_violation(case: str, table: SlotBuffers) -> None:
     plan, message = VIOLATIONS[case]
     with pytest.raises(ProtocolViolation, match=message):
         table.apply(plan())

@@ -16,7 +16,7 @@ from transformers import (
 from gpu_worker.build import BuiltWorker
 from gpu_worker.sampling.filters import apply_temperature, mask_top_k, mask_top_p
 from gpu_worker.sampling.sampler import SamplingRows, likeliest, sample
-from gpu_worker.slots import SlotLimits, SlotTable
+from gpu_worker.slots import SlotBuffers, SlotLimits
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 from tests.unit.worker.driver import Driver
@@ -206,7 +206,7 @@ def test_min_tokens_in_the_runner(
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_min_tokens_bans_the_ends_of_sequences(ignore_eos: bool) -> None:
     """Also where they end nothing, as vLLM does."""
-    table = SlotTable(SlotLimits(4, 64, 64, 16, 1, 1000, (7, 9)))
+    table = SlotBuffers(SlotLimits(4, 64, 64, 16, 1, 1000, (7, 9)))
     sampling = SamplingParams(top_p=1, max_tokens=8, min_tokens=3, ignore_eos=ignore_eos, stop_token_ids=[30])
     sequence = NewSequence(slot=2, token_ids=np.array([1, 2], "<i4").tobytes(), num_prompt_tokens=2, sampling=sampling)
     sequence.block_table = np.array([1], "<i4").tobytes()

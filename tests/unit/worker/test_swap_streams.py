@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpu_worker.kv import swap
 from gpu_worker.kv.pool import KvPool, allocate_pool
-from tests.support.streams import SimulatedFence, SimulatedSideStream, Streams
+from tests.support.streams import SimulatedDeviceEvent, SimulatedSideStream, Streams
 
 BLOCKS, HOST_BLOCKS = 9, 6
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def test_any_order_that_the_events_allow(todo: list[tuple[str, tuple[np.ndarray,
         expected = new_pool()
         play(expected, todo)
         streams = Streams()
-        patch.setattr(swap, "Fence", lambda device: SimulatedFence(streams))
+        patch.setattr(swap, "DeviceEvent", lambda device: SimulatedDeviceEvent(streams))
         patch.setattr(swap, "SideStream", lambda device: SimulatedSideStream(streams))
         pool = new_pool()
         with streams:

@@ -1,8 +1,7 @@
-"""Which of several schedulers is the master: the one whose health says SERVING for the service that is wanted.
+"""Finds the leader among several schedulers: the scheduler that reports SERVING for the wanted service.
 
-A standby says NOT_SERVING, and SERVING as soon as it is elected. All of them are watched at once, so that one that is
-frozen, dead or on its way up holds up nobody.
-"""
+A standby reports NOT_SERVING, and SERVING as soon as it is elected. All schedulers are watched at once, so a frozen,
+dead or starting scheduler causes no delay."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ from services.runtime.settings import split_addresses
 log = get_logger(__name__)
 
 RETRY_S = 0.1
-# That there is no master is mentioned this often.
+# How often the log says that there is no leader.
 REMIND_S = 15.0
 
 
-async def find_master(addresses: str, service: str, transport: Options) -> str:
-    """The first of `host:port,host:port` that serves; waits until there is one. Who stands alone is not asked."""
+async def find_leader(addresses: str, service: str, transport: Options) -> str:
+    """The first serving address of `host:port,host:port`; waits until one serves. A single address is not checked."""
     targets = split_addresses(addresses)
     if len(targets) == 1:
         return targets[0]
@@ -35,9 +34,9 @@ async def find_master(addresses: str, service: str, transport: Options) -> str:
             for watch in done:
                 watch.result()
                 return watches[watch]
-            log.warning("none of the schedulers is the master, waiting", schedulers=addresses)
+            log.warning("none of the schedulers leads, waiting", schedulers=addresses)
     finally:
-        over.set()  # a cancellation that meets a failing call may be lost in gRPC
+        over.set()  # gRPC may swallow a cancellation during a failing call
         for watch in watches:
             watch.cancel()
         await asyncio.gather(*watches, return_exceptions=True)
@@ -47,7 +46,7 @@ async def _until_serving(target: str, service: str, transport: Options, over: as
     serving = health_pb2.HealthCheckResponse.SERVING
     while not over.is_set():
         try:
-            # A channel of its own per attempt: a channel that failed sits out gRPC's back-off of seconds.
+            # A new channel per attempt: a failed channel waits for gRPC's back-off of seconds.
             async with open_channel(target, transport) as channel:
                 request = health_pb2.HealthCheckRequest(service=service)
                 async for answer in health_pb2_grpc.HealthStub(channel).Watch(request):

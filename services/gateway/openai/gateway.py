@@ -1,4 +1,4 @@
-"""What both fronts of one gateway share."""
+"""The state that the HTTP API and the gRPC API share."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from services.gateway.admission.turnstile import Gone, Turnstile
+from services.gateway.admission.parse_limiter import ParseLimiter
 from services.gateway.engine.idempotency import RequestKey
 from services.gateway.engine.request import GenerateJob, RequestBuilder
 from services.gateway.engine.request_store import Reading, RequestStore, read_once
-from services.gateway.engine.run import Run
+from services.gateway.engine.sequence_run import SequenceRun
 from services.gateway.engine.session import SchedulerSession
-from services.gateway.errors import ApiError, invalid
+from services.gateway.errors import ApiError, Gone, invalid
 from services.gateway.http.body import Bodies, HeldBody, TooManyBodies
 from services.gateway.openai.body_parser import BodyParser
 from services.gateway.telemetry.metrics import GatewayMetrics
@@ -33,17 +33,17 @@ class Gateway:
     max_body_bytes: int = 2**20
     body_timeout_s: float = 60.0
     draining: bool = False
-    turnstile: Turnstile = field(default_factory=Turnstile)
+    parse_limiter: ParseLimiter = field(default_factory=ParseLimiter)
     parser: BodyParser = field(default_factory=BodyParser)
     bodies: Bodies = field(default_factory=lambda: Bodies(256 * 2**20))
 
     @property
     def ready(self) -> bool:
-        """A worker is attached, and more requests are welcome."""
+        """A worker is attached, and the gateway accepts requests."""
         return self.session.ready and not self.draining
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 for a model that is not served; no name means the one that is."""
+        """Raises ApiError 404 for a model that is not served. No name means the served model."""
         if name and name != self.model_name:
             raise ApiError(
                 404,
@@ -54,7 +54,7 @@ class Gateway:
 
     @contextmanager
     def held_body(self) -> Iterator[HeldBody]:
-        """For a request's body until it has become jobs. Raises ApiError 429 when all of them together are too much."""
+        """Counts a request's body until it has become jobs. Raises ApiError 429 when all bodies are too large."""
         with self.bodies.hold() as held:
             try:
                 yield held
@@ -62,52 +62,51 @@ class Gateway:
                 message = f"the bodies of all requests that are being read have more than {self.bodies.max_bytes} bytes"
                 raise self.session.refusal(message) from None
 
-    def no_room(self) -> ApiError | None:
-        """A 429 if a request that is new would be refused anyway: before anything is done for it."""
-        if self.turnstile.crowded:
-            return self._no_place_to_wait()
-        return self.session.no_room()
+    def refusal_if_full(self) -> ApiError | None:
+        """A 429 if a new request would be refused. Call this before any work for the request."""
+        if self.parse_limiter.is_full:
+            return self._parse_queue_is_full()
+        return self.session.refusal_if_full()
 
-    def check_room(self, key: RequestKey | None = None) -> None:
-        """Raises ApiError 503 while the workers serve another model, and what no_room() gives; neither if the key's
-        request is here already."""
+    def check_capacity(self, key: RequestKey | None = None) -> None:
+        """Raises ApiError 503 while the workers serve another model, and the error of refusal_if_full(). Raises neither
+        if the gateway holds the key's request already."""
         if key is None or not self.requests.has(key):
             self.session.check_mismatch()
-        if (key is None or not self.requests.has(key)) and (error := self.no_room()) is not None:
+        if (key is None or not self.requests.has(key)) and (error := self.refusal_if_full()) is not None:
             raise error
 
-    async def turn(self, gone: Callable[[], bool] = lambda: False, *, num_bytes: int, new: bool) -> None:
-        """Wait until it is the turn of a request of so many bytes to be parsed and submitted; `new`: it cannot be
-        running already.
+    async def wait_to_parse(self, gone: Callable[[], bool] = lambda: False, *, num_bytes: int, new: bool) -> None:
+        """Wait until a request of `num_bytes` may be parsed and submitted. `new`: the request cannot be running yet.
 
-        Raises ApiError 429 if meanwhile there is no room for it, and Gone if its client has gone.
+        Raises ApiError 429 if the limits are reached meanwhile, and Gone if its client has gone.
         """
 
-        def verdict() -> Exception | None:
+        def check() -> Exception | None:
             if gone():
                 return Gone()
-            return self.session.no_room() if new else None
+            return self.session.refusal_if_full() if new else None
 
-        if self.turnstile.crowded:
-            raise self._no_place_to_wait()
-        await self.turnstile.turn(verdict, num_bytes=num_bytes)
+        if self.parse_limiter.is_full:
+            raise self._parse_queue_is_full()
+        await self.parse_limiter.wait_turn(check, num_bytes=num_bytes)
 
     def refused(self, endpoint: str, request_id: str, error: ApiError) -> None:
-        """A request was answered with an error before it reached the scheduler."""
+        """Count a request that got an error before it reached the scheduler."""
         self.metrics.refused(endpoint)
         self.log.refused(request_id, endpoint, error.status, error.message)
 
     def count_gone(self) -> None:
-        """A client had gone before anything was done for it."""
+        """Count a client that has gone before any work for its request."""
         self.metrics.gone_requests += 1
 
-    def _no_place_to_wait(self) -> ApiError:
-        return self.session.refusal("too many requests wait to be looked at")
+    def _parse_queue_is_full(self) -> ApiError:
+        return self.session.refusal("too many requests wait to be parsed")
 
     def open(self, jobs: Sequence[GenerateJob], key: RequestKey | None) -> Reading:
-        """Read these jobs' output; those of a key that is known already are not submitted again.
+        """Read the output of these jobs. Jobs of a known key are not submitted again.
 
-        Raises ApiError: 422 for a key of another request, 429 and 503 from the session.
+        Raises ApiError: 422 if the key belongs to another request, 429 and 503 from the session.
         """
         if key is None:
             return read_once(self._submit(jobs))
@@ -117,16 +116,16 @@ class Gateway:
             self.log.taken_up(jobs[0].request_id, first.terms.answer_id or first.request_id, first.request_id)
         return reading
 
-    def _submit(self, jobs: Sequence[GenerateJob]) -> list[Run]:
-        """All jobs or none."""
-        if (count := len(jobs)) > (most := self.session.max_live):  # a 429 would be one for ever
+    def _submit(self, jobs: Sequence[GenerateJob]) -> list[SequenceRun]:
+        """Submit all jobs, or none."""
+        if (count := len(jobs)) > (most := self.session.max_live):  # a retry after a 429 could never succeed
             raise invalid("n", f"n: {count} sequences for all prompts; at most {most} can be in flight here")
-        runs: list[Run] = []
+        runs: list[SequenceRun] = []
         first, on_outcome = None, self.log.entry(len(jobs))
         try:
             for job in jobs:
                 first = first if job.sample else None
-                runs.append(Run(job, self.session, self.metrics, first, on_outcome))
+                runs.append(SequenceRun(job, self.session, self.metrics, first, on_outcome))
                 first = first or runs[-1]
         except ApiError:
             for run in runs:

@@ -11,25 +11,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.admission.departures import Departures
+from services.gateway.admission.service_rate import ServiceRate
 
 FULL = 20  # live requests of a full server
 
 
-def busy(departures: Departures, seconds: int, per_s: int, begin_s: float = 0.0) -> float:
+def busy(departures: ServiceRate, seconds: int, per_s: int, begin_s: float = 0.0) -> float:
     """So many leave each second, and somebody is always refused; returns the time."""
     departures.measure(begin_s)
     for second in range(seconds):
         departures.retry_after_s(begin_s + second, FULL)
         for _ in range(per_s):
-            departures.entered()
-            departures.left(FULL - 1)
+            departures.admitted()
+            departures.finished(FULL - 1)
         departures.measure(begin_s + second + 1)
     return begin_s + seconds
 
 
 def test_one_behind_the_other_at_the_rate_at_which_places_become_free() -> None:
-    departures = Departures()
+    departures = ServiceRate()
     assert departures.retry_after_s(0.0, FULL) == 1.0, "nothing was measured"
     now_s = busy(departures, 1, per_s=10) + 1000
     assert departures.per_s == 10
@@ -39,10 +39,10 @@ def test_one_behind_the_other_at_the_rate_at_which_places_become_free() -> None:
 
 
 def test_the_rate_follows_what_a_full_server_does_and_is_no_lower_for_having_been_idle() -> None:
-    departures = Departures()
+    departures = ServiceRate()
     now_s = busy(departures, 1, per_s=10)
     for second in range(60):  # hardly anybody asks
-        departures.left(0)
+        departures.finished(0)
         departures.measure(now_s + second + 1)
     assert departures.per_s == 10
     now_s = busy(departures, 120, per_s=2, begin_s=now_s + 60)
@@ -51,37 +51,37 @@ def test_the_rate_follows_what_a_full_server_does_and_is_no_lower_for_having_bee
 
 def test_waves_of_those_who_come_back_do_not_look_like_a_slow_server() -> None:
     """In each second some are refused, and then the server runs dry."""
-    departures = Departures()
+    departures = ServiceRate()
     now_s = busy(departures, 1, per_s=10)
     for second in range(60):
         departures.retry_after_s(now_s + second, FULL)
         for live in (3, 2, 1, 0):
-            departures.left(live)
+            departures.finished(live)
         departures.measure(now_s + second + 1)
     assert departures.per_s == 10
 
 
 def test_a_server_that_was_hardly_used_is_found_to_be_quicker_at_once() -> None:
-    departures = Departures()
+    departures = ServiceRate()
     departures.measure(0.0)
-    departures.left(0)
+    departures.finished(0)
     departures.measure(10.0)
     assert departures.per_s == pytest.approx(0.1)
     for _ in range(100):
-        departures.left(30)
+        departures.finished(30)
     departures.measure(11.0)
     assert departures.per_s == pytest.approx(80)
 
 
 class Server:
-    """`seats` requests at once, `per_s` in all, and a queue; crowds that come at one moment and do as they are told."""
+    """`slots` requests at once, `per_s` in all, and a queue; crowds that come at one moment and do as they are told."""
 
-    def __init__(self, per_s: float, seats: int, queue: int, seed: int) -> None:
-        self.departures = Departures()
+    def __init__(self, per_s: float, slots: int, queue: int, seed: int) -> None:
+        self.departures = ServiceRate()
         self.now_s = 0.0
         self.refusals: dict[int, int] = {}  # by user
         self.served = 0
-        self._per_s, self._seats, self._places = per_s, seats, seats + queue
+        self._per_s, self._slots, self._capacity = per_s, slots, slots + queue
         self._running, self._waiting = 0, 0
         self._random = random.Random(seed)
         self._order = itertools.count()
@@ -105,8 +105,8 @@ class Server:
 
     def _arrive(self, user: int) -> None:
         num_live = self._running + self._waiting
-        if num_live < self._places:
-            self.departures.entered()
+        if num_live < self._capacity:
+            self.departures.admitted()
             self._waiting += 1
             self._fill()
             return
@@ -116,24 +116,24 @@ class Server:
         self.come(user, told_s + self._random.uniform(0, 0.05))
 
     def _fill(self) -> None:
-        while self._waiting and self._running < self._seats:
+        while self._waiting and self._running < self._slots:
             self._waiting -= 1
             self._running += 1
-            took_s = self._seats / self._per_s * self._random.uniform(0.5, 1.5)
+            took_s = self._slots / self._per_s * self._random.uniform(0.5, 1.5)
             heapq.heappush(self._events, (self.now_s + took_s, next(self._order), None))
 
     def _done(self) -> None:
         self._running -= 1
         self.served += 1
         self._fill()
-        self.departures.left(self._running + self._waiting)
+        self.departures.finished(self._running + self._waiting)
 
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32), per_s=st.floats(20, 200), crowd=st.integers(2, 25), before=st.booleans())
 def test_who_is_told_a_time_and_comes_then_finds_a_place(seed: int, per_s: float, crowd: int, before: bool) -> None:
     """All at the same moment, up to 25 s of work; also when others were refused shortly before, who never come back."""
-    server = Server(per_s, seats=32, queue=round(per_s), seed=seed)
+    server = Server(per_s, slots=32, queue=round(per_s), seed=seed)
     for i in range(int(12 * per_s)):
         server.come(-1, i / per_s)
     server.run(12.0)

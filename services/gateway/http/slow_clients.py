@@ -1,4 +1,4 @@
-"""Gives up clients that do not read their answers."""
+"""Closes the connections of clients that do not read their answers."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 
-# While an answer waits to be read it is looked so often whether any of it was, in the time that this may take. (Looks
-# are counted, not seconds: a gateway that was stalled itself must not judge others.)
+# How many checks without progress close a connection. The checks spread over the send timeout. Checks are counted, not
+# seconds, so that a gateway that was stalled itself does not close connections.
 LOOKS = 8
-# Linux's struct tcp_info, include/uapi/linux/tcp.h: where the 64 bits of tcpi_bytes_acked are.
+# The offset of tcpi_bytes_acked, 64 bits, in Linux's struct tcp_info (include/uapi/linux/tcp.h).
 _BYTES_ACKED = 120
 
 
 class Reader:
-    """The client of one connection."""
+    """Checks the reading progress of one connection's client."""
 
     __slots__ = ("_idle_looks", "_sock", "_taken", "_transport")
 
     def __init__(self, sock: socket.socket, transport: asyncio.Transport) -> None:
         self._sock, self._transport = sock, transport
-        self._taken: int | None = None  # by the last look; None: nothing was to be read
+        self._taken: int | None = None  # bytes read at the last check; None: no data waited
         self._idle_looks = 0
 
     def look(self) -> None:
-        """Give it up if it has read nothing of what waits for it by so many looks."""
+        """Close the connection after LOOKS checks in which the client has read nothing."""
         num_unsent = self._transport.get_write_buffer_size()
         if not num_unsent:
             self._taken = None
             return
-        # What the transport holds moves in steps of what the kernel does, megabytes, and grows with what is written.
+        # The transport's buffer shrinks only in steps of the kernel's buffer (megabytes), and grows with each write.
         acked = _num_acked(self._sock)
         taken = -num_unsent if acked is None else acked
         self._idle_looks = 0 if self._taken is None or taken > self._taken else self._idle_looks + 1
@@ -45,7 +45,7 @@ class Reader:
 
 
 def _num_acked(sock: socket.socket) -> int | None:
-    """How many bytes the other side has taken. None where the system does not tell."""
+    """How many bytes the client has acknowledged. None if the system does not report it."""
     if sys.platform != "linux":
         return None
     try:
@@ -55,4 +55,4 @@ def _num_acked(sock: socket.socket) -> int | None:
     if len(info) < _BYTES_ACKED + 8:
         return None
     num_bytes: int = struct.unpack_from("=Q", info, _BYTES_ACKED)[0]
-    return num_bytes or None  # who has taken nothing has at least taken what its kernel had room for
+    return num_bytes or None  # even a client that reads nothing acknowledges what its kernel buffers, so 0 is no count

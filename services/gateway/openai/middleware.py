@@ -1,4 +1,4 @@
-"""The outermost layer of the HTTP front: request ids, and a straight way for the requests that there are most of."""
+"""The outermost ASGI layer: request ids, and a direct call of the most frequent handlers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.admission.turnstile import Gone
-from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError
-from services.gateway.http.connection import PEER
-from services.gateway.openai.answer import RAW_SEND, error_response
+from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, Gone
+from services.gateway.http.connection import CLIENT_SOCKET
+from services.gateway.openai.responses import RAW_SEND, error_response
 from services.runtime.logs import bind_request_id
 
 _NOT_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")
@@ -24,20 +23,20 @@ Direct = Mapping[tuple[str, str], Handler]
 
 
 def sanitised_request_id(value: str) -> str:
-    """A client's request id without anything that could confuse a log or a header; a new one if nothing is left."""
+    """A client's request id without characters that could confuse a log or a header. A new id if nothing is left."""
     return _NOT_REQUEST_ID.sub("", value[: 4 * _REQUEST_ID_CHARS])[:_REQUEST_ID_CHARS] or uuid.uuid4().hex
 
 
 def internal_error() -> Response:
-    """For a bug of ours."""
+    """The answer to a request that has hit a bug."""
     return error_response(ApiError(500, "internal error; the log has the details", code="internal_error"))
 
 
-class Front:
-    """Gives every request an id, logs with it, and echoes it as X-Request-ID.
+class RequestMiddleware:
+    """Gives each request an id, adds the id to its log lines, and returns it as X-Request-ID.
 
-    `direct`: handlers by method and path. They are called past `app`, whose dozen layers take longer than all the rest
-    of an answer that is short.
+    `direct`: handlers by method and path. They are called without `app`, because the dozen layers of `app` take longer
+    than the rest of a short answer.
     """
 
     def __init__(self, app: ASGIApp, direct: Direct) -> None:
@@ -71,13 +70,13 @@ class Front:
             response = await self._response(handler, Request(scope, receive))
             await response(scope, receive, send_with_id)
         except Gone:
-            scope[PEER].drop()
-            while (await receive())["type"] != "http.disconnect":  # which tells the server that no answer is due
+            scope[CLIENT_SOCKET].drop()
+            while (await receive())["type"] != "http.disconnect":  # then the server expects no answer
                 pass
         except Exception:
             if not started:
                 await internal_error()(scope, receive, send_with_id)
-            raise  # into the log
+            raise  # the server logs it
 
     async def _response(self, handler: Handler, request: Request) -> Response:
         try:

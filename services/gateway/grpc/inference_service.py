@@ -1,4 +1,4 @@
-"""The gRPC front: InferenceService.Generate for text, chats and token ids."""
+"""The gRPC API: InferenceService.Generate for text, chats and token ids."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from services.gateway.engine.request import MAX_SAMPLES, GenerateJob, check_beam
 from services.gateway.engine.sampling import MAX_BAD_WORD_TOKENS, FieldNames, SamplingChoices
 from services.gateway.errors import ApiError, invalid
 from services.gateway.grammars.structure import Structure, from_choices, from_schema
-from services.gateway.openai.front import sanitised_request_id
-from services.gateway.openai.state import Gateway
+from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.middleware import sanitised_request_id
 
 SERVICE_NAME = "paceline.v1.InferenceService"
 _ROLES = frozenset({"system", "developer", "user", "assistant"})
@@ -29,7 +29,7 @@ EARLY_STOPPING: dict[int, bool | str] = {
     inference_pb2.EARLY_STOPPING_NEVER: "never",
 }
 _LISTS = ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids")
-# Options that are handed on as they are, if they are given.
+# Options that are passed on unchanged.
 _FORMS = ("json_schema", "regex", "grammar")
 _PLAIN = {field.name for field in inference_pb2.SamplingOptions.DESCRIPTOR.fields if field.has_presence} - {*_FORMS}
 _Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
@@ -37,8 +37,8 @@ _Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2
 _SessionContext = grpc.aio.ServicerContext[inference_pb2.SessionRequest, inference_pb2.SessionResponse]
 
 
-class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
-    """Generate with text. Session is the scheduler's alone: here it is UNIMPLEMENTED."""
+class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
+    """Serves Generate. Session belongs to the scheduler, and is UNIMPLEMENTED here."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -46,7 +46,7 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """One message per batch of tokens that has arrived; the last has the reason and the usage."""
+        """One message per batch of tokens. The last message has the finish reason and the usage."""
         request_id = sanitised_request_id(request.request_id)
         try:
             with self._gateway.held_body() as held:
@@ -54,17 +54,18 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
                 _check_lengths(request, self._gateway.builder.max_model_len)
                 key = _key(request)
                 if not request.resume_after:
-                    self._gateway.check_room(key)
-                await self._gateway.turn(num_bytes=num_bytes, new=key is None)  # who goes meanwhile is cancelled
+                    self._gateway.check_capacity(key)
+                # gRPC cancels this call if the client leaves meanwhile.
+                await self._gateway.wait_to_parse(num_bytes=num_bytes, new=key is None)
                 job = await self._job(request, request_id, time.perf_counter(), key)
             reading = self._gateway.open([job], key)
         except ApiError as error:
             self._gateway.refused("grpc", request_id, error)
-            del request  # the error that ends the call would keep it until the garbage collector comes
+            del request  # otherwise the error that ends the call keeps it until the next garbage collection
             await _abort(context, error)
         [generation] = reading.generations
         resume_after, resume_token_ids = request.resume_after, list(request.resume_token_ids)
-        del request  # else the prompt would stay in memory until the answer's end
+        del request  # otherwise the prompt stays in memory until the end of the answer
         try:
             await _skip(generation, resume_after, resume_token_ids)
             first = not resume_after
@@ -77,14 +78,14 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
         except ApiError as error:
             await _abort(context, error)
         finally:
-            # However this call ends (a client that cancels or goes away among them), the scheduler hears of it. Not by
-            # a callback of the context: that stays with it until the garbage collector comes, prompt and all.
+            # However the call ends (also by a cancel or a lost client), the scheduler gets to know. A callback of the
+            # context would stay, with the prompt, until the next garbage collection.
             reading.close()
 
     async def Session(
         self, request_iterator: AsyncIterator[inference_pb2.SessionRequest], context: _SessionContext
     ) -> AsyncIterator[inference_pb2.SessionResponse]:
-        """Not here."""
+        """Not served by a gateway."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Session is the scheduler's; a gateway serves Generate")
         yield inference_pb2.SessionResponse()
 
@@ -111,7 +112,7 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
         choices = _choices(request.sampling)
         choices.grammar = await builder.grammar(_structure(request.sampling), request.tenant)
         if choices.max_tokens is None:
-            await self._gateway.session.know_model()  # who goes meanwhile is cancelled
+            await self._gateway.session.know_model()  # gRPC cancels this call if the client leaves meanwhile
         if key is not None and choices.seed is None:
             choices.seed = key.seed(0)
         job = builder.job(
@@ -133,8 +134,8 @@ class InferenceFront(inference_pb2_grpc.InferenceServiceServicer):
 
 
 def _check_lengths(request: inference_pb2.GenerateRequest, max_model_len: int) -> None:
-    """Of all lists, before anything goes through them: 16 MiB have room for millions, and nobody else would be served
-    meanwhile (list_limits.py). Raises ApiError 400."""
+    """Check all lists before any loop over their entries: 16 MiB can hold millions of entries, and no other request
+    would be served meanwhile (list_limits.py). Raises ApiError 400."""
     check_messages(len(request.messages.messages), max_model_len)
     if (count := len(request.token_ids.ids)) > max_model_len:
         raise too_long("token_ids", str(count), max_model_len)
@@ -178,7 +179,7 @@ def _check_resume(request: inference_pb2.GenerateRequest, job: GenerateJob) -> N
 
 
 async def _skip(generation: Generation, resume_after: int, resume_token_ids: list[int]) -> None:
-    """Go behind what the client has."""
+    """Skip the tokens that the client has."""
     try:
         tokens = await generation.skip(resume_after)
     except NotThere:
@@ -227,7 +228,7 @@ def _messages(chat: inference_pb2.ChatMessages) -> list[dict[str, str]]:
             role = message.role[:40]
             roles = "system, developer, user or assistant"
             raise invalid(f"messages.{index}.role", f"role must be {roles}, not {role!r}")
-    # `developer` is OpenAI's newer name for `system`, which templates know.
+    # `developer` is OpenAI's newer name for `system`, and templates know only `system`.
     roles_of = [("system" if message.role == "developer" else message.role, message) for message in chat.messages]
     return [{"role": role, "content": message.content} for role, message in roles_of]
 

@@ -1,17 +1,15 @@
-"""State of the slots whose requests ask for penalties, bias, bans or a list of allowed tokens.
+"""Logits processors: penalties, bias, bans and lists of allowed tokens, for the slots that ask for them.
 
-What such a request has said so far has to be known where its next token is sampled, and the token before that has
-perhaps not left the device yet: so it is kept there, and each sampled token is noted there (`record`).
+They need a sequence's output where its next token is sampled, and the last token may not have left the device yet. So
+their state is on the device, and `record` adds each sampled token there.
 
-- Of a slot with penalties: a dense row of counts, 4 bytes for each token of the vocabulary (0.5 MiB at 128k). Applying
-  a penalty reads the row's logits anyway, so reading as many counts beside them is cheap, and noting a token is one
-  addition. A buffer of the tokens alone would be smaller for a short sequence, but would have to be turned into
-  counts anew at each step.
-- Of a slot with bad words of several tokens: its last tokens, as many as the longest word may have before its last one.
+- A slot with penalties has a dense row of counts: 4 bytes per token of the vocabulary (0.5 MiB at 128k). A penalty
+  reads the row's logits anyway, so reading as many counts is cheap, and recording a token is one addition. A buffer of
+  tokens would be smaller for a short sequence, but it would have to become counts at each step.
+- A slot with bad words of several tokens has its last tokens, one less than the longest word may have.
 
-Both are made from the tokens a sequence is seated with. One that was preempted is seated with all of them: it gets the
-tokens that it would have got. Slots that ask for nothing of this have no state, and cost nothing.
-"""
+Both start from the tokens with which a sequence begins in a slot. A preempted sequence begins again with all its
+tokens, so it gets the same tokens as without the preemption. Other slots have no state, and cost nothing."""
 
 from __future__ import annotations
 
@@ -39,13 +37,13 @@ from paceline.v1.worker_pb2 import NewSequence, StepPlan
 Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
 
-# Tokens of a bad word at the most.
+# The largest number of tokens in a bad word.
 MAX_BAD_WORD_TOKENS = 64
 _PREFIX = MAX_BAD_WORD_TOKENS - 1
 
 
 class RowPool:
-    """Rows of one device tensor, handed out to slots; it grows with the most that were ever in use at once."""
+    """Rows of one device tensor for slots. The tensor grows with the largest number of rows in use."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         self.tensor = torch.zeros((0, width), dtype=torch.int32, device=device)
@@ -53,7 +51,7 @@ class RowPool:
         self._free: list[int] = []
 
     def take(self, slot: int) -> Tensor:
-        """The slot's row, int32 [width], with whatever was in it."""
+        """A row for the slot, int32 [width], with old contents."""
         if not self._free:
             have = len(self.tensor)
             self._free = list(range(have, 2 * have + 1))[::-1]
@@ -62,7 +60,7 @@ class RowPool:
         return self.tensor[row]
 
     def release(self, slot: int) -> None:
-        """If it has one."""
+        """Release the slot's row, if any."""
         if (row := self._row_of.pop(slot, None)) is not None:
             self._free.append(row)
 
@@ -71,10 +69,10 @@ class RowPool:
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
-    """What one request asks for, on the host."""
+class LogitsOptions:
+    """The options of one request, on the host."""
 
-    allowed: Int64s  # none: any
+    allowed: Int64s  # empty: any token
     bias_tokens: Int64s
     bias: Float32s
     prefixes: Int64s  # [words, _PREFIX], see ban_words
@@ -87,8 +85,8 @@ class Control:
 
 
 @dataclass(slots=True)
-class BatchControls:
-    """What changes the logits of a batch; on the device. Parts that no row asks for are None."""
+class BatchLogitsProcessors:
+    """The logits processors of a batch, on the device. Parts that no row needs are None."""
 
     allowed: tuple[Tensor, Tensor, Tensor] | None = None  # rows, owners, tokens: see allow_only
     words: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # rows, rows of the tails, prefixes, last
@@ -99,7 +97,7 @@ class BatchControls:
     counts: Tensor | None = None
 
     def apply(self, logits: Tensor) -> None:
-        """To logits float32 [rows, vocab], in the order of sampler.py."""
+        """Change logits float32 [rows, vocab], in the order of sampler.py."""
         if self.allowed is not None:
             allow_only(logits, *self.allowed)
         if self.words is not None and self.tails is not None:
@@ -113,7 +111,7 @@ class BatchControls:
             penalise(logits, rows, self.counts.index_select(0, count_rows), *strengths)
 
     def record(self, tokens: Tensor) -> None:
-        """int64 [rows]: the tokens that were sampled."""
+        """tokens: int64 [rows], as sampled."""
         if self.noted_tails is not None and self.tails is not None:
             rows, tail_rows = self.noted_tails
             newest = tokens.index_select(0, rows).to(torch.int32).unsqueeze(-1)
@@ -127,38 +125,38 @@ class BatchControls:
 
 
 @dataclass(slots=True)
-class Controls:
-    """By slot. Used by the model's thread alone, with the plans in their order."""
+class LogitsProcessors:
+    """The processors by slot. Used only by the model's thread, with the plans in order."""
 
     vocab_size: int
     device: torch.device
-    _of: dict[int, Control] = field(init=False, default_factory=dict)
+    _of: dict[int, LogitsOptions] = field(init=False, default_factory=dict)
     _counts: RowPool = field(init=False)
     _tails: RowPool = field(init=False)
-    # What was assembled last, and for which slots: a steady batch is assembled once.
-    _assembled: tuple[bytes, BatchControls | None] = field(init=False, default=(b"", None))
+    # The last result of `of`, and its slots. A steady batch is assembled once.
+    _assembled: tuple[bytes, BatchLogitsProcessors | None] = field(init=False, default=(b"", None))
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """A new link: nothing runs."""
+        """A new link: no slot has a sequence."""
         self._of.clear()
         self._counts, self._tails = RowPool(self.vocab_size, self.device), RowPool(_PREFIX, self.device)
         self._assembled = (b"", None)
 
     def apply(self, plan: StepPlan) -> None:
-        """Slots that end and begin; the plan has been checked. ProtocolViolation for a token outside the vocabulary."""
+        """Free and add sequences. The plan must be checked before. ProtocolViolation for an invalid token id."""
         if self._of and plan.free_slots:
             for slot in np.frombuffer(plan.free_slots, "<i4").tolist():
                 self._free(slot)
         for sequence in plan.new_sequences:
-            control = read_control(sequence.sampling, self.vocab_size)
-            if control is not None:
-                self._seat(sequence, control)
+            options = read_logits_options(sequence.sampling, self.vocab_size)
+            if options is not None:
+                self._add_sequence(sequence, options)
 
-    def of(self, slots: npt.NDArray[np.int32]) -> BatchControls | None:
-        """For the rows of a batch, which sample in these slots; None if none of them asks for anything."""
+    def of(self, slots: npt.NDArray[np.int32]) -> BatchLogitsProcessors | None:
+        """The processors for a batch that samples in these slots; None if no row needs any."""
         if not self._of:
             return None
         key = slots.tobytes()
@@ -173,31 +171,31 @@ class Controls:
             self._tails.release(slot)
             self._assembled = (b"", None)
 
-    def _seat(self, sequence: NewSequence, control: Control) -> None:
+    def _add_sequence(self, sequence: NewSequence, options: LogitsOptions) -> None:
         slot = sequence.slot
-        self._of[slot] = control
+        self._of[slot] = options
         self._assembled = (b"", None)
-        if not (control.penalises or len(control.last)):
+        if not (options.penalises or len(options.last)):
             return
         tokens = upload(np.frombuffer(sequence.token_ids, "<i4").astype(np.int64), self.device)
-        if control.penalises:
+        if options.penalises:
             counts = self._counts.take(slot).zero_()
             prompt, output = tokens.tensor_split([sequence.num_prompt_tokens])
             counts.index_fill_(0, prompt, IN_PROMPT)
             counts.index_add_(0, output, counts.new_full((len(output),), ONCE_IN_OUTPUT))
-        if len(control.last):
+        if len(options.last):
             tail = self._tails.take(slot).fill_(-1)
             ending = tokens[-_PREFIX:]
             tail[_PREFIX - len(ending) :] = ending.to(torch.int32)
 
-    def _assemble(self, asking: list[tuple[int, int]]) -> BatchControls:
-        controls = [(row, slot, self._of[slot]) for row, slot in asking]
-        batch = BatchControls()
-        if allowed := [(row, c.allowed) for row, _, c in controls if len(c.allowed)]:
+    def _assemble(self, asking: list[tuple[int, int]]) -> BatchLogitsProcessors:
+        processors = [(row, slot, self._of[slot]) for row, slot in asking]
+        batch = BatchLogitsProcessors()
+        if allowed := [(row, c.allowed) for row, _, c in processors if len(c.allowed)]:
             rows, tokens = zip(*allowed, strict=True)
             owners = np.repeat(np.arange(len(rows)), [len(t) for t in tokens])
             batch.allowed = self._put(np.array(rows)), self._put(owners), self._put(np.concatenate(tokens))
-        if words := [(row, slot, c) for row, slot, c in controls if len(c.last)]:
+        if words := [(row, slot, c) for row, slot, c in processors if len(c.last)]:
             rows, slots, chosen = zip(*words, strict=True)
             numbers, tail_rows = [len(c.last) for c in chosen], self._tails.rows(slots)
             prefixes = np.concatenate([c.prefixes for c in chosen])
@@ -209,14 +207,14 @@ class Controls:
                 self._put(np.concatenate([c.last for c in chosen])),
             )
             batch.tails, batch.noted_tails = self._tails.tensor, (self._put(np.array(rows)), self._put(tail_rows))
-        if biased := [(row, c) for row, _, c in controls if len(c.bias)]:
+        if biased := [(row, c) for row, _, c in processors if len(c.bias)]:
             rows, chosen = zip(*biased, strict=True)
             batch.bias = (
                 self._put(np.repeat(rows, [len(c.bias) for c in chosen])),
                 self._put(np.concatenate([c.bias_tokens for c in chosen])),
                 upload(np.concatenate([c.bias for c in chosen]), self.device),
             )
-        if penalised := [(row, slot, c) for row, slot, c in controls if c.penalises]:
+        if penalised := [(row, slot, c) for row, slot, c in processors if c.penalises]:
             rows, slots, chosen = zip(*penalised, strict=True)
             strengths = np.array([c.penalties for c in chosen], np.float32).T.copy()
             repetition, frequency, presence = upload(strengths, self.device)
@@ -229,8 +227,8 @@ class Controls:
         return upload(array, self.device)
 
 
-def read_control(sampling: SamplingParams, vocab_size: int) -> Control | None:
-    """What the parameters ask for, None if nothing. ProtocolViolation if a token is outside the vocabulary."""
+def read_logits_options(sampling: SamplingParams, vocab_size: int) -> LogitsOptions | None:
+    """The options in the parameters; None if they have no effect. ProtocolViolation for an invalid token id."""
     penalties = (sampling.repetition_penalty or 1.0, sampling.frequency_penalty, sampling.presence_penalty)
     if not (penalties != (1.0, 0.0, 0.0) or sampling.logit_bias or sampling.bad_words or sampling.allowed_token_ids):
         return None
@@ -247,7 +245,7 @@ def read_control(sampling: SamplingParams, vocab_size: int) -> Control | None:
             raise ProtocolViolation(f"{name}: a token id outside the vocabulary of {vocab_size}")
     prefixes, last = _words(words)
     values = np.array(list(bias.values()), np.float32)
-    return Control(allowed, bias_tokens, values, prefixes, last, penalties)
+    return LogitsOptions(allowed, bias_tokens, values, prefixes, last, penalties)
 
 
 def _words(words: list[npt.NDArray[np.int32]]) -> tuple[Int64s, Int64s]:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.runtime.masters import find_master
+from services.runtime.leaders import find_leader
 from services.runtime.rpc import GrpcServer, transport_options
 from tests.support.ports import free_port
 from tests.unit.runtime import peers
@@ -25,7 +25,7 @@ async def standby() -> AsyncIterator[tuple[GrpcServer, str]]:
 
 
 def look(*targets: str) -> asyncio.Task[str]:
-    return asyncio.create_task(find_master(",".join(targets), NAME, transport_options()))
+    return asyncio.create_task(find_leader(",".join(targets), NAME, transport_options()))
 
 
 async def test_who_stands_alone_is_not_asked() -> None:

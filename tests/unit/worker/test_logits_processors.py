@@ -27,8 +27,8 @@ from transformers import (
 from gpu_worker.build import BuiltWorker
 from gpu_worker.errors import ProtocolViolation
 from gpu_worker.runner import INVALID_ARGUMENT, NO_NUMBER, NO_TOKEN
-from gpu_worker.sampling.controls import MAX_BAD_WORD_TOKENS, Controls
 from gpu_worker.sampling.filters import mask_min_p, mask_typical_p
+from gpu_worker.sampling.logits_processors import MAX_BAD_WORD_TOKENS, LogitsProcessors
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 from tests.unit.worker.driver import Driver, pack
@@ -80,10 +80,15 @@ def any_sampling(vocab: int) -> st.SearchStrategy[SamplingParams]:
     )
 
 
-def seat(controls: Controls, slots: Sequence[int], tokens: Sequence[Sequence[int]], num_prompt: Sequence[int],
-         sampling: Sequence[SamplingParams]) -> None:  # fmt: skip
+def start(
+    logits_processors: LogitsProcessors,
+    slots: Sequence[int],
+    tokens: Sequence[Sequence[int]],
+    num_prompt: Sequence[int],
+    sampling: Sequence[SamplingParams],
+) -> None:
     each = zip(slots, tokens, num_prompt, sampling, strict=True)
-    controls.apply(
+    logits_processors.apply(
         StepPlan(
             new_sequences=[
                 NewSequence(slot=slot, token_ids=pack(ids), num_prompt_tokens=prompt, sampling=asked)
@@ -104,13 +109,13 @@ def test_controls_are_transformers_processors_step_after_step(data: st.DataObjec
     slots = data.draw(st.permutations(range(6)))[:count]
     tokens = [data.draw(st.lists(token, min_size=1, max_size=6)) for _ in range(count)]
     num_prompt = [data.draw(st.integers(1, len(ids))) for ids in tokens]
-    controls = Controls(SMALL, torch.device("cpu"))
-    seat(controls, slots, tokens, num_prompt, sampling)
+    logits_processors = LogitsProcessors(SMALL, torch.device("cpu"))
+    start(logits_processors, slots, tokens, num_prompt, sampling)
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     for step in range(4):
         order = data.draw(st.permutations(range(count)))
         logits = 3 * torch.randn(count, SMALL, generator=generator)
-        batch = controls.of(np.array([slots[i] for i in order], np.int32))
+        batch = logits_processors.of(np.array([slots[i] for i in order], np.int32))
         ours = logits.clone()
         if batch is not None:
             batch.apply(ours)
@@ -123,9 +128,9 @@ def test_controls_are_transformers_processors_step_after_step(data: st.DataObjec
         for i, new in zip(order, sampled, strict=True):
             tokens[i] = [*tokens[i], new]
         if step == 1:
-            controls.apply(StepPlan(free_slots=pack(slots[:1])))
+            logits_processors.apply(StepPlan(free_slots=pack(slots[:1])))
             tokens[0], num_prompt[0], sampling[0] = [3, 4, 3], 2, data.draw(any_sampling(SMALL))
-            seat(controls, slots[:1], tokens[:1], num_prompt[:1], sampling[:1])
+            start(logits_processors, slots[:1], tokens[:1], num_prompt[:1], sampling[:1])
 
 
 @given(
@@ -299,17 +304,17 @@ def test_nan_that_a_ban_would_hide_fails_the_row(
     ],
 )
 def test_tokens_outside_the_vocabulary_reach_no_kernel(wrong: dict, name: str) -> None:
-    controls = Controls(VOCAB, torch.device("cpu"))
+    logits_processors = LogitsProcessors(VOCAB, torch.device("cpu"))
     with pytest.raises(ProtocolViolation, match=name):
-        seat(controls, [0], [[1, 2]], [2], [SamplingParams(**wrong)])
+        start(logits_processors, [0], [[1, 2]], [2], [SamplingParams(**wrong)])
 
 
 def test_who_asks_for_nothing_costs_nothing() -> None:
-    controls = Controls(VOCAB, torch.device("cpu"))
-    seat(controls, [0, 1], [[1], [2]], [1, 1], [SamplingParams(temperature=1, min_p=0.5), SamplingParams()])
-    assert controls.of(np.array([0, 1], np.int32)) is None
-    seat(controls, [2], [[1]], [1], [SamplingParams(repetition_penalty=1.2)])
-    assert controls.of(np.array([0, 1], np.int32)) is None
-    assert controls.of(np.array([2, 1], np.int32)) is not None
-    controls.apply(StepPlan(free_slots=pack([2, 0])))
-    assert controls.of(np.array([2, 1], np.int32)) is None
+    logits_processors = LogitsProcessors(VOCAB, torch.device("cpu"))
+    start(logits_processors, [0, 1], [[1], [2]], [1, 1], [SamplingParams(temperature=1, min_p=0.5), SamplingParams()])
+    assert logits_processors.of(np.array([0, 1], np.int32)) is None
+    start(logits_processors, [2], [[1]], [1], [SamplingParams(repetition_penalty=1.2)])
+    assert logits_processors.of(np.array([0, 1], np.int32)) is None
+    assert logits_processors.of(np.array([2, 1], np.int32)) is not None
+    logits_processors.apply(StepPlan(free_slots=pack([2, 0])))
+    assert logits_processors.of(np.array([2, 1], np.int32)) is None

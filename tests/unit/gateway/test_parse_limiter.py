@@ -6,14 +6,15 @@ import asyncio
 
 import pytest
 
-from services.gateway.admission.turnstile import Gone, Turnstile
+from services.gateway.admission.parse_limiter import ParseLimiter
+from services.gateway.errors import Gone
 
 
 async def test_a_few_in_each_turn_of_the_loop_first_come_first_served() -> None:
-    turnstile, now, entered = Turnstile(per_turn=3), 0, []
+    parse_limiter, now, entered = ParseLimiter(per_turn=3), 0, []
 
     async def request(number: int) -> None:
-        await turnstile.turn()
+        await parse_limiter.wait_turn()
         entered.append((number, now))
 
     tasks = [asyncio.create_task(request(number)) for number in range(10)]
@@ -27,10 +28,10 @@ async def test_a_few_in_each_turn_of_the_loop_first_come_first_served() -> None:
 
 
 async def test_large_ones_come_one_in_a_turn_and_are_paid_off_in_others() -> None:
-    turnstile, now, entered = Turnstile(per_turn=4), 0, []
+    parse_limiter, now, entered = ParseLimiter(per_turn=4), 0, []
 
     async def request(num_bytes: int) -> None:
-        await turnstile.turn(num_bytes=num_bytes)
+        await parse_limiter.wait_turn(num_bytes=num_bytes)
         entered.append(now)
 
     tasks = [asyncio.create_task(request(num_bytes)) for num_bytes in (10 * 2**16, 2**20, 0, 0)]
@@ -44,14 +45,14 @@ async def test_large_ones_come_one_in_a_turn_and_are_paid_off_in_others() -> Non
 
 
 async def test_who_has_gone_takes_nobodys_place_and_is_told_when_it_is_his_turn() -> None:
-    turnstile, asked, entered = Turnstile(per_turn=1), [], []
+    parse_limiter, asked, entered = ParseLimiter(per_turn=1), [], []
 
     async def request(number: int) -> None:
-        def verdict() -> Exception | None:
+        def check() -> Exception | None:
             asked.append(number)
             return Gone() if 0 < number < 6 else None
 
-        await turnstile.turn(verdict)
+        await parse_limiter.wait_turn(check)
         entered.append(number)
 
     tasks = [asyncio.create_task(request(number)) for number in range(8)]
@@ -63,20 +64,20 @@ async def test_who_has_gone_takes_nobodys_place_and_is_told_when_it_is_his_turn(
     assert [isinstance(outcome, Gone) for outcome in outcomes] == [False] + [True] * 5 + [False] * 2
 
 
-async def test_a_verdict_that_fails_holds_up_nobody_else() -> None:
-    turnstile = Turnstile(per_turn=1)
+async def test_a_check_that_fails_holds_up_nobody_else() -> None:
+    parse_limiter = ParseLimiter(per_turn=1)
 
     def bug() -> None:
         raise RuntimeError("bug")
 
-    tasks = [asyncio.create_task(turnstile.turn(verdict)) for verdict in (lambda: None, bug, lambda: None)]
+    tasks = [asyncio.create_task(parse_limiter.wait_turn(check)) for check in (lambda: None, bug, lambda: None)]
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [type(None), RuntimeError, type(None)]
 
 
 async def test_a_waiter_that_is_cancelled_is_forgotten() -> None:
-    turnstile = Turnstile(per_turn=1)
-    tasks = [asyncio.create_task(turnstile.turn()) for _ in range(4)]
+    parse_limiter = ParseLimiter(per_turn=1)
+    tasks = [asyncio.create_task(parse_limiter.wait_turn()) for _ in range(4)]
     await asyncio.sleep(0)  # the first is in
     tasks[1].cancel()
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
@@ -84,16 +85,16 @@ async def test_a_waiter_that_is_cancelled_is_forgotten() -> None:
 
 
 async def test_it_says_when_too_many_wait() -> None:
-    turnstile = Turnstile(per_turn=1, max_waiting=2)
-    tasks = [asyncio.create_task(turnstile.turn()) for _ in range(3)]
-    assert not turnstile.crowded
+    parse_limiter = ParseLimiter(per_turn=1, max_waiting=2)
+    tasks = [asyncio.create_task(parse_limiter.wait_turn()) for _ in range(3)]
+    assert not parse_limiter.is_full
     await asyncio.sleep(0)  # the first is in
-    assert turnstile.crowded
+    assert parse_limiter.is_full
     await asyncio.gather(*tasks)
-    assert not turnstile.crowded
+    assert not parse_limiter.is_full
 
 
-async def test_a_verdict_that_raises_is_the_waiters_error() -> None:
-    turnstile = Turnstile(per_turn=1)
+async def test_a_check_that_raises_is_the_waiters_error() -> None:
+    parse_limiter = ParseLimiter(per_turn=1)
     with pytest.raises(KeyError):
-        await turnstile.turn(lambda: KeyError("x"))
+        await parse_limiter.wait_turn(lambda: KeyError("x"))

@@ -6,27 +6,27 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from services.gateway.admission.promises import LONGEST_S, PROMISED_SHARE, Promises
+from services.gateway.admission.retry_after import ASSIGNED_SHARE, LONGEST_S, RetryAfterLedger
 
-PER_S = 10 / PROMISED_SHARE  # ten a second are promised
+PER_S = 10 / ASSIGNED_SHARE  # ten a second are promised
 ROUNDING = 1e-9
 
 
-def told(promises: Promises, now_s: float, count: int) -> list[float]:
-    return [promises.promise(now_s, PER_S) for _ in range(count)]
+def told(ledger: RetryAfterLedger, now_s: float, count: int) -> list[float]:
+    return [ledger.assign(now_s, PER_S) for _ in range(count)]
 
 
 def test_each_is_told_to_come_behind_the_one_before() -> None:
-    promises = Promises()
-    promises.advance(100.5, 0)
-    assert told(promises, 100.5, 30) == pytest.approx([(i + 1) / 10 for i in range(30)])
-    assert told(promises, 100.6, 1) == pytest.approx([3.1]), "the others still stand before"
+    ledger = RetryAfterLedger()
+    ledger.advance(100.5, 0)
+    assert told(ledger, 100.5, 30) == pytest.approx([(i + 1) / 10 for i in range(30)])
+    assert told(ledger, 100.6, 1) == pytest.approx([3.1]), "the others still stand before"
 
 
 def test_nobody_is_told_more_than_clients_heed_and_who_finds_it_full_is_spread() -> None:
-    promises = Promises()
-    promises.advance(100.0, 0)
-    times = told(promises, 100.0, 2000)
+    ledger = RetryAfterLedger()
+    ledger.advance(100.0, 0)
+    times = told(ledger, 100.0, 2000)
     assert max(times) <= LONGEST_S
     late = times[610:]
     assert min(late) >= LONGEST_S / 2
@@ -35,39 +35,39 @@ def test_nobody_is_told_more_than_clients_heed_and_who_finds_it_full_is_spread()
 
 
 def test_the_places_of_those_who_do_not_come_are_given_away() -> None:
-    promises = Promises()
-    promises.advance(100.0, 0)
-    told(promises, 100.0, 400)
+    ledger = RetryAfterLedger()
+    ledger.advance(100.0, 0)
+    told(ledger, 100.0, 400)
     for second in range(1, 6):
-        promises.advance(100.0 + second, 0)
-    assert promises.num_expected < 20
-    assert told(promises, 105.0, 1)[0] < 1
+        ledger.advance(100.0 + second, 0)
+    assert ledger.num_expected < 20
+    assert told(ledger, 105.0, 1)[0] < 1
 
 
 def test_if_half_of_them_come_half_of_the_others_are_taken_to() -> None:
-    promises = Promises()
-    promises.advance(100.0, 0)
-    told(promises, 100.0, 400)
+    ledger = RetryAfterLedger()
+    ledger.advance(100.0, 0)
+    told(ledger, 100.0, 400)
     for tick in range(5):  # of 40 who were expected
-        promises.advance(101.0 + tick, 5 if tick else 0)
-    remain = promises.num_expected
+        ledger.advance(101.0 + tick, 5 if tick else 0)
+    remain = ledger.num_expected
     assert remain == pytest.approx((400 - 50) / 2, rel=0.1)
-    more = told(promises, 105.0, 100)
+    more = told(ledger, 105.0, 100)
     assert more[-1] == pytest.approx(100 / 5, rel=0.2), "between those who come, as many a second as do not"
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.9])
 def test_those_who_come_a_little_late_are_no_reason_to_give_places_away(late_s: float) -> None:
-    promises = Promises()
-    promises.advance(100.0, 0)
-    coming = sorted(100.0 + time + late_s for time in told(promises, 100.0, 300))
+    ledger = RetryAfterLedger()
+    ledger.advance(100.0, 0)
+    coming = sorted(100.0 + time + late_s for time in told(ledger, 100.0, 300))
     for tick in range(501, 600):
         now_s = tick / 5
         come = [time for time in coming if time <= now_s]
         coming = coming[len(come) :]
-        promises.advance(now_s, len(come))
-        assert promises.num_expected >= len(coming) * 0.85 - 10
-    assert told(promises, now_s, 1)[0] > 9, "of 300 a good hundred are still to come"
+        ledger.advance(now_s, len(come))
+        assert ledger.num_expected >= len(coming) * 0.85 - 10
+    assert told(ledger, now_s, 1)[0] > 9, "of 300 a good hundred are still to come"
 
 
 Event = tuple[float, int, int]  # seconds that pass, requests that come, requests that are refused
@@ -80,21 +80,21 @@ Event = tuple[float, int, int]  # seconds that pass, requests that come, request
     st.lists(st.tuples(st.floats(0, 70), st.integers(0, 300), st.integers(0, 60)), max_size=20),
 )
 def test_whatever_happens_no_more_are_promised_than_there_are_places(per_s: float, events: list[Event]) -> None:
-    promises, now_s = Promises(), 50.0
+    ledger, now_s = RetryAfterLedger(), 50.0
     for passes_s, num_arrivals, num_refused in events:
         now_s += passes_s
-        promises.advance(now_s, num_arrivals)
+        ledger.advance(now_s, num_arrivals)
         was_overbooked = False
         last_s = 0.0
         for _ in range(num_refused):
-            after_s = promises.promise(now_s, per_s)
+            after_s = ledger.assign(now_s, per_s)
             assert 0 < after_s <= LONGEST_S
-            overbooked = promises.num_expected > PROMISED_SHARE * per_s * (LONGEST_S + 1)
+            overbooked = ledger.num_expected > ASSIGNED_SHARE * per_s * (LONGEST_S + 1)
             was_overbooked = was_overbooked or overbooked or after_s >= LONGEST_S / 2
             if not was_overbooked:
                 assert after_s >= last_s, "first come, first served"
-                come = min(promises._came, promises._expected[0])  # who came in this second is not expected any more
-                assert promises.num_expected - come <= PROMISED_SHARE * per_s * LONGEST_S + 1 + ROUNDING
+                come = min(ledger._came, ledger._expected[0])  # who came in this second is not expected any more
+                assert ledger.num_expected - come <= ASSIGNED_SHARE * per_s * LONGEST_S + 1 + ROUNDING
             last_s = after_s
-        assert promises.num_expected >= 0
-        assert len(promises._expected) == LONGEST_S + 1, "bounded"
+        assert ledger.num_expected >= 0
+        assert len(ledger._expected) == LONGEST_S + 1, "bounded"

@@ -1,4 +1,4 @@
-"""ASGI responses that run generations: streamed or whole, and ended at once when the client goes away."""
+"""ASGI responses that run generations, streamed or whole, and end at once when the client goes away."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from services.gateway.engine.generation import Generation, NotThere
 from services.gateway.engine.logprobs import LogprobFormat, ScoredToken, echoed_logprobs, prompt_logprobs
 from services.gateway.engine.request_store import Reading
 from services.gateway.errors import ApiError
-from services.gateway.openai.event_ids import EventId, Place, Progress, cannot_resume
-from services.gateway.openai.format import DONE, Choice, Envelope, StreamFormat, error_event, usage
+from services.gateway.openai.event_ids import ChoicePosition, EventId, StreamProgress, cannot_resume
+from services.gateway.openai.format import DONE, AnswerChoice, Envelope, StreamFormat, error_event, usage
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 
-# The server's own `send`, put into the scope by the outermost middleware: a chunk need not climb through all of them.
+# The scope key of the server's own `send`, set by the outermost middleware. A chunk sent with it skips other layers.
 RAW_SEND = "paceline.send"
 T = TypeVar("T")
 _RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
 
 
 class JsonResponse(Response):
-    """A body that is JSON already."""
+    """A response with a body that is already JSON."""
 
     media_type = "application/json"
 
 
 def error_response(error: ApiError) -> JsonResponse:
-    """An error as OpenAI shapes it."""
+    """An error in OpenAI's shape."""
     return JsonResponse(orjson.dumps(error.body()), error.status, error.headers)
 
 
 class ClientGone(Exception):
-    """The client has closed its connection: nobody reads the answer."""
+    """The client has closed its connection, so no client reads the answer."""
 
 
 class _Answer(Response):
-    """Runs generations while it watches the connection. The request's body must have been read."""
+    """Runs generations and watches the connection. The request's body must be read before."""
 
     def __init__(self, reading: Reading, envelope: Envelope) -> None:
         self.background = None
@@ -55,11 +55,11 @@ class _Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
         try:
-            # A task of its own: else each of its steps, one per token, would climb through the stack of middleware.
+            # A separate task: otherwise each step, one per token, would run through the stack of middleware.
             await asyncio.create_task(self._run(scope, receive, send))
         except ClientGone as gone:
             _log.debug("client went away", id=self._envelope.id)
-            gone.__traceback__ = None  # its frames hold the generation, which holds it: prompt and all would stay
+            gone.__traceback__ = None  # its frames and the generation hold each other, and with them the prompt
         except ApiError as error:
             await self._fail(error, scope, receive, send)
             error.__traceback__ = None
@@ -75,14 +75,16 @@ class _Answer(Response):
         return LogprobFormat(self._envelope.kind == "chat", job.token_bytes, job.shown_bytes, offset)
 
     def _first_sample(self, index: int) -> int:
-        """Of the prompt of this sample: the one that has asked for the prompt's log probabilities."""
+        """The index of the prompt's first sample, which has asked for the prompt's log probabilities."""
         while self._generations[index].job.sample:
             index -= 1
         return index
 
     def _echo(self, index: int) -> tuple[str | None, dict[str, Any] | None]:
-        """The prompt's text if a choice begins with it, and its log probabilities if they are wanted; a token of its
-        first sample must be here."""
+        """The prompt's text if the choice begins with it, and the prompt's log probabilities if the client wants them.
+
+        The first sample of the prompt must have a token.
+        """
         job = self._generations[index].job
         if job.echo is None or not job.logprobs:
             return job.echo.text if job.echo else None, None
@@ -108,7 +110,7 @@ class _Answer(Response):
 
 
 class WholeAnswer(_Answer):
-    """One JSON body when everything is done: of each prompt's samples the `keep` most likely ones."""
+    """One JSON body after all generations have ended, with the `keep` most likely samples of each prompt."""
 
     def __init__(self, reading: Reading, envelope: Envelope, *, keep: int = 1) -> None:
         super().__init__(reading, envelope)
@@ -121,13 +123,17 @@ class WholeAnswer(_Answer):
             generation = self._generations[i]
             echo, logprobs = self._echo(i)
             if generation.job.beam is not None:
-                choices += [Choice((echo or "") + found.text, found.finish_reason) for found in generation.hypotheses]
+                choices += [
+                    AnswerChoice((echo or "") + found.text, found.finish_reason) for found in generation.hypotheses
+                ]
                 continue
             text, tokens = collected[i]
             if (shape := self._logprob_format(generation)) is not None:
                 shaped = shape.shape(tokens)
                 logprobs = shaped if logprobs is None else {name: logprobs[name] + shaped[name] for name in shaped}
-            choices.append(Choice((echo or "") + text, generation.finish_reason, logprobs, self._prompt_logprobs(i)))
+            choices.append(
+                AnswerChoice((echo or "") + text, generation.finish_reason, logprobs, self._prompt_logprobs(i))
+            )
         await JsonResponse(self._envelope.whole(choices, usage(self._generations)))(scope, receive, send)
 
     def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None] | None:
@@ -137,8 +143,8 @@ class WholeAnswer(_Answer):
         return prompt_logprobs(generation.prompt_scored, generation.job.token_bytes)
 
     def _best(self) -> list[int]:
-        """Which samples to answer with, those of one prompt with the highest log probability per token first (as OpenAI
-        defines `best_of`)."""
+        """The samples to answer with. Samples of one prompt come in order of their log probability per token, as OpenAI
+        defines `best_of`."""
         best: list[int] = []
         start = 0
         for end in range(1, len(self._generations) + 1):
@@ -152,7 +158,7 @@ class WholeAnswer(_Answer):
         return best
 
     async def _collect(self, generation: Generation) -> tuple[str, list[ScoredToken]]:
-        """The text, and its tokens if the client wants their log probabilities."""
+        """The text of a generation, and its tokens if the client wants log probabilities."""
         parts, tokens = [], []
         while generation.finish_reason == _RUNNING:
             parts.append(await generation.next())
@@ -165,11 +171,10 @@ async def _not_yet(message: Message) -> None:
 
 
 class StreamAnswer(_Answer):
-    """Server-sent events. The status line waits for the first token, so a request that is refused gets a real
-    status.
+    """Server-sent events. The status line waits for the first token, so that a refused request gets its own status.
 
-    `after`: the last event that the client has. What it has is generated, but not shown; if it turns out to be
-    something else, the answer is a 400.
+    `after`: the last event that the client has. The output up to this event is generated again but not sent. If it
+    differs from what the client has, the answer is a 400.
     """
 
     def __init__(
@@ -186,13 +191,13 @@ class StreamAnswer(_Answer):
         self._format = StreamFormat(
             envelope, generations, include_usage=include_usage, continuous_usage=continuous_usage
         )
-        self._progress = Progress(envelope.created, len(generations))
+        self._progress = StreamProgress(envelope.created, len(generations))
         self._scores = [self._logprob_format(generation) for generation in generations]
         self._after = after
-        self._places = after.places if after is not None else (Place(),) * len(generations)
-        # Choices of which nothing was shown.
-        self._fresh = [place.tokens is None for place in self._places]
-        # Of which tokens are here.
+        self._positions = after.positions if after is not None else (ChoicePosition(),) * len(generations)
+        # Choices of which no event was sent.
+        self._fresh = [position.tokens is None for position in self._positions]
+        # Set when the first token of a choice has arrived.
         self._has_begun = [asyncio.Event() for _ in generations]
         # Events must leave in the order of their ids.
         self._writing = asyncio.Lock()
@@ -204,7 +209,7 @@ class StreamAnswer(_Answer):
         self._raw_send = scope.get(RAW_SEND, send)
         if self._after is not None:
             await self._catch_up(self._after)
-        running = [i for i, place in enumerate(self._places) if not place.ended]
+        running = [i for i, position in enumerate(self._positions) if not position.ended]
         rest = b""
         if len(running) == 1:
             rest = self._with_id(running[0], await self._pump(running[0], alone=True), ended=True)
@@ -213,29 +218,30 @@ class StreamAnswer(_Answer):
         await self._emit(rest + self._end(), more_body=False)
 
     async def _catch_up(self, after: EventId) -> None:
-        """Everything up to this event, unseen. Raises ApiError 400 if it is not what the client has."""
-        await _together([self._skip(i, place) for i, place in enumerate(after.places)])
+        """Generate everything up to this event without sending it. Raises ApiError 400 if it differs from what the
+        client has."""
+        await _together([self._skip(i, position) for i, position in enumerate(after.positions)])
         if self._progress.checksum != after.checksum:
             raise cannot_resume("what comes before it is not what this request generates")
 
-    async def _skip(self, index: int, place: Place) -> None:
+    async def _skip(self, index: int, position: ChoicePosition) -> None:
         generation, scores = self._generations[index], self._scores[index]
-        if place.tokens is None:
+        if position.tokens is None:
             return
-        if place.ended:
+        if position.ended:
             while generation.finish_reason == _RUNNING:
                 await generation.next()
                 self._progress.read(index, generation.token_ids)
         else:
             try:
-                tokens = await generation.skip(place.tokens)
+                tokens = await generation.skip(position.tokens)
             except NotThere:
-                raise cannot_resume(f"choice {index} has ended by {place.tokens} tokens") from None
+                raise cannot_resume(f"choice {index} has ended by {position.tokens} tokens") from None
             self._progress.read(index, tokens)
             if scores is not None:
                 scores.skip(tokens)
-        self._progress.line(index, ended=place.ended)
-        if place.tokens or place.ended:
+        self._progress.line(index, ended=position.ended)
+        if position.tokens or position.ended:
             self._has_begun[index].set()
 
     async def _pump_all(self, index: int) -> None:
@@ -244,10 +250,10 @@ class StreamAnswer(_Answer):
             await self._emit(self._with_id(index, last, ended=True))
 
     async def _pump(self, index: int, *, alone: bool) -> bytes:
-        """Stream one choice; returns its last event unsent. `alone`: no other one is streamed."""
+        """Stream one choice, and return its last event unsent. `alone`: this is the only streamed choice."""
         generation, formatted, scores = self._generations[index], self._format, self._scores[index]
         progress = self._progress
-        waiting: list[ScoredToken] = []  # whose text has not been shown
+        waiting: list[ScoredToken] = []  # tokens without sent text
 
         def logprobs() -> dict[str, Any] | None:
             if scores is None:
@@ -260,12 +266,12 @@ class StreamAnswer(_Answer):
         while generation.finish_reason == _RUNNING:
             progress.read(index, generation.token_ids)
             waiting += generation.scored
-            if text or generation.token_ids:  # which may have none, for long: the client hears that it goes on
+            if text or generation.token_ids:  # an event without text tells the client that generation goes on
                 if not self._has_begun[index].is_set():
                     await self._begin(index)
                 event = formatted.text(index, text, logprobs())
                 if alone and self._started:
-                    # Nearly every event. Past the middleware, which has seen the start of the answer.
+                    # The most frequent case. It skips the middleware, which has seen the start of the answer.
                     body = progress.line(index) + event
                     await self._raw_send({"type": "http.response.body", "body": body, "more_body": True})
                 else:
@@ -279,13 +285,13 @@ class StreamAnswer(_Answer):
         return formatted.last(index, text, logprobs())
 
     async def _begin(self, index: int) -> None:
-        """Tokens of a choice are here. The first of a prompt's samples brings what the others may have to echo."""
+        """The first token of a choice has arrived. An echo waits for the first sample of the prompt, which has it."""
         self._has_begun[index].set()
         if self._fresh[index] and self._generations[index].job.echo is not None:
             await self._has_begun[self._first_sample(index)].wait()
 
     def _with_id(self, index: int, event: bytes, *, ended: bool = False) -> bytes:
-        """A choice's event that shows all that was read of it; before its first one, whose message it is."""
+        """An event of a choice with its id. Before the choice's first event come the role or the echo."""
         beginning = b""
         if self._fresh[index]:
             self._fresh[index] = False
@@ -323,7 +329,7 @@ class StreamAnswer(_Answer):
 
 
 async def _together(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All of them at once; if one fails, the others are cancelled."""
+    """Run all parts at once. If one part fails, cancel the others."""
     tasks = [asyncio.create_task(part) for part in parts]
     try:
         return await asyncio.gather(*tasks)

@@ -1,10 +1,9 @@
-"""The matrix products of a decoder: as fast as they go, or such that a row's result does not depend on the others.
+"""The matrix products of a decoder: fast ones, and ones with a result that does not depend on other rows.
 
-A matrix product picks its kernel, and with that the order of its sums, by the shapes. So a token's row may come out
-another way in its last bits in a larger batch or in another chunk of its prompt, and where two tokens are nearly equal
-(bf16!) that can choose the other one. TiledProducts multiplies TILE_ROWS rows at a time, whatever the step: one shape,
-one kernel (as batch-invariant kernels do; He et al., "Defeating Nondeterminism in LLM Inference", 2025).
-"""
+A matrix product chooses its kernel, and so the order of its sums, by the shapes. So a token's row may differ in its
+last bits in a larger batch, or in another chunk of its prompt. Where two tokens are nearly equal (bf16!), this can
+change the chosen token. TiledMatmul multiplies TILE_ROWS rows at a time in every step: one shape, one kernel (like
+batch-invariant kernels; He et al., "Defeating Nondeterminism in LLM Inference", 2025)."""
 
 from __future__ import annotations
 
@@ -20,15 +19,15 @@ from gpu_worker.errors import ModelError
 TILE_ROWS = 32
 
 
-class Products(Protocol):
+class Matmul(Protocol):
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """rows [rows, in] @ weight [in, out] (+ bias [out]): [rows, out], written to `out` if it is given."""
+        """rows [rows, in] @ weight [in, out] (+ bias [out]): [rows, out], written to `out` if given."""
 
     def add_to(self, total: Tensor, rows: Tensor, weight: Tensor) -> None:
         """total [rows, out] += rows [rows, in] @ weight [in, out], in place."""
 
 
-class PlainProducts:
+class PlainMatmul:
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         return torch.mm(rows, weight, out=out) if bias is None else torch.addmm(bias, rows, weight, out=out)
 
@@ -36,7 +35,7 @@ class PlainProducts:
         total.addmm_(rows, weight)
 
 
-class TiledProducts:
+class TiledMatmul:
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = rows.new_empty(len(rows), weight.shape[1])
@@ -51,21 +50,21 @@ class TiledProducts:
 
 
 def _whole(tile: Tensor) -> Tensor:
-    """TILE_ROWS rows, the last ones zeros."""
+    """The tile, padded with zeros to TILE_ROWS rows."""
     return F.pad(tile, (0, 0, 0, TILE_ROWS - len(tile)))
 
 
 @torch.inference_mode()
-def check_products(products: Products, weights: Iterable[Tensor]) -> None:
-    """ModelError if the product of a row with one of the weights [in, out] depends on its place or on other rows."""
+def check_matmul(matmul: Matmul, weights: Iterable[Tensor]) -> None:
+    """Raises ModelError if a row's product with a weight [in, out] depends on its position or on other rows."""
     for weight in weights:
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(2 * TILE_ROWS - 3, weight.shape[0], generator=generator).to(weight)
         order = torch.randperm(len(rows), generator=generator).to(weight.device)
-        product = products.of(rows, weight)
-        if not torch.equal(products.of(rows[order], weight), product[order]):
+        product = matmul.of(rows, weight)
+        if not torch.equal(matmul.of(rows[order], weight), product[order]):
             raise ModelError(
                 f"deterministic: products with {list(weight.shape)} {weight.dtype} depend on a row's place"
             )
-        if not torch.equal(products.of(rows[:1], weight), product[:1]):
+        if not torch.equal(matmul.of(rows[:1], weight), product[:1]):
             raise ModelError(f"deterministic: products with {list(weight.shape)} {weight.dtype} depend on other rows")

@@ -1,4 +1,4 @@
-"""One sequence at the scheduler, whoever reads it: what was submitted, what has come, and its place in the metrics."""
+"""One sequence at the scheduler: what was submitted, what has arrived, and its metrics. Readers may change."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from services.gateway.engine.request import GenerateJob
 from services.gateway.engine.session import SchedulerSession
 from services.gateway.engine.session_core import LiveRequest
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, from_scheduler, is_final
-from services.gateway.outcome import Outcome
+from services.gateway.outcome import SequenceOutcome
 from services.gateway.telemetry.metrics import GatewayMetrics
 
 FINISH_NAMES = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
-# CPython's cost of a list entry with its number, and of a score with its pairs; near enough to bound memory with.
+# CPython's bytes for a list entry with its number, for a score, and for a pair; good enough to bound memory.
 _TOKEN_BYTES, _SCORE_BYTES, _PAIR_BYTES = 40, 120, 120
 
 
 def scheduler_error(ending: inference_pb2.Ending) -> ApiError:
-    """For an ending that brings no answer."""
+    """The error for an ending without an answer."""
     if ending.reason == common_pb2.FINISH_REASON_ABORT:
         return ApiError(503, ending.message or "the scheduler aborted the request", retry_after_s=1.0)
     return from_scheduler(ending.code, ending.message, ending.field, ending.retry_after_s)
 
 
-class Run:
-    """A job at the scheduler. Always call `close()` in the end."""
+class SequenceRun:
+    """A job at the scheduler. Always call `close()` at the end."""
 
     __slots__ = (
         "_closed",
@@ -50,24 +50,24 @@ class Run:
         job: GenerateJob,
         session: SchedulerSession,
         metrics: GatewayMetrics,
-        first: Run | None = None,
-        on_outcome: Callable[[Outcome], None] | None = None,
+        first: SequenceRun | None = None,
+        on_outcome: Callable[[SequenceOutcome], None] | None = None,
     ) -> None:
-        """`first`: the first sample of the same prompt; its computation of the prompt serves this one too.
-        `on_outcome`: called once, when the sequence has ended.
+        """`first`: the first sample of the same prompt; the prompt is computed once for both. `on_outcome`: called
+        once, when the sequence has ended.
 
         Raises ApiError 429 or 503.
         """
         self.job = job
-        # A reader has found a stop string: what comes after it does not count.
+        # A reader has found a stop string, and later tokens do not count.
         self.stopped = False
         self._session = session
         self._metrics = metrics
         self._closed = False
-        self._counted = len(job.delivered)  # tokens that some reader has read
+        self._counted = len(job.delivered)  # tokens that at least one reader has read
         self._last_s = job.arrival_s
-        self._first_s: float | None = None  # when its first token was read
-        self._num_shown: int | None = None  # tokens up to the stop string that ended it
+        self._first_s: float | None = None  # when the first token was read
+        self._num_shown: int | None = None  # tokens up to the stop string that ended the sequence
         self._on_outcome = on_outcome
         prompt = np.asarray(job.prompt_ids, "<i4").tobytes() if first is None else first.live.prompt_token_ids
         terms = job.terms if first is None else replace(job.terms, fork_of=first.live.handle)
@@ -79,36 +79,36 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        """No more tokens come that count."""
+        """No more tokens that count will arrive."""
         return self.stopped or self.live.ending is not None
 
     @property
     def failed(self) -> bool:
-        """It has ended without an answer."""
+        """The sequence has ended without an answer."""
         ending = self.live.ending
         return ending is not None and not self.stopped and ending.reason not in FINISH_NAMES
 
     @property
-    def verdict(self) -> ApiError | None:
-        """The error with which it has ended, if it would do so again."""
+    def final_error(self) -> ApiError | None:
+        """The error with which the sequence ended, if a repetition would end the same way."""
         ending = self.live.ending
         if ending is None or not self.failed:
             return None
-        is_verdict = ending.reason == common_pb2.FINISH_REASON_ERROR and is_final(ending.code)
-        return scheduler_error(ending) if is_verdict else None
+        has_final_error = ending.reason == common_pb2.FINISH_REASON_ERROR and is_final(ending.code)
+        return scheduler_error(ending) if has_final_error else None
 
     @property
     def num_bytes(self) -> int:
-        """About the memory that it takes."""
+        """The memory that the run takes, in bytes; an estimate."""
         live, sampling = self.live, self.job.sampling
         pairs = sampling.num_top_logprobs * len(live.scores)
         pairs += sampling.num_top_prompt_logprobs * len(live.prompt_scores)
         scores = len(live.scores) + len(live.prompt_scores)
-        prompt = 2 * len(live.prompt_token_ids)  # and the job's
+        prompt = 2 * len(live.prompt_token_ids)  # here and in the job
         return prompt + _TOKEN_BYTES * len(live.tokens) + _SCORE_BYTES * scores + _PAIR_BYTES * pairs
 
     def count(self, num_tokens: int) -> None:
-        """A reader has come so far; tokens are counted once, however often they are read."""
+        """A reader has read this many tokens. Each token counts once, however often it is read."""
         fresh = num_tokens - self._counted
         if fresh > 0:
             now_s = time.perf_counter()
@@ -118,12 +118,12 @@ class Run:
             self._counted, self._last_s = num_tokens, now_s
 
     def stop(self, num_tokens: int) -> None:
-        """A stop string is complete with so many tokens: the engine need not go on."""
+        """A stop string is complete after this many tokens, so the engine need not continue."""
         self.stopped, self._num_shown = True, num_tokens
         self._session.cancel(self.live)
 
     def close(self) -> None:
-        """Count how it ended; if it has not ended, cancel it. What has come stays. Safe to call again."""
+        """Record how the sequence ended, and cancel it if it still runs. Its tokens stay. Safe to call again."""
         if self._closed:
             return
         self._closed = True
@@ -134,7 +134,7 @@ class Run:
         if self._on_outcome is not None:
             self._on_outcome(outcome)
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> SequenceOutcome:
         job, ending, now_s = self.job, self.live.ending, time.perf_counter()
         reason, status, message = "abort", CLIENT_CLOSED_REQUEST, ""
         if self.stopped:
@@ -146,7 +146,7 @@ class Run:
             reason, status, message = "error", error.status, error.message
         num_after_first = self._counted - len(job.delivered) - 1
         ran_s = self._last_s - self._first_s if self._first_s is not None else 0.0
-        return Outcome(
+        return SequenceOutcome(
             request_id=job.request_id,
             answer_id=job.terms.answer_id,
             endpoint=job.endpoint,
@@ -167,7 +167,7 @@ class Run:
 
     @property
     def _num_output_tokens(self) -> int:
-        """Those that count for the client."""
+        """Output tokens that count for the client."""
         if self.job.echo is not None and self.job.echo.alone:
             return 0
         if self._num_shown is not None:

@@ -10,13 +10,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.admission.turnstile import Gone
-from services.gateway.errors import invalid
-from services.gateway.http.connection import PEER
-from services.gateway.openai.front import Front
+from services.gateway.errors import Gone, invalid
+from services.gateway.http.connection import CLIENT_SOCKET
+from services.gateway.openai.middleware import RequestMiddleware
 
 
-class Peer:
+class ClientSocket:
     dropped = False
 
     def drop(self) -> None:
@@ -31,10 +30,10 @@ class Broken(Response):
         raise KeyError("x")
 
 
-async def ask(outcome: Response | Exception, path: str = "/direct") -> tuple[list[Message], Peer]:
+async def ask(outcome: Response | Exception, path: str = "/direct") -> tuple[list[Message], ClientSocket]:
     """What was sent to the client of a handler that returns, or raises, this."""
     sent: list[Message] = []
-    peer = Peer()
+    peer = ClientSocket()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await Response(b"framework")(scope, receive, send)
@@ -51,9 +50,9 @@ async def ask(outcome: Response | Exception, path: str = "/direct") -> tuple[lis
         sent.append(message)
 
     headers = [(b"x-request-id", b"mine")]
-    scope: dict[str, Any] = {"type": "http", "method": "GET", "path": path, "headers": headers, PEER: peer}
+    scope: dict[str, Any] = {"type": "http", "method": "GET", "path": path, "headers": headers, CLIENT_SOCKET: peer}
     try:
-        await Front(app, {("GET", "/direct"): handler})(scope, receive, send)
+        await RequestMiddleware(app, {("GET", "/direct"): handler})(scope, receive, send)
     except KeyError:
         sent.append({"type": "raised"})
     return sent, peer
