@@ -43,7 +43,7 @@ WINDOW = 64  # messages that the session may be behind
 
 
 @dataclass(slots=True)
-class Load:
+class SessionLoad:
     """A session that keeps `live` requests going until it is stopped."""
 
     scheduler: str
@@ -136,7 +136,7 @@ def _workers(services: Services, count: int) -> Iterator[None]:
 
 
 async def _measure(services: Services, workers: int, max_tokens: int) -> dict[str, float]:
-    load = Load(services.scheduler, workers * ROWS, max_tokens)
+    load = SessionLoad(services.scheduler, workers * ROWS, max_tokens)
     running = asyncio.create_task(load.run())
     full = asyncio.get_running_loop().time() + 120.0
     while load.tokens < 2 * load.live:  # every slot is taken

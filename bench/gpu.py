@@ -23,15 +23,15 @@ from typing import Any
 
 import torch
 
-from bench import gpu_measure
-from bench.gpu_choices import choices
-from bench.gpu_load import GREEDY, SAMPLED, NoRoom
-from bench.gpu_measure import Clock
-from bench.gpu_shapes import SHAPES, decode_bytes, prefill_flops, write_checkpoint
+from bench.device import measure as gpu_measure
+from bench.device.choices import choices
+from bench.device.load import GREEDY, SAMPLED, NoRoom
+from bench.device.measure import Clock
+from bench.device.shapes import SHAPES, decode_bytes, prefill_flops, write_checkpoint
 from gpu_worker.build import build_worker
 from gpu_worker.models.config import DecoderConfig, read_config
-from gpu_worker.runner import ModelRunner
 from gpu_worker.settings import WorkerSettings
+from gpu_worker.steps.runner import ModelRunner
 from paceline.v1.common_pb2 import SamplingParams
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"

@@ -18,13 +18,15 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import ceiling, overload, placement, tables, whole_path
-from bench.cache import cache
+from bench import ceiling, tables, whole_path
+from bench.cache.cache import cache
 from bench.control_plane import ABORTS, COUNTED, RUNNING, measure_abort, measure_admission, measure_decode
 from bench.cores import BLOCK_SIZE
 from bench.machine import load_note, python_speed
 from bench.orders import measure_orders
+from bench.overload import overload
 from bench.peers.peer import ROOT, Peer
+from bench.placement import placement
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("control-plane", "cache", "whole-path", "overload", "placement", "ceiling")

@@ -16,8 +16,6 @@ from gpu_worker.attention.flashinfer import FlashInferAttention, unsupported
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.errors import ModelError
 from gpu_worker.fits import block_bytes, check_fits
-from gpu_worker.graphs import CaptureProgress, CudaCapture, graph_sizes
-from gpu_worker.inputs import HostInputs, PinnedInputs
 from gpu_worker.kv.pool import allocate_pool
 from gpu_worker.kv.swap import staging_bytes
 from gpu_worker.memory import bytes_for_steps, kv_blocks_that_fit
@@ -27,14 +25,16 @@ from gpu_worker.models.flashinfer_ops import FlashInferOps
 from gpu_worker.models.loader import LoadedModel, Progress, load_model
 from gpu_worker.models.matmul import Matmul, PlainMatmul, TiledMatmul, check_matmul
 from gpu_worker.models.ops import LayerOps, TorchOps
-from gpu_worker.runner import ModelRunner
 from gpu_worker.sampling.grammars import load_tokenizer
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.slots import SlotLimits
+from gpu_worker.steps.graphs import CaptureProgress, CudaCapture, graph_sizes
+from gpu_worker.steps.inputs import HostInputs, PinnedInputs
+from gpu_worker.steps.runner import ModelRunner
+from gpu_worker.steps.slots import SlotLimits
 from paceline.v1.common_pb2 import ModelInfo
 from services.runtime.logs import get_logger
 from services.runtime.memory import available_memory
-from services.runtime.model_identity import TOKENIZER
+from services.runtime.model.identity import TOKENIZER
 
 log: structlog.stdlib.BoundLogger = get_logger(__name__)
 

@@ -9,9 +9,9 @@ from itertools import pairwise
 import torch
 
 from gpu_worker.errors import ModelError
-from gpu_worker.graphs import CudaCapture
-from gpu_worker.runner import ModelRunner
 from gpu_worker.sampling.prompt_scores import SCORER_BYTES_PER_LOGIT, rows_at_once
+from gpu_worker.steps.graphs import CudaCapture
+from gpu_worker.steps.runner import ModelRunner
 
 # The largest memory that sampling takes beyond the logits, in top-p or typical-p (sampling/filters.py). Per logit:
 # float32 copies (logits, filtered values, weights) and their bits, both halves of the bits as int64, one of these

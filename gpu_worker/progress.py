@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
 
-from gpu_worker.graphs import CaptureProgress
 from gpu_worker.models.loader import Progress as Report
+from gpu_worker.steps.graphs import CaptureProgress
 
 # A shorter load prints no lines.
 _QUIET_S = 1.0

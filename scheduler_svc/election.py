@@ -8,7 +8,7 @@ A leader's time ends before its lease does, whatever the network does (core/leas
 before everything it does (`holds`), so a frozen leader that wakes up does nothing more. What it had sent before it was
 frozen is refused by its receivers, because of its epoch (services/runtime/fence.py).
 
-simulator/election.py does the same with events instead of coroutines.
+simulator/network/election.py does the same with events instead of coroutines.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose
 from services.gateway.engine.session_core import SessionCore
-from simulator.clients import SimulatedClients
-from simulator.election import TTL_S, ElectedScheduler
-from simulator.etcd import EtcdData, EtcdParty
-from simulator.gateway_party import GatewayParty
-from simulator.network import KEEPALIVE_S, Network, Party
-from simulator.parties import RETRY_S, CacheParty, SchedulerParty, WorkerParty, new_scheduler_core
+from simulator.network.clients import SimulatedClients
+from simulator.network.election import TTL_S, ElectedScheduler
+from simulator.network.etcd import EtcdData, EtcdParty
+from simulator.network.gateway_party import GatewayParty
+from simulator.network.network import KEEPALIVE_S, Network, Party
+from simulator.network.parties import RETRY_S, CacheParty, SchedulerParty, WorkerParty, new_scheduler_core
 from simulator.schedule import NUM_GATEWAYS, ClientScript, Fault, PartySizes, Schedule
 from simulator.toy_worker import ToyWorker
 

@@ -1,4 +1,4 @@
-"""What a prefix cache is asked in bench/cache.py: the same sequences and calls for ours and for SGLang's.
+"""What a prefix cache is asked in bench/cache/cache.py: the same sequences and calls for ours and for SGLang's.
 
 Imported in our environment and in SGLang's, so it needs numpy only. Of 1,024 tokens, 512 are one of 16 system prompts,
 256 those of a session (8 sequences each), 256 a sequence's own: 71 % are shared at 1,000 sequences.

@@ -1,5 +1,5 @@
 """SGLang's SchedulePolicy on the workload of bench/orders.py, with its RadixCache, and its prefix caches on that of
-bench/cache.py: jobs in, samples out (peer.py).
+bench/cache/cache.py: jobs in, samples out (peer.py).
 
 Runs in the environment that tests/peer/env.sh makes, with that test's stand-ins for kernels and web servers.
 """

@@ -42,7 +42,7 @@ from bench.peers.quiet import no_collections
 BLOCK_SIZE = 16
 
 
-class Bench:
+class VllmBench:
     def __init__(self, max_num_seqs: int, num_blocks: int, max_batched_tokens: int = 8192, priority: bool = False):
         self.scheduler = make_scheduler(
             {
@@ -101,7 +101,7 @@ class Bench:
 
 def decode(running: int, steps: int, warm_up: int, seed: int) -> list[dict[str, float]]:
     rng = np.random.default_rng(seed)
-    bench = Bench(running, running * (2 + (64 + steps + 200) // BLOCK_SIZE))
+    bench = VllmBench(running, running * (2 + (64 + steps + 200) // BLOCK_SIZE))
     for _ in range(running):
         bench.scheduler.add_request(bench.request(rng.integers(1, 1 << 29, rng.integers(17, 64)).tolist(), 10_000))
     while bench.scheduler.waiting:
@@ -122,7 +122,7 @@ def prompts(prompt: int, cached: int, seed: int) -> Callable[[], list[int]]:
 
 def burst(prompt: int, cached: int, requests: int, seed: int) -> list[dict[str, float]]:
     """Requests for one token each, all at once, until the last one has ended. Seconds per request, as one sample."""
-    bench, make = Bench(4096, 400_000), prompts(prompt, cached, seed)
+    bench, make = VllmBench(4096, 400_000), prompts(prompt, cached, seed)
     for _ in range(20):
         bench.scheduler.add_request(bench.request(make(), 1))
         bench.step()
@@ -144,7 +144,7 @@ def burst(prompt: int, cached: int, requests: int, seed: int) -> list[dict[str, 
 
 
 def lone(prompt: int, cached: int, times: int, seed: int) -> list[dict[str, float]]:
-    bench, make = Bench(4096, 400_000), prompts(prompt, cached, seed)
+    bench, make = VllmBench(4096, 400_000), prompts(prompt, cached, seed)
 
     def one() -> dict[str, float]:
         tokens = make()
@@ -166,7 +166,7 @@ def lone(prompt: int, cached: int, times: int, seed: int) -> list[dict[str, floa
 
 def abort(waiting: int, times: int, order: str, seed: int) -> list[dict[str, float]]:
     rng = np.random.default_rng(seed)
-    bench = Bench(1, 100_000, priority=order == "priority")
+    bench = VllmBench(1, 100_000, priority=order == "priority")
     bench.scheduler.add_request(bench.request(rng.integers(1, 1 << 29, 32).tolist(), 30_000, -10))
     bench.step()
     for _ in range(waiting):

@@ -63,7 +63,7 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillChunk:
+class ChunkPlan:
     rows: slice
     gather: Gather | None  # None: the chunk has all keys itself
     tiles: tuple[Tile, ...]
@@ -72,7 +72,7 @@ class PrefillChunk:
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
     groups: tuple[DecodeGroup, ...]
-    chunks: tuple[PrefillChunk, ...]
+    chunks: tuple[ChunkPlan, ...]
 
 
 class TorchAttention:
@@ -147,17 +147,17 @@ class TorchAttention:
             yield order[start : start + size]
             start += size
 
-    def _chunk(self, metadata: AttentionMetadata, i: int, window: int) -> PrefillChunk:
+    def _chunk(self, metadata: AttentionMetadata, i: int, window: int) -> ChunkPlan:
         start, stop = int(metadata.qo_indptr[i]), int(metadata.qo_indptr[i + 1])
         count = stop - start
         kv_len = int(metadata.kv_lens(self._block_size)[i])
         prefix = kv_len - count
         if prefix == 0 and (not window or kv_len <= window):
-            return PrefillChunk(slice(start, stop), None, (Tile(slice(0, count), slice(0, count), None),))
+            return ChunkPlan(slice(start, stop), None, (Tile(slice(0, count), slice(0, count), None),))
         first_block = max(0, prefix - window + 1) // self._block_size if window else 0
         blocks = metadata.kv_indices[metadata.kv_indptr[i] + first_block : metadata.kv_indptr[i + 1]]
         tiles = tuple(self._tiles(count, prefix, window, first_block * self._block_size))
-        return PrefillChunk(slice(start, stop), self._gather(blocks[None]), tiles)
+        return ChunkPlan(slice(start, stop), self._gather(blocks[None]), tiles)
 
     def _tiles(self, count: int, prefix: int, window: int, first_key: int) -> Iterator[Tile]:
         size = max(1, TILE_ELEMENTS // (prefix + count - first_key))
@@ -213,7 +213,7 @@ class TorchAttention:
         keys, values = group.gather.keys, group.gather.values
         return F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask).reshape(count, -1)
 
-    def _prefill(self, layer: int, chunk: PrefillChunk, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+    def _prefill(self, layer: int, chunk: ChunkPlan, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         if chunk.gather is None:
             keys, values = (x[chunk.rows].transpose(0, 1).unsqueeze(0) for x in (key, value))
         else:

@@ -16,8 +16,8 @@ from torch import Tensor
 from gpu_worker.errors import ModelError
 from gpu_worker.models.config import DecoderConfig, read_config
 from gpu_worker.models.weights import DecoderWeights, assemble, expected_tensors
-from services.runtime.hub import NoSuchModel, checkpoint_folder, more_files
-from services.runtime.model_identity import INDEX, TOKENIZER, ModelIdentity, read_identity, weight_files
+from services.runtime.model.hub import NoSuchModel, checkpoint_folder, more_files
+from services.runtime.model.identity import INDEX, TOKENIZER, ModelIdentity, read_identity, weight_files
 
 # Arguments: bytes read so far, bytes in all.
 Progress = Callable[[int, int], None]

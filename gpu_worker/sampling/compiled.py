@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from llguidance import LLMatcher, LLTokenizer
 
-from services.runtime.grammars import LIMITS, one_line
+from services.runtime.model.grammars import LIMITS, one_line
 
 NO_TOKENIZER = "grammar: this worker's model has no tokenizer that could hold the output to it"
 _NICE = 19  # the model's thread is more urgent

@@ -24,7 +24,7 @@ from gpu_worker.device import upload
 from gpu_worker.errors import ModelError
 from gpu_worker.sampling.compiled import NO_TOKENIZER, Compiled, PreparedGrammars, compile_grammar
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
-from services.runtime.grammars import one_line
+from services.runtime.model.grammars import one_line
 
 Int32s = npt.NDArray[np.int32]
 

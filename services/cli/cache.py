@@ -204,7 +204,7 @@ def _tokenizer(arguments: argparse.Namespace) -> TextTokenizer:
     """The gateway's tokenizer for the model. Raises ValueError or OSError."""
     from services.gateway.text.model_files import resolve_folder
     from services.gateway.text.tokenizer import TextTokenizer
-    from services.runtime.hub import NoSuchModel
+    from services.runtime.model.hub import NoSuchModel
 
     try:
         return TextTokenizer.from_folder(resolve_folder(arguments.model), arguments.chat_template)

@@ -28,10 +28,10 @@ from services.gateway.text.id_tokenizer import IdTokenizer
 from services.gateway.text.model_files import ModelFiles, read_model_files, resolve_folder
 from services.gateway.text.own_model import OwnModel
 from services.gateway.text.tokenizer import TextTokenizer
-from services.runtime.hub import NoSuchModel
 from services.runtime.logs import get_logger
 from services.runtime.message_gate import MessageGate
-from services.runtime.model_identity import read_identity
+from services.runtime.model.hub import NoSuchModel
+from services.runtime.model.identity import read_identity
 from services.runtime.rpc import GrpcServer, transport_options
 from services.runtime.service import Addresses, CannotStart, interruptible, trim_memory
 

@@ -20,7 +20,7 @@ from tests.support.stack import Stack
 # All cases in one process: importing the hub's client takes long.
 ASK = """
 import sys
-from services.runtime.hub import NoSuchModel, checkpoint_folder
+from services.runtime.model.hub import NoSuchModel, checkpoint_folder
 for name in sys.argv[1:]:
     try:
         print("found", checkpoint_folder(name, ["config.json"]))

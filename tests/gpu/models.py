@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gpu_worker.build import build_worker
-from gpu_worker.runner import ModelRunner
 from gpu_worker.settings import WorkerSettings
+from gpu_worker.steps.runner import ModelRunner
 
 VOCAB = 499
 # Head size 64; logits far from uniform, so that rounding decides little.

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from bench.gpu_load import SAMPLED, Load, LoadRequest
+from bench.device.load import SAMPLED, Load, LoadRequest
 from demo import CHECKPOINT
-from gpu_worker import runner as runner_module
 from gpu_worker.attention.flashinfer import FlashInferAttention
-from gpu_worker.runner import ModelRunner
+from gpu_worker.steps import runner as runner_module
+from gpu_worker.steps.runner import ModelRunner
 from paceline.v1.common_pb2 import SamplingParams
 from tests.gpu.models import FAMILIES, VOCAB, Checkpoint, check_near, gpu_runner
 from tests.support import reference

@@ -17,7 +17,7 @@ MODULES = (
     "scheduler_svc/core/**/*.py",
     "scheduler_svc/policies/**/*.py",
     "cache_svc/core/**/*.py",
-    "gpu_worker/slots.py",
+    "gpu_worker/steps/slots.py",
     "services/gateway/engine/session_core.py",
     "services/client/continuation.py",
 )

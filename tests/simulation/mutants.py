@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import simulator.election
+import simulator.network.election
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.memory.eviction import EvictionQueue
 from cache_svc.core.memory.memory import Memory
@@ -29,7 +29,7 @@ from scheduler_svc.core.step.planner import Planner
 from scheduler_svc.core.workers.grammars import WorkerGrammars
 from scheduler_svc.core.workers.state import WorkerState
 from services.gateway.engine.session_core import SessionCore
-from simulator.parties import CacheParty, WorkerParty
+from simulator.network.parties import CacheParty, WorkerParty
 
 Patch = pytest.MonkeyPatch
 
@@ -265,7 +265,7 @@ def lease_end_unnoticed(patch: Patch) -> None:
 
 
 def epoch_not_larger(patch: Patch) -> None:
-    patch.setattr(simulator.election, "next_epoch", lambda last, wall_ms: last or wall_ms)
+    patch.setattr(simulator.network.election, "next_epoch", lambda last, wall_ms: last or wall_ms)
 
 
 def grammar_not_awaited(patch: Patch) -> None:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
-from bench.placement import FIGURES, cases, equal_fleet, groups, markdown, open_case, play, saturated_case, shortfall
+from bench.placement.placement import (
+    FIGURES,
+    cases,
+    equal_fleet,
+    groups,
+    markdown,
+    open_case,
+    play,
+    saturated_case,
+    shortfall,
+)
 
 
 def row(policy: str, tokens_per_s: float, ttft_ms: float) -> dict[str, object]:

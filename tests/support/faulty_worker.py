@@ -16,9 +16,9 @@ import numpy as np
 from torch import Tensor
 
 from gpu_worker.deadline import StepWatch
-from gpu_worker.inputs import StepInput
-from gpu_worker.runner import Drawn, LaunchedStep, ModelRunner
-from gpu_worker.slots import StepRows
+from gpu_worker.steps.inputs import StepInput
+from gpu_worker.steps.runner import Drawn, LaunchedStep, ModelRunner
+from gpu_worker.steps.slots import StepRows
 from paceline.v1.worker_pb2 import StepPlan
 from services.cli.main import main
 

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from gpu_worker.attention.flashinfer import FlashInferAttention
-from gpu_worker.graphs import Replay
-from gpu_worker.inputs import PinnedInputs
 from gpu_worker.kv.pool import allocate_pool
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.models.flashinfer_ops import FlashInferOps
 from gpu_worker.models.loader import load_model
 from gpu_worker.models.matmul import PlainMatmul
-from gpu_worker.runner import ModelRunner
-from gpu_worker.slots import SlotLimits
+from gpu_worker.steps.graphs import Replay
+from gpu_worker.steps.inputs import PinnedInputs
+from gpu_worker.steps.runner import ModelRunner
+from gpu_worker.steps.slots import SlotLimits
 
 CPU = torch.device("cpu")
 

@@ -55,7 +55,7 @@ class SearchBeam:
 PROMPT = SearchBeam(parent=-1, token=-1, logprob=0.0, num_tokens=0, origin=None)
 
 
-class BeamHypothesis(NamedTuple):
+class FinishedBeam(NamedTuple):
     tokens: tuple[int, ...]  # with the token that ended it
     score: float
     reason: Literal["stop", "length"]
@@ -148,11 +148,11 @@ class BeamSearch:
         self._live = [] if self._is_settled(grown) else grown
         return self._live
 
-    def best(self) -> list[BeamHypothesis]:
+    def best(self) -> list[FinishedBeam]:
         """The `num_return` best of the hypotheses that have ended so far, best first. When the search is over there are
         that many, unless the vocabulary is smaller than the width."""
         return [
-            BeamHypothesis(ending.beam.tokens, ending.score, "stop" if ending.beam.token in self._stops else "length")
+            FinishedBeam(ending.beam.tokens, ending.score, "stop" if ending.beam.token in self._stops else "length")
             for ending in self._ended[: self.num_return]
         ]
 

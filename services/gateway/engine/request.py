@@ -22,7 +22,7 @@ from services.gateway.engine.sampling import (
     refuse_for_beams,
     sampling_params,
 )
-from services.gateway.engine.session_core import NO_METADATA, RequestMetadata
+from services.gateway.engine.session_core import NO_METADATA, SubmissionMetadata
 from services.gateway.errors import ApiError, Gone, invalid
 from services.gateway.grammars.checks import GrammarChecks
 from services.gateway.grammars.structure import Structure
@@ -67,7 +67,7 @@ class GenerateJob:
     logprobs: bool = False  # whether the client gets log probabilities
     prompt_logprobs: bool = False
     echo: Echo | None = None
-    terms: RequestMetadata = NO_METADATA
+    metadata: SubmissionMetadata = NO_METADATA
     sample: int = 0  # index among the samples of one prompt
     beam: inference_pb2.BeamOptions | None = None
     delivered: tuple[int, ...] = ()  # output of another run that the client already has
@@ -227,7 +227,7 @@ class RequestBuilder:
         names: FieldNames,
         default_max_tokens: int | None = None,
         arrival_s: float | None = None,
-        terms: RequestMetadata = NO_METADATA,
+        metadata: SubmissionMetadata = NO_METADATA,
     ) -> GenerateJob:
         """Check everything and fill in the defaults. `token_ids`: the prompt. Raises ApiError 400.
 
@@ -274,7 +274,7 @@ class RequestBuilder:
             logprobs=choices.logprobs is not None,
             prompt_logprobs=choices.prompt_logprobs is not None,
             arrival_s=time.perf_counter() if arrival_s is None else arrival_s,
-            terms=terms,
+            metadata=metadata,
         )
 
     def samples(self, job: GenerateJob, n: int, best_of: int) -> list[GenerateJob]:
@@ -339,13 +339,13 @@ def make_search(job: GenerateJob, options: inference_pb2.BeamOptions) -> None:
     job.sampling.ClearField("repetition_penalty")
 
 
-def check_terms(
+def check_metadata(
     priority: float | None,
     tenant: str | None,
     deadline_s: float | None,
     cache_salt: str | None = None,
     cache_retention: Sequence[common_pb2.RetentionRange] = (),
-) -> RequestMetadata:
+) -> SubmissionMetadata:
     """Priority, tenant, deadline, salt and retention; None takes the default. Raises ApiError 400."""
     for name, value in (("priority", priority), ("deadline_s", deadline_s)):
         if value is not None and not abs(value) <= MAX_FLOAT32:  # the messages have 32-bit floats
@@ -360,7 +360,7 @@ def check_terms(
     if len(cache_retention) > MAX_RETENTION_RANGES:
         message = f"cache_retention has {len(cache_retention)} ranges; at most {MAX_RETENTION_RANGES} are possible"
         raise invalid("cache_retention", message)
-    return RequestMetadata(
+    return SubmissionMetadata(
         priority or 0.0,
         tenant or "",
         deadline_s or 0.0,

@@ -70,9 +70,9 @@ class SequenceRun:
         self._num_shown: int | None = None  # tokens up to the stop string that ended the sequence
         self._on_outcome = on_outcome
         prompt = np.asarray(job.prompt_ids, "<i4").tobytes() if first is None else first.live.prompt_token_ids
-        terms = job.terms if first is None else replace(job.terms, fork_of=first.live.handle)
+        metadata = job.metadata if first is None else replace(job.metadata, fork_of=first.live.handle)
         self.live: LiveRequest = session.submit(
-            job.request_id, prompt, job.sampling, job.final_tokens, terms, job.beam, job.delivered
+            job.request_id, prompt, job.sampling, job.final_tokens, metadata, job.beam, job.delivered
         )
         metrics.live_requests += 1
         metrics.prompt_tokens += len(job.prompt_ids)
@@ -148,10 +148,10 @@ class SequenceRun:
         ran_s = self._last_s - self._first_s if self._first_s is not None else 0.0
         return SequenceOutcome(
             request_id=job.request_id,
-            answer_id=job.terms.answer_id,
+            answer_id=job.metadata.answer_id,
             endpoint=job.endpoint,
             sample=job.sample,
-            tenant=job.terms.tenant,
+            tenant=job.metadata.tenant,
             finish_reason=reason,
             status=status,
             message=message,

@@ -16,10 +16,10 @@ from services.gateway.engine.session_core import (
     MISMATCH_RETRY_S,
     NO_METADATA,
     LiveRequest,
-    RequestMetadata,
     SessionCore,
     SessionFull,
     SessionProtocolError,
+    SubmissionMetadata,
 )
 from services.gateway.errors import ApiError, Gone
 from services.runtime.fence import StaleScheduler
@@ -186,7 +186,7 @@ class SchedulerSession:
         prompt_token_ids: bytes,
         sampling: common_pb2.SamplingParams,
         final_tokens: frozenset[int] = frozenset(),
-        terms: RequestMetadata = NO_METADATA,
+        metadata: SubmissionMetadata = NO_METADATA,
         beam: inference_pb2.BeamOptions | None = None,
         delivered: Sequence[int] = (),
     ) -> LiveRequest:
@@ -200,7 +200,7 @@ class SchedulerSession:
         now_s = asyncio.get_running_loop().time()
         try:
             request = self._core.submit(
-                request_id, prompt_token_ids, sampling, now_s, final_tokens, terms, beam, delivered
+                request_id, prompt_token_ids, sampling, now_s, final_tokens, metadata, beam, delivered
             )
         except SessionFull:
             raise self.refusal(_FULL) from None

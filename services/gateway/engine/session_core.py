@@ -40,7 +40,7 @@ class SessionFull(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class RequestMetadata:
+class SubmissionMetadata:
     """Tenant, priority, deadline, salt and more, as in Submission of inference.proto."""
 
     priority: float = 0.0
@@ -52,8 +52,7 @@ class RequestMetadata:
     answer_id: str = ""
 
 
-NO_METADATA = RequestMetadata()
-Terms = RequestMetadata  # the name that simulator/clients.py imports
+NO_METADATA = SubmissionMetadata()
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +69,7 @@ class LiveRequest:
     # Tokens that end the sequence when sampled: stop tokens and, unless ignored, end-of-sequence tokens.
     final_tokens: frozenset[int]
     submitted_s: float
-    terms: RequestMetadata = NO_METADATA
+    metadata: SubmissionMetadata = NO_METADATA
     beam: inference_pb2.BeamOptions | None = None
     # How often the request was submitted; `sent`: whether on the current stream.
     attempt: int = 0
@@ -163,7 +162,7 @@ class SessionCore:
         sampling: common_pb2.SamplingParams,
         now_s: float,
         final_tokens: frozenset[int] = frozenset(),
-        terms: RequestMetadata = NO_METADATA,
+        metadata: SubmissionMetadata = NO_METADATA,
         beam: inference_pb2.BeamOptions | None = None,
         delivered: Sequence[int] = (),
     ) -> LiveRequest:
@@ -174,7 +173,7 @@ class SessionCore:
             self._next_handle = self._next_handle % _MAX_HANDLE + 1
         handle = self._next_handle
         self._next_handle = handle % _MAX_HANDLE + 1
-        request = LiveRequest(handle, request_id, prompt_token_ids, sampling, final_tokens, now_s, terms, beam)
+        request = LiveRequest(handle, request_id, prompt_token_ids, sampling, final_tokens, now_s, metadata, beam)
         if delivered:
             request.tokens += delivered
             request.scores += [Score(0.0)] * len(delivered) if sampling.logprobs else []
@@ -385,22 +384,22 @@ class SessionCore:
                 output_token_ids=output,
                 sampling=request.sampling,
                 accepted_before=request.attempt > 1,
-                priority=request.terms.priority,
-                tenant=request.terms.tenant,
+                priority=request.metadata.priority,
+                tenant=request.metadata.tenant,
                 deadline_s=self._deadline_left_s(request),
-                fork_of=request.terms.fork_of,
+                fork_of=request.metadata.fork_of,
                 beam=request.beam,
-                cache_salt=request.terms.cache_salt,
-                cache_retention=request.terms.cache_retention,
-                answer_id=request.terms.answer_id,
+                cache_salt=request.metadata.cache_salt,
+                cache_retention=request.metadata.cache_retention,
+                answer_id=request.metadata.answer_id,
             )
             budget_bytes -= submission.ByteSize()
             yield submission
 
     def _deadline_left_s(self, request: LiveRequest) -> float:
-        if not request.terms.deadline_s:
+        if not request.metadata.deadline_s:
             return 0.0
-        return max(request.terms.deadline_s - (self._now_s - request.submitted_s), 0.001)
+        return max(request.metadata.deadline_s - (self._now_s - request.submitted_s), 0.001)
 
     def _end(self, request: LiveRequest, ending: inference_pb2.Ending) -> None:
         request.ending = ending

@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
-from services.runtime.grammars import LIMITS, one_line
+from services.runtime.model.grammars import LIMITS, one_line
 
 # Linux gives a process with nice value 19 a 69th of the time of a normal process when no core is free.
 WALL_S = 30.0

@@ -14,7 +14,7 @@ from services.gateway.engine.generation import Generation, NotThere
 from services.gateway.engine.idempotency import RequestKey, check_key, message_fingerprint
 from services.gateway.engine.list_limits import check_length, check_messages, long_bad_word
 from services.gateway.engine.logprobs import ScoredToken
-from services.gateway.engine.request import MAX_SAMPLES, GenerateJob, check_beam, check_terms, make_search, too_long
+from services.gateway.engine.request import MAX_SAMPLES, GenerateJob, check_beam, check_metadata, make_search, too_long
 from services.gateway.engine.sampling import MAX_BAD_WORD_TOKENS, FieldNames, SamplingChoices
 from services.gateway.errors import ApiError, invalid
 from services.gateway.grammars.structure import Structure, from_choices, from_schema
@@ -122,7 +122,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             endpoint="grpc",
             names=names,
             arrival_s=arrival_s,
-            terms=check_terms(
+            metadata=check_metadata(
                 request.priority, request.tenant, deadline_s, request.cache_salt, request.cache_retention
             ),
         )

@@ -113,7 +113,7 @@ class Gateway:
         num_delivered = max(len(job.delivered) for job in jobs)
         reading = self.requests.open(key, partial(self._submit, jobs), num_delivered=num_delivered)
         if (first := reading.generations[0].job) is not jobs[0]:
-            self.log.taken_up(jobs[0].request_id, first.terms.answer_id or first.request_id, first.request_id)
+            self.log.taken_up(jobs[0].request_id, first.metadata.answer_id or first.request_id, first.request_id)
         return reading
 
     def _submit(self, jobs: Sequence[GenerateJob]) -> list[SequenceRun]:

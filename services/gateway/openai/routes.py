@@ -255,7 +255,7 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
             gateway.check_model(parsed.model)
             key = None
             if name is not None:
-                key = RequestKey(parsed.terms().tenant, name, fingerprint, IDEMPOTENCY_KEY)
+                key = RequestKey(parsed.metadata().tenant, name, fingerprint, IDEMPOTENCY_KEY)
                 if not resumed:
                     gateway.check_capacity(key)
             answer_id = new_answer_id(kind, key.answer_id if key is not None else None)
@@ -313,8 +313,8 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
     prompts: Sequence[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     _, best_of = check_samples(body.n, body.best_of, bool(body.stream))
-    choices, terms = body.sampling(), replace(body.terms(), answer_id=asked.answer_id)
-    choices.grammar = await builder.grammar(body.structure(), terms.tenant, asked.gone)
+    choices, metadata = body.sampling(), replace(body.metadata(), answer_id=asked.answer_id)
+    choices.grammar = await builder.grammar(body.structure(), metadata.tenant, asked.gone)
     jobs: list[GenerateJob] = []
     for index, prompt in enumerate(prompts):
         if index:
@@ -339,7 +339,7 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
             names=_PROMPT,
             default_max_tokens=_COMPLETION_MAX_TOKENS,
             arrival_s=asked.arrival_s,
-            terms=terms,
+            metadata=metadata,
         )
         check_copies(job.sampling, len(prompts) * best_of)
         if body.echo:
@@ -393,8 +393,8 @@ async def _chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: _Asked) 
         variables=body.chat_template_kwargs,
         gone=asked.gone,
     )
-    choices, terms = body.sampling(), replace(body.terms(), answer_id=asked.answer_id)
-    choices.grammar = await gateway.builder.grammar(body.structure(), terms.tenant, asked.gone)
+    choices, metadata = body.sampling(), replace(body.metadata(), answer_id=asked.answer_id)
+    choices.grammar = await gateway.builder.grammar(body.structure(), metadata.tenant, asked.gone)
     if choices.max_tokens is None:
         await gateway.session.know_model(asked.gone)
     if asked.key is not None and body.seed is None:
@@ -406,7 +406,7 @@ async def _chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: _Asked) 
         endpoint="chat",
         names=names,
         arrival_s=asked.arrival_s,
-        terms=terms,
+        metadata=metadata,
     )
     jobs = body.jobs(gateway.builder, job)
     check_scored_prompts(body, jobs[:1])  # a chat's answer has the prompt's log probabilities once

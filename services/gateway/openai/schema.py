@@ -15,12 +15,12 @@ from services.gateway.engine.request import (
     GenerateJob,
     RequestBuilder,
     check_beam,
+    check_metadata,
     check_samples,
-    check_terms,
     make_search,
 )
 from services.gateway.engine.sampling import SamplingChoices
-from services.gateway.engine.session_core import RequestMetadata
+from services.gateway.engine.session_core import SubmissionMetadata
 from services.gateway.errors import ApiError, invalid
 from services.gateway.grammars.structure import Structure
 from services.gateway.openai.structured import ResponseFormat, StructuredOutputs
@@ -152,11 +152,11 @@ class SamplingFields(_Request):
     # How long parts of the sequence stay cached (as TensorRT-LLM's KvCacheRetentionConfig).
     cache_retention: list[CacheRetention] | None = None
 
-    def terms(self) -> RequestMetadata:
+    def metadata(self) -> SubmissionMetadata:
         """Tenant, priority, deadline, salt and retention. Raises ApiError 400."""
         tenant = self.tenant if self.tenant is not None else (self.user or "")[:MAX_TENANT_CHARS]
         retention = [common_pb2.RetentionRange(**vars(one)) for one in self.cache_retention or ()]
-        return check_terms(self.priority, tenant, self.deadline_s, self.cache_salt, retention)
+        return check_metadata(self.priority, tenant, self.deadline_s, self.cache_salt, retention)
 
     def structure(self) -> Structure | None:
         """The form that the output must have. Raises ApiError 400."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.runtime.hub import checkpoint_folder
+from services.runtime.model.hub import checkpoint_folder
 
 # The small files of a checkpoint on the hub. Only workers need the weights.
 _HUB_PATTERNS = ["*.json", "*.jinja"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.v1.common_pb2 import ModelInfo
-from services.runtime.model_identity import ModelIdentity
+from services.runtime.model.identity import ModelIdentity
 
 _SHOWN_CHARACTERS = 12  # of a hash, in messages
 

@@ -85,8 +85,8 @@ async def test_the_best_of_several_cannot_be_streamed(running: Running) -> None:
 
 
 async def test_priority_tenant_and_deadline_reach_the_scheduler(running: Running) -> None:
-    terms = {"priority": 2.5, "tenant": "team", "deadline_s": 30.0}
-    await running.openai.completions.create(model=MODEL, prompt="a", max_tokens=1, extra_body=terms)
+    metadata = {"priority": 2.5, "tenant": "team", "deadline_s": 30.0}
+    await running.openai.completions.create(model=MODEL, prompt="a", max_tokens=1, extra_body=metadata)
     await running.openai.completions.create(model=MODEL, prompt="a", max_tokens=1, user="someone")
     async with grpc.aio.insecure_channel(str(running.addresses.grpc)) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)

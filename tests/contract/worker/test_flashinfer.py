@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from gpu_worker.attention.flashinfer import FlashInferAttention, unsupported
-from gpu_worker.graphs import Replay
 from gpu_worker.kv.pool import allocate_pool
 from gpu_worker.models.config import DecoderConfig, RopeConfig
 from gpu_worker.models.flashinfer_ops import FlashInferOps
 from gpu_worker.models.ops import TorchOps
+from gpu_worker.steps.graphs import Replay
 from tests.support.attention import metadata_of
 from tests.support.flashinfer_kernels import reference_kernels
 from tests.support.gpu_twin import CPU, twin

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench.cache import Sizes, cache
-from bench.cache_ours import OurCache
+from bench.cache.cache import Sizes, cache
+from bench.cache.ours import OurCache
 from bench.peers.cache_work import LENGTH, LONG, Work, store
 
 FIGURES = ("match_hit_1024_us", "match_3000_us", "insert_1024_us", "evict_1024_at_32_us", "match_8_workers_1024_us")

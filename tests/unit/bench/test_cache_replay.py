@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.cache_replay import Requests, bound, main, replay
+from bench.cache.replay import Requests, bound, main, replay
 
 
 def made_up(seed: int) -> Requests:

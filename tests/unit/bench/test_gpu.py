@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import gpu
-from bench.gpu_choices import choices
-from bench.gpu_load import Load, LoadRequest, NoRoom
-from bench.gpu_measure import Clock
-from bench.gpu_shapes import SHAPES, decode_bytes, prefill_flops, weight_bytes_per_step
+from bench.device.choices import choices
+from bench.device.load import Load, LoadRequest, NoRoom
+from bench.device.measure import Clock
+from bench.device.shapes import SHAPES, decode_bytes, prefill_flops, weight_bytes_per_step
 from gpu_worker.models.config import DecoderConfig, parse_config
-from gpu_worker.slots import SlotBuffers, SlotLimits
+from gpu_worker.steps.slots import SlotBuffers, SlotLimits
 from tests.support.flashinfer_kernels import reference_kernels
 
 LIMITS = SlotLimits(4, 32, 64, 8, 40, 97, ())

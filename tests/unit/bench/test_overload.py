@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.overload import bucket_percentile_ms, percentile
+from bench.overload.overload import bucket_percentile_ms, percentile
 
 
 def test_percentiles() -> None:

@@ -20,7 +20,7 @@ from services.gateway.grammars import checks as grammar_checks
 from services.gateway.grammars.checks import GrammarChecks
 from services.gateway.grammars.structure import Structure
 from services.gateway.grammars.trial import Refused, TrialLimits, _any_token, follow, grammar_of
-from services.runtime.grammars import LIMITS
+from services.runtime.model.grammars import LIMITS
 
 TOKENIZER = LLTokenizer(str(CHECKPOINT / "tokenizer.json"), eos_token=[0])
 RULES = "\n".join(f'r{i}: "a{i}" | ""' for i in range(2000))

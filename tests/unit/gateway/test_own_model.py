@@ -14,7 +14,7 @@ import pytest
 from demo import CHECKPOINT
 from paceline.v1.common_pb2 import ModelInfo
 from services.gateway.text.own_model import OwnModel
-from services.runtime.model_identity import ModelIdentity, read_identity, weight_files
+from services.runtime.model.identity import ModelIdentity, read_identity, weight_files
 
 OWN = OwnModel("models/a", 1024, "", ModelIdentity("c" * 64, "t" * 64, "w" * 64))
 SAME = {

@@ -21,7 +21,7 @@ from services.gateway.openai import schema
 from services.gateway.text.id_tokenizer import IdTokenizer
 from services.gateway.text.model_files import ModelFiles, read_model_files, resolve_folder
 from services.gateway.text.tokenizer import TextTokenizer
-from services.runtime.hub import NoSuchModel
+from services.runtime.model.hub import NoSuchModel
 
 CHECKPOINT = Path(__file__).parents[3] / "demo" / "checkpoint"
 NAMES = FieldNames()

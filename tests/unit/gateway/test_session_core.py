@@ -13,10 +13,10 @@ from paceline.v1 import common_pb2, inference_pb2
 from paceline.v1.common_pb2 import RetentionRange
 from services.gateway.engine.session_core import (
     LiveRequest,
-    RequestMetadata,
     SessionCore,
     SessionFull,
     SessionProtocolError,
+    SubmissionMetadata,
 )
 from services.runtime.fence import StaleScheduler
 
@@ -128,10 +128,10 @@ def test_everything_unfinished_is_submitted_again_with_what_has_arrived() -> Non
 def test_a_deadline_counts_from_the_first_submission() -> None:
     """However often the request is submitted again; what is over is the least that can be said, not no deadline (0)."""
     core = make_core(wait_s=60.0)
-    terms = RequestMetadata(
+    metadata = SubmissionMetadata(
         deadline_s=8.0, priority=2.0, tenant="a", cache_salt="s", cache_retention=(RetentionRange(end=4),)
     )
-    request = core.submit("id", PROMPT, common_pb2.SamplingParams(max_tokens=10), 100.0, frozenset(), terms)
+    request = core.submit("id", PROMPT, common_pb2.SamplingParams(max_tokens=10), 100.0, frozenset(), metadata)
     first = opened(core)[1].submissions[0]
     assert first.deadline_s == 8.0
     core.receive(tokens((request, 7)))
@@ -266,9 +266,9 @@ def test_a_large_resubmission_is_cut_into_messages() -> None:
 
 
 def test_all_that_a_submission_carries_counts() -> None:
-    core, terms = make_core(), RequestMetadata(cache_salt="x" * 2**20)
+    core, metadata = make_core(), SubmissionMetadata(cache_salt="x" * 2**20)
     for _ in range(10):
-        core.submit("id", b"1234", common_pb2.SamplingParams(max_tokens=1), 0.0, terms=terms)
+        core.submit("id", b"1234", common_pb2.SamplingParams(max_tokens=1), 0.0, metadata=metadata)
     messages = opened(core)[1:]
     assert sum(len(m.submissions) for m in messages) == 10
     assert max(m.ByteSize() for m in messages) < 8 * 2**20

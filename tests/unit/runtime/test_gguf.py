@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime.hub import NoSuchModel, checkpoint_folder
+from services.runtime.model.hub import NoSuchModel, checkpoint_folder
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def gguf(tmp_path: Path) -> Path:
 
 
 def test_a_file_a_folder_and_a_repository_of_gguf(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.runtime.hub._fetch", lambda *_: pytest.fail("the hub was asked"))
+    monkeypatch.setattr("services.runtime.model.hub._fetch", lambda *_: pytest.fail("the hub was asked"))
     for model in (str(gguf), str(gguf.parent), "owner/Model-7B-GGUF", "/nowhere/model.gguf"):
         with pytest.raises(NoSuchModel, match="is GGUF, which is not supported"):
             checkpoint_folder(model, ["*.json"])

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_svc.core.requests.beams import MAX_WIDTH, BeamHypothesis, BeamSearch, Candidates
+from scheduler_svc.core.requests.beams import MAX_WIDTH, BeamSearch, Candidates, FinishedBeam
 from tests.support.checkpoints import COMMON
 
 VOCAB = 16
@@ -26,7 +26,7 @@ ENDS = ((), (2,), (2, 5), (2, 5, 9), (2, 3, 4, 5, 6))  # the last often ends sev
 Report = Callable[[Sequence[tuple[int, ...]]], list[Candidates]]  # of output tokens
 
 
-def drive(search: BeamSearch, report: Report) -> list[BeamHypothesis]:
+def drive(search: BeamSearch, report: Report) -> list[FinishedBeam]:
     while not search.done:
         search.advance(report([beam.tokens for beam in search.live]))
     return search.best()
@@ -211,7 +211,7 @@ def test_never_looks_as_far_as_a_longer_sequence_could_win(length_penalty: float
     """Token 0 ends at once with -0.5; the other way scores -0.4 after 5 tokens, and less with fewer."""
     logprob = -0.4 * 5**length_penalty
 
-    def best(early_stopping: Any) -> BeamHypothesis:
+    def best(early_stopping: Any) -> FinishedBeam:
         search = BeamSearch(
             width=1,
             length_penalty=length_penalty,

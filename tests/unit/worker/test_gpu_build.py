@@ -19,8 +19,8 @@ from gpu_worker.errors import ModelError
 from gpu_worker.memory import kv_blocks_that_fit
 from gpu_worker.sampling.prompt_scores import SLICE_BYTES
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.slots import SlotLimits
-from gpu_worker.step_arrays import largest_step
+from gpu_worker.steps.slots import SlotLimits
+from gpu_worker.steps.step_arrays import largest_step
 from tests.unit.worker.families import Reference
 
 GIB = 2**30

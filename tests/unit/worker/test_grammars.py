@@ -17,11 +17,11 @@ from transformers import LogitsProcessorList
 from demo import CHECKPOINT
 from gpu_worker.build import BuiltWorker
 from gpu_worker.device import DeviceEvent
-from gpu_worker.runner import INVALID_ARGUMENT, NO_TOKEN
 from gpu_worker.sampling import compiled, grammars
 from gpu_worker.sampling.compiled import NO_TOKENIZER, PreparedGrammars
 from gpu_worker.sampling.grammars import MISFIT, NOT_PREPARED, Grammars
 from gpu_worker.sampling.processors import allow_bits
+from gpu_worker.steps.runner import INVALID_ARGUMENT, NO_TOKEN
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan, StepResult
 from tests.support import reference

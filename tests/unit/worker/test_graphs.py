@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_worker.graphs import DecodeGraphs, graph_sizes
-from gpu_worker.step_arrays import dummy_decodes
+from gpu_worker.steps.graphs import DecodeGraphs, graph_sizes
+from gpu_worker.steps.step_arrays import dummy_decodes
 from tests.unit.worker.test_inputs import arrays_of
 
 

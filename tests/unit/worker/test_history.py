@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpu_worker.build import BuiltWorker
-from gpu_worker.history import TokenHistory
+from gpu_worker.steps.history import TokenHistory
 from paceline.v1.worker_pb2 import KeptSequence
 from tests.unit.worker.driver import Driver, Sequence
 from tests.unit.worker.families import VOCAB, Reference

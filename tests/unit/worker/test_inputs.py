@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_worker.inputs import HostInputs, PinnedInputs
 from gpu_worker.kv.pool import DUMMY_BLOCK
-from gpu_worker.slots import SlotLimits
-from gpu_worker.step_arrays import StepArrays, dummy_decodes, indptr
+from gpu_worker.steps.inputs import HostInputs, PinnedInputs
+from gpu_worker.steps.slots import SlotLimits
+from gpu_worker.steps.step_arrays import StepArrays, dummy_decodes, indptr
 
 BLOCK_SIZE, MAX_SEQS, MAX_ROWS, TABLE_BLOCKS = 4, 8, 40, 10
 LIMITS = SlotLimits(MAX_SEQS, MAX_ROWS, BLOCK_SIZE * TABLE_BLOCKS, BLOCK_SIZE, 100, 50, ())

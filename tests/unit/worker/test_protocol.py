@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from gpu_worker.errors import ProtocolViolation
-from gpu_worker.slots import SlotBuffers, SlotLimits
+from gpu_worker.steps.slots import SlotBuffers, SlotLimits
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 from tests.unit.worker.driver import pack

@@ -16,7 +16,7 @@ from transformers import (
 from gpu_worker.build import BuiltWorker
 from gpu_worker.sampling.filters import apply_temperature, mask_top_k, mask_top_p
 from gpu_worker.sampling.sampler import SamplingRows, likeliest, sample
-from gpu_worker.slots import SlotBuffers, SlotLimits
+from gpu_worker.steps.slots import SlotBuffers, SlotLimits
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 from tests.unit.worker.driver import Driver

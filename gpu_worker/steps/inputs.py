@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gpu_worker.attention.base import AttentionMetadata
 from gpu_worker.device import DeviceEvent
-from gpu_worker.slots import SlotLimits
-from gpu_worker.step_arrays import StepArrays
+from gpu_worker.steps.slots import SlotLimits
+from gpu_worker.steps.step_arrays import StepArrays
 
 _WORD = 8  # bytes
 

@@ -14,8 +14,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench import cache_ours
-from bench.cache_ours import OurCache
+from bench.cache import ours as cache_ours
+from bench.cache.ours import OurCache
 from bench.control_plane import ratio
 from bench.machine import load_note, python_speed
 from bench.peers.cache_work import Samples, Work, bytes_of, measure_calls, measure_evict

@@ -1,6 +1,6 @@
 """How often a prefix cache of a given size hits, on a public trace: the core's tree and memory, request after request.
 
-    python -m bench.cache_replay conversation_trace.jsonl --plot docs/img/cache-hit-rates.png
+    python -m bench.cache.replay conversation_trace.jsonl --plot docs/img/cache-hit-rates.png
 
 The trace is Mooncake's (a line a request, gzip or plain): `hash_ids` are the request's blocks of 512 tokens, an id
 stands for its block and all before it. Each id is replayed as one block: a token of its own, at block size 1. A request
@@ -28,7 +28,7 @@ from cache_svc.core.sequences.worker_blocks import WorkerBlocks
 from cache_svc.core.tree.nodes import Namespace, PrefixSubscription
 from cache_svc.core.tree.tree import PrefixTree
 
-RESULTS = Path(__file__).parent / "results" / "cache_replay.json"
+RESULTS = Path(__file__).parents[1] / "results" / "cache_replay.json"
 BLOCK_TOKENS = 512
 POOLS = (1_000, 5_000, 10_000, 30_000, 50_000, 100_000, 500_000)
 # All but "priority", as the trace knows none.
@@ -121,7 +121,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.cache_replay", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="bench.cache.replay", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("trace", type=Path, help="JSON lines with hash_ids, gzip or plain")
     parser.add_argument("--pools", type=int, nargs="+", default=POOLS, help="blocks")
     parser.add_argument("--eviction", nargs="+", choices=EVICTIONS, default=EVICTIONS)

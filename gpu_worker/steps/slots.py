@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_worker.errors import ProtocolViolation
-from gpu_worker.history import SampledSlots, TokenHistory
 from gpu_worker.sampling.prompt_scores import PromptRows, ScoredChunk
 from gpu_worker.sampling.sampler import SamplingRows
+from gpu_worker.steps.history import SampledSlots, TokenHistory
 from paceline.v1.worker_pb2 import KeptSequence, NewSequence, StepPlan
 
 Int32s = npt.NDArray[np.int32]

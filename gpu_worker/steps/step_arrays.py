@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_worker.kv.pool import DUMMY_BLOCK
-from gpu_worker.slots import SlotBuffers, SlotLimits, StepRows
+from gpu_worker.steps.slots import SlotBuffers, SlotLimits, StepRows
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]

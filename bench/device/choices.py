@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu_measure import Clock
+from bench.device.measure import Clock
 from gpu_worker.sampling.filters import mask_top_k, mask_top_p
 
 # in, out of a layer's products: qkv, output, gate and up, down.

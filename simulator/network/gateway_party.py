@@ -8,8 +8,8 @@ from typing import Any
 from paceline.v1.inference_pb2 import SessionResponse
 from services.gateway.engine.session_core import LiveRequest, SessionCore
 from services.runtime.fence import StaleScheduler
-from simulator.network import Network, Party, SimulatedConnection
-from simulator.parties import RETRY_S, TICK_S, Dial, follow
+from simulator.network.network import Network, Party, SimulatedConnection
+from simulator.network.parties import RETRY_S, TICK_S, Dial, follow
 
 DRAIN_S = 30.0  # --drain-s: time that a leaving gateway gives its streams
 

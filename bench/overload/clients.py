@@ -1,4 +1,4 @@
-"""Clients of bench.overload, each role a process: `python -m bench.overload_clients ROLE PORT NUMBER SECONDS`.
+"""Clients of bench.overload.overload, each role a process: `python -m bench.overload.clients ROLE PORT NUMBER SECONDS`.
 
 Prints `ready`, and in the end what it saw, as JSON. A time is measured from the moment at which the request was written
 to the one at which the answer was here; `lag` is how late this process itself was meanwhile, which is in these times.

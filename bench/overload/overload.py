@@ -1,7 +1,7 @@
 """The whole server under more than it can do, and under clients that mean it ill: `--part overload`.
 
 The demo model behind the real services on this machine; clients of each kind in a process of their own
-(bench.overload_clients). At first what the server does at its best (`peak`): as many requests at once as have a place;
+(bench.overload.clients). At first what the server does at its best (`peak`): as many requests at once as have a place;
 and, in turns with it, ten times as many requests as it has just served, by the clock, from clients that never come
 again (`10x`); the peak beside a process that takes as much of the cores as those clients do. Then ten times as many
 clients as have a place, who come again when they were told to (`10x, come back`). Then beside readers that do not read,
@@ -29,7 +29,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from bench.overload_clients import MEAN_OUTPUT_TOKENS
+from bench.overload.clients import MEAN_OUTPUT_TOKENS
 from services.runtime.service import raise_file_limit
 from tests.support.stack import Stack
 
@@ -55,7 +55,7 @@ class Role:
         command = [
             sys.executable,
             "-m",
-            "bench.overload_clients",
+            "bench.overload.clients",
             role,
             str(stack.http_port),
             str(number),

@@ -34,7 +34,7 @@ from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
 from services.runtime.fence import Fence, StaleScheduler
 from simulator.exchanges import check_exchange, check_plan
-from simulator.network import Network, Party, SimulatedConnection
+from simulator.network.network import Network, Party, SimulatedConnection
 from simulator.toy_worker import ToyWorker
 
 Find = Callable[[], Party]  # returns the current process of a name

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gpu_worker.step_arrays import StepArrays
+from gpu_worker.steps.step_arrays import StepArrays
 
 # Queues the captured work. The results are at the same addresses as in the capture.
 Replay = Callable[[], None]

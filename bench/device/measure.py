@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from bench.gpu_load import GREEDY, Load, LoadRequest, PlannedStep
-from gpu_worker.inputs import StepInput
-from gpu_worker.runner import LaunchedStep, ModelRunner
-from gpu_worker.step_arrays import StepArrays
+from bench.device.load import GREEDY, Load, LoadRequest, PlannedStep
+from gpu_worker.steps.inputs import StepInput
+from gpu_worker.steps.runner import LaunchedStep, ModelRunner
+from gpu_worker.steps.step_arrays import StepArrays
 from paceline.v1.common_pb2 import SamplingParams
 
 WINDOW = 2

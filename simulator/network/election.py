@@ -13,9 +13,9 @@ from typing import Any
 
 from scheduler_svc.core.lease import RENEWALS, LeaseClock, next_epoch
 from scheduler_svc.core.scheduler import SchedulerCore
-from simulator.etcd import RETRY_S, EtcdAnswer, EtcdData, WayToEtcd
-from simulator.network import Action, Network, Party, SimulatedConnection
-from simulator.parties import Find, SchedulerParty
+from simulator.network.etcd import RETRY_S, EtcdAnswer, EtcdData, WayToEtcd
+from simulator.network.network import Action, Network, Party, SimulatedConnection
+from simulator.network.parties import Find, SchedulerParty
 
 TTL_S = 3.0
 CLOCKS_DIFFER_MS = 3_600_000

@@ -17,9 +17,9 @@ import numpy as np
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions
 from scheduler_svc.core.lifecycle.beam_groups import make_search
-from services.gateway.engine.session_core import LiveRequest, Terms
-from simulator.gateway_party import GatewayParty
-from simulator.network import Network, Party
+from services.gateway.engine.session_core import LiveRequest, SubmissionMetadata
+from simulator.network.gateway_party import GatewayParty
+from simulator.network.network import Network, Party
 from simulator.schedule import NUM_GATEWAYS, ClientScript
 from simulator.toy_worker import EOS, expected_hypotheses, expected_output, toy_logprob
 
@@ -198,7 +198,7 @@ class SimulatedClient:
                 prompt_token_ids=np.array(ask.prompt, np.int32).tobytes(),
                 sampling=own,
                 final_tokens=frozenset() if ask.ignore_eos else frozenset([EOS]),
-                terms=Terms(fork_of=first),
+                metadata=SubmissionMetadata(fork_of=first),
                 beam=beam,
                 delivered=tuple(brought),
             )

@@ -14,9 +14,6 @@ from torch import Tensor
 
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.device import DeviceEvent, fetch
-from gpu_worker.graphs import Capture, CaptureProgress, DecodeGraphs
-from gpu_worker.history import SampledSlots
-from gpu_worker.inputs import StepInput, StepInputs
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.sampling.compiled import PreparedGrammars
@@ -24,8 +21,11 @@ from gpu_worker.sampling.grammars import GrammarMask, Grammars
 from gpu_worker.sampling.logits_processors import LogitsProcessors
 from gpu_worker.sampling.prompt_scores import PromptRows, PromptScores, score_prompts
 from gpu_worker.sampling.sampler import Sampled, SamplingRows, Scores, sample
-from gpu_worker.slots import SlotBuffers, SlotLimits, StepRows
-from gpu_worker.step_arrays import StepArrays, dummy_decodes, largest_step, step_arrays
+from gpu_worker.steps.graphs import Capture, CaptureProgress, DecodeGraphs
+from gpu_worker.steps.history import SampledSlots
+from gpu_worker.steps.inputs import StepInput, StepInputs
+from gpu_worker.steps.slots import SlotBuffers, SlotLimits, StepRows
+from gpu_worker.steps.step_arrays import StepArrays, dummy_decodes, largest_step, step_arrays
 from paceline.v1.worker_pb2 import KeptSequence, RowError, StepPlan, StepResult, TokenLogprobs
 
 NO_NUMBER = "the model gave no number (NaN or infinity in the logits)"

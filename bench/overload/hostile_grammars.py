@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from bench.overload import percentile
+from bench.overload.overload import percentile
 from tests.support.stack import Stack
 
 SECONDS, VICTIMS, ATTACKERS, OUTPUT_TOKENS = 4.0, 3, 4, 64
@@ -130,7 +130,7 @@ def most_resident_mib(stack: Stack, name: str) -> int | None:
 async def beside(stack: Stack, kind: str) -> dict[str, Any]:
     """The others' times while another process sends requests of this kind, and what these get."""
     attacker = subprocess.Popen(  # noqa: ASYNC220 - nothing is measured yet
-        [sys.executable, "-m", "bench.hostile_grammars", "--attack", kind, "--url", stack.url],
+        [sys.executable, "-m", "bench.overload.hostile_grammars", "--attack", kind, "--url", stack.url],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -176,14 +176,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", type=Path, help="another checkout, to measure as well")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "hostile_grammars.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "hostile_grammars.json")
     parser.add_argument("--attack", help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.attack:
         asyncio.run(attack(args.url, args.attack))
         return
-    checkouts = {"now": Path(__file__).parents[1]}
+    checkouts = {"now": Path(__file__).parents[2]}
     if args.before:
         checkouts = {"before": args.before.resolve(), **checkouts}
     results: dict[str, Any] = {"cores": os.cpu_count(), "load_average": os.getloadavg()[0], "kinds": {}}

@@ -1,4 +1,4 @@
-"""One system prompt that all requests share, and conversations, on real workers: `python -m bench.placement_live`.
+"""One system prompt that all requests share, and conversations, on real workers: `python -m bench.placement.live`.
 
 The demo model over HTTP, on one worker and on two, of 16 sequences each. A request warms one worker's cache; then
 requests of the same prefix and 8 tokens of their own come, 32 at a time or 2.5 a second. In conversations each turn's
@@ -26,11 +26,11 @@ from typing import Any
 import httpx
 
 from bench.machine import load_note
-from bench.placement import OURS, POLICIES
+from bench.placement.placement import OURS, POLICIES
 from tests.support.ports import free_port
 from tests.support.stack import Stack
 
-RESULTS = Path(__file__).parent / "results" / "placement_live.json"
+RESULTS = Path(__file__).parents[1] / "results" / "placement_live.json"
 PREFIXES = (842, 1_500)  # tokens; the demo model takes 2,048
 OWN_TOKENS, OUTPUT_TOKENS = 8, 48
 REQUESTS, CONCURRENCY, PER_S = 64, 32, 2.5
@@ -125,7 +125,7 @@ def measure(placement: str, workers: int, slow: bool) -> list[dict[str, Any]]:
     """All cases on one set of servers, each with a prefix of its own."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        stack = Stack(Path(folder), worker_module="bench.slow_worker" if slow else "")
+        stack = Stack(Path(folder), worker_module="bench.overload.slow_worker" if slow else "")
         stack.metrics_ports |= {f"worker-{i + 1}": free_port() for i in range(workers)}
         stack.worker_flags = ["--threads", "1", "--log-level", "warning", "--max-num-seqs", str(MAX_NUM_SEQS)]
         stack.scheduler_flags = ["--placement", placement]
@@ -154,7 +154,7 @@ def measure(placement: str, workers: int, slow: bool) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.placement_live", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.placement.live", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--placements", nargs="+", choices=POLICIES, default=POLICIES, help="on two workers")
     parser.add_argument("--real-steps", action="store_true", help="do not lengthen the workers' steps")

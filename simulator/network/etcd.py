@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from simulator.network import Action, Network, Party, SimulatedConnection
+from simulator.network.network import Action, Network, Party, SimulatedConnection
 
 LOOK_S = 0.1
 RETRY_S = 0.1

@@ -27,8 +27,8 @@ import httpx
 import psutil
 import uvloop
 
-from bench.overload import Most, percentile
-from bench.overload_clients import Connection, completion
+from bench.overload.clients import Connection, completion
+from bench.overload.overload import Most, percentile
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from services.runtime.service import raise_file_limit
 from tests.support.stack import Stack
@@ -147,7 +147,7 @@ class Attack:
     """A process of an attack. A context: it has begun on entry."""
 
     def __init__(self, kind: str, port: int) -> None:
-        self._command = [sys.executable, "-m", "bench.heavy_clients", "--attack", kind, "--port", str(port)]
+        self._command = [sys.executable, "-m", "bench.overload.heavy_clients", "--attack", kind, "--port", str(port)]
 
     def __enter__(self) -> Attack:
         self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -369,7 +369,7 @@ def main() -> None:
     parser.add_argument("--attack", choices=[*bodies(), *ATTACKS], help="be this attacker")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--part", choices=sorted(PARTS), nargs="+", default=list(PARTS))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "heavy_clients.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "heavy_clients.json")
     parser.add_argument("--name", default="after", help="of the column in the file; others are kept")
     options = parser.parse_args()
     raise_file_limit()

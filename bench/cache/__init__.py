@@ -1,0 +1,1 @@
+"""The prefix cache beside those of vLLM and SGLang, and hit rates on traces."""

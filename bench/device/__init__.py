@@ -1,0 +1,1 @@
+"""Parts of `bench.gpu`: loads, shapes and measurements on a GPU."""

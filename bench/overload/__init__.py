@@ -1,0 +1,1 @@
+"""What many, large or hostile requests cost other clients."""

@@ -1,0 +1,1 @@
+"""Placement rules compared, in simulation and on real workers."""
