@@ -75,6 +75,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/style.py
 	scripts/proto.sh --check
 	scripts/buf.sh
 
