@@ -100,11 +100,13 @@ def test_a_foreign_package_takes_no_name_of_ours(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("_installed")
-def test_a_broken_package_harms_nobody_who_does_not_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_package_harms_only_those_that_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [*registry.entry_points(group=registry.GROUP), EntryPoint("order.lost", "lost.module:X", registry.GROUP)]
     monkeypatch.setattr(registry, "entry_points", lambda group: points)
     registry.names.cache_clear()
-    build(choose("", {}, {"ageing_tokens_per_s": 1.0}))  # an option of nobody here makes it look at all of them
+    build(
+        choose("", {}, {"ageing_tokens_per_s": 1.0})
+    )  # no chosen policy has this option: `choose` looks at all policies
     with pytest.raises(PolicyError, match=r"order: lost\.module:X cannot be imported"):
         build(choose("", {"order": "lost"}))
 
