@@ -104,9 +104,8 @@ def test_a_broken_package_harms_only_those_that_ask_for_it(monkeypatch: pytest.M
     points = [*registry.entry_points(group=registry.GROUP), EntryPoint("order.lost", "lost.module:X", registry.GROUP)]
     monkeypatch.setattr(registry, "entry_points", lambda group: points)
     registry.names.cache_clear()
-    build(
-        choose("", {}, {"ageing_tokens_per_s": 1.0})
-    )  # no chosen policy has this option: `choose` looks at all policies
+    # No chosen policy has this option, so all policies are looked at for it.
+    build(choose("", {}, {"ageing_tokens_per_s": 1.0}))
     with pytest.raises(PolicyError, match=r"order: lost\.module:X cannot be imported"):
         build(choose("", {"order": "lost"}))
 
