@@ -1,8 +1,8 @@
-"""What it costs to know who is next: every order policy at 128 to 5,000 waiting, beside SGLang's of the same name.
+"""The cost of choosing the next request: each order policy at 128 to 5,000 waiting, beside SGLang's of the same name.
 
 The requests come in 16 families of 512 shared tokens, of which each family has another part cached (0 to 480 tokens).
 Between two passes 1 % of them have gone and as many have come, and 1 % have another match. A pass of ours is: the
-policy is told of that (O(changes)), and says who the first 16 are ("next"). SGLang's is: those gone are left out of the
+policy is told of that (O(changes)), and names the first 16 ("next"). SGLang's is: those gone are left out of the
 list, the new ones appended, and calc_priority, which matches and sorts what waits.
 """
 
@@ -57,7 +57,7 @@ def requests(rng: np.random.Generator) -> Iterator[Request]:
 
 
 def passes(order: str, waiting: int, seed: int) -> list[tuple[float, float]]:
-    """Seconds of each: to take in what has changed, and to say who is next."""
+    """Seconds of each: to take in what has changed, and to name the next requests."""
     rng = np.random.default_rng(seed)
     policy = find("order", order)()
     source = requests(rng)

@@ -72,12 +72,12 @@ class CacheCollector(Collector):
                 "Sequences that share what the step that they come in with computes for others.",
                 counters.sharing_sequences,
             ),
-            ("copied_blocks", "Blocks whose beginning was reused, by copying it.", counters.copied_blocks),
+            ("copied_blocks", "Blocks of which the beginning was reused, by copying it.", counters.copied_blocks),
             ("copied_host_blocks", "Of these, blocks of host memory.", counters.copied_host_blocks),
             ("demoted_blocks", "Evicted blocks that were copied to host memory.", counters.demoted_blocks),
             ("demoted_tails", "Of these, blocks that were begun and not filled.", counters.demoted_tails),
             ("promoted_blocks", "Blocks reused from host memory, copied back.", counters.promoted_blocks),
             ("prefix_query_tokens", "Tokens of admitted sequences.", counters.prefix_query_tokens),
-            ("prefix_hit_tokens", "Tokens of admitted sequences whose KV was reused.", counters.prefix_hit_tokens),
+            ("prefix_hit_tokens", "Tokens of admitted sequences with reused KV.", counters.prefix_hit_tokens),
         ):
             yield CounterMetricFamily(f"paceline_cache_{name}", text, value=value)

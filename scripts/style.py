@@ -2,7 +2,7 @@
 
 Kinds of findings:
   people      a word for people (see PEOPLE) in a .py, .md or .proto file, where requests, workers and blocks are things
-  class       a public top-level class whose name another module uses for its own class
+  class       a public top-level class with the name of a class in another module
   docstring   a module without a docstring
   folder      a folder with more than MAX_MODULES modules
 

@@ -16,7 +16,7 @@ from xdist.scheduler import LoadFileScheduling
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Commands find no server of whoever runs the tests, nor those of other test processes.
+# Commands find neither a server that the developer runs nor those of other test processes.
 os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"paceline-state-{os.getpid()}")
 os.environ.pop("PACELINE_SERVER", None)
 # Nothing here speaks TLS, and a client that reads the world's certificates takes 40 ms for it: a folder with none.

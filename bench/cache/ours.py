@@ -80,7 +80,7 @@ class OurCache:
         return self.tree.cut(node, depth)
 
     def lock_unlock(self, node: PrefixNode) -> None:
-        """`use_path` says the blocks as well: nobody uses a path without them."""
+        """`use_path` says the blocks as well: no sequence uses a path without them."""
         self.device.use_path(node)
         self.device.leave_path(node)
 

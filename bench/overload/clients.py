@@ -67,7 +67,7 @@ class Answer:
 
 
 def settle(answered: asyncio.Future[Answer]) -> Callable[[Answer], None]:
-    """A callback that gives it its result, unless nobody waits any more."""
+    """A callback that gives `answered` its result, unless no task waits for it any more."""
 
     def give(answer: Answer) -> None:
         if not answered.done():
@@ -89,7 +89,7 @@ def completion(rng: random.Random, max_tokens: int, **options: Any) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """One request at a time, whose answer is no stream."""
+    """One request at a time, with an answer that is no stream."""
 
     def __init__(self) -> None:
         self._data = b""
@@ -153,7 +153,7 @@ class Clients:
         await self.ROLES[role](self)
         lagging.cancel()
         print(json.dumps(asdict(self.tally)), flush=True)
-        sys.stdin.read()  # who measures us looks at our CPU time before we end
+        sys.stdin.read()  # bench.overload reads the CPU time of this process before it closes the input
 
     def ready(self) -> None:
         print("ready", flush=True)
@@ -232,7 +232,7 @@ class Clients:
         self.tally = tally
 
     async def come_back(self) -> None:
-        """So many users at the same moment, with one request each, who wait for as long as they are told to."""
+        """So many users at the same moment, with one request each; they wait for as long as they are told to."""
 
         async def user() -> None:
             returns = 0
@@ -251,7 +251,7 @@ class Clients:
             task.cancel()
 
     async def storm(self) -> None:
-        """So many a second who connect, ask for a stream and go away."""
+        """So many clients a second that connect, ask for a stream and go away."""
         tasks = set[asyncio.Task[None]]()
         request = completion(self.rng, 4 * MEAN_OUTPUT_TOKENS, stream=True)
 
@@ -277,7 +277,7 @@ class Clients:
         self.tally.seconds = time.perf_counter() - began_s
 
     async def stalled(self) -> None:
-        """Streams that nobody reads, of a few MB of events, which is more than sockets hold."""
+        """Streams that no client reads, of a few MB of events, which is more than sockets hold."""
         loop, request = asyncio.get_running_loop(), completion(self.rng, 2000, stream=True, logprobs=20)
         for _ in range(int(self.number)):
             sock = socket.socket()

@@ -2,7 +2,7 @@
 
 The demo model behind the real services on this machine. Three well-behaved clients stream short completions while a
 process of its own attacks (`--attack KIND`). Written down are the others' time to first token (TTFT) and gaps between
-tokens (ITL) beside each attack, in turns with nobody attacking; the gateway's resident memory around 80 gRPC calls of
+tokens (ITL) beside each attack, in turns with no attack; the gateway's resident memory around 80 gRPC calls of
 almost 16 MB; how a client at another address fares beside 17,000 connections that ask nothing; and how long 6,000
 connections that ask at the same moment wait for their 429.
 """

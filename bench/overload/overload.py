@@ -4,7 +4,7 @@ The demo model behind the real services on this machine; clients of each kind in
 (bench.overload.clients). At first what the server does at its best (`peak`): as many requests at once as have a place;
 and, in turns with it, ten times as many requests as it has just served, by the clock, from clients that never come
 again (`10x`); the peak beside a process that takes as much of the cores as those clients do. Then ten times as many
-clients as have a place, who come again when they were told to (`10x, come back`). Then beside readers that do not read,
+clients as have a place, and each comes again when told to (`10x, come back`). Then beside readers that do not read,
 heads of requests that come byte by byte, connections that ask nothing, and clients that go away as soon as they have
 asked.
 
@@ -41,7 +41,7 @@ SECONDS = 12.0
 TURNS, MOST_TURNS, TURN_SECONDS = 8, 24, 6.0
 QUIET_STOLEN_CORES = 0.1
 FLOOD_CORES = 0.08  # what the clients of a flood take more than those of the peak, before it has been measured
-LONGEST_S = 90.0  # until all who were told to come back have been served
+LONGEST_S = 90.0  # until all clients that were told to come back have been served
 IDLE_CONNECTIONS, SLOW_HEADS, STALLED_READERS = 10_000, 500, 8
 STORM_PER_S = 1000
 _SAMPLE_S = 0.2

@@ -1,4 +1,4 @@
-"""A worker whose steps take longer than their computation: `python -m bench.overload.slow_worker serve worker ...`.
+"""A worker with steps that take longer than their computation: `python -m bench.overload.slow_worker serve worker ...`.
 
 Several workers on a machine of few cores take each other's CPU, so no placement could make them faster together. This
 worker computes a step as it is and then sleeps, as if a device of its own had the work.

@@ -1,6 +1,6 @@
 """The architectures that the decoder serves: one entry each, with all that sets it apart.
 
-To add one whose layers are a decoder's as they stand (decoder.py): an entry here, and a family in
+To add an architecture with layers that the decoder has already (decoder.py): an entry here, and a family in
 tests/unit/worker/families.py, which compares its tokens with transformers'.
 """
 

@@ -29,7 +29,7 @@ from tests.support.stack import Stack
 
 # Of each kind the one to which it is done.
 VICTIMS = {"worker": "worker-1", "cache": "cache", "scheduler": "scheduler", "gateway": "gateway"}
-# Whose connection is broken when a service is cut off. The one that dials has the proxy.
+# The services with a connection to break when a service is cut off. The service that dials has the proxy.
 LINKS = {
     "worker": ["worker-1"],
     "cache": ["scheduler"],
@@ -136,7 +136,7 @@ def salted(question: Question, salt: str) -> Question:
 
 
 async def fault(stack: Stack, cell: Cell) -> None:
-    """Do it, and undo it as whoever looks after the services would. AssertionError if a drain ends with a failure."""
+    """Do it, and undo it as an operator would. AssertionError if a drain ends with a failure."""
     victim, links = VICTIMS[cell.service], [stack.links[name] for name in LINKS[cell.service]]
     match cell.fault:
         case "SIGKILL":

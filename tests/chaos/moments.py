@@ -23,7 +23,7 @@ class Cell(NamedTuple):
 
 @dataclass
 class Moment:
-    """From the first of its faults until all services are there again. `gateway`: whom faults of gateways meet."""
+    """From the first of its faults until all services are there again. `gateway`: where faults of gateways are done."""
 
     cells: Sequence[Cell]
     gateway: Gateway

@@ -124,7 +124,7 @@ class Killer:
             await asyncio.sleep(self.rng.uniform(0.0, MOST_BETWEEN_S))
 
     async def rest(self) -> None:
-        """Nobody asks for a while, and no block may be used: a leak would go unseen with the process that made it."""
+        """No client asks for a while, and no block may be used: a leak would end unseen with its process."""
         try:
             await asyncio.wait_for(self.traffic.pause(), LAST_ANSWERS_S)
             await asyncio.to_thread(wait_rest, self.stack)

@@ -15,7 +15,7 @@ NUM_TOKENS = 300
 PREFILLED = 'paceline_worker_tokens_total{phase="prefill"}'
 REQUEUED, RESTORED = "paceline_scheduler_requeued_requests_total", "paceline_scheduler_restored_requests_total"
 
-# A machine that is busy loses nobody: this is about the cache alone.
+# On a busy machine no service counts as lost: this is about the cache alone.
 PATIENT = ["--heartbeat-timeout-s", "20"]
 
 

@@ -94,7 +94,7 @@ async def test_a_request_that_has_waited_long_goes_on_at_the_other_gateway(two: 
 
 
 async def test_a_client_that_only_connects_to_it_is_served_by_the_other(two: Stack) -> None:
-    """The kernel takes the connection, and nobody answers on it."""
+    """The kernel takes the connection, and no process answers on it."""
     targets = [gateway.target for gateway in two.gateways]
     async with AsyncPacelineClient(targets[1:]) as client:
         right = await generated(client)

@@ -41,7 +41,7 @@ LARGE = {
     "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 4096,
     "eos_token_id": 7,
 }  # fmt: skip
-# The scheduler last: who was frozen himself expects others to be late for a while (its link to the cache outlives it).
+# The scheduler last: a service that was frozen expects others to be late for a while (its link to the cache survives).
 LINK_LOST = {
     "worker-1": ("scheduler", "worker lost"),
     "cache": ("scheduler", "cache link broke"),
@@ -135,7 +135,7 @@ async def test_a_long_prefill_is_none(stack: Stack, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("service", ["cache", "scheduler", "gateway"])
 def test_up_starts_a_service_again_that_does_not_answer(service: str, tmp_path: Path) -> None:
-    """Frozen for good: nobody but `paceline up` can do anything about it."""
+    """Frozen for good: only `paceline up` can do anything about it."""
     ports = [free_port() for _ in range(4)]
     flags = ["--port", "--grpc-port", "--scheduler-port", "--cache-port"]
     arguments = [word for pair in zip(flags, map(str, ports), strict=True) for word in pair]

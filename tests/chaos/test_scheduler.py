@@ -35,7 +35,7 @@ async def test_the_next_scheduler_finds_what_the_worker_has_computed(stack: Stac
 
 
 async def test_streams_go_on_with_several_workers(stack: Stack) -> None:
-    """Whoever registers first may get what another one has computed: then it is computed again."""
+    """The worker that registers first may get requests that another worker has computed: it computes them again."""
     await asyncio.to_thread(stack.up, 2)
     right = await texts(stack)
     serving = asyncio.create_task(texts(stack))

@@ -90,7 +90,7 @@ async def silent_way_to_etcd(pair: Pair, master: str, standby: str) -> None:
 
 
 async def etcd_killed(pair: Pair, master: str, standby: str) -> None:
-    """Nobody is the master until it is back."""
+    """No scheduler is the master until etcd is back."""
     pair.etcd.stop()
     assert await pair.ended(master) == LOST_STATUS
     await asyncio.sleep(2)
@@ -151,7 +151,7 @@ def assert_epochs_rise(pair: Pair) -> None:
 
 
 async def play_all(pair: Pair, faults: list[Fault], num_tokens: int) -> None:
-    """One after the other; who lost it stands by in the next."""
+    """One after the other; the master of one fault is the standby of the next."""
     await asyncio.to_thread(pair.up, NUM_WORKERS)
     async with undisturbed(pair, num_tokens) as play:
         master, standby = SCHEDULERS
@@ -194,7 +194,7 @@ async def test_a_short_absence_of_etcd_is_not_noticed(pair: Pair) -> None:
 
 @pytest.mark.skipif("PACELINE_CHAOS" not in os.environ, reason="run by make chaos")
 async def test_one_of_three_members_of_etcd_may_die(pair: Pair) -> None:
-    """The leader among them, whom both schedulers ask first: the master stays, and two are enough to elect another."""
+    """The leader dies, which both schedulers ask first: the master stays, and two members can elect another leader."""
     pair.num_members = 3
     await asyncio.to_thread(pair.up, NUM_WORKERS)
     async with undisturbed(pair, MANY_TOKENS) as play:

@@ -15,7 +15,7 @@ from tests.chaos.workloads import CHAT, VOCAB, completion, over_grpc
 from tests.support.asking import Answer, Break, Gateway, Question, ask
 from tests.support.sse import told
 
-TURNS = ("Tell me of a fox.", "And then?", "Who was with it?")
+TURNS = ("Tell me of a fox.", "And then?", "And where was it?")
 TEXT = r"([a-z]+ ){99}"
 CANCELLED_SHARE = 0.15
 
@@ -40,7 +40,7 @@ class Seen:
 
 
 def _questions(rng: random.Random) -> Iterator[Question]:
-    """All but the chats, whose later turns follow from answers."""
+    """All but the chats: their later turns follow from answers."""
 
     def prompt(num_tokens: int) -> list[int]:
         return [rng.randrange(8, VOCAB) for _ in range(num_tokens)]
@@ -106,7 +106,7 @@ class Traffic:
         self.go_on()
 
     async def pause(self) -> None:
-        """Until `go_on` nobody asks. Returns when all have got their answers."""
+        """Until `go_on` no client asks. Returns when all have got their answers."""
         self._asking.clear()
         while self._num_open:  # noqa: ASYNC110 - some seconds, now and then
             await asyncio.sleep(0.05)

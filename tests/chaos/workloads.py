@@ -21,7 +21,7 @@ WORKER_FLAGS = [
 ]
 # What random kills do to workers must not be laid at the door of the requests.
 SCHEDULER_FLAGS = ["--preset", "vllm-v1", "--policy-options", '{"mode": "swap"}', "--poison-failures", "1000"]
-# So that who resumes where he was has his answer generated again. All else is the default: also the patience of
+# So a client that resumes has its answer generated again. All else is the default: also the patience of
 # gateways with a scheduler that is away, and for how long they go on without the client (more than twice PATIENCE_S of
 # matrix.py: otherwise answers without a reader would hold the slots, and no request would progress).
 GATEWAY_FLAGS = ["--resume-keep-s", "0"]

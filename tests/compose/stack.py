@@ -43,7 +43,7 @@ def docker(*args: str, check: bool = True) -> str:
 
 
 class Stack:
-    """A compose project of its own: name, images' tag and ports clash with nobody's."""
+    """A compose project of its own: name, images' tag and ports clash with no other's."""
 
     def __init__(self, compose: str) -> None:
         self.name = f"paceline-ci-{os.getpid()}"
@@ -123,7 +123,7 @@ class Api:
         self.resumed = 0  # streams that were asked for again, ever
 
     def get(self, path: str) -> tuple[int, Any]:
-        """Status and JSON body; status 0 if nobody answers."""
+        """Status and JSON body; status 0 if no server answers."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=10)
         try:
             connection.request("GET", path)

@@ -257,7 +257,7 @@ async def test_the_scheduler_leaves_a_cache_that_is_silent() -> None:
 async def test_the_scheduler_knows_how_it_lost_a_worker(
     scheduler: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch, end: str, loss: Loss
 ) -> None:
-    """For that decides whom it accuses when the worker is back."""
+    """The kind of loss decides which requests it suspects when the worker is back."""
     lost: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
     worker_lost = SchedulerCore.worker_lost
 

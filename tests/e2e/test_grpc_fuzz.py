@@ -1,7 +1,7 @@
 """Every gRPC method of every service under messages that make no sense: bits flipped, bytes cut, any value anywhere.
 
 The methods are those that the servers' reflection names, so a new one is tried, too. Whatever comes, the call ends with
-a status that blames nobody but the caller, or is served; and requests still get their exact tokens afterwards.
+a status that blames only the caller, or is served; and requests still get their exact tokens afterwards.
 """
 
 from __future__ import annotations

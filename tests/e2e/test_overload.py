@@ -64,7 +64,7 @@ async def test_ten_times_what_there_is_room_for(own_stack: Stack) -> None:
     await check_at_rest(stack, before)
 
 
-async def test_who_comes_back_when_told_to_is_served(own_stack: Stack) -> None:
+async def test_clients_that_come_back_when_told_to_are_served(own_stack: Stack) -> None:
     """Forty requests at once, for two slots and a queue of four. Each waits for as long as it is told to."""
     own_stack.scheduler_flags = ["--max-queued-requests", "4"]
     own_stack.worker_flags = ["--max-num-seqs", "2", "--threads", "1"]
@@ -123,7 +123,7 @@ async def test_clients_that_mean_it_ill(stack: Stack) -> None:
                 if i % 10 == 0:
                     await asyncio.sleep(0)
             for sock in slow:
-                with contextlib.suppress(ConnectionError):  # who has taken too long for his head is cut
+                with contextlib.suppress(ConnectionError):  # the gateway cuts a client that is too slow with its head
                     sock.sendall(b"a")
             for one, got in zip(right, await serving, strict=True):
                 assert not got.errors

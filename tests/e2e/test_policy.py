@@ -171,8 +171,8 @@ async def test_explain_takes_the_id_that_the_client_sees(small: Stack) -> None:
 
 
 def test_explain_of_an_unknown_request_is_one_line(small: Stack) -> None:
-    done = paceline(small, "explain", "nobody")
+    done = paceline(small, "explain", "unknown")
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    assert "request_id: nothing is known (any more) of 'nobody'" in done.stderr
+    assert "request_id: nothing is known (any more) of 'unknown'" in done.stderr
     assert httpx.get(f"{small.url}/ready", trust_env=False, timeout=60).status_code == 200

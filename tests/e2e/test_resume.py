@@ -99,7 +99,7 @@ async def test_streams_of_a_killed_gateway_go_on_at_another(own_stack: Stack, mo
 
 
 async def killed_and_nothing_left(stack: Stack, name: str, url: str) -> None:
-    """A gateway whose clients do not come back: its requests are aborted, and their blocks are free."""
+    """The clients of a gateway do not come back: its requests are aborted, and their blocks are free."""
     await asyncio.to_thread(stack.wait_metric, RUNNING, 0)
     wanted = [load.Wanted(prompt, 1000) for prompt in load.random_prompts(12, 3, 1000)]
     serving = asyncio.create_task(load.stream_all(url, wanted))

@@ -161,7 +161,7 @@ async def test_200_at_once_a_third_of_them_cancelled(stack: Stack) -> None:
         ({"prompt": [5], "temperature": "hot"}, 400, "temperature"),
         ({"prompt": [5], "top_p": 2}, 400, "top_p"),
         ({"prompt": [5], "n": 65}, 400, "n"),
-        ({"prompt": [5], "model": "nobody"}, 404, "model"),
+        ({"prompt": [5], "model": "unknown"}, 404, "model"),
     ],
 )
 def test_bad_requests_name_the_field(stack: Stack, body: dict, status: int, param: str | None) -> None:

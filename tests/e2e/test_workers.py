@@ -107,7 +107,7 @@ async def test_random_weights_from_a_config_alone(own_stack: Stack, tmp_path: Pa
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="needs Linux's scheduling policies")
-def test_whoever_wakes_for_every_message_does_not_interrupt_the_forward_pass(stack: Stack) -> None:
+def test_services_that_wake_for_every_message_do_not_interrupt_the_forward_pass(stack: Stack) -> None:
     # Of the first thread of each; those that it starts inherit it.
     policies = {name: os.sched_getscheduler(process.pid) for name, process in stack.processes.items()}
     given = os.SCHED_BATCH if os.sched_getscheduler(0) == os.SCHED_OTHER else os.sched_getscheduler(0)

@@ -1,3 +1,5 @@
+"""Skips tests marked `gpu` where there is no NVIDIA GPU, and gives the others FlashInfer and checkpoints."""
+
 from __future__ import annotations
 
 import importlib

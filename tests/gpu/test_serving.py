@@ -55,7 +55,7 @@ SEEDED = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, seed=1234)
 
 
 def test_a_seed_gives_its_tokens_in_any_company(checkpoint: Checkpoints) -> None:
-    """float32, whose rounding differs with the shape of the batch by too little to show."""
+    """In float32 the rounding differs with the shape of the batch by too little to show."""
     runner = gpu_runner(checkpoint("llama3").folder, dtype="float32")
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, VOCAB, 30).tolist()

@@ -142,7 +142,7 @@ class Run:
         ]
 
     def run(self, batch: ScheduleBatch) -> list[str]:
-        """What a model and the processing of its results would do; returns who has finished."""
+        """What a model and the processing of its results would do; returns the ids of the requests that finished."""
         finished = []
         for req in batch.reqs:
             if req.inflight_middle_chunks > 0:  # its prompt is not done

@@ -1,7 +1,7 @@
 """Stand-ins for what SGLang imports and its scheduling does not use: kernels, vision, web servers.
 
 SGLang's scheduler module imports all of SGLang. The packages below are never called on the way from a queue to a batch;
-a module of any name under them is an empty one whose attributes are made up as they are asked for.
+a module of any name under them is empty, and makes up its attributes as they are asked for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ABSENT = {
 
 
 class Anything(type):
-    """A class whose attributes are made up, and whose instances take any call and any decoration."""
+    """A class that makes up its attributes. Its instances take any call and any decoration."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

@@ -4,8 +4,8 @@ Every step must schedule the same requests with the same numbers of tokens, find
 same requests and finish the same ones. One thing is excused (docs/presets.md): the caches may hold different
 things, after SGLang has evicted, retracted, or replaced blocks that were computed twice. So where the decisions differ,
 the state before the step must differ too, in the blocks that can be had or in what is cached of a request that waits,
-and one of these three must have happened. There the comparison of that run ends; a run whose states agree is compared
-to its end.
+and one of these three must have happened. There the comparison of that run ends; a run in which the states agree is
+compared to its end.
 
 `make peer-test` runs this; PEER_SGLANG_PYTHON names the interpreter of SGLang's environment (tests/peer/env.sh).
 """
@@ -48,10 +48,10 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class State:
-    """What a step is decided on, beside who runs: that follows from the steps before."""
+    """What a step is decided on, beside the running requests: these follow from the steps before."""
 
     available_blocks: int
-    matches: dict[str, list[int]]  # of who waits: tokens that are cached, and of those in use
+    matches: dict[str, list[int]]  # of waiting requests: cached tokens, and how many of them are in use
 
 
 class Watched(TokenRatio):

@@ -1,7 +1,7 @@
 """Our presets `vllm-v1` and `vllm-v1-priority` against vLLM's own Scheduler, step by step: `make peer-test`.
 
-Both sides play the same random scenarios, and every step has to agree in who is scheduled, with how many tokens, how
-many of them cached, who gives way, who finishes, and who waits. A scenario's comparison ends before the first step of a
+Both sides play the same random scenarios, and every step has to agree on the scheduled requests, their tokens, how
+many of them are cached, and the preempted, finished and waiting requests. A comparison ends before the first step of a
 kind in `DIFFERENCES`: from there on the two have different caches or queues. docs/presets.md says why they differ.
 
 Each scenario is played twice: as both are, and with blocks that can be reused only once they are written, by both.

@@ -10,7 +10,7 @@ How the fields are read off vLLM:
   phase           prefill until all tokens known before the step are computed; the last of these steps samples
   free_blocks     free blocks without a content hash; cached_blocks: free blocks with one (vLLM keeps one list of both)
   priority        negated: in vLLM the smaller number goes first
-A run in which nothing was scheduled for 20 steps in a row, with nobody left to arrive, is cut off and marked "stuck".
+A run with nothing scheduled for 20 steps in a row, and no request left to arrive, is cut off and marked "stuck".
 
 Besides, the output has what vllm_watch.py saw. "store_after_step": true in the input: see Watch.
 """

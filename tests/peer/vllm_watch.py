@@ -5,14 +5,14 @@ composes a step on the cache as it was before, and then allocates. `Watch.firsts
 
   evicts_match          a waiting request that was looked at had a shorter hit than before the step
   shares_unwritten      it had a longer one: of a block that this step is to write
-  stores_twice          a block was stored whose like was there already: Paceline goes on with the older one, and holds
+  stores_twice          a block was stored that was there already: Paceline goes on with the older one, and holds
                         both for the time being
   evicts_then_preempts  cached blocks went to running requests, and then one had to give way after all
   keeps_chunk_short     (priority) what gave way had its place in the step already; the chunk that it gave way for had
                         been cut to the budget, and does not get the tokens that came back
   stores_unwritten      (priority) the same, and by that place it had filled a block, which stays in the cache though
                         nothing will have written it
-  stops_at_itself       (priority) a running request gave way to itself, and so nobody behind it runs either
+  stops_at_itself       (priority) a running request gave way to itself, and so no request behind it runs either
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Watch:
         self._number = self._cached_before = 0
         self._hits_before: dict[str, int] = {}
         self._hits: dict[str, int] = {}  # cached tokens of the requests that the step looked at
-        self._gave_way = False  # somebody, in this step
+        self._gave_way = False  # a request, in this step
         self._asking: tuple[Request, int]  # for blocks, last, with so many tokens to compute
-        self._served: set[str] = set()  # who got blocks in this step
+        self._served: set[str] = set()  # the requests that got blocks in this step
         self._kept_back: dict[str, tuple[Request, int]] = {}
         manager = scheduler.kv_cache_manager
         self._look_up, manager.get_computed_blocks = manager.get_computed_blocks, self._noted_look_up

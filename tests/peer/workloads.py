@@ -39,7 +39,7 @@ def workload(seed: int, preset: str) -> dict[str, Any]:
     max_model_len = max(max(totals), 2)
     chunked = rng.random() < 0.75
     options: dict[str, Any] = {"chunked_prefill": chunked}
-    # With one seat, vLLM still keeps what runs to the threshold while others wait, who could not use what it leaves.
+    # With one slot, vLLM still keeps the running request to the threshold, though waiting ones cannot use the rest.
     if rng.random() < 0.3 and max_num_seqs > 1:
         options["long_prefill_token_threshold"] = rng.randint(1, max_model_len)
     # vLLM asks for a budget of the model's length when prompts are not cut.

@@ -100,11 +100,12 @@ def test_a_foreign_package_takes_no_name_of_ours(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("_installed")
-def test_a_broken_package_harms_nobody_who_does_not_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_package_harms_only_those_that_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [*registry.entry_points(group=registry.GROUP), EntryPoint("order.lost", "lost.module:X", registry.GROUP)]
     monkeypatch.setattr(registry, "entry_points", lambda group: points)
     registry.names.cache_clear()
-    build(choose("", {}, {"ageing_tokens_per_s": 1.0}))  # an option of nobody here makes it look at all of them
+    # No chosen policy has this option, so all policies are looked at for it.
+    build(choose("", {}, {"ageing_tokens_per_s": 1.0}))
     with pytest.raises(PolicyError, match=r"order: lost\.module:X cannot be imported"):
         build(choose("", {"order": "lost"}))
 

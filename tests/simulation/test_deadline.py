@@ -10,7 +10,7 @@ Failed = dict[str, tuple[int, str]]
 
 
 def play(requests: list[dict[str, Any]], deadlines: dict[str, float], **fields: Any) -> tuple[ScenarioOutcome, Failed]:
-    """With these deadlines, by the step, of others at a thousand; and who failed for it, in which step and why."""
+    """With these deadlines, by the step, of others at a thousand; and which requests failed for it, when and why."""
     scenario = Scenario.model_validate(
         {
             "block_size": 10,

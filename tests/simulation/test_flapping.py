@@ -1,5 +1,5 @@
-"""Links of workers break all the time, and the workers come back each time: nobody is failed for that, at the default
-settings."""
+"""Links of workers break all the time, and the workers come back each time: no request is failed for that, at the
+default settings."""
 
 from __future__ import annotations
 

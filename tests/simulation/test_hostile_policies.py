@@ -34,7 +34,7 @@ class HostileRun(Run):
 
     def attach(self) -> None:
         if self.choice[0] == "preemption":
-            self.num_blocks = 40 // self.block_size + 2  # somebody has to give way
+            self.num_blocks = 40 // self.block_size + 2  # too few for all: some request is preempted
         super().attach()
 
     def policies(self) -> Policies:
@@ -53,7 +53,7 @@ class HostileRun(Run):
 
     def submit(self) -> None:
         super().submit()
-        self.system.scheduler.tick(self.system.now_s)  # at which an order may give up who waits
+        self.system.scheduler.tick(self.system.now_s)  # at which an order may give up waiting requests
         self.system.poll()
 
     def policy_failed(self, error: Exception) -> None:
@@ -91,7 +91,7 @@ class PausesAll(Watermark):
         step.pause(step.running)
 
 
-def test_who_pauses_all_that_it_lets_in_does_not_stop_the_rest() -> None:
+def test_a_policy_that_pauses_all_that_it_admits_does_not_stop_the_rest() -> None:
     errors: list[Exception] = []
     policies = dataclasses.replace(build(choose()), capacity=PausesAll())
     system = LocalSystem(policies=policies, on_policy_error=errors.append)

@@ -42,7 +42,7 @@ def started(outcome: ScenarioOutcome) -> dict[str, int]:
 
 @pytest.mark.parametrize("field", ["lora", "cache_salt"])
 @pytest.mark.parametrize(("names", "second"), [(["a", "a"], 1), (["a", "b"], 0)])
-def test_nobody_waits_for_a_prefix_that_is_not_for_it(field: str, names: list[str], second: int) -> None:
+def test_no_request_waits_for_a_prefix_that_is_not_for_it(field: str, names: list[str], second: int) -> None:
     prompt = list(range(1, 36))
     requests = [ScenarioRequest(id=name, prompt=prompt, max_new_tokens=3) for name in ("r1", "r2")]
     assert started(play(field, names, requests, num_blocks=20)) == {"r1": 0, "r2": second}

@@ -79,7 +79,7 @@ def test_every_stream_is_the_undisturbed_one(first: int) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_pins_keep_nobody_waiting_who_has_room_without_them(preset: str) -> None:
+def test_pins_keep_no_request_waiting_that_has_room_without_them(preset: str) -> None:
     system = LocalSystem(policies=build(choose(preset, {}, {"chunked_prefill": True})))
     system.attach(ToyWorker(block_size=4, num_blocks=24, max_num_seqs=4, max_batched_tokens=64))
     client = system.open("a")

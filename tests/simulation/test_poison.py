@@ -1,7 +1,7 @@
 """Requests that make their steps fail, or kill their workers, among others that do not.
 
 A poison is known by its first token, and goes off whenever the worker computes a certain position of it. It is to be
-failed by itself; everybody else gets exactly the tokens of an undisturbed run, through all that it takes to find it.
+failed by itself; every other request gets exactly the tokens of an undisturbed run, until the poison is found.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests that come in together and begin alike are computed once, whoever of them is cancelled on the way.
+"""Requests that come in together and begin alike are computed once, whichever of them is cancelled on the way.
 
 The toy worker notices every block that is read before it is written."""
 

@@ -47,7 +47,7 @@ def run(preset: str | dict[str, str], requests: list[dict[str, Any]], **fields: 
 
 
 def ranges(outcome: ScenarioOutcome) -> str:
-    """Who was in the step, folded: "0-79 {0,1}; 80-119 {2}"."""
+    """The requests of each step, folded: "0-79 {0,1}; 80-119 {2}"."""
     folded: list[tuple[str, int, int]] = []
     for step in outcome.steps:
         ids = "{" + ",".join(sorted(scheduled.id for scheduled in step.scheduled)) + "}"
@@ -247,7 +247,7 @@ def test_max_utilization_leaves_the_order_to_the_order() -> None:
     requests = [request(i, 10, new) for i, new in enumerate([20, 5, 5, 5, 5, 5, 5, 40])]
     outcome = play_mixed(longest, requests)
     assert {scheduled.id for scheduled in outcome.steps[0].scheduled} == {"0", "7"}
-    assert not any(step.preempted for step in outcome.steps), "what is shorter pushes nobody out"
+    assert not any(step.preempted for step in outcome.steps), "a shorter request preempts none"
 
 
 def test_max_utilization_lets_age_what_runs_as_well() -> None:

@@ -45,7 +45,7 @@ class _Ear:
         self._answer.broke(_kind(why), why, gateway, self._asked_s)
 
 
-# None: somebody else asks, in another test of this process.
+# None: another test of this process asks.
 _ear: ContextVar[_Ear | None] = ContextVar("_ear", default=None)
 
 

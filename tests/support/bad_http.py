@@ -75,7 +75,7 @@ BODIES = [
     _body("100 MB", 413, b'{"prompt": "' + b"x" * 100_000_000 + b'"}'),
     _body("lists of depth 100,000", 400, b"[" * 100_000),
     _body("objects of depth 100,000", 400, b'{"prompt":' * 100_000 + b"1" + b"}" * 100_000),
-    _body("depth 100,000 in a field nobody knows", 400, b'{"prompt":[5],"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    _body("depth 100,000 in an unknown field", 400, b'{"prompt":[5],"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     _body("a key twice, the last one counts", 200, b'{"prompt": [5], "max_tokens": -1, "max_tokens": 2}'),
     _body(
         "a key twice, the last one is wrong", 400, b'{"prompt": [5], "max_tokens": 2, "max_tokens": -1}', "max_tokens"
@@ -150,11 +150,11 @@ FIELDS = [
     *_field("guided_json", {"$ref": "#"}),
     *_field("echo", "yes", 1, [True]),
     *_field("suffix", "end"),
-    _completion("unknown model", 404, "model", model="nobody"),
+    _completion("unknown model", 404, "model", model="unknown"),
     _completion("a model of a million characters", 404, "model", model="x" * 1_000_000),
     _completion("a model that is a path", 404, "model", model="../../etc/passwd"),
     _completion("model 7", 400, "model", model=7),
-    _completion("a field nobody knows", 200, None, whatever={"x": [1]}),
+    _completion("an unknown field", 200, None, whatever={"x": [1]}),
     _completion("use_beam_search with stream", 400, "stream", use_beam_search=True, stream=True),
     _completion("use_beam_search 5", 400, "use_beam_search", use_beam_search=5),
     _completion("beam search that samples", 400, "temperature", use_beam_search=True, temperature=1.0),
@@ -194,7 +194,7 @@ _WRONG_FORMS: dict[str, tuple[Any, ...]] = {
 STRUCTURES = [
     *_field("response_format", 5, "json_object", []),
     _completion("a form without a type", 400, "response_format.type", response_format={}),
-    _completion("a form nobody knows", 400, "response_format.type", response_format={"type": "xml"}),
+    _completion("an unknown form", 400, "response_format.type", response_format={"type": "xml"}),
     _completion("no schema", 400, "response_format.json_schema", response_format={"type": "json_schema"}),
     *[
         _completion(f"schema {schema!r:.40}", 400, _SCHEMA, response_format=_form(schema))
@@ -369,7 +369,7 @@ RAW_CASES = [
     RawCase("nothing, then gone", (0,), b"", closes=True),
     RawCase("no HTTP", (400,), b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100)),
     RawCase("HTTP/2 without asking", (400,), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
-    RawCase("a method nobody knows", (400, 405), b"BREW /v1/completions HTTP/1.1\r\nhost: x\r\n\r\n"),
+    RawCase("an unknown method", (400, 405), b"BREW /v1/completions HTTP/1.1\r\nhost: x\r\n\r\n"),
     RawCase("a head of 1 MB", (431,), b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 2**20 + b"\r\n\r\n"),
     RawCase(
         "10,000 headers",

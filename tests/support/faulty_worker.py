@@ -1,7 +1,7 @@
 """A worker with planted faults, for tests: `python -m tests.support.faulty_worker serve worker ...`.
 
-It is the worker as it is, but for requests whose prompts begin with MARK: what those do is in their next two tokens, a
-Fault and how many tokens they generate before it. The server itself has no such door.
+It is the worker as it is, but for requests with prompts that begin with MARK: what those do is in their next two
+tokens, a Fault and how many tokens they generate before it. The server itself has no such door.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The runner as it is on a GPU, on a CPU: FlashInfer with reference kernels, pinned inputs that are not pinned, and
-graphs whose replay runs once more what was captured."""
+graphs that run once more what was captured when they are replayed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def twin(
     pool = allocate_pool(
         num_blocks, block_size, config.num_layers, config.num_kv_heads, config.head_dim, model.dtype, CPU
     )
-    pool.storage[:, :, 1:] = torch.nan  # nobody may read what was not written
+    pool.storage[:, :, 1:] = torch.nan  # no kernel may read what was not written
     table_blocks = -(-config.max_positions // block_size)
     attention = FlashInferAttention(
         flashinfer, pool, config.windows, config.num_heads, 1024, max_num_seqs * table_blocks, workspace_bytes=1024

@@ -160,7 +160,7 @@ def names_the_gone(self: Any, good: Callable[..., Any], arguments: tuple[Any, ..
     return iter(self.kept)
 
 
-# Nobody is beyond hope for the good one, so these have to find somebody to name.
+# The good order gives up no request, so these take requests to name from the queue.
 
 
 def gives_up_twice(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[Any]:

@@ -12,13 +12,13 @@ from pathlib import Path
 # here stays free until its service binds it, also across a kill and a restart.
 _PORTS = iter(range(20_000 + os.getpid() * 97 % 8_000, 32_000))
 # One locked file for each port that was given away, until this process ends: another one that runs tests would find
-# a port free that is not bound yet, or whose service is about to be started again.
+# a port free that is not bound yet, or that a service is about to bind again.
 _FOLDER = Path(tempfile.gettempdir()) / f"paceline-ports-{os.getuid()}"
 _LOCKS: list[int] = []
 
 
 def free_port() -> int:
-    """A port of loopback that nothing listens on, and that nobody who still runs has got here before."""
+    """A port of loopback that nothing listens on, and that this function gave to no process that still runs."""
     for port in _PORTS:
         if not _is_ours(port):
             continue

@@ -1,4 +1,4 @@
-"""Messages that nobody means: any value in any field of any message, and bytes that are nearly a message."""
+"""Messages that no client means to send: any value in any field of any message, and bytes that are nearly a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A TCP proxy of loopback between two services, whose connections a test can break or silence."""
+"""A TCP proxy of loopback between two services: a test can break or silence its connections."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Proxy:
             if self._is_cut:
                 _reset(writer)
                 return
-            # Nobody listens there while the target is dead: then this end is closed, too.
+            # No process listens there while the target is dead: then this end is closed, too.
             with contextlib.suppress(OSError):
                 await self._join(reader, writer)
         finally:

@@ -74,7 +74,7 @@ def _entries(logprobs: Any) -> list[Any]:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """The same but for the last bits of log probabilities, which depend on who else is in a step."""
+    """The same but for the last bits of log probabilities, which depend on the other requests in a step."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):

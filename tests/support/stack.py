@@ -42,7 +42,7 @@ class Stack:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.links: dict[str, Proxy] = {}
         self.url = f"http://127.0.0.1:{self.http_port}"
-        # HTTP and gRPC port of each gateway; further ones are put in by who starts them.
+        # HTTP and gRPC port of each gateway; the code that starts further ones adds theirs.
         self.gateway_ports = {"gateway": (self.http_port, self.grpc_port)}
 
     @property
@@ -122,7 +122,7 @@ class Stack:
         return sum(map(float, values)) if status == 200 and values else None
 
     def total(self, name: str, labels: str, of: str) -> float:
-        """Of a service's series with this name whose labels contain `labels`; infinite while it does not answer."""
+        """Of a service's series with this name and labels that contain `labels`; infinite while it does not answer."""
         status, text = self._get(f"http://127.0.0.1:{self.metrics_ports[of]}/metrics")
         lines = [line for line in text.splitlines() if line.startswith(f"{name}{{") and labels in line]
         return sum(float(line.split()[-1]) for line in lines) if status == 200 else float("inf")

@@ -1,4 +1,4 @@
-"""A service whose event loop can be stuck, for tests: `python -m tests.support.stuck_service serve scheduler ...`.
+"""A service that can have its event loop stuck, for tests: `python -m tests.support.stuck_service serve scheduler ...`.
 
 It is the service as it is, but SIGUSR1 has its event loop sleep for STUCK_S. All its other threads run on: gRPC answers
 pings and takes connections, the model computes. The server itself has no such door.

@@ -1,4 +1,4 @@
-"""An event loop whose clock stands still while anything can run, and jumps to the next timer when nothing can."""
+"""An event loop with a clock that stands still while anything can run, and jumps to the next timer when nothing can."""
 
 from __future__ import annotations
 

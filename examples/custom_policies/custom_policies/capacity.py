@@ -1,4 +1,4 @@
-"""TensorRT-LLM's GUARANTEED_NO_EVICT: who is admitted can always run to its end, so nobody is ever evicted."""
+"""TensorRT-LLM's GUARANTEED_NO_EVICT: an admitted request can always run to its end, so none is evicted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class ReserveAll(CapacityPolicy):
 
     def __init__(self, prefix_aware: bool = True) -> None:
         self.prefix_aware = prefix_aware
-        self.free_blocks = 0  # promised to nobody yet
+        self.free_blocks = 0  # promised to no request yet
 
     def begin(self, step: Step) -> None:
         self.free_blocks = step.available_blocks - step.promised_blocks()
@@ -21,6 +21,6 @@ class ReserveAll(CapacityPolicy):
         total_blocks = min(step.blocks_for(request.max_total_tokens), step.total_blocks)  # the last token needs no room
         growth_blocks = total_blocks - step.blocks_for(request.num_tokens)
         if need_blocks + growth_blocks > self.free_blocks:
-            return Verdict.STOP  # nobody may pass it, or a long request would wait for ever
+            return Verdict.STOP  # no request may pass it, or a long one would wait for ever
         self.free_blocks -= need_blocks + growth_blocks
         return Verdict.ADMIT

@@ -1,4 +1,4 @@
-"""Shortest prompt first; long ones gain on those that come later, so that nobody waits for ever."""
+"""Shortest prompt first; long ones gain on those that come later, so that none waits for ever."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ class ShortestPromptFirst(KeyedOrder):
         self.ageing_tokens_per_s = ageing_tokens_per_s
 
     def key(self, request: RequestView) -> float:
-        # All gain at the same rate, so who of two is ahead never changes: the key needs no clock.
+        # All gain at the same rate, so the order of two requests never changes: the key needs no clock.
         return request.num_prompt_tokens + self.ageing_tokens_per_s * request.arrival_s

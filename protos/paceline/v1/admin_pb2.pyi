@@ -308,7 +308,7 @@ class Explanation(_message.Message):
     detail: _builtins.str
     """In words, with the numbers."""
     worker: _builtins.int
-    """Whose decisions these are; 0: those of several, or it is none."""
+    """The worker that the decisions are for; 0: several workers, or no worker."""
     request_id: _builtins.str
     """The sequence: its X-Request-ID, with the number of its prompt and its sample."""
     def __init__(

@@ -253,7 +253,7 @@ class RetentionRange(_message.Message):
     start: _builtins.int
     end: _builtins.int
     priority: _builtins.int
-    """0..100; 35 is what those have of whom nothing is said. Lower ones are evicted first."""
+    """0..100; tokens in no range have 35. Blocks of a lower priority are evicted first."""
     duration_ms: _builtins.int
     """For so long after the last use; 0: for ever."""
     decode: _builtins.bool

@@ -342,16 +342,15 @@ class GenerateRequest(_message.Message):
     priority: _builtins.float
     """Larger is more urgent. What it does depends on the policies in force."""
     tenant: _builtins.str
-    """On whose account; budgets and fair order are per tenant."""
+    """The account that the request counts for; budgets and fair order are per tenant."""
     deadline_s: _builtins.float
     """Seconds from now within which the answer is of use; 0: no deadline."""
     cache_salt: _builtins.str
-    """Only requests with the same salt share KV: whoever does not know it can neither use nor find out what is cached."""
+    """Only requests with the same salt share KV: a client that does not know the salt can neither use nor detect cached KV."""
     idempotency_key: _builtins.str
     """A gateway's: the client's own name for this request, 1 to 255 printable ASCII characters, one of its tenant. With it the
     request may be sent again, to any gateway: it is not run twice at the same one, and gives the same tokens at all.
-    INVALID_ARGUMENT: the key stands for another request. ABORTED ends the call whose answer a later call with the key took
-    over.
+    INVALID_ARGUMENT: the key stands for another request. ABORTED: a later call with the key took over this call's answer.
     """
     resume_after: _builtins.int
     """The request is sent again, and so many tokens of its answer are here: what follows them is sent. Needs the key, or
@@ -452,7 +451,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_tokens: _builtins.int
-    """Prompt tokens whose KV was reused instead of computed."""
+    """Prompt tokens with KV that was reused instead of computed."""
     def __init__(
         self,
         *,
@@ -612,7 +611,7 @@ class SessionRequest(_message.Message):
     def submissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Submission]: ...
     @_builtins.property
     def cancels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Handles whose requests shall end now. An unknown or ended handle is ignored: it may have crossed its ending."""
+        """Handles of requests that shall end now. An unknown or ended handle is ignored: it may have crossed its ending."""
 
     def __init__(
         self,
@@ -690,7 +689,7 @@ class Submission(_message.Message):
     """Packed int32: output that was already delivered by an earlier attempt; generation goes on after it."""
     accepted_before: _builtins.bool
     """The request was accepted before (by this scheduler or the one it replaces): a full queue does not refuse it, and it
-    waits for a worker whose pool can hold it.
+    waits for a worker with a pool that can hold it.
     """
     priority: _builtins.float
     """As in GenerateRequest."""
@@ -783,7 +782,7 @@ class SessionResponse(_message.Message):
 
     @_builtins.property
     def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenScore]:
-        """Of requests whose sampling asks for log probabilities: one for each of their tokens in this message, in order."""
+        """Of requests with sampling that asks for log probabilities: one for each of their tokens in this message, in order."""
 
     @_builtins.property
     def prompt_scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptScores]:

@@ -102,8 +102,8 @@ class WorkerRegistration(_message.Message):
     heartbeats: _builtins.bool
     """It reads heartbeats, and its own say what it is at."""
     incarnation: _builtins.str
-    """Drawn at random when the process starts, and anew when a step fails. Who sees it again knows that nothing of what the
-    worker was given before has broken it. Empty: the worker cannot say so.
+    """Drawn at random when the process starts, and anew when a step fails. A scheduler that sees the same value again knows
+    that nothing of what the worker was given before has broken it. Empty: the worker cannot say so.
     """
     prepares_grammars: _builtins.bool
     """It prepares grammars when it is asked to (GrammarOrders). Else it compiles each when its sequence comes."""
@@ -111,8 +111,8 @@ class WorkerRegistration(_message.Message):
     def model(self) -> _common_pb2.ModelInfo: ...
     @_builtins.property
     def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptSequence]:
-        """What was on the worker when its last link ended, and is there still: whoever comes again need not have it computed
-        anew. At most 8 MiB of it count.
+        """What was on the worker when its last link ended, and is there still: a request that comes again need not have it
+        computed anew. At most 8 MiB of it count.
         """
 
     def __init__(
@@ -230,7 +230,7 @@ class StepFailure(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     first_step: _builtins.int
     """The rows to blame are those of the plans first_step..last_step. One step; several where the device runs behind the
-    host, so that nobody can say which of those it had been given went wrong.
+    host, so that the worker cannot say which of the steps on the device went wrong.
     """
     last_step: _builtins.int
     message: _builtins.str
@@ -488,7 +488,7 @@ class StepPlan(_message.Message):
     swap_out_to: _builtins.bytes
     swap_in_from: _builtins.bytes
     """Entry i: copy the KV in host block swap_in_from[i] to device block swap_in_to[i]; several entries may have the same
-    source. What comes of it belongs to new sequences, whose cached tokens are those in their blocks.
+    source. The copies belong to new sequences; the cached tokens of these are those in their blocks.
     """
     swap_in_to: _builtins.bytes
     @_builtins.property
@@ -538,7 +538,7 @@ class NewSequence(_message.Message):
     """Prompt, then the output so far (a resumed sequence has some)."""
     num_prompt_tokens: _builtins.int
     num_cached_tokens: _builtins.int
-    """Tokens whose KV is already in the first blocks."""
+    """Tokens with KV that is already in the first blocks."""
     block_table: _builtins.bytes
     request_id: _builtins.str
     """The request it belongs to, for logs."""
@@ -589,11 +589,11 @@ class StepResult(_message.Message):
     def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowError]: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """One for each row that sampled and whose parameters ask for it, in row order."""
+        """One for each row that sampled and has parameters that ask for it, in row order."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotPromptLogprobs]:
-        """Of each prefill chunk whose sequence asks for it: for every place in it whose next token is one of the prompt."""
+        """Of each prefill chunk of a sequence that asks for it: for every place in it that a prompt token follows."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ MAX_SPANS = 64  # looks of one request, and as many events
 MAX_TOP_REJECTED = 4096
 MAX_OUTAGES = 256
 WAITING = ("waiting", "preempted", "requeued")
-NOBODY: Mapping[str, int] = MappingProxyType({})
+NO_TENANT: Mapping[str, int] = MappingProxyType({})
 
 
 # Reason, detail, decision, time. A plain tuple: every request leaves three of them, and few are ever read.
@@ -163,7 +163,7 @@ class RequestTimeline:
         rejected: Sequence[tuple[Request, str, str]],
         closed: tuple[str, str] | None,
         now_s: float,
-        at_limit: Mapping[str, int] = NOBODY,
+        at_limit: Mapping[str, int] = NO_TENANT,
         without_grammar: Sequence[Request] = (),
     ) -> None:
         """A decision for a worker looked at these requests and rejected them, in this order; or it is `closed` (reason,

@@ -32,8 +32,8 @@ MODEL_INFO = common_pb2.ModelInfo(name="demo", vocab_size=1024, max_model_len=20
 class Running:
     """A running pair. `openai` is the official client and accepts no answer that is not exactly as it must be.
 
-    `lenient` is for streamed text completions: OpenAI's types describe their chunks as whole answers, whose
-    `finish_reason` is never null, and no server (OpenAI's own neither) can tell a reason before the end.
+    `lenient` is for streamed text completions: OpenAI's types describe their chunks as whole answers, with a
+    `finish_reason` that is never null, and no server (OpenAI's own neither) can tell a reason before the end.
     """
 
     scheduler: FakeScheduler

@@ -75,7 +75,7 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         self.timing = inference_pb2.RequestTiming(queue_s=0.25, prefill_s=0.5, decode_s=1.5, num_preemptions=2)
         self.paused = False
         self.reject: Callable[[inference_pb2.Submission], inference_pb2.Ending | None] = lambda submission: None
-        # Of those that the kernel gives to nobody else while this is stopped.
+        # Of those that the kernel gives to no other process while this is stopped.
         self.port = free_port()
         # What has happened.
         self.submissions: list[inference_pb2.Submission] = []

@@ -81,7 +81,7 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
 
 @pytest.mark.parametrize("body", HELLO.values(), ids=HELLO.keys())
 @pytest.mark.parametrize("in_pieces", [False, True])
-async def test_who_offers_another_protocol_is_served_in_this_one(
+async def test_a_client_that_offers_another_protocol_is_served_in_this_one(
     connect: Connect, body: bytes, in_pieces: bool
 ) -> None:
     """Java's HttpClient does so with its first request, whatever it is, and sends the body at once."""
@@ -101,7 +101,7 @@ async def test_offers_may_be_pipelined(connect: Connect) -> None:
     assert [await answer(reader) for _ in range(3)] == [b"", b"hello", b""]
 
 
-async def test_who_offers_another_protocol_may_be_turned_away_as_others_are(connect: Connect) -> None:
+async def test_a_client_that_offers_another_protocol_may_be_refused_as_others_are(connect: Connect) -> None:
     reader, writer = await connect()
     writer.write(b"POST /full HTTP/1.1\r\nhost: x\r\n" + OFFER + HELLO["length"] + GET)
     assert b"no room" in await answer(reader)
@@ -145,7 +145,7 @@ async def test_the_last_answer_arrives_though_more_has_been_asked(
     assert await reader.read() == b""
 
 
-async def test_nobody_waits_for_the_head_of_what_was_refused(
+async def test_the_server_does_not_wait_for_the_head_of_what_was_refused(
     server: HttpServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server._config, "head_timeout_s", 0.3)

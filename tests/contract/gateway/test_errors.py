@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request: the right status, OpenAI's shape, the field's name, and nobody else disturbed."""
+"""Whatever is wrong with a request: the right status, OpenAI's shape, the field's name, and no effect on others."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ async def test_more_sequences_than_can_ever_be_in_flight(start: Start) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "x:1"])
-async def test_only_who_comes_back_passes_the_door(start: Start, value: str) -> None:
+async def test_only_a_client_that_comes_back_passes_the_limit(start: Start, value: str) -> None:
     running = await start(settings={"max_live_requests": 1})
     running.scheduler.paused = True
     task = asyncio.create_task(running.http.post("/v1/completions", json={"prompt": "x"}))
@@ -408,7 +408,7 @@ async def test_more_connections_than_there_may_be_are_refused(start: Start) -> N
         )
 
     async with asyncio.timeout(20):
-        while not await served():  # noqa: ASYNC110 - the server's state, which tells nobody
+        while not await served():  # noqa: ASYNC110 - the server's state, which sends no event
             await asyncio.sleep(0.02)
 
 
@@ -433,7 +433,7 @@ async def test_a_client_that_holds_all_connections_gives_one_up_for_another_clie
         others.append(await open_from(running, "127.0.0.1"))
         others[-1][1].write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert (await others[-1][0].readuntil(b"}")).startswith(b"HTTP/1.1 200")
-    # Each has two: nobody gives way any more.
+    # Each has two: no connection is closed for another any more.
     for address in ("127.0.0.1", "127.0.0.2"):
         reader, writer = await open_from(running, address)
         async with asyncio.timeout(20):

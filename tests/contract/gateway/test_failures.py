@@ -1,4 +1,4 @@
-"""A gateway whose own parts fail ends, so that whoever supervises it starts it again."""
+"""A gateway ends when its own parts fail, so that its supervisor starts it again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BODY = {"prompt": "one two three", "max_tokens": 5, "ignore_eos": True, "seed": 
 
 
 class BugError(Exception):
-    """Nobody expects it."""
+    """No code expects it."""
 
 
 def fail(*_: Any, **__: Any) -> Any:

@@ -63,7 +63,7 @@ async def test_of_what_is_answered_nothing_stays(
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 3, "stream": True}, {"n": 3}])
-async def test_of_those_whose_clients_go_nothing_stays(
+async def test_nothing_stays_of_requests_with_clients_that_go(
     start: Start, fields: dict[str, Any], none_is_left: NoneIsLeft
 ) -> None:
     running = await start(step_s=0.01)

@@ -181,7 +181,7 @@ async def test_a_cancelled_call_ends_at_the_scheduler(start: Start, how: str) ->
 async def test_nothing_goes_through_lists_that_are_too_long(
     running: Running, request_: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A message has room for a million of them, and a million take half a minute in which nobody else is served."""
+    """A message has room for a million of them, and a million take half a minute in which no other call is served."""
     for nothing in (TextTokenizer.encode_chat, TextTokenizer.encode, RequestBuilder.check_token_ids):
         monkeypatch.setattr(f"{nothing.__module__}.{nothing.__qualname__}", None)
     monkeypatch.setattr(grpc_front, "_choices", None)

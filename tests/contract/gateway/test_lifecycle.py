@@ -76,7 +76,7 @@ async def test_a_cancel_storm_leaves_nothing_behind(start: Start) -> None:
     await until_metrics(running, "paceline_gateway_live_requests 0.0")
 
 
-async def test_a_stalled_reader_holds_up_nobody(start: Start) -> None:
+async def test_a_stalled_reader_holds_up_no_other(start: Start) -> None:
     running = await start(tokens_per_step=8)
     assert running.addresses.http is not None
     host, port = running.addresses.http.split(":")
@@ -255,7 +255,7 @@ async def test_a_port_that_is_taken(start: Start) -> None:
     assert (await running.http.get("/v1/models")).json()["data"][0]["id"] == MODEL
 
 
-async def test_who_comes_before_the_scheduler_gets_no_more_than_its_workers_can_hold(start: Start) -> None:
+async def test_a_request_before_the_scheduler_gets_no_more_than_its_workers_can_hold(start: Start) -> None:
     model = common_pb2.ModelInfo(name="demo", vocab_size=1024, max_model_len=100, eos_token_ids=[5, 1])
     running = await start(scheduler_up=False, model=model)
     body = {"messages": [{"role": "user", "content": "one two three"}]}  # all that there is: the model's files say 2048
@@ -275,12 +275,12 @@ async def test_who_comes_before_the_scheduler_gets_no_more_than_its_workers_can_
         assert len(submission.prompt_token_ids) // 4 + submission.sampling.max_tokens == 100
 
 
-async def test_who_comes_before_the_first_worker_waits_for_it_longer_than_for_a_scheduler(start: Start) -> None:
+async def test_a_request_before_the_first_worker_waits_for_it_longer_than_for_a_scheduler(start: Start) -> None:
     running = await start(scheduler_up=False, settings={"scheduler_wait_s": 0.2})
     body = {"messages": [{"role": "user", "content": "one two three"}]}
-    nobody = await running.http.post("/v1/chat/completions", json=body)
-    assert (nobody.status_code, "no connection to the scheduler" in nobody.text) == (503, True)
-    running.scheduler.ready = False  # its worker still loads, and nobody knows the model
+    unserved = await running.http.post("/v1/chat/completions", json=body)
+    assert (unserved.status_code, "no connection to the scheduler" in unserved.text) == (503, True)
+    running.scheduler.ready = False  # its worker still loads, and the model is not known yet
     await running.scheduler.start()
     await until(lambda: bool(running.scheduler.streams))
     chat = asyncio.create_task(running.http.post("/v1/chat/completions", json=body))

@@ -220,7 +220,7 @@ async def test_overload_writes_no_lines(start: Start, lines: Lines) -> None:
     assert [line["status"] for line in lines()] == [200]
 
 
-async def test_a_request_whose_client_came_back_is_one_line(start: Start, lines: Lines) -> None:
+async def test_a_request_with_a_client_that_came_back_is_one_line(start: Start, lines: Lines) -> None:
     running = await start(step_s=0.003)
     body, key = BODY | {"max_tokens": 200, "stream": True}, {"Idempotency-Key": "k"}
     async with running.http.stream("POST", PATH, json=body, headers=key | {"X-Request-ID": "one"}) as answer:

@@ -1,4 +1,4 @@
-"""A gateway whose model is not the one that the workers serve answers nothing, and says why."""
+"""A gateway with another model than the workers serve answers nothing, and says why."""
 
 from __future__ import annotations
 

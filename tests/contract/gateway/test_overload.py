@@ -1,4 +1,4 @@
-"""What a gateway does for those whom it cannot serve: as little as possible."""
+"""What a gateway does for requests that it cannot serve: as little as possible."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ async def test_no_more_get_in_at_the_same_moment_than_the_queue_has_places(
         connection.close()
 
 
-async def test_who_is_let_in_and_goes_or_fails_leaves_his_place_to_others(
+async def test_an_admitted_request_that_goes_or_fails_leaves_its_place_to_others(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = await start()
@@ -170,7 +170,7 @@ async def test_bodies_that_do_not_come_keep_no_places(start: Start, monkeypatch:
             connection.close()
 
 
-async def test_who_is_turned_away_has_so_long_to_send_the_rest(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_client_has_so_long_to_send_the_rest(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connection, "_SKIP_TIMEOUT_S", 0.5)
     running = await start()
     await full(running)
@@ -187,7 +187,7 @@ async def test_who_is_turned_away_has_so_long_to_send_the_rest(start: Start, mon
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-async def test_who_is_turned_away_is_told_on_a_connection_that_ends_as_he_asked(start: Start, version: bytes) -> None:
+async def test_a_refused_client_is_told_on_a_connection_that_ends_as_it_asked(start: Start, version: bytes) -> None:
     running = await start()
     await full(running)
     head = b"POST /v1/completions HTTP/%s\r\nconnection: close\r\nx-request-id: a b\r\ncontent-length: 4\r\n\r\n"
@@ -216,7 +216,7 @@ async def test_requests_that_are_turned_away_may_stand_one_behind_the_other(star
     connection.close()
 
 
-async def test_who_does_not_read_that_he_is_turned_away_is_not_read_either(start: Start) -> None:
+async def test_a_client_that_does_not_read_its_refusals_is_not_read_either(start: Start) -> None:
     """Else the answers would fill the gateway's memory."""
     running = await start()
     await full(running)
@@ -275,7 +275,7 @@ async def test_requests_that_wait_for_their_turn_are_refused_when_the_queue_has_
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells at once that a client has gone")
 @pytest.mark.parametrize("before", [b"", HEALTH])
-async def test_who_goes_before_his_turn_costs_no_tokenisation_and_no_submission(
+async def test_a_client_that_goes_before_its_turn_costs_no_tokenisation_and_no_submission(
     start: Start, encoded: list[str], before: bytes
 ) -> None:
     """On a connection that is new, or one that is there already."""
@@ -330,7 +330,7 @@ async def test_of_the_bodies_that_do_not_end_the_largest_gives_way(start: Start)
     slow = [connect(running, HEAD % 9000 + b"x" * num_bytes) for num_bytes in (700, 1900, 1400)]
     await asyncio.sleep(0.2)
     response = await running.http.post("/v1/completions", json=BODY | {"user": "x" * 1000})
-    assert response.status_code == 200, "who sends a short one is not kept out by those who never end"
+    assert response.status_code == 200, "bodies that never end do not keep out a short one"
     assert (await answer(slow[1])).startswith(b"HTTP/1.1 429 ")
     for left in (slow[0], slow[2]):
         with pytest.raises(BlockingIOError):

@@ -46,7 +46,7 @@ LARGE = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n
 @pytest.mark.parametrize("aborts", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("behind", [HEALTH, HEALTH + HEALTH, LARGE], ids=["one", "two", "large"])
-async def test_who_goes_away_is_noticed_with_another_request_behind(
+async def test_a_client_that_goes_away_is_noticed_with_another_request_behind(
     start: Start, aborts: bool, stream: bool, behind: bytes
 ) -> None:
     running = await start(step_s=0.1, settings={"send_timeout_s": 2.0})
@@ -63,7 +63,7 @@ async def test_who_goes_away_is_noticed_with_another_request_behind(
     await until(lambda: num_served() == 0)
 
 
-async def test_who_has_gone_before_its_turn_leaves_nothing_with_another_request_behind(start: Start) -> None:
+async def test_a_client_that_goes_before_its_turn_leaves_nothing_with_another_request_behind(start: Start) -> None:
     running = await start(settings={"max_bodies_bytes": 1 << 30})
     for _ in range(5):
         _, writer = await connect(running)
@@ -87,7 +87,7 @@ async def test_what_is_broken_behind_an_answer_is_not_answered_in_the_middle_of_
     writer.close()
 
 
-async def test_what_is_broken_behind_a_request_whose_answer_has_not_begun(
+async def test_what_is_broken_behind_a_request_without_an_answer_yet(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The 400 ends what is asked, and nothing is written behind it."""
@@ -120,7 +120,7 @@ async def test_a_broken_body_is_answered_however_much_of_it_there_is(start: Star
     "behind", [b"", HEALTH[:20], b"\0" * 100, HEALTH * 10_000], ids=["none", "half", "junk", "many"]
 )
 async def test_so_many_requests_may_be_pipelined_and_no_more(start: Start, behind: bytes) -> None:
-    """Else whoever sends them without end fills the memory. Those are served all the same."""
+    """Else a client that sends requests without end fills the memory. Those up to the limit are served all the same."""
     running = await start(step_s=0.01, settings={"head_timeout_s": 1.0})
     reader, writer = await connect(running)
     last = completion(max_tokens=5)
@@ -133,7 +133,7 @@ async def test_so_many_requests_may_be_pipelined_and_no_more(start: Start, behin
     writer.close()
 
 
-async def test_who_sends_without_end_is_read_as_fast_as_it_is_answered(start: Start) -> None:
+async def test_a_client_that_sends_without_end_is_read_as_fast_as_it_is_answered(start: Start) -> None:
     running = await start()
     reader, writer = await connect(running)
     for _ in range(20):

@@ -62,7 +62,7 @@ async def read_all(sock: socket.socket, *, pause_s: float = 0.0) -> int:
     return num_bytes
 
 
-async def test_who_does_not_read_a_stream_is_taken_to_have_gone(start: Start) -> None:
+async def test_a_client_that_does_not_read_a_stream_is_taken_to_have_gone(start: Start) -> None:
     running = await start(step_s=0.005, settings={"send_timeout_s": 0.3})
     content = json.dumps(BODY).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content)
@@ -73,7 +73,7 @@ async def test_who_does_not_read_a_stream_is_taken_to_have_gone(start: Start) ->
     assert await read_all(sock) < len(LARGE) / 2
 
 
-async def test_who_does_not_read_an_answer_that_has_ended_is_cut_off(
+async def test_a_client_that_does_not_read_an_answer_that_has_ended_is_cut_off(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, lost = await start(settings={"send_timeout_s": 0.1}), asyncio.Event()
@@ -90,7 +90,7 @@ async def test_who_does_not_read_an_answer_that_has_ended_is_cut_off(
     assert await read_all(sock) < len(LARGE) / 2
 
 
-async def test_who_reads_slowly_is_served_to_the_end(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_slowly_is_served_to_the_end(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     running = await start(settings={"send_timeout_s": 0.4})
     sock = await ask_for_much(running, monkeypatch)
     loop = asyncio.get_running_loop()

@@ -181,7 +181,7 @@ async def test_a_key_of_another_request(start: Start) -> None:
 
 
 async def test_a_body_that_is_read_but_not_written(start: Start) -> None:
-    """Deep in a field that nobody knows."""
+    """Deep in an unknown field."""
     running = await start()
     content = json.dumps(body())[:-1] + ', "unknown": ' + "[" * 400 + "]" * 400 + "}"
     headers = {"content-type": "application/json"}

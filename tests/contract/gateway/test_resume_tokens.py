@@ -19,7 +19,7 @@ OPTIONS: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "logprobs": 1, 
 
 
 async def ask(running: Running, tokens: list[int], **options: Any) -> list[Piece]:
-    """The rest of the answer, whose beginning is here."""
+    """The rest of the answer that begins with `tokens`."""
     request = make_request("once", None, None, "", OPTIONS | options)  # type: ignore[arg-type]
     request.resume_after = len(tokens)
     request.resume_token_ids.extend(tokens)
@@ -84,7 +84,7 @@ async def test_an_answer_that_is_here_is_compared(start: Start) -> None:
     assert error.value.field == "resume_token_ids"
 
 
-async def test_who_brings_fewer_tokens_gets_none_that_another_client_has_brought(start: Start) -> None:
+async def test_a_client_with_fewer_tokens_gets_none_that_another_client_has_brought(start: Start) -> None:
     running = await start(step_s=0.001)
     whole = result_from(await ask(running, []))
     await ask(running, whole.token_ids[:7], idempotency_key="k")

@@ -223,7 +223,7 @@ async def test_a_seed_of_minus_one_is_none(running: Running) -> None:
     assert first.sampling.seed != second.sampling.seed
 
 
-async def test_the_best_of_several_shows_log_probabilities_to_whom_asked_alone(running: Running) -> None:
+async def test_the_best_of_several_shows_log_probabilities_only_when_asked(running: Running) -> None:
     options: dict[str, Any] = {"model": MODEL, "prompt": "a", "max_tokens": 4, "best_of": 2}
     assert (await running.openai.completions.create(**options)).choices[0].logprobs is None
     assert (await running.openai.completions.create(**options, logprobs=1)).choices[0].logprobs is not None

@@ -18,7 +18,7 @@ from tests.contract.test_heartbeats import REGISTRATION, running
 
 
 class Cache(cache_pb2_grpc.CacheServiceServicer):
-    """Refuses whoever calls, until it is told not to."""
+    """Refuses every call, until it is told not to."""
 
     def __init__(self) -> None:
         self.num_refused = self.num_answers = 0

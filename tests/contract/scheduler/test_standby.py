@@ -24,7 +24,7 @@ from tests.support.proxy import Proxy
 from tests.unit.runtime.test_rpc import NOT_SERVING, SERVING, health
 
 TIMEOUT_S = 30.0
-NOBODY = "127.0.0.1:1"  # and not the cache of a server that runs beside the tests, which would know of an election then
+NO_CACHE = "127.0.0.1:1"  # not the cache of a server that runs beside the tests: that would know of an election then
 INFERENCE, WORKER = "paceline.v1.InferenceService", "paceline.v1.WorkerService"
 pytestmark = needs_etcd
 
@@ -64,7 +64,7 @@ async def test_a_seat_is_taken_once_and_left_with_its_lease(etcd: Etcd) -> None:
     await asyncio.wait_for(waiting, TIMEOUT_S / 2)
     left = await etcd.read_leader()
     assert (left.lease, left.epoch) == (None, 17)
-    # What was seen before somebody else had the seat is not good enough, though it is free.
+    # A claim on what was seen before another scheduler was the leader fails, though there is no leader now.
     lease, _ = await etcd.grant(60)
     assert not await etcd.claim(free, lease, "b:1", 18)
     assert await etcd.claim(left, lease, "b:1", 18)
@@ -99,7 +99,7 @@ async def test_a_watch_ends_when_its_time_is_over(etcd: Etcd) -> None:
     seen = await etcd.read_leader()
     async with asyncio.timeout(TIMEOUT_S / 2):
         await etcd.wait_until_left(seen, 0.1)
-    assert await etcd.read_leader() == seen, "nobody has come or gone"
+    assert await etcd.read_leader() == seen, "no leader has come or gone"
 
 
 async def test_endpoints_that_fail_at_the_same_time_are_passed_over_together(process: EtcdProcess) -> None:
@@ -125,7 +125,7 @@ async def test_connections_that_are_reset_at_once() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"nonsense", b"[]", b'{"header": {}, "responses": [1, 2]}'])
-async def test_somebody_else_at_etcd_s_address(body: bytes) -> None:
+async def test_another_server_at_etcd_s_address(body: bytes) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
@@ -147,7 +147,7 @@ async def test_a_scheduler_stands_by_until_the_seat_is_left(etcd: Etcd, process:
     assert await etcd.claim(await etcd.read_leader(), lease, "elsewhere:50051", 2**50)
     settings = SchedulerSettings(
         port=free_port(),
-        cache=NOBODY,
+        cache=NO_CACHE,
         metrics_port=0,
         etcd=process.url,
         etcd_key="test_a_scheduler_stands_by_until_the_seat_is_left",
@@ -187,7 +187,7 @@ async def test_a_standby_can_be_stopped(etcd: Etcd, process: EtcdProcess) -> Non
     lease, _ = await etcd.grant(60)
     assert await etcd.claim(await etcd.read_leader(), lease, "elsewhere:50051", 5)
     settings = SchedulerSettings(
-        port=0, metrics_port=0, cache=NOBODY, etcd=process.url, etcd_key="test_a_standby_can_be_stopped"
+        port=0, metrics_port=0, cache=NO_CACHE, etcd=process.url, etcd_key="test_a_standby_can_be_stopped"
     )
     async with running(settings):
         pass

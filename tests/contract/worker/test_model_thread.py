@@ -171,7 +171,7 @@ async def test_a_step_that_fails_on_the_device_is_reported_once(rig: Rig) -> Non
     (failure,) = rig.failures
     assert isinstance(failure, StepFailed)
     assert failure.requests == ["r1"]
-    assert (failure.first, failure.last) == (2, 3), "the device had both: nobody can say which of them it was"
+    assert (failure.first, failure.last) == (2, 3), "the device had both: the worker cannot say which of them it was"
     assert str(failure) == "RuntimeError: device-side assert"
     assert rig.results == [1]
     assert 4 not in rig.device.launched

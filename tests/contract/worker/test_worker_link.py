@@ -282,7 +282,7 @@ async def test_a_step_that_raises_is_reported_and_the_worker_stays(
     assert len((await again.result()).token_ids) == 4
 
 
-async def test_a_worker_whose_device_is_lost_reports_the_step_and_ends(
+async def test_a_worker_that_loses_its_device_reports_the_step_and_ends(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = await rig.accept()
@@ -335,7 +335,7 @@ async def test_a_drain_that_takes_too_long_ends(rig: Rig) -> None:
 
 
 async def test_it_waits_for_a_scheduler_that_is_not_there_yet(rig: Rig, tmp_path: Path) -> None:
-    """A second worker, on the same machine, pointed at a port where nobody listens until later."""
+    """A second worker, on the same machine, pointed at a port where no scheduler listens until later."""
     await rig.accept()
     late = FakeScheduler()
     probe = await late.start()
