@@ -37,7 +37,7 @@ def scenario(**changes: Any) -> dict[str, Any]:
 
 
 def request(**changes: Any) -> dict[str, Any]:
-    """A scenario whose second request is changed; None takes a key away."""
+    """A scenario with these changes in its second request. None removes a key."""
     good = scenario()
     second = good["requests"][1] | changes
     good["requests"][1] = {key: value for key, value in second.items() if value is not None}
@@ -179,7 +179,7 @@ def played(tmp_path: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -
     return outcome
 
 
-def test_who_arrives_right_after_an_empty_step_is_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_request_right_after_an_empty_step_is_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = played(
         tmp_path,
         capsys,

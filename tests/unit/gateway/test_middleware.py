@@ -88,7 +88,7 @@ async def test_a_bug_behind_the_beginning_of_an_answer_begins_no_other() -> None
     assert sent[-1]["type"] == "raised"
 
 
-async def test_who_has_gone_gets_no_answer() -> None:
+async def test_a_client_that_has_gone_gets_no_answer() -> None:
     assert statuses((await ask(ClientDisconnect()))[0]) == [499]
     sent, peer = await ask(Gone())
     assert not sent

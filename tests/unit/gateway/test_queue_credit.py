@@ -25,14 +25,14 @@ def test_what_is_on_its_way_takes_of_the_places() -> None:
     assert not credit.takes(0)
 
 
-def test_a_number_that_is_old_refuses_nobody_but_more_than_ever_fit() -> None:
-    """Others may have left meanwhile, and nobody has told so."""
+def test_an_old_number_refuses_only_more_than_ever_fit() -> None:
+    """Requests of other gateways may have left the queue since the scheduler sent the number."""
     credit = QueueCredit()
     credit.update(num_free=8, num_submissions=0)
     credit.update(num_free=1, num_submissions=0)
     credit.sent(3)
     credit.tick()
-    assert not credit.takes(0), "it has only just been told"
+    assert not credit.takes(0), "the number is only one tick old"
     credit.tick()
     assert credit.takes(7)
     assert not credit.takes(8)

@@ -54,7 +54,7 @@ class Case:
 
 
 async def stream(case: Case, batches: Iterator[int], after: EventId | None = None) -> tuple[int, list[Event]]:
-    """The status and events of an answer whose tokens arrive in such batches."""
+    """The status and events of an answer. Its tokens arrive in batches of these sizes."""
     session = FakeSession()
     envelope = Envelope(case.kind, "m", 5 if after is None else after.created_s, "0" * 32)
     answer = StreamAnswer(

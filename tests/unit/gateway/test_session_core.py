@@ -100,7 +100,7 @@ def test_tokens_and_endings_reach_their_requests() -> None:
     assert (a.tokens, b.tokens) == ([7, 9], [8])
     assert a.ending is not None
     assert core.num_live == 1
-    # It has ended: what still comes for its handle is nobody's.
+    # The request has ended: no request takes what still comes for its handle.
     assert core.receive(tokens((a, 1))) == []
     assert a.tokens == [7, 9]
 
@@ -298,7 +298,7 @@ def test_going_down_fails_everything() -> None:
 
 
 class CountingScheduler:
-    """Generates 0, 1, 2, ... for everybody, and forgets everything when the stream breaks."""
+    """Generates 0, 1, 2, ... for each request, and forgets all requests when the stream breaks."""
 
     def __init__(self, core: SessionCore) -> None:
         self.core = core
@@ -413,11 +413,11 @@ def test_what_was_delivered_elsewhere_goes_with_the_submission() -> None:
     assert core.num_live == 1
 
 
-def test_who_is_refused_by_a_full_scheduler_comes_behind_those_whom_we_refused() -> None:
+def test_a_request_refused_by_a_full_scheduler_comes_behind_those_the_gateway_refused() -> None:
     core = make_core()
     opened(core)
     core.tick(0.0)
-    for _ in range(4):  # four places a second, of which nine tenths are promised
+    for _ in range(4):  # four finish in a second; the gateway promises nine tenths of that rate
         core.receive(inference_pb2.SessionResponse(endings=[ending(submit(core))]))
     core.tick(1.0)
     refused = [submit(core, now_s=1.0) for _ in range(3)]
@@ -491,12 +491,12 @@ def status_of(model: str) -> inference_pb2.SchedulerStatus:
 
 
 def guarded_core() -> SessionCore:
-    """Of a gateway whose model is a."""
+    """The session core of a gateway that serves model a."""
     return make_core(difference=lambda model: "" if model.name == "a" else f"not {model.name}")
 
 
 def test_no_token_of_another_model_is_taken() -> None:
-    """It may come in the same message in which the scheduler first says what its workers serve."""
+    """The token may come in the same message in which the scheduler first names the model of its workers."""
     core = guarded_core()
     opened(core)
     early = submit(core)
