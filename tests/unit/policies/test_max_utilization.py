@@ -156,7 +156,7 @@ def test_the_same_steps_as_by_the_plain_rule_when_the_order_fails() -> None:
     assert failed > 8
 
 
-def test_a_full_house_does_not_look_at_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_all_slots_taken_the_waiting_requests_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     system = LocalSystem(policies=build(choose("trtllm-max-util")))
     system.attach(ToyWorker(block_size=4, num_blocks=400, max_num_seqs=8, max_batched_tokens=64))
     system.open("s", window=1 << 20)

@@ -43,8 +43,8 @@ def test_a_victims_own_demand_goes_with_it() -> None:
     assert tokens(outcome, 2) == {"0": 1, "1": 1}
 
 
-def test_nobody_gives_way_for_blocks_that_have_just_come_free() -> None:
-    # The first one ends in the step before the second needs a block, and nobody waits.
+def test_no_request_is_preempted_for_blocks_that_have_just_come_free() -> None:
+    # The first request ends in the step before the second one needs a block, and no request waits.
     outcome = run([{"prompt_len": 2, "max_new_tokens": 2}, {"prompt_len": 3, "max_new_tokens": 3}], num_blocks=2)
     assert outcome.steps[1].finished == ["0"]
     assert not any(step.preempted for step in outcome.steps)
