@@ -127,14 +127,14 @@ async def test_what_failed_is_run_again(rig: Rig) -> None:
     assert (rig.store.num_waiting, rig.store.num_finished, rig.num_live) == (0, 0, 1)
 
 
-@pytest.mark.parametrize("guilty", [0, 1])
-async def test_a_request_that_failed_by_itself_is_not_run_again(rig: Rig, guilty: int) -> None:
+@pytest.mark.parametrize("failing", [0, 1])
+async def test_a_request_that_failed_by_itself_is_not_run_again(rig: Rig, failing: int) -> None:
     """Such a request might kill a worker at each attempt. One failed sample out of several is enough."""
     for attempt in range(3):
         reading = rig.open(n=2)
-        rig.session.end(rig.session.live[guilty], ERROR, code=13)
+        rig.session.end(rig.session.live[failing], ERROR, code=13)
         with pytest.raises(ApiError) as failed:
-            await reading.generations[guilty if attempt == 0 else 0].next()
+            await reading.generations[failing if attempt == 0 else 0].next()
         assert (failed.value.status, failed.value.headers) == (500, {"x-should-retry": "false"})
         if attempt == 0:
             rig.open(n=2)  # while the first reader has not seen the failure yet
