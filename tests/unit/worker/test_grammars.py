@@ -233,10 +233,10 @@ def test_a_full_lexer_that_takes_long_to_begin_anew_fails_alone(
     assert plain.output == reference.greedy(CHECKPOINT, demo_ids, NUM_TOKENS)
 
 
-def test_a_full_lexer_begins_anew_and_nobody_notices(
+def test_a_full_lexer_begins_anew_and_no_output_changes(
     build: Callable[..., BuiltWorker], demo_ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its states are shared by all that have the grammar; at any place of a text there may be no more of them."""
+    """All sequences with a grammar share its lexer states. The states may run out at any position of a text."""
     grammar = grammar_from("regex", "(.|\\n)*q(.|\\n){200}")
 
     def outputs() -> list[list[int]]:
