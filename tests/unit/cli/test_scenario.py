@@ -157,7 +157,7 @@ SWAPPING = {
 
 
 @pytest.mark.parametrize(("host_blocks", "modes"), [(20, {"swap"}), (1, {"recompute"}), (4, {"swap", "recompute"})])
-def test_what_gives_way_is_swapped_as_long_as_there_are_host_blocks(
+def test_preempted_requests_are_swapped_as_long_as_there_are_host_blocks(
     host_blocks: int, modes: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "scenario.json"
@@ -192,7 +192,7 @@ def test_a_request_right_after_an_empty_step_is_not_lost(tmp_path: Path, capsys:
             {"id": "c", "arrive": 4, "prompt_len": 5, "max_new_tokens": 3},
         ],
     )
-    empty = outcome["steps"][3]  # "a" gives way to "b", and that is all
+    empty = outcome["steps"][3]  # "a" is preempted for "b", and no request runs
     assert (empty["scheduled"], [p["id"] for p in empty["preempted"]]) == ([], ["a"])
     assert sorted(name for step in outcome["steps"] for name in step["finished"]) == ["a", "b", "c"]
     assert outcome["generated_tokens"] == {"a": 10, "b": 4, "c": 3}

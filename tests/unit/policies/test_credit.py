@@ -1,4 +1,4 @@
-"""What a step tells a policy of the cache holds at that moment, whatever it was asked before."""
+"""What a step tells a policy about the cache is current, whatever the policy asked before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from simulator.toy_worker import ToyWorker
 
 
 class Curious(DecodeFirst):
-    """Asks what is cached of the first that waits, before and after what runs is in the step."""
+    """Asks how much of the first waiting request is cached, before and after the running requests are in the step."""
 
     answers: ClassVar[list[tuple[int, int]]] = []
 

@@ -21,7 +21,7 @@ from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
 
 WEIGHTS = {"a": 3.0, "b": 0.5}
-CLOCK = itertools.count(step=10 * CHARGE_INTERVAL_S)  # what runs is charged in every look at the order
+CLOCK = itertools.count(step=10 * CHARGE_INTERVAL_S)  # running requests are charged at every look at the order
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class FakeRequest:
 
     @property
     def prompt_cost(self) -> int:
-        """A prompt is paid for once."""
+        """A prompt is charged once."""
         return self.num_tokens - self.best_matched_tokens if not self.has_run else 0
 
 
@@ -227,7 +227,7 @@ def test_what_runs_keeps_no_credit_for_what_was_not_asked_for() -> None:
         order.add(view(FakeRequest(arrival_index, "busy", num_prompt_tokens=100)))
     for arrival_index in (30, 31):
         order.add(view(FakeRequest(arrival_index, "modest", num_prompt_tokens=100)))
-    assert names(order) == [20, 30, 21, 31], "with the one that runs it has asked for no more than without"
+    assert names(order) == [20, 30, 21, 31], "the running request gives its tenant no credit"
 
 
 def test_what_is_computed_again_after_preemption_is_charged_to_no_tenant() -> None:
@@ -243,7 +243,7 @@ def test_what_is_computed_again_after_preemption_is_charged_to_no_tenant() -> No
     order.add(view(FakeRequest(3, "victim", num_prompt_tokens=1000)))
     order.add(view(FakeRequest(4, "other", num_prompt_tokens=10)))
     assert [tenant.counter for tenant in order.busy.values()] == [100.0, 200.0]
-    assert names(order) == [1, 3, 4], "nor does it stand behind others for it"
+    assert names(order) == [1, 3, 4], "the victim does not wait behind others for its recomputation"
 
 
 def test_a_search_pays_for_each_of_its_beams() -> None:
@@ -372,7 +372,7 @@ def test_the_request_with_fewest_running_sequences_is_first(seed: int) -> None:
 
 
 def test_to_compare_tenants_that_the_order_was_not_told_of_leaves_no_trace() -> None:
-    """As the fallback of a policy that failed does, which is told of no request."""
+    """Like the fallback of a failed policy, which is told of no request."""
     order = FairAmongTenants()
     for i in range(10):
         waiting, running = FakeRequest(2 * i, f"waiting-{i}"), FakeRequest(2 * i + 1, f"running-{i}")
@@ -399,4 +399,4 @@ def test_while_no_tenant_waits_or_one_nothing_that_runs_is_looked_at(monkeypatch
     assert not looks
     monkeypatch.setattr(FakeRequest, "num_output_tokens", property(lambda self: looks.append(self) or 0))
     order.add(view(waiting[-1]))
-    assert len(looks) == len(running), "another tenant waits: what runs is charged, once"
+    assert len(looks) == len(running), "another tenant waits, so the running requests are charged once"

@@ -1,4 +1,4 @@
-"""Order policies as the scheduler tells them what comes, goes, runs and stops."""
+"""Order policies, driven as the scheduler does: requests come, leave, run and stop."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_dfs_weight_of_equal_branches_the_one_with_the_oldest_goes_first() -> No
     order.remove(view_of(branches[0]))
     branches[0].queue_position = 9
     wait(order, branches[0])
-    assert names(order) == [2, 3, 4, 1], "by its place, which a preemption may have changed"
+    assert names(order) == [2, 3, 4, 1], "by its queue position, which a preemption may have changed"
 
 
 def by_the_rule(requests: list[Request], depth: int = 0) -> list[int]:

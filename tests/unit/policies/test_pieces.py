@@ -1,4 +1,4 @@
-"""Without chunks: what fits into a whole step runs whole or waits, and what no step can hold runs in pieces."""
+"""Without chunks: a prompt that fits into a step runs whole or waits. A prompt larger than any step runs in pieces."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_what_no_step_can_hold_takes_what_is_left(batch: str) -> None:
         whole = {r["id"]: r["prompt_len"] for r in requests}
         began = [row for row in step.scheduled if row.phase == "prefill" and row.tokens < whole[row.id]]
         ends = [row for row in began if prefills(outcome, row.id)[-1][0] == step.step]
-        assert len(began) - len(ends) <= 1, "the only one that is cut"
+        assert len(began) - len(ends) <= 1, "only one prompt is cut at a time"
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -128,7 +128,7 @@ def test_what_a_short_chunk_leaves_is_for_the_next_prompt() -> None:
 
 
 @pytest.mark.parametrize("iterations", [0, 1, 2, 5])
-def test_prompts_are_held_back_for_so_many_iterations_and_no_longer(iterations: int) -> None:
+def test_prompts_wait_for_so_many_iterations_and_no_longer(iterations: int) -> None:
     """Each time: later prompts wait as long as the first ones."""
     requests = [request("x", 5, 40), request("a", 5, 3, arrive=2), request("b", 5, 3, arrive=20)]
     options = {"batch_wait_iters": iterations, "batch_wait_max_tokens_ratio": 1.0}

@@ -1,4 +1,4 @@
-"""From names and options to policies: what is wrong is named."""
+"""From names and options to policies. An error names the wrong part."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_long_prefill_threshold_spares_a_lone_request() -> None:
 
 
 def test_a_victims_own_demand_goes_with_it() -> None:
-    # All three need a block for their second decode. The last one has the one that is missing, and wants none any more.
+    # All three requests need a block for their second decode. Preempting the last one frees a block and ends its need.
     outcome = run([{"prompt_len": 3, "max_new_tokens": 8}] * 3, num_blocks=4)
     crossing = outcome.steps[2]
     assert [victim["id"] for victim in crossing.preempted] == ["2"]

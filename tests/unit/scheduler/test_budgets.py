@@ -51,10 +51,10 @@ def test_a_tenant_runs_no_more_than_its_tokens_and_others_pass_it() -> None:
     seen = set()
     while moves := system.moves():
         tenants = [request.tenant for worker in system.scheduler.workers.values() for request in worker.bound]
-        assert tenants.count("a") <= 2, "a third one would grow to 60 tokens"
+        assert tenants.count("a") <= 2, "a third request would grow to 60 tokens"
         seen.add(tuple(running(system)))
         system.move(*moves[0])
-    assert (0, 1, 3) in seen, "tenant b did not wait behind tenant a's third"
+    assert (0, 1, 3) in seen, "tenant b did not wait behind the third request of tenant a"
     assert all(client.endings[handle].reason == LENGTH for handle in range(4))
 
 
@@ -86,7 +86,7 @@ def test_a_full_queue_says_what_is_full_and_when_to_come_back(config: dict[str, 
     assert ending.retry_after_s > 0
     if "tenant_max_queued_tokens" in config:
         system.submit("s", 3, [9] * 10, params(4), tenant="b")
-        assert 3 not in client.endings, "another tenant is not concerned"
+        assert 3 not in client.endings, "the limit does not affect another tenant"
 
 
 @pytest.mark.parametrize("limit", ["max_queued_tokens", "tenant_max_queued_tokens"])
@@ -245,7 +245,7 @@ def test_waiting_and_running_have_their_time() -> None:
         system.now_s = now_s
         system.scheduler.tick(now_s)
         system.poll()
-        assert client.endings.keys() == ended, "what has run waits on without a worker, however long"
+        assert client.endings.keys() == ended, "a request that has run keeps waiting without a worker, however long"
     assert client.endings[2].code == CODE_DEADLINE_EXCEEDED
     assert client.endings[2].message == "queue: waited for more than 5 s"
     system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=64))

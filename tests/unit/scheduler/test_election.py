@@ -232,7 +232,7 @@ def test_never_two_leaders_and_epochs_only_rise(seed: int, count: int, trouble: 
                     world.etcd.delete()
         for way in world.ways:
             way.trouble, way.open_ = 0.0, True
-        await world.pass_time(8)  # what was on its way arrives
+        await world.pass_time(8)  # delayed messages arrive
         leader = await world.until_elected(2 * TTL_S)
         await world.pass_time(3 * TTL_S)
         assert world.leaders == [leader]
@@ -322,7 +322,7 @@ def test_a_short_absence_of_etcd_changes_nothing() -> None:
 def test_deleting_the_key_by_hand_makes_another_leader() -> None:
     async def play(world: World) -> None:
         world.etcd.delete()
-        # The other one may be faster than the news: that is what the fences are for.
+        # The other scheduler may lead before this one hears of it. Fences cover this case.
         world.ways[1 - world.leaders[0]].open_ = False
         await world.pass_time(0.1)
         assert world.leaders == []

@@ -220,7 +220,7 @@ def test_a_request_that_keeps_losing_its_worker_is_poisoned_in_the_end(
     assert num_losses == loss + 2
 
 
-def test_only_that_accusation_is_withdrawn() -> None:
+def test_only_the_blame_of_that_worker_is_withdrawn() -> None:
     suspects = Suspects(3)
     suspects.blame([7], 1)
     suspects.blame([7], 1, Absence("a", Loss.LINK, 0.0))

@@ -94,11 +94,11 @@ def test_what_is_cached_draws_until_it_costs_more_to_wait_there() -> None:
     system.run()
     first = {worker is owner: worker.let_in[0] for worker in workers}
     assert first[True][:4] == ["2", "3", "4", "5"]
-    assert first[False], "the other one is faster at last"
+    assert first[False], "the other worker is faster in the end"
     assert len(first[True]) > len(first[False])
 
 
-def test_where_one_has_no_seats_the_other_takes_all() -> None:
+def test_where_one_worker_has_no_slots_the_other_takes_all() -> None:
     workers = [Recorder(max_num_seqs=2), Recorder()]
     system = system_of(workers)
     submit_at_once(system, [[9 + i] * 4 for i in range(12)], max_tokens=40)

@@ -131,7 +131,7 @@ def test_what_ends_while_there_is_no_cache_just_ends() -> None:
 
 @pytest.mark.parametrize("meanwhile", ["nothing", "cancel", "worker lost", "cache lost"])
 @pytest.mark.parametrize("how", ["a claim", "the operation"])
-def test_what_is_refused_is_computed_anew(how: str, meanwhile: str) -> None:
+def test_a_refused_request_is_recomputed(how: str, meanwhile: str) -> None:
     system = make()
     end = begin(system)
     victim = running(system)[1]
@@ -271,7 +271,7 @@ def test_beams_that_grew_keep_what_they_fork_from() -> None:
     assert parked > 3
 
 
-def test_a_beam_that_is_refused_is_computed_anew() -> None:
+def test_a_refused_beam_is_recomputed() -> None:
     sampling, beam = SamplingParams(top_p=1, max_tokens=8, ignore_eos=True), BeamOptions(width=3, num_return=3)
     right = expected_hypotheses(SHARED, make_search(beam, sampling, [EOS]))
     parked = 0

@@ -37,7 +37,7 @@ def test_alone_twice_in_a_row_is_poisoned() -> None:
     assert suspects.waiting() == []
 
 
-def test_what_was_cleared_in_between_begins_anew() -> None:
+def test_a_row_cleared_in_between_begins_anew() -> None:
     suspects = Suspects(2)
     suspects.blame([7], 1)
     suspects.clear(7)
@@ -52,7 +52,7 @@ def test_a_row_that_is_alone_only_because_others_left_was_not_alone() -> None:
     assert suspects.blame([7], 1) == 7
 
 
-def test_only_what_suits_is_taken_and_what_is_put_back_waits_again() -> None:
+def test_only_a_suitable_group_is_taken_and_a_requeued_group_waits_again() -> None:
     suspects = Suspects(2)
     suspects.blame([1, 2], 2)
     assert suspects.take(lambda group: group == [2]) == [2]

@@ -62,7 +62,7 @@ def finish(system: LocalSystem, but: int = 0) -> Client:
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("preset", ["paceline", "vllm-v0", "vllm-v1", "trtllm-max-util", "sglang"])
-def test_it_goes_on_where_it_was(preset: str, prefix_caching: bool, window: int) -> None:
+def test_a_swapped_request_goes_on_where_it_was(preset: str, prefix_caching: bool, window: int) -> None:
     options: dict[str, object] = {"init_new_token_ratio": 0.1} if preset == "sglang" else {}
     system = make(preset, window, prefix_caching, chunked_prefill=True, **options)
     begin(system)
@@ -167,7 +167,7 @@ def test_a_lost_worker_takes_the_kv_with_it() -> None:
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("window", [1, 3])
-def test_a_lost_cache_does_not(window: int, prefix_caching: bool) -> None:
+def test_a_lost_cache_does_not_lose_swapped_kv(window: int, prefix_caching: bool) -> None:
     """The scheduler asks for the same host blocks again, whether or not the worker has made the copies."""
     kept = recomputed = pending = 0
     for moves_before in range(40):
@@ -190,7 +190,7 @@ def test_a_lost_cache_does_not(window: int, prefix_caching: bool) -> None:
     assert min(kept, recomputed, pending) > 0
 
 
-def test_what_a_new_cache_refuses_is_computed_anew() -> None:
+def test_a_request_that_a_new_cache_refuses_is_recomputed() -> None:
     system = make()
     begin(system)
     (request,) = swapped(system)
@@ -244,7 +244,7 @@ def test_the_cache_may_have_no_room_for_one_that_comes_back(drains: bool, monkey
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 1])
-def test_without_room_it_is_computed_anew(num_host_blocks: int) -> None:
+def test_without_host_blocks_a_request_is_recomputed(num_host_blocks: int) -> None:
     system = make()
     system.attach(toy(num_host_blocks=num_host_blocks))
     for handle, prompt in PROMPTS.items():
