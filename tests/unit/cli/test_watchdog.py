@@ -1,4 +1,4 @@
-"""When `paceline up` takes a child for hung."""
+"""When `paceline up` kills a child process as hung."""
 
 from __future__ import annotations
 

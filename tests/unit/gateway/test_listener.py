@@ -1,4 +1,4 @@
-"""Connections that are taken in, and those that are not."""
+"""Which connections the listener accepts, and which it drops."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Protocol(asyncio.Protocol):
 
 
 class Running:
-    """`heard`: what connections were made and what they said; `gone`: how many were dropped."""
+    """`heard`: a hello for each accepted connection, and its data. `gone`: how many connections were dropped."""
 
     def __init__(self) -> None:
         self.sock = socket.create_server(("127.0.0.1", 0))
@@ -59,7 +59,7 @@ class Running:
         self.gone += 1
 
     def client(self, data: bytes = b"") -> socket.socket:
-        """In the kernel's queue: the loop does not run meanwhile."""
+        """A connection in the kernel's queue. The event loop does not run meanwhile."""
         connection = socket.create_connection(self.address)
         connection.sendall(data)
         return connection

@@ -23,7 +23,7 @@ class ClientSocket:
 
 
 class Broken(Response):
-    """Fails when it has begun."""
+    """A response that fails after its start."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -31,7 +31,7 @@ class Broken(Response):
 
 
 async def ask(outcome: Response | Exception, path: str = "/direct") -> tuple[list[Message], ClientSocket]:
-    """What was sent to the client of a handler that returns, or raises, this."""
+    """The messages that the client gets when its handler returns or raises `outcome`."""
     sent: list[Message] = []
     peer = ClientSocket()
 

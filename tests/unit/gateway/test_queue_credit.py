@@ -1,4 +1,4 @@
-"""How many a gateway lets in."""
+"""How many requests a gateway admits by the queue credit of the scheduler."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_old_number_refuses_only_more_than_ever_fit() -> None:
 def test_a_number_that_has_not_changed_is_not_told_again_and_is_not_old() -> None:
     credit = QueueCredit()
     credit.unchanged()
-    assert credit.takes(10**6), "nothing was told"
+    assert credit.takes(10**6), "the scheduler has sent no number yet"
     credit.update(num_free=8, num_submissions=0)
     credit.update(num_free=1, num_submissions=0)
     for _ in range(4):

@@ -436,12 +436,12 @@ def test_lists_as_long_as_may_be_are_taken() -> None:
 @pytest.mark.parametrize("name", ["top_p", "typical_p"])
 @pytest.mark.parametrize("given", [1e-45, 1e-46, 1e-300])
 def test_the_smallest_shares_stay_above_zero(builder: RequestBuilder, name: str, given: float) -> None:
-    """They travel in 32 bits, where 0 is no share, or none asked for."""
+    """Shares are sent as 32-bit floats, and there 0 means that the request asks for none."""
     assert getattr(make_job(builder, **{name: given}).sampling, name) == 2.0**-149
 
 
 def slow_builder() -> tuple[RequestBuilder, list[str], threading.Event]:
-    """With the texts that its tokeniser has begun with, and what it waits for."""
+    """Returns the builder, the texts that its tokenizer has started, and the event that lets it go on."""
     begun: list[str] = []
     go_on = threading.Event()
 

@@ -74,7 +74,7 @@ def test_a_server_that_was_hardly_used_is_found_to_be_quicker_at_once() -> None:
 
 
 class Server:
-    """`slots` requests at once, `per_s` in all, and a queue; crowds that come at one moment and do as they are told."""
+    """A server with `slots` slots, `per_s` requests a second and a queue. Refused users come back when told to."""
 
     def __init__(self, per_s: float, slots: int, queue: int, seed: int) -> None:
         self.departures = ServiceRate()

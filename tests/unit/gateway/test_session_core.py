@@ -50,7 +50,7 @@ def drain(core: SessionCore) -> list[inference_pb2.SessionRequest]:
     out = []
     while (message := core.take_request()) is not None:
         out.append(message)
-        assert len(out) < 100, "it has no end"
+        assert len(out) < 100, "the core drains without end"
     return out
 
 
@@ -126,7 +126,7 @@ def test_everything_unfinished_is_submitted_again_with_what_has_arrived() -> Non
 
 
 def test_a_deadline_counts_from_the_first_submission() -> None:
-    """However often the request is submitted again; what is over is the least that can be said, not no deadline (0)."""
+    """However often the request is submitted again. A past deadline is sent as 1 ms, because 0 means no deadline."""
     core = make_core(wait_s=60.0)
     terms = RequestMetadata(
         deadline_s=8.0, priority=2.0, tenant="a", cache_salt="s", cache_retention=(RetentionRange(end=4),)
@@ -143,7 +143,7 @@ def test_a_deadline_counts_from_the_first_submission() -> None:
         again.deadline_s = first.deadline_s
         again.ClearField("output_token_ids")
         again.accepted_before = False
-        assert again == first, "nothing else is lost on the way"
+        assert again == first, "every other field is sent again"
 
 
 def test_a_stream_that_never_opened_accepted_nothing() -> None:
@@ -223,7 +223,7 @@ def test_live_requests_are_bounded_and_handles_not_reused_while_they_live() -> N
 
 
 def test_a_handle_is_not_used_again_by_the_next_request() -> None:
-    """What is still under way for the one that has ended would reach the new one."""
+    """Otherwise late messages for the ended request would reach the new one."""
     core = make_core()
     opened(core)
     first = submit(core)
@@ -401,11 +401,11 @@ def test_what_was_delivered_elsewhere_goes_with_the_submission() -> None:
     [message] = drain(core)
     [submission] = message.submissions
     assert np.frombuffer(submission.output_token_ids, "<i4").tolist() == [7, 8]
-    assert not submission.accepted_before, "not by this scheduler, as far as we know"
+    assert not submission.accepted_before, "the gateway does not know whether this scheduler accepted it"
     assert not submission.sampling.prompt_logprobs
     core.receive(tokens((request, 9)))
     assert request.tokens == [7, 8, 9]
-    assert len(request.scores) == 2, "one for each that was delivered; the new one's comes with it"
+    assert len(request.scores) == 2, "one score for each delivered token; a new token brings its own"
     done = core.submit("id", PROMPT, common_pb2.SamplingParams(max_tokens=9), 0.0, frozenset([5]), delivered=[7, 5])
     assert done.ending is not None
     assert done.ending.reason == common_pb2.FINISH_REASON_STOP
@@ -440,7 +440,7 @@ def test_a_request_refused_by_a_full_scheduler_comes_behind_those_the_gateway_re
 def test_what_is_on_its_way_takes_of_the_places_that_the_scheduler_has_told() -> None:
     core = make_core()
     opened(core)
-    assert core.queue_takes(1000), "it has told nothing"
+    assert core.queue_takes(1000), "the scheduler has sent no number yet"
     core.receive(inference_pb2.SessionResponse(room=inference_pb2.QueueRoom(places=2, num_submissions=0)))
     submit(core)
     assert (core.queue_takes(0), core.queue_takes(1)) == (True, False), "not sent yet"
@@ -449,7 +449,7 @@ def test_what_is_on_its_way_takes_of_the_places_that_the_scheduler_has_told() ->
     core.receive(inference_pb2.SessionResponse(room=inference_pb2.QueueRoom(places=1, num_submissions=1)))
     assert (core.queue_takes(0), core.queue_takes(1)) == (True, False)
     core.connect()
-    assert core.queue_takes(1000), "this one has told nothing"
+    assert core.queue_takes(1000), "the new stream has sent no number yet"
 
 
 MALFORMED: list[dict[str, Any]] = [
@@ -466,7 +466,7 @@ MALFORMED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", MALFORMED)
 def test_of_a_malformed_message_nothing_is_taken(fields: dict[str, Any]) -> None:
-    """So that the next stream can go on with what is here."""
+    """So that the next stream can go on from the tokens received before."""
     core = make_core()
     request = submit(core)
     opened(core)

@@ -64,7 +64,7 @@ def test_a_mixed_batch_says_what_transformers_says(
 def test_a_row_knows_the_token_before_whatever_is_behind(
     build: Callable[..., BuiltWorker], demo_ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device that is not past a step when the next one is launched, as a GPU mostly is not."""
+    """The device has not finished a step when the next one is launched, as is usual on a GPU."""
     monkeypatch.setattr(DeviceEvent, "is_passed", lambda fence: False)
     driver = Driver(build(CHECKPOINT).runner)
     plain, formed = driver.add(demo_ids, NUM_TOKENS), add(driver, demo_ids, JSON)
