@@ -420,7 +420,7 @@ def test_a_fork_that_the_cache_refuses_is_computed_instead(system: LocalSystem, 
     system.assert_at_rest()
 
 
-def test_samples_fork_from_one_whose_prompt_is_scored(system: LocalSystem, client: Client) -> None:
+def test_samples_fork_from_a_request_with_a_scored_prompt(system: LocalSystem, client: Client) -> None:
     system.attach(toy())
     prompt = list(range(10, 30))
     system.submit("s", 1, prompt, params(4, prompt_logprobs=True))

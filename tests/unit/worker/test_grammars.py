@@ -179,7 +179,7 @@ def test_a_grammar_is_forgotten_by_its_number() -> None:
 
 
 @pytest.mark.parametrize("few_rows", [0, 9])
-def test_a_grammar_whose_masks_take_long_fails_alone(
+def test_a_grammar_with_slow_masks_fails_alone(
     build: Callable[..., BuiltWorker], demo_ids: list[int], monkeypatch: pytest.MonkeyPatch, few_rows: int
 ) -> None:
     """By the time that each takes, on a clock of the test's: with few rows, and after a slow step with many."""
